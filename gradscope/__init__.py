@@ -1,0 +1,53 @@
+"""gradscope: each sample's gradient, and the expectation of a transformation of it.
+
+The public names are imported when first used, so that the command line answers without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradscope.errors import GradscopeError
+
+if TYPE_CHECKING:
+    from gradscope.comparison import Comparison, compare
+    from gradscope.core.problem import model_loss
+    from gradscope.scope import Scope, expectation, norms, per_sample_gradients
+    from gradscope.storage import GradientFile
+    from gradscope.storage import open_file as open
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "GradientFile",
+    "GradscopeError",
+    "Scope",
+    "__version__",
+    "compare",
+    "expectation",
+    "model_loss",
+    "norms",
+    "open",
+    "per_sample_gradients",
+]
+
+_HOMES = {
+    "Comparison": ("gradscope.comparison", "Comparison"),
+    "GradientFile": ("gradscope.storage", "GradientFile"),
+    "Scope": ("gradscope.scope", "Scope"),
+    "compare": ("gradscope.comparison", "compare"),
+    "expectation": ("gradscope.scope", "expectation"),
+    "model_loss": ("gradscope.core.problem", "model_loss"),
+    "norms": ("gradscope.scope", "norms"),
+    "open": ("gradscope.storage", "open_file"),
+    "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value  # also over the submodule of the same name
+    return value

@@ -1,0 +1,46 @@
+"""What a backend is: bound once to a problem, applied to many batches.
+
+A backend is a function of a problem that returns a context manager, so that clean-up is
+structural; inside it, the bound function maps a batch to its losses and per-sample gradients:
+
+    with backend(problem) as evaluate:
+        evaluation = evaluate(batch)
+
+It is exact, or it raises a `RefusedError` that names the layer and the remedy.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from gradscope.blocks import Evaluation
+from gradscope.core.batch import Batch
+from gradscope.core.locate import first_line, layer_of
+from gradscope.core.problem import Problem
+from gradscope.core.registry import Registry
+from gradscope.errors import GradscopeError, UnsupportedError
+
+Evaluate = Callable[[Batch], Evaluation]
+Backend = Callable[[Problem], AbstractContextManager[Evaluate]]
+
+backends: Registry[Backend] = Registry("backend")
+
+
+@contextmanager
+def refusing(backend: str, model: nn.Module, remedy: str) -> Iterator[None]:
+    """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer.
+
+    Errors of gradscope and running out of memory pass through unchanged.
+    """
+    try:
+        yield
+    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whatever torch or the user's code raises
+        raise UnsupportedError(
+            f"the {backend} backend cannot run this model: {first_line(error)}",
+            where=layer_of(error, model),
+            remedy=remedy,
+        ) from error

@@ -1,0 +1,27 @@
+"""Floor 2: per-sample gradients as blocks, which know their own structure.
+
+A block stands for the per-sample gradients (n, *shape) of one parameter. It knows exactly its
+dense form, squared norms, weighted sum, elementwise-square sum, dot product and Gram matrix, and
+takes a shortcut where its structure allows one. What has no shortcut falls back to dense tiles.
+"""
+
+from gradscope.blocks.base import Block
+from gradscope.blocks.dense import DenseBlock
+from gradscope.blocks.elementwise import MappedBlock, SquaredBlock
+from gradscope.blocks.gradients import Evaluation, Gradients
+from gradscope.blocks.outer import OuterBlock
+from gradscope.blocks.scatter import ScatterBlock
+from gradscope.blocks.total import TotalBlock, total
+
+__all__ = [
+    "Block",
+    "DenseBlock",
+    "Evaluation",
+    "Gradients",
+    "MappedBlock",
+    "OuterBlock",
+    "ScatterBlock",
+    "SquaredBlock",
+    "TotalBlock",
+    "total",
+]

@@ -1,0 +1,76 @@
+"""The gradients of a batch: one block a parameter."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks.base import Block
+
+
+class Gradients(Mapping[str, Block]):
+    """Per-sample gradients of all selected parameters, by name, in the model's order.
+
+    Args:
+        blocks: At least one, all of the same n.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block]) -> None:
+        self._blocks = dict(blocks)
+
+    def __getitem__(self, name: str) -> Block:
+        return self._blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def n(self) -> int:
+        """The number of samples."""
+        return next(iter(self._blocks.values())).n
+
+    @cached_property
+    def squared_norms(self) -> dict[str, Tensor]:
+        """‖gᵢ‖² (n,) for each parameter, computed once."""
+        return {name: block.squared_norms() for name, block in self.items()}
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """‖gᵢ‖ (n,) over all parameters together."""
+        return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
+
+    def map(self, fn: Callable[[Block], Block]) -> "Gradients":
+        """Apply `fn` to each parameter's block."""
+        return Gradients({name: fn(block) for name, block in self.items()})
+
+    def scale(self, factors: Tensor) -> "Gradients":
+        """Multiply sample i by `factors[i]`, (n,)."""
+        return self.map(lambda block: block.scale(factors))
+
+    def select(self, rows: slice | Tensor) -> "Gradients":
+        """Return the samples `rows`."""
+        return self.map(lambda block: block.select(rows))
+
+    def dense(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return {name: (n, *shape)}, written into the buffers `out` if given."""
+        return {
+            name: block.dense(None if out is None else out[name]) for name, block in self.items()
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a backend returns for a batch.
+
+    Attributes:
+        losses: (n,), detached.
+        gradients: The per-sample gradients.
+    """
+
+    losses: Tensor
+    gradients: Gradients

@@ -1,0 +1,161 @@
+"""Gradients that are sums of outer products: linear layers, convolutions, recurrent layers.
+
+With groups k and positions t, sample i's gradient is
+
+    gᵢ[k, r, c] = Σₜ left[i, k, t, r] · right[i, k, t, c],
+
+read in this order as the parameter's shape. For a linear layer left is the output gradient (r = o)
+and right the input (c = i); a convolution's positions are output pixels, its right factors patches
+(Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015).
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks.base import Block, over_samples, precise, squares
+
+
+@dataclass(frozen=True, eq=False)
+class OuterBlock(Block):
+    """A sum of outer products over positions.
+
+    Attributes:
+        left: (n, k groups, t, r rows).
+        right: (n, k, t, c columns).
+        parameter_shape: Any shape of k·r·c entries.
+    """
+
+    left: Tensor
+    right: Tensor
+    parameter_shape: tuple[int, ...]
+    representation = "factored"
+
+    @classmethod
+    def matrix(cls, left: Tensor, right: Tensor) -> "OuterBlock":
+        """Make the block of a matrix (r, c) from left (n, t, r) and right (n, t, c)."""
+        return cls(left.unsqueeze(1), right.unsqueeze(1), (left.shape[-1], right.shape[-1]))
+
+    @property
+    def n(self) -> int:
+        """The number of samples."""
+        return int(self.left.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        return self.parameter_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the product."""
+        return torch.promote_types(self.left.dtype, self.right.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factors are."""
+        return self.left.device
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes (k, t, r, c)."""
+        _, k, t, r = self.left.shape
+        return k, t, r, int(self.right.shape[-1])
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients (n, *shape), one batched matrix product."""
+        k, t, r, c = self.sizes
+        left = self.left.to(self.dtype).flatten(0, 1).mT  # (n·k, r, t)
+        right = self.right.to(self.dtype).flatten(0, 1)  # (n·k, t, c)
+        direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
+        target = out.view(self.n * k, r, c) if direct and out is not None else None
+        if t == 1:  # a broadcast product: no matrix kernel is started for a single term
+            product = torch.mul(left, right, out=target)
+        else:
+            product = torch.bmm(left, right, out=target)
+        dense = product.view(self.n, *self.shape)
+        return dense if out is None or direct else out.copy_(dense)
+
+    def select(self, rows: slice | Tensor) -> "OuterBlock":
+        """Return the samples `rows`."""
+        return OuterBlock(self.left[rows], self.right[rows], self.shape)
+
+    def scale(self, factors: Tensor) -> "OuterBlock":
+        """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
+        _, _, r, c = self.sizes
+        if r <= c:
+            return OuterBlock(self.left * over_samples(factors, self.left), self.right, self.shape)
+        return OuterBlock(self.left, self.right * over_samples(factors, self.right), self.shape)
+
+    def to(self, dtype: torch.dtype) -> "OuterBlock":
+        """Cast the factors."""
+        return OuterBlock(self.left.to(dtype), self.right.to(dtype), self.shape)
+
+    def reshape(self, shape: tuple[int, ...]) -> "OuterBlock":
+        """Return the same numbers for a parameter of another shape."""
+        return OuterBlock(self.left, self.right, shape)
+
+    def transpose(self, axis0: int, axis1: int) -> Block:
+        """Swap two axes; for a matrix the factors change places."""
+        k, _, r, c = self.sizes
+        if k == 1 and self.shape == (r, c) and {axis0 % 2, axis1 % 2} == {0, 1}:
+            return OuterBlock(self.right, self.left, (c, r))
+        return super().transpose(axis0, axis1)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖² (n,), by the Gram matrices over positions where these are smaller.
+
+        ‖Σₜ bₜ⊗aₜ‖² = Σₜₛ (bₜ·bₛ)(aₜ·aₛ) (Li et al. 2021, arXiv:2110.05679, "ghost norms").
+        """
+        _, t, r, c = self.sizes
+        left, right = precise(self.left), precise(self.right)
+        if t == 1:
+            return (squares(left).sum((2, 3)) * squares(right).sum((2, 3))).sum(1)
+        if t * (r + c) >= r * c:
+            return super().squared_norms()
+        grams = torch.matmul(left, left.mH) * torch.matmul(right, right.mH)
+        return grams.sum((1, 2, 3)).real.clamp_min(0.0)
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ gᵢ (*shape): samples and positions are one long sum."""
+        block = self if weights is None else self.scale(weights)
+        return _contract(precise(block.left), precise(block.right)).reshape(self.shape)
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ |gᵢ|² (*shape).
+
+        With one position this is Σᵢ wᵢ b²⊗a²; with several, the sum over positions comes before
+        the square, so there is no shortcut and dense tiles are used.
+        """
+        if self.sizes[1] > 1:
+            return super().squared_sum(weights)
+        left, right = squares(precise(self.left)), squares(precise(self.right))
+        if weights is not None:
+            left = left * over_samples(weights, left)
+        return _contract(left, right).reshape(self.shape)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return ⟨gᵢ, v⟩ (n,)."""
+        k, _, r, c = self.sizes
+        matrix = precise(vector.conj()).reshape(k, r, c)
+        return (torch.matmul(precise(self.left), matrix) * precise(self.right)).sum((1, 2, 3))
+
+    def gram(self) -> Tensor:
+        """Return ⟨gᵢ, gⱼ⟩ (n, n); with one position, the product of the factors' Gram matrices."""
+        if self.sizes[1] > 1:
+            return super().gram()
+        left, right = (precise(f)[:, :, 0].transpose(0, 1) for f in (self.left, self.right))
+        return ((left @ left.mH) * (right @ right.mH)).sum(0)
+
+    @property
+    def factored_size(self) -> int:
+        """The number of stored entries a sample, to be compared with the product of `shape`."""
+        return prod(self.left.shape[1:]) + prod(self.right.shape[1:])
+
+
+def _contract(left: Tensor, right: Tensor) -> Tensor:
+    """Return Σᵢₜ left[i, k, t, r] right[i, k, t, c] as (k, r, c)."""
+    rows, columns = (f.transpose(0, 1).flatten(1, 2) for f in (left, right))  # (k, n·t, ·)
+    return torch.matmul(rows.mT, columns.to(rows.dtype))

@@ -1,0 +1,114 @@
+"""Gradients that touch few rows of a table: embeddings.
+
+gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :].
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks.base import Block, over_samples, precise, squares
+
+
+@dataclass(frozen=True, eq=False)
+class ScatterBlock(Block):
+    """Rows to be added into a table (v, d).
+
+    Attributes:
+        index: (n, t) int64, which row of the table.
+        rows: (n, t, d), what is added to it.
+        size: v, the number of rows of the table.
+    """
+
+    index: Tensor
+    rows: Tensor
+    size: int
+    representation = "factored"
+
+    @property
+    def n(self) -> int:
+        """The number of samples."""
+        return int(self.index.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The table's shape (v, d)."""
+        return (self.size, int(self.rows.shape[-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return self.rows.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.rows.device
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients (n, v, d)."""
+        direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
+        if direct and out is not None:
+            table = out.zero_()
+        else:
+            table = torch.zeros(self.n, *self.shape, dtype=self.dtype, device=self.device)
+        table.view(-1, self.shape[1]).index_add_(0, self._flat, self.rows.flatten(0, 1))
+        return table if out is None or direct else out.copy_(table)
+
+    def select(self, rows: slice | Tensor) -> "ScatterBlock":
+        """Return the samples `rows`."""
+        return ScatterBlock(self.index[rows], self.rows[rows], self.size)
+
+    def scale(self, factors: Tensor) -> "ScatterBlock":
+        """Multiply sample i by `factors[i]`."""
+        return ScatterBlock(self.index, self.rows * over_samples(factors, self.rows), self.size)
+
+    def to(self, dtype: torch.dtype) -> "ScatterBlock":
+        """Cast the rows."""
+        return ScatterBlock(self.index, self.rows.to(dtype), self.size)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖² (n,): rows that meet in one table row are added before the square."""
+        samples, _, merged = self.merged
+        norms = torch.zeros(self.n, dtype=squares(merged[:0]).dtype, device=self.device)
+        return norms.index_add_(0, samples, squares(merged).sum(1))
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ gᵢ (v, d)."""
+        rows = precise(self.rows)
+        if weights is not None:
+            rows = rows * over_samples(weights, rows)
+        return _added(self.size, self.index.flatten(), rows.flatten(0, 1))
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ |gᵢ|² (v, d)."""
+        samples, index, merged = self.merged
+        values = squares(merged)
+        if weights is not None:
+            values = values * over_samples(weights[samples], values)
+        return _added(self.size, index, values)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return ⟨gᵢ, v⟩ (n,) for `vector` (v, d)."""
+        return (precise(vector.conj())[self.index] * precise(self.rows)).sum((1, 2))
+
+    @cached_property
+    def merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The touched rows, each once: sample (m,), table row (m,), summed gradient (m, d)."""
+        keys, place = torch.unique(self._flat, return_inverse=True)
+        rows = _added(len(keys), place, precise(self.rows).flatten(0, 1))
+        return keys // self.size, keys % self.size, rows
+
+    @property
+    def _flat(self) -> Tensor:
+        """The position (n·t,) of each row in the tables of all samples laid end to end."""
+        offset = torch.arange(self.n, device=self.device).unsqueeze(1) * self.size
+        return (offset + self.index).flatten()
+
+
+def _added(size: int, index: Tensor, rows: Tensor) -> Tensor:
+    """Return a table (size, d) of zeros with `rows` (m, d) added at `index` (m,)."""
+    table = torch.zeros(size, rows.shape[-1], dtype=rows.dtype, device=rows.device)
+    return table.index_add_(0, index, rows)

@@ -1,0 +1,112 @@
+"""A batch of samples: inputs, targets, and which samples they are.
+
+Inputs are a tensor, a tuple (positional arguments of the model) or a dict (keyword arguments).
+Every tensor among inputs and targets with at least one axis has the sample axis n first; a tensor
+without axes is a constant that all samples share.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.errors import DatasetError
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `fn` to every tensor in nested tuples, lists and dicts; leave the rest as it is."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(fn, value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(fn, value) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return every tensor in nested tuples, lists and dicts, in order."""
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
+def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
+    """Call the model as the form of `inputs` says: one argument, positional, or by keyword."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some samples.
+
+    Attributes:
+        inputs: A tensor, tuple or dict of tensors (n, ...).
+        targets: Likewise, or None.
+        index: (n,) int64, the position of each sample in its data set.
+    """
+
+    inputs: Any
+    targets: Any
+    index: Tensor
+
+    @classmethod
+    def of(cls, inputs: Any, targets: Any = None, index: Tensor | None = None) -> "Batch":
+        """Check that all tensors agree on n and wrap them.
+
+        Raises:
+            DatasetError: There is no sample, or the lengths differ.
+        """
+        sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
+        if not sizes or sizes[0] == 0:
+            raise DatasetError("the batch holds no sample", remedy="Give tensors (n, ...), n ≥ 1.")
+        if len(set(sizes)) > 1:
+            shapes = [tuple(t.shape) for t in tensors((inputs, targets))]
+            raise DatasetError(
+                f"inputs and targets have different numbers of samples: {sizes}",
+                remedy=f"Their first axis must be the sample axis; the shapes are {shapes}.",
+            )
+        return cls(inputs, targets, torch.arange(sizes[0]) if index is None else index)
+
+    def __len__(self) -> int:
+        return int(self.index.shape[0])
+
+    def select(self, rows: slice | Tensor) -> "Batch":
+        """Return the samples `rows` (a slice, or a tensor of positions or a mask) of this batch."""
+        return Batch(
+            self._rows(self.inputs, rows), self._rows(self.targets, rows), self.index[rows]
+        )
+
+    def one(self, position: int) -> "Batch":
+        """Return the sample at `position` as a batch of one; the model sees the axis n = 1."""
+        return self.select(slice(position, position + 1))
+
+    def resized(self, n: int) -> "Batch":
+        """Return a batch of `n` samples made of this one's, repeated from the first if need be."""
+        return self.select(torch.arange(n) % len(self))
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Batch":
+        """Move to `device`; cast floating-point tensors (not integers, not complex) to `dtype`."""
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device=device, dtype=dtype if t.is_floating_point() else None)
+
+        return Batch(map_tensors(move, self.inputs), map_tensors(move, self.targets), self.index)
+
+    def with_inputs(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with `fn` applied to every input tensor."""
+        return Batch(map_tensors(fn, self.inputs), self.targets, self.index)
+
+    @staticmethod
+    def _rows(tree: Any, rows: slice | Tensor) -> Any:
+        return map_tensors(
+            lambda t: t[rows.to(t.device) if isinstance(rows, Tensor) else rows] if t.dim() else t,
+            tree,
+        )

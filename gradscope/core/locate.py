@@ -1,0 +1,46 @@
+"""Whose code raised: the innermost layer of a model on an exception's traceback."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from gradscope.errors import GradscopeError, ModelError
+
+
+def layer_of(error: BaseException, model: nn.Module) -> str | None:
+    """Return the name of the innermost layer whose method was running when `error` was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = names.get(id(frame.f_locals.get("self")))
+        found = found if name is None else name
+    if not found:
+        return None
+    return f"layer {found!r} ({type(model.get_submodule(found)).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the exception's type and the first line of its message."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def user_code(model: nn.Module) -> Iterator[None]:
+    """Turn what the user's model or loss raises into a `ModelError` that names the layer.
+
+    Running out of memory is not the model's fault and passes through unchanged.
+    """
+    try:
+        yield
+    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the model or its loss raised {first_line(error)}",
+            where=layer_of(error, model),
+            remedy="Check that the data fit the model: shapes, dtypes and the order of inputs.",
+        ) from error

@@ -1,0 +1,208 @@
+"""A problem: a model, an unreduced loss, and the parameters to differentiate by.
+
+The model is the user's own object. Nothing is attached to it; buffers that a forward pass changes
+(running statistics, counters, power-iteration vectors) are copies, so every evaluation starts from
+the same state and the model is left as it was found.
+"""
+
+import copy
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.core.batch import Batch, call, map_tensors
+from gradscope.core.locate import user_code
+from gradscope.errors import RefusedError, SpecError
+
+Loss = Callable[..., Tensor]
+LossT = TypeVar("LossT", bound=Loss)
+
+_MODEL_LOSS = "__gradscope_model_loss__"
+
+
+def model_loss(fn: LossT) -> LossT:
+    """Mark a loss of the form `(model, inputs, targets) -> (n,)`.
+
+    For losses that need more than the outputs: a Laplacian of the network, a gradient penalty,
+    weight decay inside the loss.
+    """
+    setattr(fn, _MODEL_LOSS, True)
+    return fn
+
+
+def is_model_loss(loss: Loss) -> bool:
+    """Whether `loss` takes `(model, inputs, targets)` rather than `(outputs, targets)`."""
+    return bool(getattr(loss, _MODEL_LOSS, False))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is differentiated, by what.
+
+    Attributes:
+        model: The user's model, in the mode it is in.
+        loss: `(outputs, targets) -> (n,)`, or a `model_loss`.
+        parameters: The selected trainable parameters by name, each object once (tied parameters
+            go under their first name).
+    """
+
+    model: nn.Module
+    loss: Loss
+    parameters: dict[str, nn.Parameter]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, loss: Loss, parameters: str | list[str] | None = None
+    ) -> "Problem":
+        """Select the trainable parameters whose names match one of the globs `parameters`.
+
+        Raises:
+            SpecError: Nothing is trainable, or a glob matches nothing.
+        """
+        trainable = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise SpecError(
+                "the model has no trainable parameter",
+                remedy="Set requires_grad on the parameters whose gradients you want.",
+            )
+        globs = [parameters] if isinstance(parameters, str) else parameters or ["*"]
+        for glob in globs:
+            if not fnmatch.filter(trainable, glob):
+                raise SpecError(
+                    f"no trainable parameter matches {glob!r}",
+                    remedy=f"Trainable: {', '.join(list(trainable)[:20])}.",
+                )
+        chosen = {
+            k: p for k, p in trainable.items() if any(fnmatch.fnmatchcase(k, g) for g in globs)
+        }
+        return cls(model, loss, chosen)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest dtype of the selected parameters."""
+        dtypes = [p.dtype for p in self.parameters.values()]
+        widest = dtypes[0]
+        for dtype in dtypes[1:]:
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first selected parameter."""
+        return next(iter(self.parameters.values())).device
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Return the losses (n,) with their graph, having left buffers and generators alone.
+
+        Raises:
+            SpecError: The loss does not return one number a sample.
+            ModelError: The model or the loss raised.
+        """
+        with self._scratch_state(), torch.enable_grad(), user_code(self.model):
+            return self._checked(self._raw(self.model, batch), len(batch))
+
+    def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
+        """Return the losses (n,) with `values` in the parameters' place, buffers copied."""
+        buffers = {f"model.{k}": b.clone() for k, b in self.model.named_buffers()}
+        given = {f"model.{k}": v for k, v in values.items()} | buffers
+        out = torch.func.functional_call(_Objective(self), given, (batch,), tie_weights=True)
+        return self._checked(out, len(batch))
+
+    def converted(self, dtype: torch.dtype) -> "Problem":
+        """Return the same problem on a deep copy of the model with floating-point tensors cast.
+
+        Raises:
+            RefusedError: The model cannot be copied.
+        """
+        try:
+            model = copy.deepcopy(self.model)
+        except Exception as error:  # deepcopy runs the user's code
+            raise RefusedError(
+                f"the model cannot be copied for the cross-check in {dtype}: {error}",
+                remedy="Give the model a working __deepcopy__, or switch verification off.",
+            ) from error
+        for p in model.parameters():
+            p.grad = None
+        model = model.to(dtype=dtype)
+        named = dict(model.named_parameters())
+        return replace(self, model=model, parameters={k: named[k] for k in self.parameters})
+
+    def _raw(self, model: nn.Module, batch: Batch) -> Any:
+        if is_model_loss(self.loss):
+            return self.loss(model, batch.inputs, batch.targets)
+        return self.loss(call(model, batch.inputs), batch.targets)
+
+    def _checked(self, losses: Any, n: int) -> Tensor:
+        if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
+            return losses
+        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))
+        scalar = isinstance(losses, Tensor) and losses.dim() == 0
+        raise SpecError(
+            f"the loss {name!r} must return one number a sample, shape ({n},); it returned {found}",
+            where="loss",
+            remedy=(
+                "A scalar loss has already been summed or averaged over the batch, and a mean "
+                "scales every gradient by 1/n. Use reduction='none', and reduce over all axes but "
+                "the first."
+                if scalar
+                else "Reduce over all axes but the first, the sample axis."
+            ),
+        )
+
+    @contextmanager
+    def _scratch_state(self) -> Iterator[None]:
+        """Let the forward pass write to copies of the buffers and draw from a forked generator."""
+        owners = [(m, dict(m._buffers)) for m in self.model.modules() if m._buffers]
+        copies: dict[int, Tensor] = {}  # a buffer shared by two modules stays shared
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            for module, buffers in owners:
+                for key, value in buffers.items():
+                    if value is not None:
+                        module._buffers[key] = copies.setdefault(id(value), value.clone())
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            for module, buffers in owners:
+                module._buffers.update(buffers)
+
+
+class _Objective(nn.Module):
+    """Model and loss as one module, so that parameters can be swapped under both."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        self.model = problem.model
+        self._problem = problem
+
+    def forward(self, batch: Batch) -> Any:
+        return self._problem._raw(self.model, batch)
+
+
+def differentiable_inputs(batch: Batch) -> Batch:
+    """Return the batch with floating-point inputs as fresh copies that require a gradient.
+
+    The copies are not leaves, so a model may write into them in place.
+    """
+
+    def copy_of(t: Tensor) -> Tensor:
+        if not (t.is_floating_point() or t.is_complex()):
+            return t
+        return t.detach().requires_grad_(True).clone()
+
+    return batch.with_inputs(copy_of)
+
+
+def detached(batch: Batch) -> Batch:
+    """Return the batch with every tensor cut from any graph it came with."""
+    return Batch(
+        map_tensors(lambda t: t.detach(), batch.inputs),
+        map_tensors(lambda t: t.detach(), batch.targets),
+        batch.index,
+    )

@@ -1,0 +1,90 @@
+"""Names for things that users choose: backends, transforms, reducers, losses, readers, node rules.
+
+A registry refuses duplicates, is open to other packages through entry points of the group
+`gradscope.KIND`, and is the only source of every "supported: ..." message and of `gradscope list`.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from gradscope.errors import SpecError
+
+T = TypeVar("T")
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """Return a sentence that helps somebody who wrote `name` where one of `known` was expected."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Supported: {', '.join(known)}."
+
+
+class Registry(Generic[T]):
+    """A table from a name to an entry of one kind.
+
+    Args:
+        kind: The singular noun used in messages; its plural names the entry point group.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+        self._plugins_loaded = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that files its argument under `name` and returns it unchanged.
+
+        Raises:
+            SpecError: The name is taken.
+        """
+
+        def add(entry: T) -> T:
+            if name in self._entries:
+                raise SpecError(f"the {self.kind} {name!r} is registered twice")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def get(self, name: str) -> T:
+        """Return the entry called `name`.
+
+        Raises:
+            SpecError: There is none; the message suggests the nearest name.
+        """
+        if name not in self:
+            raise SpecError(
+                f"unknown {self.kind} {name!r}", remedy=suggestion(name, list(self.names()))
+            )
+        return self._entries[name]
+
+    def find(self, name: str) -> T | None:
+        """Return the entry called `name`, or None."""
+        return self._entries[name] if name in self else None
+
+    def names(self) -> tuple[str, ...]:
+        """Return all names, sorted."""
+        self._load_plugins()
+        return tuple(sorted(self._entries))
+
+    def summary(self, name: str) -> str:
+        """Return the first line of the entry's docstring, for `gradscope list`."""
+        return (inspect.getdoc(self.get(name)) or "").partition("\n")[0]
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._entries:
+            self._load_plugins()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def _load_plugins(self) -> None:
+        if self._plugins_loaded:
+            return
+        self._plugins_loaded = True  # first: a plugin may itself look a name up
+        for point in entry_points(group=f"gradscope.{self.kind.replace(' ', '_')}s"):
+            self.register(point.name)(point.load())
