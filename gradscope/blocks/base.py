@@ -20,6 +20,11 @@ def squares(t: Tensor) -> Tensor:
     return (t * t.conj()).real if t.is_complex() else t * t
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """Return (n, ...) as a matrix (n, entries), also where a sample is a single number."""
+    return t.reshape(t.shape[0], prod(t.shape[1:]))
+
+
 def over_samples(factors: Tensor, like: Tensor) -> Tensor:
     """Return `factors` (n,) with trailing axes and of a dtype to multiply `like` (n, ...) by."""
     dtype = (
@@ -93,12 +98,12 @@ class Block(ABC):
         row = max(1, prod(self.shape) * self.dtype.itemsize)
         step = max(1, min(self.n, TILE_BYTES // row))
         for start in range(0, self.n, step):
-            rows = slice(start, min(start + step, self.n))
-            yield rows, self.select(rows).dense()
+            part = slice(start, min(start + step, self.n))
+            yield part, self.select(part).dense()
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""
-        return torch.cat([squares(precise(t)).flatten(1).sum(1) for _, t in self.tiles()])
+        return torch.cat([as_rows(squares(precise(t))).sum(1) for _, t in self.tiles()])
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 when none are given."""
@@ -111,14 +116,14 @@ class Block(ABC):
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨gᵢ, v⟩ (n,) for `vector` (*shape); conjugates the vector when complex."""
         flat = precise(vector.conj()).flatten()
-        return torch.cat([precise(t).flatten(1) @ flat for _, t in self.tiles()])
+        return torch.cat([as_rows(precise(t)) @ flat for _, t in self.tiles()])
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n), the second factor conjugated when complex."""
         return torch.cat(
             [
                 torch.cat(
-                    [precise(a).flatten(1) @ precise(b).flatten(1).mH for _, b in self.tiles()], 1
+                    [as_rows(precise(a)) @ as_rows(precise(b)).mH for _, b in self.tiles()], 1
                 )
                 for _, a in self.tiles()
             ]
@@ -126,14 +131,14 @@ class Block(ABC):
 
     def finite(self) -> Tensor:
         """Return (n,), True where every entry of the sample's gradient is finite."""
-        return torch.cat([t.flatten(1).isfinite().all(1) for _, t in self.tiles()])
+        return torch.cat([as_rows(t).isfinite().all(1) for _, t in self.tiles()])
 
     def _reduced(self, fn: Callable[[Tensor], Tensor], weights: Tensor | None) -> Tensor:
         result: Tensor | None = None
-        for rows, tile in self.tiles():
-            part = fn(tile)
+        for part, tile in self.tiles():
+            values = fn(tile)
             if weights is not None:
-                part = part * over_samples(weights[rows], part)
-            result = part.sum(0) if result is None else result.add_(part.sum(0))
+                values = values * over_samples(weights[part], values)
+            result = values.sum(0) if result is None else result.add_(values.sum(0))
         assert result is not None  # a block holds at least one sample
         return result

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, precise, squares
+from gradscope.blocks.base import Block, as_rows, over_samples, precise, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,11 @@ class DenseBlock(Block):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""
-        return squares(precise(self.values)).flatten(1).sum(1)
+        return as_rows(squares(precise(self.values))).sum(1)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape)."""
         values = precise(self.values)
         if weights is None:
             return values.sum(0)
-        return (weights.to(values.dtype) @ values.flatten(1)).reshape(self.shape)
+        return (weights.to(values.dtype) @ as_rows(values)).reshape(self.shape)

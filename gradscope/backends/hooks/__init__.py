@@ -1,0 +1,194 @@
+"""`hooks`: Goodfellow's method on the graph that autograd records, for any model, untouched.
+
+One forward pass, one backward pass to the frontier between operations on samples and operations on
+parameters alone; there each sample's contribution is kept apart, as a block.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gradscope.backends.base import Evaluate, backends, refusing
+from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.graph.analysis import (
+    OTHERS,
+    Analysis,
+    FrontierEdge,
+    Output,
+    analyse,
+)
+from gradscope.backends.hooks.graph.trace import Trace, trace
+from gradscope.backends.hooks.pullback import pull_back
+from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.backends.loop import one_sample
+from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
+from gradscope.core.batch import Batch
+from gradscope.core.independence import COUPLED_REMEDY, mixing_layer, require_independent
+from gradscope.core.problem import Problem, differentiable_inputs
+from gradscope.errors import CoupledSamplesError, UnsupportedError
+
+__all__ = ["hooks"]
+
+_SMALL, _SMALLER = 3, 2  # the sizes of the two forward passes that show the sample axes
+
+
+@backends.register("hooks")
+@contextmanager
+def hooks(problem: Problem) -> Iterator[Evaluate]:
+    """One backward pass over the recorded graph; structure is kept, nothing is attached."""
+    program = _Program(problem)
+
+    def evaluate(batch: Batch) -> Evaluation:
+        if len(batch) == 1:  # nothing to separate
+            loss, gradients = one_sample(problem, batch)
+            rows = {name: DenseBlock(value[None]) for name, value in gradients.items()}
+            return Evaluation(loss[None], Gradients(rows))
+        with refusing("hooks", problem.model, OTHERS):
+            return program.evaluate(batch)
+
+    yield evaluate
+
+
+class _Program:
+    """A problem with what was found out about it so far."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.known: list[Analysis] = []
+        self.stepwise = False  # record fused recurrent layers step by step
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        losses = self._losses(batch)
+        if not losses.requires_grad:
+            return Evaluation(losses.detach(), self._gradients({}, losses))
+        recorded = trace(losses)
+        analysis = self._analysis(recorded, batch)
+        parts = self._parts(recorded, analysis)
+        return Evaluation(losses.detach(), self._gradients(parts, losses))
+
+    def _losses(self, batch: Batch) -> Tensor:
+        given = differentiable_inputs(batch)
+        if not self.stepwise:
+            losses = self.problem.losses(given)
+            if losses.grad_fn is None or not _has_fused_recurrence(trace(losses)):
+                return losses
+            self.stepwise = True
+        with _unfused():
+            return self.problem.losses(given)
+
+    def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
+        """Return what is known of this program, finding it out when it is new."""
+        for analysis in self.known:
+            if analysis.fits(recorded):
+                return analysis
+        require_independent(self.problem, batch)
+        for size, other in ((_SMALL, _SMALLER), (len(batch), len(batch) + 1)):
+            spread = torch.linspace(0, len(batch) - 1, size).long()
+            analysis = self._analysed(batch.select(spread), batch.resized(other))
+            if analysis.fits(recorded):
+                self.known.append(analysis)
+                return analysis
+        raise UnsupportedError(
+            "the model runs other operations for another number of samples", remedy=OTHERS
+        )
+
+    def _analysed(self, batch: Batch, other: Batch) -> Analysis:
+        first, second = (trace(self._losses(b)) for b in (batch, other))
+        try:
+            return analyse(first, second, {id(p) for p in self.problem.parameters.values()})
+        except CoupledSamplesError as error:
+            error.where = mixing_layer(self.problem, batch) or error.where
+            error.remedy = COUPLED_REMEDY
+            raise
+
+    def _parts(self, recorded: Trace, analysis: Analysis) -> dict[str, list[Block]]:
+        """Contract the gradients at the frontier and pull the blocks back to the parameters."""
+        nodes = sorted({edge.node for edge in analysis.frontier})
+        outputs = [(k, j) for k in nodes for j in range(len(recorded.shapes[k]))]
+        if not outputs:
+            return {}
+        gradients = torch.autograd.grad(
+            recorded.losses,
+            [internals.edge(recorded.nodes[k], j) for k, j in outputs],
+            grad_outputs=torch.ones_like(recorded.losses),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        at = dict(zip(outputs, gradients, strict=True))
+        _refuse_unsettled(recorded, analysis, at)
+        with torch.no_grad():  # what was saved still has its graph
+            arrived = [
+                (edge.source, _block(recorded.kinds[edge.node], site))
+                for edge in analysis.frontier
+                if (site := _site(recorded, analysis, edge, at)) is not None
+            ]
+            return pull_back(recorded, arrived, self.problem.parameters)
+
+    def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
+        n = losses.shape[0]
+        return Gradients(
+            {
+                name: total(parts[name])
+                if parts.get(name)
+                else DenseBlock(p.new_zeros(n, *p.shape))
+                for name, p in self.problem.parameters.items()
+            }
+        )
+
+
+def _site(
+    recorded: Trace, analysis: Analysis, edge: FrontierEdge, at: Mapping[Output, Tensor | None]
+) -> Site | None:
+    """Gather what a rule needs at a frontier edge, or None where no gradient arrived."""
+    outputs = [(edge.node, j) for j in range(len(recorded.shapes[edge.node]))]
+    gradients = tuple(at[output] for output in outputs)
+    if all(g is None for g in gradients):
+        return None
+    source, output = edge.source
+    return Site(
+        node=recorded.nodes[edge.node],
+        slot=edge.slot,
+        n=recorded.n,
+        shape=recorded.shapes[source][output],
+        gradients=gradients,
+        axes=tuple(analysis.axes.get(output) for output in outputs),
+    )
+
+
+def _block(kind: str, site: Site) -> Block:
+    rule = node_rules.find(kind)
+    usable = rule is not None and site.gradients[0] is not None and site.axes[0] is not None
+    block = rule(site) if rule is not None and usable else None
+    return masked(site) if block is None else block
+
+
+def _refuse_unsettled(
+    recorded: Trace, analysis: Analysis, at: Mapping[Output, Tensor | None]
+) -> None:
+    for output in analysis.unsettled:
+        gradient = at.get(output)
+        if gradient is not None and bool(gradient.any()):
+            raise UnsupportedError(
+                "the first samples' gradients do not tell whose the rows of a merged axis are",
+                where=f"operation {recorded.kinds[output[0]]}",
+                remedy=OTHERS,
+            )
+
+
+def _has_fused_recurrence(recorded: Trace) -> bool:
+    return not internals.FUSED_RECURRENT.isdisjoint(recorded.kinds)
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Have recurrent layers recorded step by step: fused kernels hide the steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
+        with (
+            torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield

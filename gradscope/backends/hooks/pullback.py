@@ -1,0 +1,139 @@
+"""From the frontier back to the parameters, through operations on parameters alone.
+
+Transposes and reshapes keep a block's structure. Whatever else lies between (a weight norm, an
+orthogonal map, a softmax over a parameter) is pulled back densely, all samples in one batched
+vector-Jacobian product.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.graph.analysis import Output
+from gradscope.backends.hooks.graph.trace import Trace
+from gradscope.backends.hooks.rules.embedding import scatter
+from gradscope.blocks import Block, DenseBlock, total
+
+Step = Callable[[Trace, int, Block], Block | None]
+
+
+def pull_back(
+    trace: Trace, arrived: Sequence[tuple[Output, Block]], parameters: Mapping[str, Tensor]
+) -> dict[str, list[Block]]:
+    """Return, for each parameter, the blocks that make up its gradient (none: it is zero)."""
+    names = {id(p): name for name, p in parameters.items()}
+    parts: dict[str, list[Block]] = {name: [] for name in parameters}
+    stuck: dict[Output, list[Block]] = {}
+    for output, block in arrived:
+        place, moved = _followed(trace, output, block)
+        leaf = internals.leaf(trace.nodes[place[0]])
+        if leaf is None:
+            stuck.setdefault(place, []).append(moved)
+        elif id(leaf) in names:
+            parts[names[id(leaf)]].append(moved)
+    if stuck:
+        for name, block in _dense_pull(trace, stuck, parameters).items():
+            parts[name].append(block)
+    return parts
+
+
+def _followed(trace: Trace, output: Output, block: Block) -> tuple[Output, Block]:
+    """Carry a block along as long as its structure survives."""
+    while (step := _STEPS.get(trace.kinds[output[0]])) is not None:
+        moved = step(trace, output[0], block)
+        if moved is None:
+            break
+        block, output = moved, trace.edges[output[0]][0]
+    return output, block
+
+
+def _dense_pull(
+    trace: Trace, stuck: Mapping[Output, Sequence[Block]], parameters: Mapping[str, Tensor]
+) -> dict[str, Block]:
+    """Pull dense gradients back through what is left of the parameter-only graph."""
+    outputs = [internals.edge(trace.nodes[node], output) for node, output in stuck]
+    vectors = [total(blocks).dense() for blocks in stuck.values()]
+    try:
+        pulled = _vector_jacobian(outputs, parameters, vectors, batched=True)
+    except RuntimeError:  # an operation without a batching rule: one sample at a time
+        rows = [
+            _vector_jacobian(outputs, parameters, [v[i] for v in vectors], batched=False)
+            for i in range(vectors[0].shape[0])
+        ]
+        pulled = [
+            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+        ]
+    found = zip(parameters, pulled, strict=True)
+    return {name: DenseBlock(value) for name, value in found if value is not None}
+
+
+def _vector_jacobian(
+    outputs: list[torch.autograd.graph.GradientEdge],
+    parameters: Mapping[str, Tensor],
+    vectors: list[Tensor],
+    *,
+    batched: bool,
+) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(
+        outputs,
+        list(parameters.values()),
+        grad_outputs=vectors,
+        retain_graph=True,
+        allow_unused=True,
+        is_grads_batched=batched,
+    )
+
+
+def _source_shape(trace: Trace, node: int) -> tuple[int, ...]:
+    source, output = trace.edges[node][0]
+    return trace.shapes[source][output]
+
+
+def _transposed(trace: Trace, node: int, block: Block) -> Block:
+    if trace.kinds[node] == "TBackward0":
+        return block.transpose(0, 1) if len(block.shape) == 2 else block
+    axes = (internals.saved(trace.nodes[node], f"dim{k}") for k in (0, 1))
+    return block.transpose(*(_signed(axis) % max(1, len(block.shape)) for axis in axes))
+
+
+def _signed(axis: int) -> int:
+    return axis - 2**64 if axis >= 2**63 else axis
+
+
+def _reshaped(trace: Trace, node: int, block: Block) -> Block:
+    return block.reshape(_source_shape(trace, node))
+
+
+def _cast(trace: Trace, node: int, block: Block) -> Block:
+    source, output = trace.edges[node][0]
+    return block.to(internals.output_dtypes(trace.nodes[source])[output])
+
+
+def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
+    """Position ids without a sample axis: every sample looked the same rows up."""
+    operation = trace.nodes[node]
+    if internals.saved(operation, "scale_grad_by_freq"):
+        return None
+    index = internals.saved(operation, "indices").flatten()
+    rows = block.dense().reshape(block.n, len(index), -1)
+    size = _source_shape(trace, node)[0]
+    padding = internals.saved(operation, "padding_idx")
+    return scatter(index.expand(block.n, -1), rows, size, padding)
+
+
+_STEPS: dict[str, Step] = {
+    "TBackward0": _transposed,
+    "TransposeBackward0": _transposed,
+    "ViewBackward0": _reshaped,
+    "UnsafeViewBackward0": _reshaped,
+    "ReshapeAliasBackward0": _reshaped,
+    "UnsqueezeBackward0": _reshaped,
+    "SqueezeBackward0": _reshaped,
+    "SqueezeBackward1": _reshaped,
+    "CloneBackward0": lambda trace, node, block: block,
+    "AliasBackward0": lambda trace, node, block: block,
+    "ToCopyBackward0": _cast,
+    "EmbeddingBackward0": _looked_up,
+}

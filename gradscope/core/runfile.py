@@ -1,0 +1,172 @@
+"""Where the settings of a run come from: a run file, a dataset spec, the command line.
+
+Each is a layer `{section: {key: value}}`; a later layer wins, key by key. Paths in a layer are
+made absolute here, each against the folder of its own file.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradscope.errors import SpecError
+
+MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
+
+_PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
+_REFERENCES = (("model", "factory"), ("loss", "name"))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Settings of one origin.
+
+    Attributes:
+        source: The file, or "command line", for messages.
+        values: {section: {key: value}}, paths absolute.
+        flat: The file is a dataset spec: its keys stand at the top level, not under [dataset].
+    """
+
+    source: str
+    values: dict[str, Any]
+    flat: bool = False
+
+    def key(self, parts: tuple[str | int, ...]) -> str:
+        """Return the dotted key as the source writes it."""
+        dotted = ""
+        for part in parts[1:] if self.flat else parts:
+            name = part if not isinstance(part, str) or _is_bare(part) else repr(part)
+            dotted += f"[{part}]" if isinstance(part, int) else f".{name}"
+        return dotted.removeprefix(".")
+
+
+def gather(
+    config: Path | None, overrides: Mapping[str, Any]
+) -> tuple[list[Layer], list[SpecError]]:
+    """Return the layers, lowest first, and what could not be read.
+
+    Args:
+        config: The run file, if there is one.
+        overrides: {section: {key: value}} of the flags that were given; None is not given.
+    """
+    given = {
+        section: {k: v for k, v in table.items() if v is not None}
+        if isinstance(table, Mapping)
+        else table
+        for section, table in overrides.items()
+    }
+    above = Layer("command line", _anchored(given, Path.cwd()))
+    problems: list[SpecError] = []
+    below = []
+    if config is not None:
+        values = _read(config, problems)
+        if _names_spec(above):  # another data set: nothing of the run file's describes it
+            values.pop("dataset", None)
+        base = config.absolute().parent
+        below = _expanded(Layer(str(config), _anchored(values, base)), problems)
+    return [*below, *_expanded(above, problems)], problems
+
+
+def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[tuple[str, ...], Layer]]:
+    """Lay the layers over each other; also return which layer each (section, key) is from."""
+    merged: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], Layer] = {}
+    for layer in layers:
+        for section, table in layer.values.items():
+            origin[section,] = layer
+            if not isinstance(table, dict):
+                merged[section] = table
+            elif isinstance(merged.setdefault(section, {}), dict):
+                merged[section].update(table)
+                origin.update({(section, key): layer for key in table})
+    return merged, origin
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of at most a megabyte.
+
+    Raises:
+        SpecError: It is missing, no regular file, too big, not UTF-8 or not TOML.
+    """
+
+    def error(what: str, remedy: str) -> SpecError:
+        return SpecError(what, where=str(path), remedy=remedy)
+
+    try:
+        if path.is_dir():
+            raise error("this is a directory", "Give the TOML file in it.")
+        if not path.exists():
+            raise error("there is no such file", "Check the path; it is relative to where it is.")
+        if not path.is_file():
+            raise error("this is no regular file", "Give a TOML file.")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise error(
+                f"the file is larger than {MAX_BYTES:,} bytes",
+                "This must be a TOML file of settings; data and weights have paths of their own.",
+            )
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except OSError as failure:
+        raise error(f"cannot be read: {failure.strerror}", "Check its permissions.") from failure
+    except UnicodeDecodeError as failure:
+        raise error(f"not UTF-8 text at byte {failure.start}", "Save it as UTF-8.") from failure
+    except RecursionError as failure:
+        raise error("tables or arrays are nested too deeply", "Flatten them.") from failure
+    except ValueError as failure:  # TOMLDecodeError, and numbers of thousands of digits
+        reason = str(failure).partition("\n")[0]
+        raise error(f"not valid TOML: {reason}", "Correct it there.") from failure
+
+
+def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
+    try:
+        return read_toml(path)
+    except SpecError as error:
+        problems.append(error)
+        return {}
+
+
+def _anchored(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    for section, key in (*_PATHS, *_REFERENCES):
+        table = result.get(section)
+        if not isinstance(table, dict) or not isinstance(table.get(key), str | Path):
+            continue
+        value = table[key]
+        if (section, key) in _REFERENCES:
+            file, colon, name = str(value).rpartition(":")
+            table[key] = f"{base / file}:{name}" if colon and file.endswith(".py") else value
+        elif str(value):
+            table[key] = base / value
+    return result
+
+
+def _names_spec(layer: Layer) -> bool:
+    table = layer.values.get("dataset")
+    return isinstance(table, dict) and ("spec" in table or _is_toml(table.get("path")))
+
+
+def _is_toml(value: Any) -> bool:
+    return isinstance(value, Path) and value.suffix.lower() == ".toml"
+
+
+def _is_bare(key: str) -> bool:
+    return key.isascii() and key.replace("-", "_").isidentifier()
+
+
+def _expanded(layer: Layer, problems: list[SpecError]) -> list[Layer]:
+    """Put the dataset spec that the layer names, if any, as a layer of its own below it."""
+    if not _names_spec(layer):
+        return [layer]
+    table = dict(layer.values["dataset"])
+    spec = table.pop("spec") if "spec" in table else table.pop("path")
+    rest = Layer(layer.source, layer.values | {"dataset": table})
+    if not isinstance(spec, Path):
+        where = f"{layer.source}: {layer.key(('dataset', 'spec'))}"
+        problems.append(
+            SpecError(f"found {spec!r}", where=where, remedy="Accepted: the path of a TOML file.")
+        )
+        return [rest]
+    contents = _anchored({"dataset": _read(spec, problems)}, spec.parent)
+    return [Layer(str(spec), contents, flat=True), rest]
