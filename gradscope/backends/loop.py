@@ -42,8 +42,9 @@ def one_sample(problem: Problem, sample: Batch) -> tuple[Tensor, dict[str, Tenso
         return loss, {k: torch.zeros_like(p) for k, p in problem.parameters.items()}
     with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
         gradients = torch.autograd.grad(
-            losses.sum(),
+            losses,
             list(problem.parameters.values()),
+            grad_outputs=torch.ones_like(losses),  # also where the caller is under no_grad
             allow_unused=True,
             materialize_grads=True,
         )

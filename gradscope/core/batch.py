@@ -110,3 +110,12 @@ class Batch:
             lambda t: t[rows.to(t.device) if isinstance(rows, Tensor) else rows] if t.dim() else t,
             tree,
         )
+
+
+def detached(batch: Batch) -> Batch:
+    """Return the batch with every tensor cut from any graph it came with."""
+    return Batch(
+        map_tensors(lambda t: t.detach(), batch.inputs),
+        map_tensors(lambda t: t.detach(), batch.targets),
+        batch.index,
+    )

@@ -10,6 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -107,11 +108,23 @@ class Problem:
             return self._checked(self._raw(self.model, batch), len(batch))
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
-        """Return the losses (n,) with `values` in the parameters' place, buffers copied."""
-        buffers = {f"model.{k}": b.clone() for k, b in self.model.named_buffers()}
-        given = {f"model.{k}": v for k, v in values.items()} | buffers
-        out = torch.func.functional_call(_Objective(self), given, (batch,), tie_weights=True)
-        return self._checked(out, len(batch))
+        """Return the losses (n,) with `values` in the parameters' place, buffers copied.
+
+        Tensors are exchanged by identity, wherever the model holds them. torch's functional_call
+        goes by name and does not put the parameters of a module with two names back.
+        """
+        given = {id(p): values[k] for k, p in self.parameters.items() if k in values}
+        given |= {id(b): b.clone() for b in self.model.buffers()}
+        modules = self.model.modules()
+        tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
+        places = [(t, k, v) for t in tables for k, v in t.items() if id(v) in given]
+        try:
+            for table, key, own in places:
+                table[key] = given[id(own)]
+            return self._checked(self._raw(self.model, batch), len(batch))
+        finally:
+            for table, key, own in places:
+                table[key] = own
 
     def converted(self, dtype: torch.dtype) -> "Problem":
         """Return the same problem on a deep copy of the model with floating-point tensors cast.
@@ -128,14 +141,17 @@ class Problem:
             ) from error
         for p in model.parameters():
             p.grad = None
-        model = model.to(dtype=dtype)
+        # .to would drop the imaginary parts of complex tensors
+        model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         return replace(self, model=model, parameters={k: named[k] for k in self.parameters})
 
     def _raw(self, model: nn.Module, batch: Batch) -> Any:
+        # a forward pass may write into its arguments: it gets copies
+        inputs, targets = map_tensors(torch.clone, (batch.inputs, batch.targets))
         if is_model_loss(self.loss):
-            return self.loss(model, batch.inputs, batch.targets)
-        return self.loss(call(model, batch.inputs), batch.targets)
+            return self.loss(model, inputs, targets)
+        return self.loss(call(model, inputs), targets)
 
     def _checked(self, losses: Any, n: int) -> Tensor:
         if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
@@ -173,16 +189,11 @@ class Problem:
                 module._buffers.update(buffers)
 
 
-class _Objective(nn.Module):
-    """Model and loss as one module, so that parameters can be swapped under both."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__()
-        self.model = problem.model
-        self._problem = problem
-
-    def forward(self, batch: Batch) -> Any:
-        return self._problem._raw(self.model, batch)
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast floating-point tensors to `dtype`, complex ones to the complex dtype of its width."""
+    if t.is_complex():
+        return t.to(dtype.to_complex())
+    return t.to(dtype) if t.is_floating_point() else t
 
 
 def differentiable_inputs(batch: Batch) -> Batch:
@@ -197,12 +208,3 @@ def differentiable_inputs(batch: Batch) -> Batch:
         return t.detach().requires_grad_(True).clone()
 
     return batch.with_inputs(copy_of)
-
-
-def detached(batch: Batch) -> Batch:
-    """Return the batch with every tensor cut from any graph it came with."""
-    return Batch(
-        map_tensors(lambda t: t.detach(), batch.inputs),
-        map_tensors(lambda t: t.detach(), batch.targets),
-        batch.index,
-    )

@@ -4,6 +4,7 @@ Each is a layer `{section: {key: value}}`; a later layer wins, key by key. Paths
 made absolute here, each against the folder of its own file.
 """
 
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         if path.is_dir():
             raise error("this is a directory", "Give the TOML file in it.")
         if not path.exists():
-            raise error("there is no such file", "Check the path; it is relative to where it is.")
+            raise error("there is no such file", "Check the path.")
         if not path.is_file():
             raise error("this is no regular file", "Give a TOML file.")
         with path.open("rb") as file:
@@ -117,6 +118,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as failure:  # TOMLDecodeError, and numbers of thousands of digits
         reason = str(failure).partition("\n")[0]
         raise error(f"not valid TOML: {reason}", "Correct it there.") from failure
+
+
+def shown(value: Any) -> str:
+    """Return a setting as a message shows it: short, in quotes where it is text."""
+    try:
+        return repr(str(value)) if isinstance(value, Path) else reprlib.repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return "a huge integer"
 
 
 def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
@@ -165,7 +174,9 @@ def _expanded(layer: Layer, problems: list[SpecError]) -> list[Layer]:
     if not isinstance(spec, Path):
         where = f"{layer.source}: {layer.key(('dataset', 'spec'))}"
         problems.append(
-            SpecError(f"found {spec!r}", where=where, remedy="Accepted: the path of a TOML file.")
+            SpecError(
+                f"found {shown(spec)}", where=where, remedy="Accepted: the path of a TOML file."
+            )
         )
         return [rest]
     contents = _anchored({"dataset": _read(spec, problems)}, spec.parent)

@@ -7,15 +7,14 @@ Nothing is loaded here, and torch is not imported.
 
 import json
 import re
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from gradscope.core.registry import suggestion
-from gradscope.core.runfile import Layer, gather, merge
+from gradscope.core.complaints import combined, complaints
+from gradscope.core.runfile import gather, merge
 from gradscope.errors import SpecError
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
@@ -103,7 +102,7 @@ def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _Text = Annotated[str, Field(strict=True, min_length=1)]
-_Path = Annotated[Path, BeforeValidator(_path)]
+_Path = Annotated[Path, PlainValidator(_path)]
 _Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Shape = Annotated[tuple[_Size, ...], AfterValidator(_shape)]
@@ -248,16 +247,14 @@ def resolve(config: Path | None, overrides: Mapping[str, Any]) -> RunSpec:
     merged, origin = merge(layers)
     for section in ("model", "checkpoint", "dataset", "loss"):
         merged.setdefault(section, {})  # so that the missing key is named, not only its table
-    unread = bool(problems)
     try:
-        spec = RunSpec(**merged)
+        spec = RunSpec.model_validate(merged)
     except ValidationError as failure:
-        fallback = layers[0] if config is not None and layers else layers[-1]
-        for error in failure.errors(include_url=False, include_context=False):
-            if not (unread and error["type"] == "missing"):
-                problems.append(_explained(error, merged, origin, fallback))
+        origin[()] = next(layer for layer in layers if not layer.flat)
+        missing = not problems  # what is missing may be in the file that could not be read
+        problems += complaints(failure, RunSpec, merged, origin, missing=missing)
     if problems:
-        raise _combined(problems)
+        raise combined(problems)
     return spec
 
 
@@ -268,49 +265,3 @@ def load(path: Path) -> RunSpec:
         SpecError: It cannot be read, or anything in it is wrong.
     """
     return resolve(path, {})
-
-
-def _explained(
-    error: Any, merged: dict[str, Any], origin: dict[tuple[str, ...], Layer], fallback: Layer
-) -> SpecError:
-    """Say of one of pydantic's errors where it is, what was found and what is accepted."""
-    location: tuple[Any, ...] = error["loc"]
-    parts, found = _walk(merged, location)
-    missing = error["type"] == "missing"
-    if missing:
-        parts = location
-    layer = origin.get(parts[:2]) or origin.get(parts[:1]) or fallback
-    section = RunSpec.model_fields[parts[0]].annotation if len(parts) > 1 else RunSpec
-    assert isinstance(section, type) and issubclass(section, BaseModel)
-    fields = section.model_fields
-    if error["type"] == "extra_forbidden":
-        known = [*fields, "spec"] if section is DatasetSpec and not layer.flat else [*fields]
-        what, remedy = "unknown key", suggestion(str(parts[-1]), known)
-    else:
-        what = "missing" if missing else f"found {_shown(found)}"
-        remedy = f"Accepted: {fields[parts[min(1, len(parts) - 1)]].description}."
-    return SpecError(what, where=f"{layer.source}: {layer.key(parts)}", remedy=remedy)
-
-
-def _walk(values: Any, location: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Follow a location into the settings as far as it goes; pydantic's own words end it."""
-    parts: list[Any] = []
-    for part in location:
-        if (isinstance(values, Mapping) and part in values) or (isinstance(values, list | tuple) and isinstance(part, int)):
-            parts, values = [*parts, part], values[part]
-    return tuple(parts), values
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(str(value)) if isinstance(value, Path) else reprlib.repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        return "a huge integer"
-
-
-def _combined(problems: list[SpecError]) -> SpecError:
-    unique = list({p.where: p for p in reversed(problems)}.values())[::-1]
-    if len(unique) == 1:
-        return unique[0]
-    lines = [f"{p.where}: {p.what}. {p.remedy}" for p in unique]
-    return SpecError(f"{len(lines)} settings are wrong:", remedy="\n".join(lines))

@@ -21,7 +21,7 @@ class Reducer(NamedTuple):
 
     Attributes:
         start: State of the samples of one batch.
-        merge: State of the samples of both states; it may overwrite the first.
+        merge: State of the samples of both states, as new tensors.
         result: {name: (*shape)}.
     """
 

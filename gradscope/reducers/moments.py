@@ -53,9 +53,7 @@ def _start_sum(gradients: Gradients) -> State:
 
 
 def _merge_sum(a: State, b: State) -> State:
-    for key, value in b.items():
-        a[key] += value
-    return a
+    return {key: value + b[key] for key, value in a.items()}
 
 
 def _start_var(gradients: Gradients) -> State:
@@ -72,9 +70,10 @@ def _start_var(gradients: Gradients) -> State:
 def _merge_var(a: State, b: State) -> State:
     n = a["n"] + b["n"]
     share = b["n"] / n
-    for name, mean in entries(b, "mean").items():
-        gap = mean - a[f"mean:{name}"]
-        a[f"mean:{name}"] += gap * share
-        a[f"m2:{name}"] += b[f"m2:{name}"] + gap.abs().square() * a["n"] * share
-    a["n"] = n
-    return a
+    merged: State = {"n": n}
+    for name, mean in entries(a, "mean").items():
+        gap = b[f"mean:{name}"] - mean
+        between = gap.abs().square() * a["n"] * share
+        merged[f"mean:{name}"] = mean + gap * share
+        merged[f"m2:{name}"] = a[f"m2:{name}"] + b[f"m2:{name}"] + between
+    return merged

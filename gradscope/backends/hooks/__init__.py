@@ -28,7 +28,7 @@ from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY, mixing_layer, require_independent
 from gradscope.core.problem import Problem, differentiable_inputs
-from gradscope.errors import CoupledSamplesError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
 
@@ -59,6 +59,7 @@ class _Program:
         self.problem = problem
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
+        self.data_paths = True  # inputs require a gradient, so that their paths show
 
     def evaluate(self, batch: Batch) -> Evaluation:
         losses = self._losses(batch)
@@ -70,14 +71,21 @@ class _Program:
         return Evaluation(losses.detach(), self._gradients(parts, losses))
 
     def _losses(self, batch: Batch) -> Tensor:
-        given = differentiable_inputs(batch)
         if not self.stepwise:
-            losses = self.problem.losses(given)
+            losses = self._forward(batch)
             if losses.grad_fn is None or not _has_fused_recurrence(trace(losses)):
                 return losses
             self.stepwise = True
         with _unfused():
-            return self.problem.losses(given)
+            return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        if self.data_paths:
+            try:
+                return self.problem.losses(differentiable_inputs(batch))
+            except ModelError:  # code that sets requires_grad on what it computed from the inputs
+                self.data_paths = False
+        return self.problem.losses(batch)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Return what is known of this program, finding it out when it is new."""

@@ -53,8 +53,13 @@ def root(losses: Tensor) -> Node:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return what the operation saved under `name`; -1 comes out of torch as an unsigned number."""
+    """Return what the operation saved under `name`, tensors without their graph.
+
+    A size or index of -1 comes out of torch as an unsigned number and is set right here.
+    """
     value = getattr(node, f"_saved_{name}")
+    if isinstance(value, Tensor):
+        return value.detach()
     return -1 if isinstance(value, int) and value == _UNSIGNED_MINUS_ONE else value
 
 

@@ -1,0 +1,40 @@
+"""Operators that act entry by entry, with broadcasting."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.backends.expand.tensor import PerSample, leaves, tensors_of
+
+
+def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Apply `func` to the physical tensors, their logical axes aligned from the right.
+
+    Where dtypes differ and a tensor has no logical axes, the sample axis would change the
+    promotion of dtypes, and the rule does not apply.
+    """
+    found = tensors_of(args, kwargs)
+    if len({t.dtype for t in found}) > 1 and any(
+        t.dim() == 0 and isinstance(t, PerSample) for t in found
+    ):
+        return NotImplemented
+    width = max(t.dim() for t in found)
+    if isinstance(kwargs.get("memory_format"), torch.memory_format):
+        kwargs = {**kwargs, "memory_format": _without_layout(kwargs["memory_format"])}
+
+    def aligned(t: Tensor) -> Tensor:
+        if not isinstance(t, PerSample):
+            return t
+        missing = width - t.dim()
+        return t.physical[(slice(None), *[None] * missing)] if missing else t.physical
+
+    mine, named = leaves(aligned, (args, kwargs))
+    return func(*mine, **named)
+
+
+def _without_layout(wanted: torch.memory_format) -> torch.memory_format:
+    """Replace the channels-last layouts, which are about ranks 4 and 5, by the layout it has."""
+    if wanted in (torch.channels_last, torch.channels_last_3d):
+        return torch.preserve_format
+    return wanted

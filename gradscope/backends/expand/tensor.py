@@ -1,0 +1,182 @@
+"""The tensor of this backend: it looks like one sample's and holds all samples'.
+
+The model and autograd see the logical shape, that of a batch of one (parameters: their own
+shape). The physical tensor holds (n, *logical shape). What has stride 0 over samples is *shared*:
+one value that all samples read, such as a parameter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradscope.errors import UnsupportedError
+
+REMEDY = "Use the hooks or the loop backend for this model."
+
+
+class SharedWrite(BaseException):
+    """Per-sample values were to be written into a tensor that all samples share.
+
+    A signal, which the model's own `except Exception` must not catch.
+    """
+
+
+class Differ(BaseException):
+    """Samples take different ways through the model; a signal too.
+
+    Args:
+        keys: For each sample, which way.
+    """
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(keys)
+        self.keys = keys
+
+
+def refuse(what: str, remedy: str = REMEDY) -> NoReturn:
+    """Raise that this backend has no exact way."""
+    raise UnsupportedError(f"the expand backend cannot run this model: {what}", remedy=remedy)
+
+
+class PerSample(Tensor):
+    """A tensor (*shape) to the model, one value a sample in truth.
+
+    Attributes:
+        raw: (n, *shape), the memory; without a graph, since the graph is the wrapper's.
+        conjugated: Whether the values are the conjugates of what is in memory. Torch's own lazy
+            conjugation is not resolved at this depth of its dispatch.
+    """
+
+    raw: Tensor
+    conjugated: bool
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, requires_grad: bool = False) -> "PerSample":
+        """Wrap `raw` (n, *shape); strides and offset are its own, so that views fit."""
+        made: PerSample = Tensor._make_wrapper_subclass(
+            cls,
+            raw.shape[1:],
+            strides=raw.stride()[1:],
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=raw.device,
+            requires_grad=requires_grad,
+        )
+        made.raw = raw
+        made.conjugated = False
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  (torch declares an instance method)
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Refuse: only `Interpreter` knows what an operation means."""
+        refuse(f"{func} was called on a tensor kept from an earlier evaluation")
+
+    @property
+    def physical(self) -> Tensor:
+        """The values (n, *shape): the memory itself, or a conjugated copy."""
+        return self.raw.conj_physical() if self.conjugated else self.raw
+
+    @property
+    def shared(self) -> bool:
+        """Whether all samples read one value."""
+        return is_shared(self.raw)
+
+    def common(self) -> Tensor:
+        """Return the value (*shape) that all samples have.
+
+        Raises:
+            Differ: They have different ones.
+        """
+        values = self.physical
+        if not self.shared:
+            same_as([str(value.tolist()) for value in values])
+        return values[0]
+
+    def tolist(self) -> Any:
+        """Return nested lists, where all samples have the same."""
+        return self.common().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array, where all samples have the same."""
+        return self.common().numpy(force=force)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PerSample({tuple(self.shape)}, samples={self.raw.shape[0]})"
+
+
+def same_as(keys: list[str]) -> None:
+    """See that all samples have the same key.
+
+    Raises:
+        Differ: They do not.
+    """
+    if any(key != keys[0] for key in keys):
+        raise Differ(keys)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """How many samples there are, and the way from logical to physical.
+
+    Attributes:
+        n: The number of samples.
+    """
+
+    n: int
+
+    def of(self, t: Tensor) -> Tensor:
+        """Return the physical tensor (n, *shape); a constant is expanded, and so shared."""
+        return t.physical if isinstance(t, PerSample) else self.expanded(t.resolve_conj())
+
+    def expanded(self, t: Tensor) -> Tensor:
+        """Return a view (n, *shape) of `t` (*shape) with stride 0 over samples."""
+        return t.unsqueeze(0).expand(self.n, *t.shape)
+
+    def wrap(self, t: Tensor) -> PerSample:
+        """Wrap the physical tensor (n, *shape) that a rule returned."""
+        if t.dim() == 0 or t.shape[0] != self.n:
+            refuse(f"a result {tuple(t.shape)} has no axis of {self.n} samples")
+        return PerSample(t)
+
+
+def is_shared(physical: Tensor) -> bool:
+    """Whether a physical tensor (n, ...) has one value for all samples."""
+    return physical.shape[0] > 1 and physical.stride(0) == 0
+
+
+def fold(t: Tensor) -> Tensor:
+    """Reshape (n, b, ...) to (n·b, ...)."""
+    return t.flatten(0, 1)
+
+
+def unfold(t: Tensor, n: int) -> Tensor:
+    """Reshape (n·b, ...) to (n, b, ...)."""
+    return t.reshape(n, t.shape[0] // n, *t.shape[1:])
+
+
+def leaves(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `fn` to the tensors among an operator's arguments or results (lists nest once)."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(leaves(fn, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: leaves(fn, value) for key, value in tree.items()}
+    return tree
+
+
+def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found

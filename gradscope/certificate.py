@@ -1,0 +1,228 @@
+"""The certificate: the proof, made on the first batch of a run, that the numbers are right.
+
+Completeness: Σᵢ gᵢ equals the gradient of Σᵢ Lᵢ for every parameter. Agreement: a few samples equal
+a batch of one, which catches coupling, a wrong sample axis, permuted rows and a wrong scale.
+Independence: a sample's loss is the same alone and in the batch. Finiteness: who is not finite is
+known. What fails in low precision is judged again in float64, since an activation at its kink may
+fall on either side in another kernel.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.backends import Evaluate, backends
+from gradscope.backends.loop import one_sample
+from gradscope.blocks import Evaluation
+from gradscope.core.batch import Batch
+from gradscope.core.independence import require_independent
+from gradscope.core.problem import Problem
+from gradscope.errors import CertificateError
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_NEGLIGIBLE = 1e-2  # a parameter is measured against at least this share of the whole gradient
+_RECHECKED = 8  # samples that are judged again in float64
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        error: The largest relative error over parameters (and samples).
+        parameter: Where it was.
+        tolerance: The largest error that passes.
+    """
+
+    error: float
+    parameter: str
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; a NaN is not."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proved, on which samples.
+
+    Attributes:
+        backend: The backend that was examined.
+        dtype: The precision in which both checks passed.
+        samples: How many samples the batch had.
+        nonfinite: How many of them have no finite gradient; these are flagged, not examined.
+        completeness: Σ gᵢ against the gradient of Σ Lᵢ.
+        agreement: Single samples against batches of one.
+        compared: The data-set positions of these samples.
+        unused: Parameters that no sample's loss in this batch reaches: their rows are zero.
+        seconds: What the proof cost.
+    """
+
+    backend: str
+    dtype: str
+    samples: int
+    nonfinite: int
+    completeness: Check
+    agreement: Check
+    compared: tuple[int, ...]
+    unused: tuple[str, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the certificate as plain data, for the result file."""
+        return {"verified": True, "verdict": self.verdict, **asdict(self)}
+
+    @property
+    def verdict(self) -> str:
+        """The proof in one line."""
+        return (
+            f"passed: sum of {self.samples - self.nonfinite} samples to "
+            f"{self.completeness.error:.0e}, {len(self.compared)} of them alone to "
+            f"{self.agreement.error:.0e} ({self.dtype})"
+        )
+
+
+def certify(
+    problem: Problem, backend: str, evaluate: Evaluate, batch: Batch
+) -> tuple[Evaluation, Certificate]:
+    """Evaluate a batch and prove the answer, or raise.
+
+    Args:
+        problem: What `evaluate` is bound to.
+        backend: The name of the backend it comes from.
+        evaluate: The bound backend.
+        batch: Any samples.
+
+    Raises:
+        CertificateError: A check failed.
+        CoupledSamplesError: A sample's loss depends on other samples.
+        UnsupportedError: The forward pass is random.
+    """
+    start = time.perf_counter()
+    if len(batch) > 1:
+        require_independent(problem, batch)
+    independent = time.perf_counter()
+    evaluation = evaluate(batch)
+    evaluated = time.perf_counter()
+    finite = finite_samples(evaluation).cpu()
+    rows = torch.arange(len(batch))[finite]
+    certificate = _examined(problem, backend, batch, evaluation, rows)
+    if not (certificate.completeness.passed and certificate.agreement.passed):
+        if problem.dtype not in (torch.float64, torch.complex128):
+            certificate = _in_float64(problem, backend, batch.select(rows[:_RECHECKED]))
+        _require_passed(certificate)
+    return evaluation, replace(
+        certificate,
+        samples=len(batch),
+        nonfinite=int((~finite).sum()),
+        seconds=time.perf_counter() - evaluated + independent - start,
+    )
+
+
+def finite_samples(evaluation: Evaluation) -> Tensor:
+    """Return (n,) bool: whose loss and whole gradient are finite."""
+    return evaluation.losses.isfinite() & evaluation.gradients.norms.isfinite()
+
+
+def _in_float64(problem: Problem, backend: str, batch: Batch) -> Certificate:
+    wide = problem.converted(torch.float64)
+    cast = batch.to(problem.device, torch.float64)
+    with backends.get(backend)(wide) as evaluate:
+        return _examined(wide, backend, cast, evaluate(cast), torch.arange(len(cast)))
+
+
+def _examined(
+    problem: Problem, backend: str, batch: Batch, evaluation: Evaluation, rows: Tensor
+) -> Certificate:
+    tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
+    compared = (
+        sorted({int(rows[k]) for k in (0, len(rows) // 2, len(rows) - 1)}) if len(rows) else []
+    )
+    completeness = _worst(_completeness(problem, batch, evaluation, rows), tolerance)
+    agreement = _worst(_agreement(problem, batch, evaluation, compared), tolerance)
+    squared = evaluation.gradients.squared_norms
+    return Certificate(
+        backend=backend,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        samples=len(batch),
+        nonfinite=0,
+        completeness=completeness,
+        agreement=agreement,
+        compared=tuple(int(batch.index[k]) for k in compared),
+        unused=tuple(name for name, value in squared.items() if not bool(value.any())),
+        seconds=0.0,
+    )
+
+
+def _completeness(
+    problem: Problem, batch: Batch, evaluation: Evaluation, rows: Tensor
+) -> Iterator[tuple[str, float]]:
+    """Yield (parameter, ‖Σ gᵢ − ∇ΣLᵢ‖ relative to Σ‖gᵢ‖)."""
+    if not len(rows):
+        return
+    whole = len(rows) == len(batch)
+    losses = problem.losses(batch if whole else batch.select(rows))
+    found = evaluation.gradients if whole else evaluation.gradients.select(rows)
+    total = _gradient(losses.sum(), problem)
+    size = float(found.norms.sum()) * _NEGLIGIBLE
+    for name, block in found.items():
+        summed = block.to(_wide(block.dtype)).weighted_sum()
+        own = float(found.squared_norms[name].sqrt().sum())
+        scale = max(own, float(total[name].norm()), size)
+        yield name, _relative(float((summed - total[name]).norm()), scale)
+
+
+def _agreement(
+    problem: Problem, batch: Batch, evaluation: Evaluation, compared: list[int]
+) -> Iterator[tuple[str, float]]:
+    """Yield (parameter, relative distance of a sample's gradient from a batch of one)."""
+    for k in compared:
+        _, alone = one_sample(problem, batch.one(k))
+        size = float(torch.stack([g.abs().square().sum().double() for g in alone.values()]).sum())
+        for name, block in evaluation.gradients.select(slice(k, k + 1)).items():
+            gap = float((block.dense()[0] - alone[name]).norm())
+            yield name, _relative(gap, max(float(alone[name].norm()), _NEGLIGIBLE * size**0.5))
+
+
+def _gradient(loss: Tensor, problem: Problem) -> Mapping[str, Tensor]:
+    parameters = list(problem.parameters.values())
+    if not loss.requires_grad:
+        return {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return dict(zip(problem.parameters, gradients, strict=True))
+
+
+def _worst(errors: Iterator[tuple[str, float]], tolerance: float) -> Check:
+    name, error = max(
+        errors, key=lambda e: float("inf") if e[1] != e[1] else e[1], default=("", 0.0)
+    )
+    return Check(error, name, tolerance)
+
+
+def _relative(gap: float, scale: float) -> float:
+    return gap / scale if scale else (0.0 if gap == 0 else float("inf"))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _require_passed(certificate: Certificate) -> None:
+    for name, check, against in (
+        ("completeness", certificate.completeness, "the gradient of the total loss"),
+        ("agreement", certificate.agreement, "a batch of one"),
+    ):
+        if not check.passed:
+            raise CertificateError(
+                f"the {certificate.backend} backend failed the proof of {name}: relative error "
+                f"{check.error:.2e} against {against} ({certificate.dtype}, tolerance "
+                f"{check.tolerance:.0e})",
+                where=f"parameter {check.parameter!r}",
+                remedy="Use another backend (auto tries all); loop is the reference.",
+            )

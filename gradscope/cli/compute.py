@@ -1,0 +1,148 @@
+"""`gradscope compute`: a checkpoint and a data set in, a result file out."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradscope.cli import options
+from gradscope.errors import SpecError
+
+if TYPE_CHECKING:
+    from gradscope.pipeline import Job
+    from gradscope.stats import RunReport
+
+NONFINITE = 7
+
+
+def compute(
+    checkpoint: options.Checkpoint = None,
+    dataset: options.Data = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT.h5", help="The result file.")
+    ] = None,
+    config: options.Config = None,
+    model: options.Model = None,
+    loss: options.Loss = None,
+    transform: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--transform",
+            "-t",
+            metavar="CHAIN",
+            help='Such as "clip:max_norm=1.0 | mean"; repeatable [identity].',
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", metavar="NAME", help="See `gradscope list backends` [auto]."),
+    ] = None,
+    parameters: options.Parameters = None,
+    samples: options.Samples = None,
+    batch_size: options.BatchSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    mode: options.Mode = None,
+    seed: options.Seed = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout", metavar="auto|dense|factored", help="How rows are stored [dense]."
+        ),
+    ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            "--verify", metavar="first|always|never", help="Which batches are proved [first]."
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.h5.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Compute per-sample gradients, transform them, and write an HDF5 file."""
+    spec = options.run_spec(
+        config,
+        checkpoint=checkpoint,
+        dataset=dataset,
+        model=model,
+        loss=loss,
+        transform=transform,
+        backend=backend,
+        parameters=parameters,
+        samples=samples,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        mode=mode,
+        seed=seed,
+        layout=layout,
+        verify=verify,
+    )
+    if output is None and not dry_run:
+        raise SpecError("no result file is named", remedy="Give -o OUT.h5, or --dry-run.")
+    if resume and overwrite:
+        raise SpecError("--resume and --overwrite contradict each other", remedy="Give one.")
+    from gradscope.pipeline import prepare
+
+    job = prepare(spec)
+    if dry_run:
+        _plan(job, output, json)
+        return
+    assert output is not None
+    report = _run(job, output, resume=resume, overwrite=overwrite, quiet=quiet or json)
+    _show(report, json, quiet)
+    if report.nonfinite:
+        raise typer.Exit(NONFINITE)
+
+
+def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
+    from gradscope.pipeline import start
+    from gradscope.report.progress import track
+
+    finished = 0
+    try:
+        with start(job, output, resume=resume, overwrite=overwrite) as run:
+            finished = run.writer.completed
+            total = len(job.rows) - finished
+            for batch in track(run.remaining(), total, quiet=quiet):
+                run.add(batch)
+                finished += len(batch)
+            return run.finish()
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C or SIGTERM
+        if finished:
+            words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
+            command = shlex.join(["gradscope", *words, "--resume"])
+            typer.echo(
+                f"stopped after {finished:,} of {len(job.rows):,} samples; go on with\n  {command}",
+                err=True,
+            )
+        raise
+
+
+def _plan(job: "Job", output: Path | None, json: bool) -> None:
+    from gradscope.pipeline import estimate
+    from gradscope.report.console import console
+    from gradscope.report.plan import render_plan
+
+    found = estimate(job, output)
+    if json:
+        options.print_json(found.to_json())
+    else:
+        render_plan(found, console())
+
+
+def _show(report: "RunReport", json: bool, quiet: bool) -> None:
+    from gradscope.report.console import console
+    from gradscope.report.run import render_run
+
+    if json:
+        options.print_json(report.to_json())
+    elif not quiet:
+        render_run(report, console())

@@ -1,0 +1,108 @@
+"""The options that `compute` and `compare` share, and how they become a run spec."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradscope.core.spec import RunSpec, resolve
+
+Checkpoint = Annotated[
+    Path | None, typer.Argument(show_default=False, help="A file with the model's weights.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DATASET]", show_default=False, help="A data file, or a dataset spec (.toml)."
+    ),
+]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="RUN.toml", help="A run file; flags win over it.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE.py:FACTORY", help="A function that returns the model."),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option("--loss", metavar="NAME|FILE.py:LOSS", help="See `gradscope list losses`."),
+]
+Mode = Annotated[
+    str | None, typer.Option("--mode", metavar="eval|train", help="The model's mode [eval].")
+]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--parameters", metavar="GLOB", help="Only parameters of these names; repeatable."
+    ),
+]
+Samples = Annotated[
+    str | None, typer.Option("--samples", metavar="A:B", help="Only samples A up to, not with, B.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", metavar="N", help="Samples computed at a time.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="float32, float64, float16 or bfloat16."),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N [cpu].")
+]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="For anything random [0].")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Load, choose, prove and estimate; write nothing.")
+]
+
+
+def run_spec(config: Path | None, **flags: Any) -> RunSpec:
+    """Return the run file's settings with the given flags over them.
+
+    Args:
+        config: The run file, if any.
+        flags: By the names below; None means not given.
+
+    Raises:
+        SpecError: Anything does not fit; all of it is listed.
+    """
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    overrides: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        section, key = _PLACES[name]
+        overrides.setdefault(section, {})[key] = value
+    return resolve(config, overrides)
+
+
+_PLACES = {
+    "checkpoint": ("checkpoint", "path"),
+    "dataset": ("dataset", "path"),
+    "model": ("model", "factory"),
+    "mode": ("model", "mode"),
+    "loss": ("loss", "name"),
+    "backends": ("compare", "backends"),
+    **{
+        key: ("compute", key)
+        for key in (
+            "backend",
+            "transform",
+            "parameters",
+            "samples",
+            "batch_size",
+            "dtype",
+            "device",
+            "seed",
+            "layout",
+            "verify",
+        )
+    },
+}
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one document to stdout, names in their own letters."""
+    typer.echo(json.dumps(document, ensure_ascii=False, indent=2))

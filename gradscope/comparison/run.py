@@ -1,0 +1,236 @@
+"""`compare`: all backends against the float64 loop on the same samples."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.backends import Backend, backends
+from gradscope.comparison.agreement import Oracle, agreements
+from gradscope.comparison.measure import measure
+from gradscope.comparison.oracle import double_precision, in_double_precision, oracle_of
+from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
+from gradscope.core.batch import Batch, detached, map_tensors
+from gradscope.core.locate import first_line, layer_of
+from gradscope.core.problem import Loss, Problem
+from gradscope.errors import GradscopeError, RefusedError, SpecError
+from gradscope.losses import resolve
+
+REFERENCE = "loop"
+
+Implementation = Callable[[nn.Module, Loss, Any, Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What every row is held against: the problem as it is, and its float64 copy."""
+
+    problem: Problem
+    batch: Batch
+    exact: Problem
+    wide: Batch
+    oracle: Oracle
+
+
+@torch.enable_grad()  # whoever calls may be under no_grad
+def compare(
+    model: nn.Module,
+    loss: str | Loss,
+    inputs: Any,
+    targets: Any = None,
+    backends: Sequence[str] = ("loop", "hooks", "vmap", "expand"),
+    parameters: str | list[str] | None = None,
+    against: Mapping[str, Implementation | Mapping[str, Any]] | None = None,
+) -> Comparison:
+    """Hold backends, and implementations of one's own, against the float64 loop.
+
+    Exactness is checked on a float64 copy of the model, where rounding cannot hide or mimic a
+    mistake; time and memory are measured in the model's own dtype. All gradients of the batch
+    are held in memory, in float64: choose the samples accordingly.
+
+    Args:
+        model: In the mode it is in; it is left as it was.
+        loss: A name or a callable.
+        inputs: A tensor, tuple or dict of tensors (n, ...).
+        targets: Likewise, or None.
+        backends: Names of backends.
+        parameters: Globs that select parameters by name.
+        against: By label, a function `(model, loss, inputs, targets) -> {name: (n, *shape)}`,
+            called with a float64 copy, or a stored result {name: (n, *shape)}.
+
+    Raises:
+        SpecError: A name is unknown or used twice, or there is nothing to compare.
+        RefusedError: The loop itself has no answer: the model does not run on one sample alone.
+    """
+    others = dict(against or {})
+    chosen = _chosen(backends, others)
+    problem = Problem.of(model, resolve(loss), parameters)
+    batch = detached(Batch.of(inputs, targets)).to(problem.device, None)
+    exact, wide = problem.converted(torch.float64), in_double_precision(batch)
+    with double_precision():
+        oracle = oracle_of(exact, wide)
+    setting = _Setting(problem, batch, exact, wide, oracle)
+    seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
+    rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
+    rows += [_other_row(label, other, setting) for label, other in others.items()]
+    return Comparison(
+        agrees=all(row.status in ("agrees", "refused") for row in rows),
+        samples=len(batch),
+        dtype=str(problem.dtype).removeprefix("torch."),
+        baseline_seconds=seconds,
+        baseline_bytes=peak,
+        coupled=setting.oracle.coupled,
+        rows=tuple(rows),
+    )
+
+
+def _chosen(names: Sequence[str], others: Mapping[str, Any]) -> dict[str, Backend]:
+    """Look every name up before anything runs."""
+    chosen = {name: backends.get(name) for name in names}
+    taken = [label for label in others if label in chosen]
+    if taken:
+        raise SpecError(
+            f"{taken[0]!r} is the name of a backend", where="against", remedy="Use another label."
+        )
+    for label, other in others.items():
+        if not (isinstance(other, Mapping) or callable(other)):
+            raise SpecError(
+                f"{label!r} is neither a function nor a stored result {{name: (n, *shape)}}, but "
+                f"{type(other).__name__}",
+                where="against",
+            )
+    if not others and set(chosen) <= {REFERENCE}:
+        raise SpecError(
+            "there is nothing to hold against the loop",
+            where="backends",
+            remedy=f"Name another backend: {', '.join(backends.names())}.",
+        )
+    return chosen
+
+
+def _backward(problem: Problem, batch: Batch) -> tuple[Tensor | None, ...]:
+    """Run what training does: one forward and backward pass of the whole batch."""
+    total = problem.losses(batch).sum()
+    if not total.requires_grad:
+        return ()
+    return torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
+
+
+def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
+    def evaluated(problem: Problem, batch: Batch, use: Callable[..., Any]) -> Any:
+        with backend(problem) as evaluate:
+            return use(lambda: evaluate(batch).gradients.dense())
+
+    try:
+        with double_precision():
+            found = evaluated(setting.exact, setting.wide, lambda call: call())
+    except Exception as error:
+        return _stopped(name, error, setting.exact.model)
+    row = _judged(name, agreements(found, setting.oracle))
+    device = setting.problem.device
+    return _measured(
+        row, lambda: evaluated(setting.problem, setting.batch, lambda call: measure(call, device))
+    )
+
+
+def _other_row(
+    label: str, other: Implementation | Mapping[str, Any], setting: _Setting
+) -> BackendRow:
+    if isinstance(other, Mapping):
+        return _compared(label, other, setting)
+    model = _copied(setting.exact.model)  # what it does to its copy stays there
+
+    def called(model: nn.Module, batch: Batch) -> Any:
+        with torch.enable_grad(), torch.random.fork_rng(devices=_cuda(setting)):
+            own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
+            return other(model, setting.problem.loss, *own)
+
+    try:
+        with double_precision():
+            found = called(model, setting.wide)
+    except Exception as error:
+        return _stopped(label, error, model)
+    if not isinstance(found, Mapping):
+        reason = f"it returned {type(found).__name__}, not a dict {{name: (n, *shape)}}"
+        return BackendRow(label, "failed", reason)
+    row = _compared(label, found, setting)
+    if row.status == "failed":
+        return row
+    spare = _copied(setting.problem.model)
+    device = setting.problem.device
+    return _measured(row, lambda: measure(lambda: called(spare, setting.batch), device))
+
+
+def _compared(label: str, found: Mapping[str, Any], setting: _Setting) -> BackendRow:
+    """Compare what came from outside, whose names and values may be anything."""
+    model = setting.exact.model
+    aliases = {id(p): k for k, p in setting.exact.parameters.items()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    names = {k: aliases.get(id(p), k) for k, p in every.items()}
+    extra = [str(k) for k in found if k not in names]
+    # a tied parameter may go by another of its names; its first name comes last, so that it wins
+    known = sorted((k for k in found if k in names), key=lambda k: names[k] == k)
+    try:
+        rows = agreements({names[k]: found[k] for k in known}, setting.oracle)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return BackendRow(label, "failed", f"a value is no array of numbers: {first_line(error)}")
+    row = _judged(label, rows)
+    if not extra:
+        return row
+    unknown = f"unknown parameters: {', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''}"
+    reason = unknown if row.reason is None else f"{row.reason}; {unknown}"
+    return replace(row, status="disagrees", reason=reason)
+
+
+def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRow:
+    wrong = [p for p in parameters if not p.agrees]
+    if not wrong:
+        return BackendRow(label, "agrees", parameters=parameters)
+    return BackendRow(label, "disagrees", _summary(wrong, len(parameters)), parameters=parameters)
+
+
+def _summary(wrong: list[ParameterAgreement], total: int) -> str:
+    """Say which parameters disagree, and what the most of them have in common."""
+    counts = Counter(p.meaning for p in wrong)
+    meaning, count = counts.most_common(1)[0]
+    names = [p.name for p in wrong if p.meaning == meaning]
+    shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
+    which = "all parameters" if count == total > 1 else shown
+    rest = f"; {len(wrong) - count} more for other reasons" if count < len(wrong) else ""
+    return f"{which}: {meaning}{rest}"
+
+
+def _stopped(label: str, error: Exception, model: nn.Module) -> BackendRow:
+    """Make the row of a backend or implementation that raised."""
+    if isinstance(error, GradscopeError):
+        reason = error.what if error.where is None else f"{error.where}: {error.what}"
+        status = "refused" if isinstance(error, RefusedError) else "failed"
+        return BackendRow(label, status, reason, error.remedy)
+    where = layer_of(error, model)
+    reason = first_line(error) if where is None else f"{where}: {first_line(error)}"
+    return BackendRow(label, "failed", reason)
+
+
+def _measured(row: BackendRow, run: Callable[[], tuple[float, int | None]]) -> BackendRow:
+    """Add time and memory; a dtype in which it cannot run leaves them out."""
+    try:
+        seconds, peak = run()
+    except Exception:
+        return row
+    return replace(row, seconds=seconds, peak_bytes=peak)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    for p in model.parameters():
+        p.grad = None
+    return model
+
+
+def _cuda(setting: _Setting) -> list[torch.device]:
+    device = setting.problem.device
+    return [device] if device.type == "cuda" else []

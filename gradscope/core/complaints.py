@@ -1,0 +1,93 @@
+"""What is wrong with settings, in our words: where it stands, what was found, what is accepted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from gradscope.core.registry import suggestion
+from gradscope.core.runfile import Layer, shown
+from gradscope.errors import SpecError
+
+Parts = tuple[str | int, ...]
+
+
+def complaints(
+    failure: ValidationError,
+    model: type[BaseModel],
+    merged: dict[str, Any],
+    origin: Mapping[tuple[str, ...], Layer],
+    *,
+    missing: bool,
+) -> list[SpecError]:
+    """Return one error for each key that is wrong.
+
+    Args:
+        failure: What pydantic found.
+        model: The model it validated, sections within.
+        merged: The settings it was given, {section: {key: value}}.
+        origin: The layer that each (section, key) is from; () is where missing keys belong.
+        missing: Report missing keys too.
+    """
+    errors = failure.errors(include_url=False, include_context=False)
+    found = [
+        (e["loc"] if e["type"] == "missing" else _walk(merged, e["loc"]), e["type"]) for e in errors
+    ]
+    # Of a value that may be of two kinds both complain: keep the one that points into it.
+    places = {parts for parts, _ in found}
+    outer = {parts[:k] for parts in places for k in range(len(parts))}
+    return [
+        _complaint(parts, kind, model, merged, origin)
+        for parts, kind in dict.fromkeys(found)
+        if parts not in outer and (missing or kind != "missing")
+    ]
+
+
+def combined(problems: list[SpecError]) -> SpecError:
+    """Return one error that tells all of `problems`."""
+    unique = list({(p.where, p.what): p for p in problems}.values())
+    if len(unique) == 1:
+        return unique[0]
+    lines = [f"{p.where}: {p.what}. {p.remedy}" for p in unique]
+    return SpecError(f"{len(lines)} settings are wrong:", remedy="\n".join(lines))
+
+
+def _complaint(
+    parts: Parts,
+    kind: str,
+    model: type[BaseModel],
+    merged: dict[str, Any],
+    origin: Mapping[tuple[str, ...], Layer],
+) -> SpecError:
+    names = tuple(map(str, parts))
+    layer = origin.get(names[:2]) or origin.get(names[:1]) or origin[()]
+    fields = model.model_fields
+    if len(parts) > 1:
+        section = fields[names[0]].annotation
+        assert isinstance(section, type) and issubclass(section, BaseModel)
+        fields = section.model_fields
+    name = names[min(1, len(parts) - 1)]
+    if kind == "extra_forbidden":
+        # `spec` is taken out of [dataset] before the rest is validated
+        known = [*fields, *(["spec"] if names[0] == "dataset" and not layer.flat else [])]
+        what, remedy = "unknown key", suggestion(name, known if len(parts) > 1 else [*fields])
+    else:
+        what = "missing" if kind == "missing" else f"found {shown(_value(merged, parts))}"
+        remedy = f"Accepted: {fields[name].description}."
+    return SpecError(what, where=f"{layer.source}: {layer.key(parts)}", remedy=remedy)
+
+
+def _walk(values: Any, location: Parts) -> Parts:
+    """Follow a location into the settings; parts that are pydantic's own words are left out."""
+    parts: list[str | int] = []
+    for part in location:
+        inside = isinstance(values, Mapping) and part in values
+        if inside or (isinstance(values, list | tuple) and isinstance(part, int)):
+            parts, values = [*parts, part], values[part]
+    return tuple(parts)
+
+
+def _value(values: Any, parts: Parts) -> Any:
+    for part in parts:
+        values = values[part]
+    return values

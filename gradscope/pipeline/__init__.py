@@ -1,0 +1,7 @@
+"""From a run spec to a result file: prepare a job, run it, report."""
+
+from gradscope.pipeline.estimate import Estimate, estimate
+from gradscope.pipeline.job import Job, prepare
+from gradscope.pipeline.run import Run, compute, start
+
+__all__ = ["Estimate", "Job", "Run", "compute", "estimate", "prepare", "start"]

@@ -1,0 +1,78 @@
+"""What a run would cost, found by running its first batch and writing nothing."""
+
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gradscope.pipeline.job import Job
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The plan of a run.
+
+    Attributes:
+        samples: N.
+        batch_size: Samples a batch.
+        backend: What was chosen on the first batch.
+        notes: Why.
+        chains: In canonical spelling.
+        bytes: What the file would hold in the dense layout.
+        free: Bytes free where it would be written.
+        seconds: For all batches, from the time of the second evaluation of the first one.
+    """
+
+    samples: int
+    batch_size: int
+    backend: str
+    notes: tuple[str, ...]
+    chains: tuple[str, ...]
+    bytes: int
+    free: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data under a versioned schema."""
+        return {"schema": "gradscope.plan", "version": 1, **asdict(self)}
+
+
+def estimate(job: Job, path: Path | None) -> Estimate:
+    """Evaluate, prove and time the first batch.
+
+    Raises:
+        RefusedError: No backend has an exact, proved answer.
+    """
+    batch = next(job.batches())
+    job.scope.evaluate(batch)
+    begun = time.perf_counter()
+    gradients = job.scope.evaluate(batch).gradients
+    for chain in job.chains:
+        if chain.reducer is None:
+            chain.rows(gradients).dense()
+        else:
+            chain.update(None, gradients)
+    seconds = time.perf_counter() - begun
+    folder = Path.cwd() if path is None else path.absolute().parent
+    return Estimate(
+        samples=len(job.rows),
+        batch_size=job.batch_size,
+        backend=job.scope.backend,
+        notes=(*job.notes, *job.scope.notes),
+        chains=tuple(chain.text for chain in job.chains),
+        bytes=_bytes(job),
+        free=shutil.disk_usage(folder).free if folder.is_dir() else 0,
+        seconds=seconds * len(job.rows) / len(batch),
+    )
+
+
+def _bytes(job: Job) -> int:
+    n, shapes = len(job.rows), job.shapes.values()
+    size = job.scope.problem.dtype.itemsize
+    light = n * (8 + size + size + 1 + 8) + n * size * len(job.shapes)
+    kept = sum(chain.reducer is None for chain in job.chains)
+    reduced = len(job.chains) - kept
+    entries = sum(prod(shape) for shape in shapes)
+    return light + kept * n * entries * size + reduced * entries * 8

@@ -1,0 +1,160 @@
+"""A job: everything a run needs, resolved and loaded.
+
+Names come first (chains, backend, loss), then the user's code, then weights and data, so that a
+misspelt word costs nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradscope
+from gradscope import chains
+from gradscope.backends.auto import candidates
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Loss
+from gradscope.core.spec import RunSpec
+from gradscope.errors import SpecError
+from gradscope.losses import resolve
+from gradscope.scope import Scope
+from gradscope.sources import checkpoints, code, datasets, models
+
+_BATCH_BYTES = 2**28  # dense gradients of one batch, when the batch size is left to us
+_BATCH_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be computed.
+
+    Attributes:
+        spec: The resolved run spec.
+        chains: Bound, in the order given.
+        scope: Model, loss and backend.
+        dataset: Where the samples come from.
+        rows: The positions of the selected samples in it.
+        batch_size: Samples a batch.
+        digests: SHA-256 of checkpoint and data, and of the user's code.
+        notes: What was noticed while loading.
+    """
+
+    spec: RunSpec
+    chains: tuple[chains.Chain, ...]
+    scope: Scope
+    dataset: datasets.Dataset
+    rows: range
+    batch_size: int
+    digests: dict[str, str | None]
+    notes: tuple[str, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each selected parameter."""
+        return {name: tuple(p.shape) for name, p in self.scope.problem.parameters.items()}
+
+    def batches(self, done: int = 0) -> Iterator[Batch]:
+        """Yield the batches after the first `done` samples, on the model's device."""
+        problem = self.scope.problem
+        for start in range(done, len(self.rows), self.batch_size):
+            rows = self.rows[start : start + self.batch_size]
+            yield self.dataset.batch(rows).to(problem.device, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating-point inputs are cast to: the chosen dtype, or None to leave them."""
+        name = self.spec.compute.dtype
+        return None if name is None else getattr(torch, name)
+
+    def record(self) -> dict[str, Any]:
+        """Return the whole run as plain data, for the result file."""
+        problem = self.scope.problem
+        return {
+            "spec": self.spec.model_dump(mode="json"),
+            "chains": [chain.text for chain in self.chains],
+            "batch_size": self.batch_size,
+            "samples": [self.rows.start, self.rows.stop],
+            "digests": self.digests,
+            "versions": {"gradscope": gradscope.__version__, "torch": torch.__version__},
+            "device": str(problem.device),
+            "dtype": str(problem.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what must be the same for a stopped run to go on."""
+        compute = self.spec.compute.model_dump(mode="json", include={"backend", "layout", "seed"})
+        model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
+        parts = ("chains", "batch_size", "samples", "digests", "versions", "device", "dtype")
+        record = self.record()
+        return {
+            **{key: record[key] for key in parts},
+            **compute,
+            **model,
+            "parameters": list(self.shapes),
+            "loss": self.spec.loss.name,
+        }
+
+
+def prepare(spec: RunSpec) -> Job:
+    """Resolve every name of `spec`, then load what it names.
+
+    Raises:
+        SpecError: A name or an argument does not fit.
+        InputError: Something cannot be read, or does not fit together.
+    """
+    bound = tuple(chains.bind(text) for text in spec.compute.transform)
+    candidates(spec.compute.backend)
+    named = ":" not in spec.loss.name
+    loss = resolve(spec.loss.name) if named else code.load_function(spec.loss.name, "loss")
+    torch.manual_seed(spec.compute.seed)
+    model = models.build(spec.model.factory, spec.model.kwargs, spec.model.mode)
+    loaded = checkpoints.load_into(model, spec.checkpoint.path)
+    model = _placed(model, spec)
+    dataset = datasets.open_dataset(spec.dataset)
+    rows = dataset.rows(spec.compute.samples)
+    scope = _scope(model, loss, spec)
+    return Job(
+        spec=spec,
+        chains=bound,
+        scope=scope,
+        dataset=dataset,
+        rows=rows,
+        batch_size=spec.compute.batch_size or _batch_size(scope, len(rows)),
+        digests={
+            "checkpoint": loaded.sha256,
+            "dataset": dataset.sha256,
+            "model": code.source_digest(code.load_function(spec.model.factory, "model factory")),
+            "loss": None if named else code.source_digest(loss),
+        },
+        notes=loaded.notes,
+    )
+
+
+def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
+    globs = None if spec.compute.parameters is None else list(spec.compute.parameters)
+    return Scope(model, loss, globs, spec.compute.backend, spec.compute.verify)
+
+
+def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
+    """Move and cast the model as the spec says."""
+    device = spec.compute.device
+    if device is not None and device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        if index >= torch.cuda.device_count():
+            raise SpecError(
+                f"there is no device {device!r}; {torch.cuda.device_count()} CUDA devices are here",
+                where="device",
+                remedy="Use --device cpu, or leave it out.",
+            )
+    dtype = None if spec.compute.dtype is None else getattr(torch, spec.compute.dtype)
+    return model.to(device=device, dtype=dtype)
+
+
+def _batch_size(scope: Scope, n: int) -> int:
+    parameters = scope.problem.parameters.values()
+    row = sum(prod(p.shape) * p.element_size() for p in parameters)
+    return max(1, min(_BATCH_SAMPLES, _BATCH_BYTES // max(1, row), n))

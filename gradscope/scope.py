@@ -1,0 +1,219 @@
+"""`Scope`: a model and a loss, bound once, asked about many batches."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from gradscope import chains
+from gradscope.backends import Evaluate, backends
+from gradscope.backends.auto import candidates
+from gradscope.blocks import Evaluation
+from gradscope.certificate import Certificate, certify, finite_samples
+from gradscope.core.batch import Batch, detached
+from gradscope.core.problem import Problem
+from gradscope.errors import CoupledSamplesError, RefusedError, SpecError
+from gradscope.losses import resolve
+
+Verify = Literal["first", "always", "never"]
+
+_STREAMED = 512  # samples held at a time where only a summary is asked for
+
+
+class NonFiniteWarning(UserWarning):
+    """Samples without a finite gradient were left out of an expectation."""
+
+
+class Scope:
+    """Per-sample gradients of a model, in the mode the model is in.
+
+    Nothing is attached to the model or its parameters, and both are left as they were found.
+
+    Args:
+        model: Any module; its trainable parameters are differentiated by.
+        loss: A name (`gradscope list losses`), `(outputs, targets) -> (n,)`, or a `model_loss`.
+        parameters: Globs of parameter names; all trainable ones when None.
+        backend: `auto`, or one of `gradscope list backends`.
+        verify: Prove the first batch, every batch, or none (the certificate).
+
+    Attributes:
+        backend: The backend in use; `auto` until the first batch has been seen.
+        certificate: The last proof, or None.
+        notes: What was chosen and why.
+
+    Raises:
+        SpecError: A name is unknown, or no parameter is selected.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Callable[..., Tensor],
+        parameters: str | list[str] | None = None,
+        backend: str = "auto",
+        verify: Verify = "first",
+    ) -> None:
+        if verify not in ("first", "always", "never"):
+            raise SpecError(f"verify is first, always or never, not {verify!r}")
+        self.problem = Problem.of(model, resolve(loss), parameters)
+        self.backend = backend
+        self.verify = verify
+        self.certificate: Certificate | None = None
+        self.notes: list[str] = []
+        self._waiting = list(candidates(backend))
+        self._evaluate: Evaluate | None = None
+        self._stack = ExitStack()
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Return the losses (n,) and the gradients of a batch as blocks.
+
+        Raises:
+            RefusedError: No candidate backend has an exact, proved answer.
+        """
+        batch = detached(batch)
+        while True:
+            try:
+                return self._proved(batch)
+            except CoupledSamplesError:
+                raise  # true for every backend
+            except RefusedError as error:
+                if not self._waiting:
+                    raise
+                self.notes.append(f"{self.backend} refused: {error.what}")
+                self._evaluate = None
+
+    def per_sample_gradients(
+        self, inputs: Any, targets: Any = None, out: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return {name: (n, *shape)}, each row the gradient of one sample's own loss.
+
+        Args:
+            inputs: A tensor, tuple or dict, sample axis first.
+            targets: Likewise, or None.
+            out: Buffers to write into, as returned by an earlier call.
+        """
+        return self.evaluate(Batch.of(inputs, targets)).gradients.dense(out)
+
+    def norms(
+        self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"
+    ) -> Any:
+        """Return the L2 norms of the per-sample gradients; no gradient need be formed.
+
+        Returns:
+            (n,) over all parameters together, or {name: (n,)} with `per="parameter"`.
+        """
+        if per not in ("sample", "parameter"):
+            raise SpecError(f"per is sample or parameter, not {per!r}")
+        found = [self.evaluate(part).gradients for part in _parts(Batch.of(inputs, targets))]
+        if per == "sample":
+            return torch.cat([gradients.norms for gradients in found])
+        return {
+            name: torch.cat([g.squared_norms[name].sqrt() for g in found])
+            for name in self.problem.parameters
+        }
+
+    def expectation(self, chain: str, inputs: Any, targets: Any = None) -> dict[str, Tensor]:
+        """Return E[T(g)] over the samples: {name: (*shape)} in float64.
+
+        Samples without a finite gradient are left out, with a `NonFiniteWarning`.
+
+        Args:
+            chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer means `mean`.
+            inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
+            targets: Likewise, or None.
+        """
+        bound = chains.bind(chain, reduced=True)
+        state, skipped = None, 0
+        for part in _parts(Batch.of(inputs, targets)):
+            evaluation = self.evaluate(part)
+            finite = finite_samples(evaluation)
+            kept = int(finite.sum())
+            skipped += len(part) - kept
+            if kept:
+                gradients = evaluation.gradients
+                state = bound.update(
+                    state, gradients if kept == len(part) else gradients.select(finite)
+                )
+        if skipped:
+            warnings.warn(
+                f"{skipped} samples have no finite gradient and were left out",
+                NonFiniteWarning,
+                stacklevel=2,
+            )
+        if state is None:
+            raise SpecError("no sample has a finite gradient, so there is no expectation")
+        return bound.result(state)
+
+    def close(self) -> None:
+        """Let go of what the backend holds; the scope can be used again afterwards."""
+        self._stack.close()
+        self._evaluate = None
+        self._waiting = list(candidates(self.backend))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _proved(self, batch: Batch) -> Evaluation:
+        fresh = self._evaluate is None
+        if self._evaluate is None:
+            self.backend = self._waiting.pop(0)
+            self._evaluate = self._stack.enter_context(backends.get(self.backend)(self.problem))
+        if self.verify == "never" or (self.verify == "first" and not fresh):
+            return self._evaluate(batch)
+        evaluation, self.certificate = certify(self.problem, self.backend, self._evaluate, batch)
+        return evaluation
+
+
+def _parts(batch: Batch) -> Iterator[Batch]:
+    for start in range(0, len(batch), _STREAMED):
+        yield batch.select(slice(start, start + _STREAMED))
+
+
+def per_sample_gradients(
+    model: nn.Module,
+    loss: str | Callable[..., Tensor],
+    inputs: Any,
+    targets: Any = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return {name: (n, *shape)} in one call; `options` are those of `Scope`."""
+    with Scope(model, loss, **options) as scope:
+        return scope.per_sample_gradients(inputs, targets)
+
+
+def norms(
+    model: nn.Module,
+    loss: str | Callable[..., Tensor],
+    inputs: Any,
+    targets: Any = None,
+    per: Literal["sample", "parameter"] = "sample",
+    **options: Any,
+) -> Any:
+    """Return the L2 norms of the per-sample gradients in one call; see `Scope.norms`."""
+    with Scope(model, loss, **options) as scope:
+        return scope.norms(inputs, targets, per)
+
+
+def expectation(
+    model: nn.Module,
+    loss: str | Callable[..., Tensor],
+    chain: str,
+    inputs: Any,
+    targets: Any = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return E[T(g)] in one call; see `Scope.expectation`."""
+    with Scope(model, loss, **options) as scope:
+        return scope.expectation(chain, inputs, targets)

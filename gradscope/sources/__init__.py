@@ -1,0 +1,21 @@
+"""Floor 3: what a run reads: the user's code, a model, its weights, a data set."""
+
+from gradscope.sources.checkpoints import CheckpointReport, load_into
+from gradscope.sources.code import load_function, source_digest
+from gradscope.sources.datasets import Dataset, open_dataset
+from gradscope.sources.digests import sha256
+from gradscope.sources.models import build
+from gradscope.sources.readers import checkpoint_readers, dataset_readers
+
+__all__ = [
+    "CheckpointReport",
+    "Dataset",
+    "build",
+    "checkpoint_readers",
+    "dataset_readers",
+    "load_function",
+    "load_into",
+    "open_dataset",
+    "sha256",
+    "source_digest",
+]

@@ -1,0 +1,188 @@
+"""The user's own functions: "FILE.py:NAME" and "package.module:NAME".
+
+A file is imported under a private name, so that it can hide no module and no other file of the
+same name. Its folder can be imported from, first in line while the file itself is imported and
+last in line afterwards. Two folders may each have, say, a `utils.py`.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gradscope.core.locate import first_line
+from gradscope.core.registry import suggestion
+from gradscope.core.spec import split_reference
+from gradscope.errors import ModelError
+
+_neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
+
+
+def load_function(reference: str, kind: str) -> Callable[..., Any]:
+    """Import the function that a reference names.
+
+    Args:
+        reference: "FILE.py:NAME" or "package.module:NAME"; NAME may have dots.
+        kind: What it is for, in messages: "model factory", "loss".
+
+    Raises:
+        SpecError: The reference has neither form.
+        ModelError: The file or function is absent, or importing it raised.
+    """
+    place, name = split_reference(reference)
+    module = _import_file(Path(place), kind) if place.endswith(".py") else _import(place, kind)
+    try:
+        found = reduce(getattr, name.split("."), module)
+    except AttributeError:
+        known = _functions(module)
+        raise ModelError(
+            f"there is no {name!r} in it",
+            where=f"{kind} {reference}",
+            remedy=suggestion(name, known) if known else "It defines no function.",
+        ) from None
+    if not callable(found):
+        raise ModelError(
+            f"{name!r} is {_article(type(found).__name__)}, not a function",
+            where=f"{kind} {reference}",
+            remedy=f"Name a function; it has: {', '.join(_functions(module)) or 'none'}.",
+        )
+    return found
+
+
+def source_digest(fn: Callable[..., Any]) -> str | None:
+    """Return the SHA-256 of the file that defines `fn`, or None where there is no such file."""
+    source = inspect.unwrap(fn)
+    for candidate in (source, type(source)):
+        with suppress(TypeError, OSError):
+            file = inspect.getsourcefile(candidate)
+            if file is not None:
+                return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return None
+
+
+@contextmanager
+def user_file(what: str) -> Iterator[None]:
+    """Turn what the user's file raises, sys.exit included, into a `ModelError` that shows it.
+
+    What it prints goes to stderr, since stdout is for results.
+
+    Args:
+        what: What is running, such as "model factory model.py:build".
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except MemoryError:
+        raise
+    except SystemExit as error:
+        raise ModelError(
+            f"your code called sys.exit({error.code!r})", where=what, remedy=_trace(error)
+        ) from error
+    except Exception as error:  # whatever the user's code raises
+        raise ModelError(
+            f"your code raised {first_line(error)}", where=what, remedy=_trace(error)
+        ) from error
+
+
+def _import_file(path: Path, kind: str) -> ModuleType:
+    """Import a file; the same content at the same place is imported once."""
+    path = path.absolute()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelError(
+            f"cannot be read: {error.strerror}", where=f"{kind} {path}", remedy="Check the path."
+        ) from error
+    digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape") + content).hexdigest()
+    name = f"_gradscope_{digest[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        with user_file(f"{kind} {path}"), _importable(path.parent):
+            exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(name: str, kind: str) -> ModuleType:
+    what = f"{kind} {name}"
+    with user_file(what), _importable(Path.cwd()):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module exists and imports another one that does not
+    raise ModelError(
+        "there is no such module",
+        where=what,
+        remedy="Install it, run in the folder that holds it, or give FILE.py:NAME.",
+    )
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    text = str(folder)
+    for other, modules in _neighbours.items():
+        if other != text:
+            for name, module in modules.items():
+                if sys.modules.get(name) is module:
+                    del sys.modules[name]
+    mine = _neighbours.setdefault(text, {})
+    sys.modules.update(mine)
+    before = set(sys.modules)
+    importlib.invalidate_caches()
+    sys.path.insert(0, text)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's code may have removed it
+            sys.path.remove(text)
+        if text not in sys.path:
+            sys.path.append(text)
+        fresh = {k: m for k, m in sys.modules.items() if k not in before}
+        mine.update({k: m for k, m in fresh.items() if _is_neighbour(k, m, folder, before)})
+
+
+def _is_neighbour(name: str, module: ModuleType, folder: Path, before: set[str]) -> bool:
+    file = getattr(module, "__file__", None)
+    new = name.partition(".")[0] not in before  # a part of what was there already is not the user's
+    return new and file is not None and Path(file).is_relative_to(folder)
+
+
+def _functions(module: ModuleType) -> list[str]:
+    public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+    own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
+    return own or list(public)
+
+
+def _trace(error: BaseException) -> str:
+    """Return the user's part of a traceback, below a line that says whose it is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = Path(__file__).parents[1]
+    theirs = [f for f in frames if not _is_machinery(f.filename, package)]
+    last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
+    shown = "".join([*traceback.format_list(theirs[-8:]), *last]).rstrip()
+    return f"It is yours to correct:\n{shown}" if shown else "Correct it there."
+
+
+def _is_machinery(file: str, package: Path) -> bool:
+    imports = file.startswith("<frozen importlib") or file == importlib.__file__
+    return imports or Path(file).is_relative_to(package)
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

@@ -1,0 +1,165 @@
+"""What a reader of files is, and how the one for a file is found: by content, not by suffix."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from gradscope.core.registry import Registry
+from gradscope.errors import CheckpointError, DatasetError, InputError
+
+HEAD = 4096  # bytes that are looked at to tell what a file is
+
+
+class Column(Protocol):
+    """An array with the sample axis first; a tensor is one, and so may be a part of a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, ...)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its rows."""
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        """Return some rows (n, ...)."""
+
+
+class Arrays(Protocol):
+    """The arrays of a data file."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What there is."""
+
+    def load(self, name: str) -> Column:
+        """Return one of them."""
+
+
+class CheckpointReader(Protocol):
+    """Reads a checkpoint: whatever it holds, as plain containers of tensors."""
+
+    matches: Callable[[bytes], bool]
+
+    def __call__(self, path: Path) -> Any:
+        """Return the content, on the CPU."""
+
+
+class DatasetReader(Protocol):
+    """Opens a data file."""
+
+    matches: Callable[[bytes], bool]
+
+    def __call__(self, path: Path) -> Arrays:
+        """Return its arrays."""
+
+
+checkpoint_readers: Registry[CheckpointReader] = Registry("checkpoint format")
+dataset_readers: Registry[DatasetReader] = Registry("dataset format")
+
+R = TypeVar("R", CheckpointReader, DatasetReader)
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file that begins like this is a zip archive."""
+    return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether a file that begins like this is a safetensors file: a length, then JSON."""
+    return head[8:9] == b"{"
+
+
+def matching(matches: Callable[[bytes], bool]) -> Callable[[Any], Any]:
+    """Return a decorator that says which files a reader is for, by their first bytes."""
+
+    def add(reader: Any) -> Any:
+        reader.matches = matches
+        return reader
+
+    return add
+
+
+def find_checkpoint_reader(path: Path) -> str:
+    """Return the name of the reader for a checkpoint.
+
+    Raises:
+        CheckpointError: The path is no file, or no reader knows what it holds.
+    """
+    return _find(checkpoint_readers, path, CheckpointError)
+
+
+def find_dataset_reader(path: Path) -> str:
+    """Return the name of the reader for a data file.
+
+    Raises:
+        DatasetError: The path is no file, or no reader knows what it holds.
+    """
+    return _find(dataset_readers, path, DatasetError)
+
+
+def _find(registry: Registry[R], path: Path, error: type[InputError]) -> str:
+    head = _head(path, error)
+    for name in registry:
+        if registry.get(name).matches(head):
+            return name
+    found, remedy = _description(head)
+    raise error(
+        f"this is {found}, no {registry.kind} that can be read",
+        where=str(path),
+        remedy=f"{remedy} Supported: {', '.join(registry)}.",
+    )
+
+
+def _head(path: Path, error: type[InputError]) -> bytes:
+    try:
+        if path.is_dir():
+            raise error("this is a directory", where=str(path), remedy="Give a file in it.")
+        if not path.exists():
+            raise error("there is no such file", where=str(path), remedy="Check the path.")
+        if not path.is_file():
+            raise error("this is no regular file", where=str(path), remedy="Give a file on disk.")
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    except OSError as failure:
+        raise error(
+            f"cannot be read: {failure.strerror}", where=str(path), remedy="Check its permissions."
+        ) from failure
+    if not head:
+        raise error("the file is empty", where=str(path), remedy="Write or download it again.")
+    return head
+
+
+_MAGIC = {
+    b"\x89HDF": "an HDF5 file",
+    b"\x1f\x8b": "a gzip archive",
+    b"\x93NUMPY": "a single numpy array (.npy)",
+    b"\x80": "a Python pickle, which could execute code and is never loaded",
+    b"PK\x03\x04": "a zip archive",
+    b"PK\x05\x06": "an empty zip archive",
+    b"GGUF": "a GGUF file",
+}
+
+
+def _description(head: bytes) -> tuple[str, str]:
+    """Say what a file that begins like this is, and what to do."""
+    again = "Write or download it again."
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer, not the file itself", "Run `git lfs pull`."
+    if re.match(rb"\s*<(!doctype|html|head|body|\?xml)", head, re.IGNORECASE):
+        return "an HTML page, as a failed download leaves it", "Download the file again."
+    for magic, what in _MAGIC.items():
+        if head.startswith(magic):
+            return what, "Convert it."
+    if len(head) < 16:
+        return f"a file of {len(head)} bytes, probably cut off", again
+    try:
+        text = head[:-4].decode()  # not the last bytes: a character may be cut
+    except UnicodeDecodeError:
+        return "a file of an unknown kind, or a damaged one", again
+    if all(c.isprintable() or c.isspace() for c in text):
+        return "a text file", "Check that it is the right one."
+    return "a file of an unknown kind, or a damaged one", again

@@ -1,0 +1,40 @@
+"""What one `gradscope compute` did, for its last words and its `--json`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from gradscope.stats.base import Json, Record
+from gradscope.stats.rows import ParameterRow
+
+
+class RunReport(Record):
+    """What was computed, proved and written.
+
+    Attributes:
+        parameters: One row each, in the model's order.
+        certificate: The proof on the first batch.
+        backend: Which one ran.
+        notes: Why that backend, unused parameters, and what else is worth a line.
+        samples: N.
+        nonfinite: How many of them are not finite.
+        seconds: Wall time.
+        path: What was written, or None.
+        bytes: Its size.
+        chains: In canonical spelling.
+    """
+
+    schema_: Literal["gradscope.compute"] = Field(
+        default="gradscope.compute", validation_alias="schema", serialization_alias="schema"
+    )
+    version: Literal[1] = 1
+    parameters: tuple[ParameterRow, ...]
+    certificate: Json
+    backend: str
+    notes: tuple[str, ...] = ()
+    samples: int
+    nonfinite: int
+    seconds: float
+    path: str | None = None
+    bytes: int | None = None
+    chains: tuple[str, ...] = ()

@@ -1,0 +1,105 @@
+"""What the pipeline tells the writer: what to store, and the rows of each batch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike
+from torch import Tensor
+
+from gradscope.blocks import Gradients
+
+Layout = Literal["auto", "dense", "factored"]
+States = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """One chain.
+
+    Attributes:
+        text: Its canonical spelling.
+        reduced: Whether it ends in an aggregate; otherwise its rows are stored.
+    """
+
+    text: str
+    reduced: bool
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Everything about a result file that is known before the first batch.
+
+    Attributes:
+        run: The resolved run, stored as JSON.
+        fingerprint: What must be equal for a stopped run to be resumed.
+        attributes: More root attributes: the hashes of checkpoint and data, the version.
+        n: The number of samples.
+        parameters: The selected parameters' shapes, in the model's order.
+        chains: The chains, in the order given.
+        dtype: The number format of the chains' rows.
+        layout: Whether rows are stored as factors: where smaller, never, or wherever possible.
+    """
+
+    run: dict[str, Any]
+    fingerprint: dict[str, Any]
+    attributes: dict[str, str]
+    n: int
+    parameters: dict[str, tuple[int, ...]]
+    chains: tuple[ChainPlan, ...]
+    dtype: DTypeLike = np.float32
+    layout: Layout = "auto"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for two runs to write the same file, as plain JSON values."""
+        facts = {
+            **self.fingerprint,
+            "stored": {
+                "samples": self.n,
+                "parameters": self.parameters,
+                "chains": [chain.text for chain in self.chains],
+                "dtype": np.dtype(self.dtype).name,
+                "layout": self.layout,
+            },
+        }
+        plain: dict[str, Any] = json.loads(to_json(facts))
+        return plain
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One finished batch.
+
+    Attributes:
+        index: (n,), the samples' positions in their data set.
+        loss: (n,).
+        norm: (n,), the raw gradient's L2 norm over all parameters.
+        finite: (n,) bool.
+        target: (n,), where a target is one number a sample; anything else is not stored.
+        norms: {parameter: (n,)}, the raw gradient's L2 norm.
+        chains: The transformed rows of each chain; None for a reduced chain.
+    """
+
+    index: Tensor
+    loss: Tensor
+    norm: Tensor
+    finite: Tensor
+    target: Tensor | None = None
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+    chains: tuple[Gradients | None, ...] = ()
+
+    @property
+    def samples(self) -> dict[str, Tensor]:
+        """The columns of the sample table (n,)."""
+        table = {"index": self.index, "loss": self.loss, "norm": self.norm, "finite": self.finite}
+        if self.target is not None and self.target.shape == self.index.shape:
+            table["target"] = self.target
+        return table
+
+
+def to_json(value: Any) -> str:
+    """Return JSON; what JSON has no form for is written as its text."""
+    return json.dumps(value, default=str, ensure_ascii=False)

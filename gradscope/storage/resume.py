@@ -1,0 +1,177 @@
+"""What is already there: refuse it, clear it away, go on with it, or find nothing left to do."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gradscope.errors import OutputError, ResultFileError
+from gradscope.storage import integrity, undo
+from gradscope.storage.columns import write_rows
+from gradscope.storage.plan import FilePlan
+from gradscope.storage.reader import open_file
+from gradscope.storage.sidecar import Paths, Progress
+
+if sys.platform != "win32":
+    import fcntl
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
+
+
+def is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> bool:
+    """Whether the complete file of this very run is there already.
+
+    Raises:
+        OutputError: A file is there that is not to be replaced.
+    """
+    if overwrite or not paths.final.exists():
+        return False
+    if not resume:
+        raise OutputError(
+            "the file exists already",
+            where=str(paths.final),
+            remedy="Choose another name, or give --overwrite.",
+        )
+    try:
+        with open_file(paths.final) as file:
+            found = file.identity
+    except ResultFileError as error:
+        raise OutputError(
+            f"a file of another kind is in the way: {error.what}",
+            where=str(paths.final),
+            remedy="Choose another name, or give --overwrite.",
+        ) from error
+    _check_same(found, plan.identity, paths.final)
+    return True
+
+
+def start(
+    paths: Paths, descriptor: int, plan: FilePlan, *, overwrite: bool, resume: bool
+) -> Progress | None:
+    """Bring the locked `.part` into the state to go on from; None: begin with an empty file.
+
+    Raises:
+        OutputError: An unfinished run is there and nothing was said about it, or it is another.
+    """
+    unfinished = os.fstat(descriptor).st_size > 0
+    if unfinished and not (overwrite or resume):
+        raise OutputError(
+            "an unfinished file of a stopped run is there",
+            where=str(paths.part),
+            remedy="Give --resume to go on with it, or --overwrite to start again.",
+        )
+    progress = Progress.load(paths.progress) if unfinished and resume else None
+    if progress is None:
+        paths.clear()
+        os.ftruncate(descriptor, 0)
+        return None
+    _check_same(progress.identity, plan.identity, paths.part)
+    undo.restore(paths, descriptor)
+    mend(paths, descriptor, progress.completed)
+    return progress
+
+
+def mend(paths: Paths, descriptor: int, completed: int) -> None:
+    """Make the chunks valid that hold rows on both sides of `completed`.
+
+    A kill can cut the writing of a chunk short, so that its checksum is wrong. The complete rows
+    in it are the same before and after that write; the others are set to zero.
+    """
+    with h5py.File(paths.part, "r", locking=False) as file:
+        torn = [
+            (dataset.name, chunk.byte_offset, chunk.size)
+            for dataset in integrity.datasets(file)
+            if dataset.chunks is not None and completed % dataset.chunks[0]
+            for chunk in [_chunk_at(dataset, completed)]
+        ]
+    if not torn:
+        return
+    places = np.array([place for _, *place in torn], np.int64)
+    with undo.undoable(paths, descriptor, places), h5py.File(
+        paths.part, "r+", locking=False
+    ) as file:
+        for name, *_ in torn:
+            _mend_chunk(file[name], completed)
+
+
+def clear_chunk(dataset: h5py.Dataset, offset: tuple[int, ...]) -> None:
+    """Set a chunk to zeros, whose checksum is zero, without reading what is there."""
+    size = int(np.prod(dataset.chunks)) * dataset.dtype.itemsize
+    dataset.id.write_direct_chunk(offset, bytes(size + 4))
+
+
+@contextmanager
+def locked(part: Path) -> Iterator[int]:
+    """Open `.part` for this process alone, and yield its descriptor.
+
+    Raises:
+        OutputError: Another process is writing it.
+    """
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, part)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, part: Path) -> None:
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise _busy(part) from error
+    with suppress(FileNotFoundError):
+        if os.path.samestat(part.stat(), os.fstat(descriptor)):
+            return
+    raise _busy(part)  # the other process finished between our opening and our locking
+
+
+def _busy(part: Path) -> OutputError:
+    return OutputError(
+        "another process is writing this file",
+        where=str(part),
+        remedy="Wait for it to end, or choose another name.",
+    )
+
+
+def _chunk_at(dataset: h5py.Dataset, row: int) -> Any:
+    """Return the place of the chunk that holds `row`; a chunk of several rows holds all axes."""
+    rows = dataset.chunks[0]
+    return dataset.id.get_chunk_info_by_coord((row // rows * rows, *[0] * (dataset.ndim - 1)))
+
+
+def _mend_chunk(dataset: h5py.Dataset, completed: int) -> None:
+    first = completed // dataset.chunks[0] * dataset.chunks[0]
+    offset = (first, *[0] * (dataset.ndim - 1))
+    _, data = dataset.id.read_direct_chunk(offset)
+    values = np.frombuffer(data[:-4], dataset.dtype).reshape(dataset.chunks)
+    clear_chunk(dataset, offset)
+    write_rows(dataset, first, np.ascontiguousarray(values[: completed - first]))
+
+
+def _check_same(found: Any, wanted: Any, path: Path) -> None:
+    differences = list(_differences(found, wanted, ""))
+    if differences:
+        raise OutputError(
+            "this is another run: " + "; ".join(differences),
+            where=str(path),
+            remedy="Repeat the first run's options to resume it, or give --overwrite.",
+        )
+
+
+def _differences(found: Any, wanted: Any, key: str) -> Iterator[str]:
+    """Yield what differs, by dotted key: there, here."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in {**found, **wanted}:
+            inner = f"{key}.{name}" if key else name
+            yield from _differences(found.get(name), wanted.get(name), inner)
+    elif found != wanted:
+        yield f"{key} is {found!r} there, {wanted!r} here"

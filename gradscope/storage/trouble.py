@@ -1,0 +1,58 @@
+"""What the operating system and HDF5 say when a file cannot be written, in our words."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gradscope.errors import OutputError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
+
+
+@contextmanager
+def writing(path: Path, *, opening: bool = False) -> Iterator[None]:
+    """Turn what is raised while `path` is written into an `OutputError` with its remedy."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # h5py raises both
+        number = _number(error)
+        if number in _FULL:
+            what = "the disk is full, or a limit on the file's size is reached"
+            remedy = f"Free space and go on with --resume, {_SMALLER}."
+        elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what, remedy = "the folder cannot be written to", "Choose another place."
+        elif number == errno.EAGAIN:
+            what, remedy = "another process has the file open", "Close it, and give --resume."
+        else:
+            what = f"writing failed: {str(error).strip().splitlines()[0]}"
+            remedy = "Check the path." if opening else "What is complete is kept: give --resume."
+        raise OutputError(what, where=str(path), remedy=remedy) from error
+
+
+def check_space(part: Path) -> None:
+    """Refuse a file that is allocated but will not fit on its disk.
+
+    Raises:
+        OutputError: The disk has less space than the file still needs.
+    """
+    status = os.stat(part)
+    missing = status.st_size - 512 * getattr(status, "st_blocks", 0)
+    free = shutil.disk_usage(part.parent).free
+    if missing > free:
+        raise OutputError(
+            f"the file needs {missing:,} more bytes, the disk has {free:,}",
+            where=str(part),
+            remedy=f"Choose another disk, {_SMALLER}.",
+        )
+
+
+def _number(error: Exception) -> int | None:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = re.search(r"errno = (\d+)", str(error))
+    return int(found[1]) if found else None

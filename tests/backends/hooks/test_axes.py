@@ -1,0 +1,69 @@
+"""The sample axis and its layouts, on tensors whose owners are written down."""
+
+import pytest
+import torch
+
+from gradscope.backends.hooks.graph.axes import (
+    SampleAxis,
+    changed_axis,
+    consistent,
+    layouts,
+    support,
+)
+
+
+def labelled(before: int, n: int, after: int) -> torch.Tensor:
+    """A merged axis whose entries are their owners' numbers."""
+    return torch.arange(n).repeat_interleave(after).repeat(before)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_first_brings_each_samples_entries_to_its_row(before: int, after: int, axis: int) -> None:
+    n, shape = 3, [7, 7]
+    shape.insert(axis, before * n * after)
+    owners = labelled(before, n, after).reshape([-1 if k == axis else 1 for k in range(3)])
+    moved = SampleAxis(axis, before, after).first(owners.expand(shape), n)
+    assert moved.shape[0] == n
+    assert moved.shape[axis + 1] == before * after
+    for sample in range(n):
+        assert (moved[sample] == sample).all()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 1), (2, 3)])
+def test_only_keeps_one_samples_entries(before: int, after: int) -> None:
+    n, owners = 3, labelled(before, 3, after)
+    values = torch.rand(5, len(owners))
+    kept = SampleAxis(1, before, after).only(values, n, sample=2)
+    torch.testing.assert_close(kept, values * (owners == 2))
+
+
+def test_the_axis_that_changes_is_the_sample_axis() -> None:
+    assert changed_axis((6, 3, 8), 3, (6, 2, 8), 2) == (1, 1)
+    assert changed_axis((12, 8), 3, (8, 8), 2) == (0, 4)
+    assert changed_axis((4, 4), 3, (4, 4), 2) is None
+
+
+@pytest.mark.parametrize("shapes", [((3, 3), (2, 2)), ((4,), (3,)), ((7, 5), (4, 5))])
+def test_what_has_no_single_sample_axis_is_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match=r"axes|multiple"):
+        changed_axis(shapes[0], 3, shapes[1], 2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 6), (6, 1), (2, 3), (3, 2)])
+def test_supports_tell_the_layouts_apart(before: int, after: int) -> None:
+    n, owners = 3, labelled(before, 3, after)
+    supports = {sample: owners == sample for sample in range(n)}
+    (found,) = consistent(layouts(0, before * after), n, supports)
+    assert (found.before, found.after) == (before, after)
+
+
+def test_no_layout_fits_coupled_samples() -> None:
+    everything = torch.ones(6, dtype=torch.bool)
+    assert consistent(layouts(0, 2), 3, {0: everything, 1: everything}) == []
+
+
+def test_a_nan_counts_as_touched() -> None:
+    gradient = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
+    assert support(gradient, 0).tolist() == [False, True]
+    assert support(gradient, 1).tolist() == [True, False]

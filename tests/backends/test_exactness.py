@@ -1,0 +1,84 @@
+"""Every case with every backend: equal to the oracle, or refused; never wrong."""
+
+import pytest
+
+import gradscope.backends.vmap  # noqa: F401  (importing registers it)
+from gradscope.backends import backends
+from gradscope.errors import GradscopeError, RefusedError
+from tests.backends.outcomes import expected, outcome
+from tests.cases import CASES, COUPLED, INDEPENDENT
+
+PAIRS = [(backend, name) for backend in backends.names() for name in CASES]
+VMAP_REFUSES = {
+    "boolean_mask",
+    "checkpointed",
+    "control_flow_on_the_data",
+    "custom_function_with_a_parameter",
+    "experts_by_dispatch",
+}
+AT_LEAST = {  # independent cases answered exactly
+    "loop": len(INDEPENDENT),
+    "vmap": len(INDEPENDENT) - len(VMAP_REFUSES),
+}
+
+
+@pytest.mark.parametrize(("backend", "name"), [p for p in PAIRS if not CASES[p[1]].coupled])
+def test_exact_or_refused(backend, name):
+    result = outcome(backend, name)
+    if result.error is None:
+        assert not result.wrong
+    else:
+        assert isinstance(result.error, RefusedError), repr(result.error)
+
+
+@pytest.mark.parametrize(("backend", "name"), [p for p in PAIRS if CASES[p[1]].coupled])
+def test_coupled_samples_are_refused_or_answered_as_batches_of_one(backend, name):
+    result = outcome(backend, name)
+    if result.error is None:
+        assert not result.wrong
+    else:
+        assert isinstance(result.error, GradscopeError if backend == "loop" else RefusedError)
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_nothing_is_left_behind(backend, name):
+    assert outcome(backend, name).traces == ()
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_an_error_says_what_to_do(backend, name):
+    error = outcome(backend, name).error
+    if error is not None:
+        assert error.what and error.remedy
+
+
+@pytest.mark.parametrize("backend", backends.names())
+def test_enough_cases_are_answered(backend):
+    exact = [c.name for c in INDEPENDENT if outcome(backend, c.name).error is None]
+    refused = sorted({c.name for c in INDEPENDENT} - set(exact))
+    assert len(exact) >= AT_LEAST.get(backend, len(INDEPENDENT) // 2), refused
+
+
+def test_vmap_refuses_only_what_it_says():
+    errors = {c.name for c in INDEPENDENT if outcome("vmap", c.name).error is not None}
+    assert errors == VMAP_REFUSES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_worth_its_place(name):
+    """Samples differ in loss and gradient, or a wrong order of samples would go unseen."""
+    answer = expected(name)
+    if answer is None:
+        return
+    losses, gradients = answer
+    rows = [g.reshape(len(g), -1) for g in gradients.values()]
+    assert all(r.isfinite().all() for r in rows)
+    if len(losses) > 1 and name not in {"loss_reaches_no_parameter", "coupled_contrastive_loss"}:
+        norms = sum(r.abs().square().sum(1) for r in rows)
+        assert len(norms.unique()) >= 3
+        assert len(losses.unique()) >= 3
+
+
+def test_the_table_has_coupled_and_independent_cases():
+    assert len(INDEPENDENT) >= 130
+    assert len(COUPLED) >= 7

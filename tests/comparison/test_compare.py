@@ -1,0 +1,360 @@
+"""`compare`: rows, verdicts and messages, with mistakes planted in whole implementations."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradscope
+from gradscope.backends import backends
+from gradscope.comparison import BackendRow, Comparison, compare
+from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
+from tests import oracle
+
+N = 5
+
+
+def problem(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    inputs = torch.randn(N, 3) * torch.arange(1, N + 1)[:, None]
+    return model.to(dtype), inputs.to(dtype), torch.tensor([0, 1, 1, 0, 1])
+
+
+def right(model, loss, inputs, targets):
+    """The user's own loop: independent of every backend."""
+    return oracle.per_sample_gradients(model, loss, inputs, targets)[1]
+
+
+def with_mistake(change):
+    def implementation(*args):
+        return {name: change(g) for name, g in right(*args).items()}
+
+    return implementation
+
+
+def only_row(implementation, **options):
+    model, inputs, targets = problem()
+    result = compare(
+        model, "cross_entropy", inputs, targets, ["loop"], against={"mine": implementation},
+        **options,
+    )  # fmt: skip
+    assert result.rows[0].status == "agrees"
+    return result, result.rows[1]
+
+
+def transposed(g):
+    return g.mT if g.dim() == 3 and g.shape[1] == g.shape[2] else g
+
+
+def without(name):
+    return lambda *args: {k: g for k, g in right(*args).items() if k != name}
+
+
+def reshaped(*args):
+    return {k: g.mT if g.dim() == 3 else g for k, g in right(*args).items()}
+
+
+def mean_reduced(model, loss, inputs, targets):
+    """What people write first: one backward pass of the mean for each sample's input."""
+    rows = {name: [] for name, _ in model.named_parameters()}
+    for i in range(len(inputs)):
+        model.zero_grad()
+        (loss(model(inputs), targets).mean() * (torch.arange(len(inputs)) == i).sum()).backward()
+        for name, p in model.named_parameters():
+            rows[name].append(p.grad.clone())
+    return {name: torch.stack(g) for name, g in rows.items()}
+
+
+def not_cleared(model, loss, inputs, targets):
+    rows = {name: [] for name, _ in model.named_parameters()}
+    for i in range(len(inputs)):
+        loss(model(inputs[i : i + 1]), targets[i : i + 1]).sum().backward()
+        for name, p in model.named_parameters():
+            rows[name].append(p.grad.clone())
+    return {name: torch.stack(g) for name, g in rows.items()}
+
+
+PLANTED = {
+    "mean-reduced": (with_mistake(lambda g: g / N), "all parameters: c = 1/n with n = 5"),
+    "transposed": (with_mistake(transposed), "2.weight: axes 0 and 1 of the parameter are trans"),
+    "permuted": (with_mistake(lambda g: g.flip(0)), "all parameters: the samples are in reverse"),
+    "sign": (with_mistake(torch.neg), "all parameters: c = -1"),
+    "mean of the batch": (mean_reduced, "every row is the mean of all samples' gradients"),
+    "not cleared": (not_cleared, "row i is the sum of samples 0 to i"),
+    "nan": (with_mistake(lambda g: g * math.nan), "NaN or infinity in samples 0, 1, 2, 3, 4"),
+    "scaled": (with_mistake(lambda g: g * 0.37), "c = 0.37"),
+    "one name missing": (without("0.bias"), "0.bias: there is no gradient for this parameter"),
+    "wrong shape": (reshaped, "0.weight: has shape (5, 3, 4) instead of (5, 4, 3)"),
+    "unknown name": (
+        lambda *args: {**right(*args), "head.weight": torch.ones(N)},
+        "unknown parameters: head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_explained(name):
+    implementation, words = PLANTED[name]
+    result, row = only_row(implementation)
+    assert not result.agrees
+    assert (row.status, words in (row.reason or "")) == ("disagrees", True), row.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_the_right_gradients_agree(dtype):
+    result, row = only_row(with_mistake(lambda g: g.to(dtype)))
+    assert result.agrees
+    assert row.status == "agrees"
+    assert row.reason is None
+    assert row.worst.relative <= {8: 1e-12, 4: 1e-6, 2: 1e-2}[dtype.itemsize]
+    assert row.seconds > 0.0
+
+
+def test_a_stored_result_of_numpy_arrays():
+    model, inputs, targets = problem()
+    stored = right(model, nn.CrossEntropyLoss(reduction="none"), inputs, targets)
+    arrays = {name: g.numpy().astype(np.float32) for name, g in stored.items()}
+    short = {name: g[:3] for name, g in arrays.items()}
+    result = compare(
+        model, "cross_entropy", inputs, targets, ["loop"], against={"a": arrays, "b": short}
+    )
+    assert [row.status for row in result.rows] == ["agrees", "agrees", "disagrees"]
+    assert "3 rows for 5 samples" in result.rows[2].reason
+    assert result.rows[1].seconds is None
+
+
+def test_float32_models_are_compared_in_float64():
+    model, inputs, targets = problem(torch.float32)
+    seen = []
+
+    def mine(model, loss, inputs, targets):
+        seen.append(inputs.dtype)
+        return right(model, loss, inputs, targets)
+
+    result = compare(model, "cross_entropy", inputs, targets, ["loop"], against={"mine": mine})
+    assert result.agrees
+    assert result.dtype == "float32"
+    assert seen[0] == torch.float64
+    assert set(seen[1:]) == {torch.float32}
+    assert result.rows[1].worst.relative < 1e-12
+
+
+def test_what_raises_or_returns_nonsense_is_a_failed_row():
+    def raises(model, loss, inputs, targets):
+        return model(inputs.flatten())
+
+    for implementation, words in (
+        (raises, "layer '0' (Linear): RuntimeError"),
+        (lambda *args: [1], "it returned list, not a dict"),
+        (lambda *args: {"0.bias": "text"}, "a value is no array of numbers"),
+    ):
+        result, row = only_row(implementation)
+        assert not result.agrees
+        assert (row.status, words in row.reason) == ("failed", True), row.reason
+
+
+@pytest.fixture
+def toys():
+    """Register backends for one test."""
+    added = []
+
+    def add(name, evaluate):
+        from contextlib import contextmanager
+
+        @contextmanager
+        def backend(problem):
+            yield lambda batch: evaluate(problem, batch)
+
+        backends.register(name)(backend)
+        added.append(name)
+
+    yield add
+    for name in added:
+        del backends._entries[name]
+
+
+def test_a_refusing_backend_does_no_harm_and_a_broken_one_does(toys):
+    def refuse(problem, batch):
+        raise UnsupportedError("no rule for it", where="layer 'x'", remedy="Use loop.")
+
+    def fail(problem, batch):
+        raise ZeroDivisionError("oh")
+
+    toys("refusing", refuse)
+    toys("failing", fail)
+    model, inputs, targets = problem()
+    result = compare(model, "cross_entropy", inputs, targets, ["loop", "refusing"])
+    assert result.agrees
+    assert result.rows[1] == BackendRow(
+        "refusing", "refused", "layer 'x': no rule for it", "Use loop."
+    )
+    result = compare(model, "cross_entropy", inputs, targets, ["refusing", "failing"])
+    assert not result.agrees
+    assert [r.backend for r in result.rows] == ["refusing", "failing"]
+    assert (result.rows[1].status, result.rows[1].reason) == ("failed", "ZeroDivisionError: oh")
+
+
+def test_a_wrong_backend_disagrees(toys):
+    from gradscope.backends.loop import loop
+    from gradscope.blocks import Evaluation
+
+    def halved(problem, batch):
+        with loop(problem) as evaluate:
+            found = evaluate(batch)
+        gradients = found.gradients.scale(torch.full((len(batch),), 1 / len(batch)))
+        return Evaluation(found.losses, gradients)
+
+    toys("halved", halved)
+    model, inputs, targets = problem()
+    result = compare(model, "cross_entropy", inputs, targets, ["loop", "halved"])
+    assert not result.agrees
+    assert {p.kind for p in result.rows[1].parameters} == {"mean_loss"}
+    assert [p.factor for p in result.rows[1].parameters] == pytest.approx([1 / N] * 6)
+
+
+@pytest.mark.parametrize("name", [n for n in backends.names() if n != "loop"])
+def test_registered_backends_agree(name):
+    model, inputs, targets = problem(torch.float32)
+    result = gradscope.compare(model, "cross_entropy", inputs, targets, backends=("loop", name))
+    assert [row.status for row in result.rows] == ["agrees", "agrees"]
+    assert result.rows[1].worst.relative < 1e-8
+
+
+def test_parameters_are_selected_and_others_ignored():
+    result, row = only_row(right, parameters="*.weight")
+    assert result.agrees
+    assert [p.name for p in row.parameters] == ["0.weight", "2.weight", "4.weight"]
+
+
+def test_a_tied_parameter_may_go_by_either_name():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x).tanh())
+
+    def by_second_name(*args):
+        return {"b.weight": right(*args)["a.weight"]}
+
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 3)
+    result = compare(Tied(), "mse", inputs, targets, ["loop"], against={"mine": by_second_name})
+    assert result.agrees
+
+
+def test_the_model_is_left_as_it_was():
+    model, inputs, targets = problem()
+    model[0].weight.grad = torch.ones(4, 3, dtype=torch.float64)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def rude(model, loss, inputs, targets):
+        found = right(model, loss, inputs, targets)
+        with torch.no_grad():
+            model[0].weight.zero_()
+            inputs.zero_()
+        return found
+
+    with torch.no_grad():
+        compare(model, "cross_entropy", inputs, targets, ["loop"], against={"mine": not_cleared})
+    both = {"rude": rude, "right": right}
+    result = compare(model, "cross_entropy", inputs, targets, ["loop"], against=both)
+    assert result.agrees
+    assert bool(inputs.any())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 3, dtype=torch.float64))
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_coupled_samples():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.LazyLinear(2))
+    inputs, targets = torch.randn(4, 2, 6), torch.randn(4, 2)
+    model(inputs)
+
+    def in_batch(model, loss, inputs, targets):
+        each = loss(model(inputs), targets)
+        named = dict(model.named_parameters())
+        rows = [torch.autograd.grad(x, list(named.values()), retain_graph=True) for x in each]
+        return {k: torch.stack(g) for k, g in zip(named, zip(*rows, strict=True), strict=True)}
+
+    result = compare(model, "mse", inputs, targets, ["loop"], against={"mine": in_batch})
+    assert (result.coupled, result.agrees) == (True, False)
+    assert "BatchNorm in training mode" in result.rows[1].reason
+    result = compare(model.eval(), "mse", inputs, targets, ["loop"], against={"mine": in_batch})
+    assert (result.coupled, result.agrees) == (False, True)
+
+
+def test_a_model_that_cannot_run_on_one_sample():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    every = backends.names()
+    with pytest.raises(CoupledSamplesError, match=r"layer '1' \(BatchNorm1d\)"):
+        compare(model, "mse", torch.randn(4, 3), torch.randn(4, 4), every)
+
+
+def test_words_are_checked_before_anything_runs():
+    model, inputs, targets = problem()
+    for options, words in (
+        ({"backends": ["loop"]}, "nothing to hold against the loop"),
+        ({"backends": ["lop"]}, "unknown backend 'lop'"),
+        ({"backends": ["loop"], "against": {"loop": right}}, "name of a backend"),
+        ({"backends": ["loop"], "against": {"mine": 3}}, "'mine' is neither"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            compare(model, "cross_entropy", inputs, targets, **options)
+
+
+def test_the_json_document():
+    result, _ = only_row(with_mistake(lambda g: g * math.nan))
+    document = result.to_json()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert (document["schema"], document["version"]) == ("gradscope.compare", 1)
+    assert (document["agrees"], document["samples"], document["dtype"]) == (False, N, "float64")
+    assert [row["status"] for row in document["rows"]] == ["agrees", "disagrees"]
+    parameter = document["rows"][1]["parameters"][0]
+    assert parameter["relative"] is None
+    assert parameter["kind"] == "not_finite"
+    assert isinstance(result, Comparison)
+
+
+def test_constants_and_dicts_as_inputs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x, scale):
+            return self.layer(x) * scale + torch.zeros(2)
+
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 3), "scale": torch.tensor(2.0)}
+    result = compare(
+        Model(), "mse", inputs, torch.randn(4, 2), ["loop"], against={"zero": lambda *a: {}}
+    )
+    assert [p.kind for p in result.rows[1].parameters] == ["missing", "missing"]
+
+
+def test_scalar_and_complex_parameters():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(1.5))
+            self.phases = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(self.phases.dtype) * self.phases).abs() * self.temperature
+
+    torch.manual_seed(0)
+    model, inputs, targets = Model(), torch.randn(4, 3), torch.randn(4, 3)
+    halved = lambda *args: {k: g / 4 for k, g in right(*args).items()}  # noqa: E731
+    result = compare(
+        model, "mse", inputs, targets, ["loop"], against={"right": right, "halved": halved}
+    )
+    assert [row.status for row in result.rows] == ["agrees", "agrees", "disagrees"]
+    assert [p.kind for p in result.rows[2].parameters] == ["mean_loss", "mean_loss"]

@@ -1,0 +1,137 @@
+"""The grammar of chains: examples, errors that point at the place, and properties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscope.core.grammar import Stage, parse
+from gradscope.errors import SpecError
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
+texts = st.text(
+    st.characters(exclude_characters="|,=", exclude_categories=["Z", "C"]), min_size=1, max_size=6
+)
+chains = st.lists(
+    st.builds(Stage, names, st.dictionaries(names, texts, max_size=3)), min_size=1, max_size=4
+)
+spaces = st.sampled_from(["", " ", "  ", "\t"])
+
+
+def shape(stages):
+    return [(stage.name, stage.arguments) for stage in stages]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("mean", [("mean", {})]),
+        ("clip:max_norm=1.0 | mean", [("clip", {"max_norm": "1.0"}), ("mean", {})]),
+        (" a : x = 1 , y = b:c |b|c ", [("a", {"x": "1", "y": "b:c"}), ("b", {}), ("c", {})]),
+        ("square|var:ddof=0", [("square", {}), ("var", {"ddof": "0"})]),
+    ],
+)
+def test_chains(text, right):
+    assert shape(parse(text)) == right
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "words"),
+    [
+        ("", 0, "empty"),
+        ("a | | b", 5, "empty"),
+        ("a |", 3, "empty"),
+        ("a | 2b", 4, "'2b'"),
+        ("a b", 0, "'a b'"),
+        ("clip:", 5, "key=value"),
+        ("clip:1.0", 5, "'1.0'"),
+        ("mean | clip:x=1,y", 16, "'y'"),
+        ("clip:x=", 5, "key=value"),
+        ("clip:=1", 5, "key=value"),
+        ("clip:x=1,x=2", 9, "twice"),
+        ("clip:x=1,", 9, "key=value"),
+    ],
+)
+def test_errors_point_at_the_place(text, column, words):
+    with pytest.raises(SpecError) as caught:
+        parse(text)
+    assert words in caught.value.what
+    shown, caret = caught.value.remedy.splitlines()[:2]
+    assert shown == f"  {text}"
+    assert caret.index("^") == column + 2
+
+
+@given(st.text(max_size=40))
+def test_any_text_parses_or_is_a_spec_error(text):
+    try:
+        stages = parse(text)
+    except SpecError as error:
+        assert "^" in str(error)
+    else:
+        assert shape(parse(" | ".join(map(str, stages)))) == shape(stages)
+
+
+@given(st.text("ab1:|=, _", max_size=20))
+def test_text_of_the_grammars_own_signs(text):
+    test_any_text_parses_or_is_a_spec_error.hypothesis.inner_test(text)
+
+
+@given(chains)
+def test_what_is_printed_is_what_was_parsed(stages):
+    assert shape(parse(" | ".join(map(str, stages)))) == shape(stages)
+
+
+@given(chains, spaces)
+def test_white_space_around_stages_means_nothing(stages, space):
+    text = f"{space}|{space}".join(map(str, stages))
+    assert shape(parse(space + text + space)) == shape(stages)
+
+
+@given(chains)
+def test_positions_point_at_the_stages(stages):
+    text = "  " + " |   ".join(map(str, stages))
+    for stage in parse(text):
+        assert text[stage.position :].startswith(stage.name)
+        assert stage.chain == text
+
+
+def bound(text, factory):
+    return parse(text)[0].bind(factory)
+
+
+def factory(count: int, rate: float = 0.5, exact: bool = False, kind: str = "l2"):
+    if count < 0:
+        raise ValueError("count must not be negative")
+    return count, rate, exact, kind
+
+
+def test_arguments_are_converted_as_annotated():
+    assert bound("f:count=3", factory) == (3, 0.5, False, "l2")
+    assert bound("f:count=3,rate=1e-2,exact=TRUE,kind=l1", factory) == (3, 0.01, True, "l1")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("f", "needs count"),
+        ("f:count=3.5", "must be int"),
+        ("f:count=x", "must be int, not 'x'"),
+        ("f:count=1,rate=fast", "must be float"),
+        ("f:count=1,exact=maybe", "must be bool"),
+        ("f:count=1,rat=2", "no argument 'rat'"),
+        ("f:count=-1", "count must not be negative"),
+    ],
+)
+def test_arguments_that_do_not_fit(text, words):
+    with pytest.raises(SpecError) as caught:
+        bound(text, factory)
+    assert words in str(caught.value) and text in str(caught.value)
+
+
+def test_a_near_miss_is_suggested():
+    with pytest.raises(SpecError, match="'rate'"):
+        bound("f:count=1,rat=2", factory)
+
+
+def test_a_stage_without_arguments_says_so():
+    with pytest.raises(SpecError, match="takes no arguments"):
+        bound("f:x=1", lambda: None)

@@ -1,0 +1,388 @@
+"""The run file: strict, all errors at once, flags win, paths relative to the file."""
+
+import subprocess
+import sys
+import tomllib
+from datetime import date
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscope.core.spec import RunSpec, load, parse_samples, resolve, split_reference
+from gradscope.errors import SpecError
+
+RUN = """
+[model]
+factory = "model.py:build"
+[checkpoint]
+path = "weights.pt"
+[dataset]
+path = "data.npz"
+[loss]
+name = "mse"
+"""
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def message(config: Path | None, overrides: dict | None = None) -> str:
+    with pytest.raises(SpecError) as caught:
+        resolve(config, overrides or {})
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_the_defaults_are_those_of_the_design(tmp_path: Path) -> None:
+    spec = load(write(tmp_path, RUN))
+    assert spec.version == 1
+    assert spec.model.mode == "eval"
+    assert spec.model.kwargs == {}
+    assert spec.dataset.inputs == ("inputs",)
+    assert spec.dataset.targets == ("targets",)
+    assert spec.compute.backend == "auto"
+    assert spec.compute.transform == ("identity",)
+    assert spec.compute.seed == 0
+    assert spec.compute.layout == "dense"
+    assert spec.compute.verify == "first"
+    assert spec.compare.backends == ("loop", "hooks", "vmap", "expand")
+
+
+def test_paths_of_a_file_are_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    write(tmp_path, RUN.replace("data.npz", "../data.npz"))
+    monkeypatch.chdir(inner)
+    spec = load(Path("../run.toml"))
+    assert spec.checkpoint.path.resolve() == (tmp_path / "weights.pt").resolve()
+    assert spec.dataset.path.resolve() == (tmp_path.parent / "data.npz").resolve()
+    file, name = split_reference(spec.model.factory)
+    assert (Path(file).resolve(), name) == ((tmp_path / "model.py").resolve(), "build")
+    assert all(p.is_absolute() for p in (spec.checkpoint.path, spec.dataset.path, Path(file)))
+
+
+def test_flags_win_and_their_paths_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write(tmp_path, RUN + '[compute]\nbackend = "hooks"\nbatch_size = 7\n')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    spec = resolve(
+        config,
+        {
+            "checkpoint": {"path": Path("other.pt")},
+            "model": {"factory": "my.models:net"},
+            "loss": {"name": "loss.py:f"},
+            "compute": {"backend": "loop", "dtype": None},
+        },
+    )
+    assert spec.checkpoint.path == elsewhere / "other.pt"
+    assert spec.model.factory == "my.models:net"
+    assert spec.loss.name == f"{elsewhere / 'loss.py'}:f"
+    assert (spec.compute.backend, spec.compute.batch_size) == ("loop", 7)
+    assert spec.dataset.path == tmp_path / "data.npz"
+
+
+def test_no_run_file_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = resolve(
+        None,
+        {
+            "model": {"factory": "model.py:build"},
+            "checkpoint": {"path": Path("w.pt")},
+            "dataset": {"path": Path("d.npz")},
+            "loss": {"name": "mse"},
+        },
+    )
+    assert spec.dataset.path == tmp_path / "d.npz"
+
+
+def test_a_dataset_spec_lies_under_the_keys_beside_it(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    write(data, 'path = "d.npz"\ninputs = ["a"]\ntargets = ["b"]\n', "dataset.toml")
+    config = write(
+        tmp_path, RUN.replace('path = "data.npz"', 'spec = "data/dataset.toml"\ntargets = []')
+    )
+    spec = load(config).dataset
+    assert (spec.path, spec.inputs, spec.targets) == (data / "d.npz", ("a",), ())
+
+
+def test_a_data_file_as_flag_keeps_the_columns_a_spec_as_flag_replaces_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write(tmp_path, RUN.replace('"data.npz"', '"data.npz"\ninputs = ["a"]'))
+    other = resolve(config, {"dataset": {"path": Path("other.npz")}}).dataset
+    assert (other.path, other.inputs) == (tmp_path / "other.npz", ("a",))
+    write(tmp_path, 'path = "third.npz"\ntargets = ["y"]\n', "third.toml")
+    third = resolve(config, {"dataset": {"path": Path("third.toml")}}).dataset
+    assert (third.path, third.inputs, third.targets) == (
+        tmp_path / "third.npz",
+        ("inputs",),
+        ("y",),
+    )
+
+
+def test_inputs_may_be_named_by_keyword(tmp_path: Path) -> None:
+    config = write(tmp_path, RUN.replace('"data.npz"', '"d.npz"\ninputs = {x = "a", y = "b"}'))
+    spec = load(config).dataset
+    assert spec.inputs == {"x": "a", "y": "b"}
+    assert spec.arrays == ("a", "b", "targets")
+
+
+def test_the_settings_can_be_written_down_and_read_again(tmp_path: Path) -> None:
+    run = RUN.replace('build"', 'build"\nkwargs = {widths = [3, 4], made = 2024-01-02}')
+    spec = load(write(tmp_path, run))
+    assert spec.model.kwargs["made"] == date(2024, 1, 2)
+    again = RunSpec.model_validate_json(spec.model_dump_json())
+    assert again.model_copy(update={"model": spec.model}) == spec
+
+
+def test_all_errors_are_told_at_once_with_file_key_and_what_is_accepted(tmp_path: Path) -> None:
+    write(tmp_path, 'path = "d.npz"\ninput = ["a"]\n[scale]\nimages = "much"\n', "dataset.toml")
+    config = write(
+        tmp_path,
+        """
+        [model]
+        factory = "model.py"
+        mode = "test"
+        [checkpoint]
+        path = 3
+        [dataset]
+        spec = "dataset.toml"
+        reshape = {images = [0, 3]}
+        [los]
+        name = "mse"
+        [compute]
+        batch_sise = 4
+        seed = "7"
+        """,
+    )
+    text = message(config, {"compute": {"dtype": "float8"}})
+    run, data = str(config), str(tmp_path / "dataset.toml")
+    for line in (
+        f"{run}: model.factory: found 'model.py'. Accepted: FILE.py:NAME",
+        f"{run}: model.mode: found 'test'. Accepted: eval or train",
+        f"{run}: checkpoint.path: found 3. Accepted: the path",
+        f"{data}: input: unknown key. Did you mean 'inputs'?",
+        f"{data}: scale.images: found 'much'. Accepted: a table",
+        f"{run}: dataset.reshape.images: found [0, 3]. Accepted: a table",
+        f"{run}: los: unknown key. Did you mean 'loss'?",
+        f"{run}: loss.name: missing. Accepted: a loss",
+        f"{run}: compute.batch_sise: unknown key. Did you mean 'batch_size'?",
+        f"{run}: compute.seed: found '7'. Accepted: an integer",
+        "command line: compute.dtype: found 'float8'. Accepted: float32",
+    ):
+        assert line in text, line
+    assert text.startswith("11 settings are wrong:")
+    assert len(text.splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "kwargs", "[1]"),
+        ("model", "kwargs", "{a = 0x" + "f" * 5000 + "}"),
+        ("model", "mode", "true"),
+        ("dataset", "inputs", '"images"'),
+        ("dataset", "inputs", "[]"),
+        ("dataset", "inputs", "[1]"),
+        ("dataset", "inputs", "{x = 1}"),
+        ("dataset", "targets", '{x = "a"}'),
+        ("dataset", "dtype", '{a = "float31"}'),
+        ("dataset", "scale", "{a = nan}"),
+        ("dataset", "scale", "{a = true}"),
+        ("dataset", "reshape", "{a = 3}"),
+        ("dataset", "reshape", "{a = [-1, -1]}"),
+        ("dataset", "reshape", "{a = [-2]}"),
+        ("dataset", "spec", "3"),
+        ("dataset", "path", '""'),
+        ("dataset", "path", '"a\\u0000b"'),
+        ("compute", "backend", '""'),
+        ("compute", "transform", '"mean"'),
+        ("compute", "transform", "[]"),
+        ("compute", "parameters", '"*"'),
+        ("compute", "samples", '"1:2:3"'),
+        ("compute", "samples", "[0, 1]"),
+        ("compute", "batch_size", "0"),
+        ("compute", "batch_size", "1.0"),
+        ("compute", "batch_size", "true"),
+        ("compute", "batch_size", "0x" + "f" * 5000),
+        ("compute", "dtype", '"int64"'),
+        ("compute", "device", '"cuda:٣"'),
+        ("compute", "device", '"cpu\\n"'),
+        ("compute", "seed", "-1"),
+        ("compute", "layout", '"sparse"'),
+        ("compute", "verify", "1979-05-27"),
+        ("compare", "backends", "[]"),
+        ("compare", "backends", '["loop", "loop"]'),
+    ],
+)
+def test_a_wrong_value_is_one_error_that_names_the_key(
+    tmp_path: Path, section: str, key: str, value: str
+) -> None:
+    base = tomllib.loads(RUN)
+    if section not in base:
+        text = f"{RUN}[{section}]\n{key} = {value}\n"
+    elif key in base[section]:
+        text = RUN.replace(f'{key} = "data.npz"', f"{key} = {value}")
+    else:
+        text = RUN.replace(f"[{section}]", f"[{section}]\n{key} = {value}")
+    told = message(write(tmp_path, text))
+    assert f"run.toml: {section}.{key}" in told
+    assert "found" in told
+    assert "Accepted" in told
+    assert len(told) < 700
+
+
+@pytest.mark.parametrize("version", ["2", "0", "true", "1.0", '"1"'])
+def test_another_version_is_refused(tmp_path: Path, version: str) -> None:
+    assert "version: found" in message(write(tmp_path, f"version = {version}\n{RUN}"))
+
+
+@pytest.mark.parametrize("section", ["model", "checkpoint", "dataset", "loss", "compute"])
+def test_a_section_must_be_a_table(tmp_path: Path, section: str) -> None:
+    text = RUN.replace(f"[{section}]", "[was]")
+    told = message(write(tmp_path, f"{section} = 3\n{text}"))
+    assert f"{section}: found 3" in told
+    assert f"Accepted: a table [{section}]" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"[model\n", "not valid TOML"),
+        (b"a = 1\na = 2\n", "not valid TOML"),
+        (b"a = " + b"9" * 5000, "not valid TOML"),
+        (b"a = " + b"[" * 100_000, "nested too deeply"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"a = 1\n" * 200_000, "larger than 1,000,000 bytes"),
+        (b"\x00", "not valid TOML"),
+    ],
+)
+def test_a_file_that_is_no_run_file(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    told = message(path)
+    assert expected in told
+    assert str(path) in told
+    assert "missing" not in told  # nothing follows from a file that could not be read
+    assert len(told) < 500
+
+
+def test_a_missing_run_file_a_directory_and_a_missing_dataset_spec(tmp_path: Path) -> None:
+    assert "no such file" in message(tmp_path / "none.toml")
+    assert "directory" in message(tmp_path)
+    assert "regular file" in message(Path("/dev/null"))
+    config = write(tmp_path, RUN.replace('path = "data.npz"', 'spec = "none.toml"'))
+    assert f"{tmp_path / 'none.toml'}: there is no such file" in message(config)
+    write(tmp_path, 'spec = "other.toml"\npath = "d.npz"\n', "none.toml")
+    assert "none.toml: spec: unknown key" in message(config)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + RUN.replace("\n", "\r\n").encode())
+    assert load(path).loss.name == "mse"
+
+
+def test_without_anything_every_needed_setting_is_named() -> None:
+    told = message(None)
+    for key in ("model.factory", "checkpoint.path", "dataset.path", "loss.name"):
+        assert f"command line: {key}: missing" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "stop"),
+    [("0:10", 0, 10), ("5:", 5, None), (":7", None, 7), (":", None, None), ("00:1", 0, 1)],
+)
+def test_samples(text: str, start: int | None, stop: int | None) -> None:
+    assert parse_samples(text) == slice(start, stop)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "a:b", "-1:3", "5:5", "7:3", ":0", "1:2:3", "1 : 2", "١:٢"]
+)
+def test_samples_of_another_form(text: str) -> None:
+    with pytest.raises(SpecError, match="A:B"):
+        parse_samples(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["model.py", "model.py:", ":build", "a b:c", "a..b:c", "m:1x", "m:"]
+)
+def test_references_of_another_form(text: str) -> None:
+    with pytest.raises(SpecError, match=r"FILE\.py:NAME"):
+        split_reference(text)
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, gradscope.core.spec; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def keys_of(model: type) -> list[str]:
+    return [*model.model_fields]
+
+
+SECTIONS = {
+    name: keys_of(field.annotation)
+    for name, field in RunSpec.model_fields.items()
+    if hasattr(field.annotation, "model_fields")
+}
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.dates(),
+    st.sampled_from(["a.toml", "m.py:f", "0:3", "eval", "float32", "cpu", Path("x.toml")]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+tables = st.fixed_dictionaries(
+    {},
+    optional={
+        name: st.dictionaries(st.sampled_from([*keys, "spec", "kwarg"]), values, max_size=5)
+        | values
+        for name, keys in SECTIONS.items()
+    }
+    | {"version": values, "extra": values},
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables)
+def test_whatever_is_given_the_answer_is_a_spec_or_a_spec_error(overrides: dict) -> None:
+    try:
+        spec = resolve(None, overrides)
+    except SpecError as error:
+        assert error.remedy
+    else:
+        assert isinstance(spec, RunSpec)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_whatever_a_file_holds_the_answer_is_a_spec_error(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.toml"
+    path.write_bytes(content)
+    with pytest.raises(SpecError):  # no such file names a model
+        load(path)

@@ -1,0 +1,135 @@
+"""The user's files: imported once, hiding nothing, their errors shown as theirs."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradscope.errors import ModelError, SpecError
+from gradscope.sources import load_function, source_digest
+
+
+def write(folder: Path, text: str, name: str = "model.py") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def failure(reference: str, error: type[ModelError] | type[SpecError] = ModelError) -> str:
+    with pytest.raises(error) as caught:
+        load_function(reference, "model factory")
+    return str(caught.value)
+
+
+def test_a_function_of_a_file_and_of_a_module(tmp_path: Path) -> None:
+    file = write(tmp_path, "class Nets:\n    @staticmethod\n    def small(): return 3\n")
+    assert load_function(f"{file}:Nets.small", "model factory")() == 3
+    assert load_function("json:dumps", "loss") is json.dumps
+    assert load_function("os.path:join", "loss")("a", "b") == "a/b"
+
+
+def test_two_functions_of_a_file_share_one_import(tmp_path: Path) -> None:
+    file = write(tmp_path, "class A: pass\ndef one(): return A\ndef two(): return A\n")
+    assert load_function(f"{file}:one", "x")() is load_function(f"{file}:two", "x")()
+    assert load_function(f"{file}:one", "x")() is load_function(f"{file}:A", "x")
+    write(tmp_path, "def one(): return 'new'\n")  # a changed file is another one
+    assert load_function(f"{file}:one", "x")() == "new"
+
+
+def test_dataclasses_work_and_the_file_does_not_hide_a_module(tmp_path: Path) -> None:
+    text = """
+from __future__ import annotations
+from dataclasses import dataclass, fields
+@dataclass
+class Sizes:
+    width: int = 3
+def f(): return Sizes().width
+"""
+    file = write(tmp_path, text, "json.py")
+    assert load_function(f"{file}:f", "x")() == 3
+    assert sys.modules["json"] is json
+
+
+def test_files_beside_it_can_be_imported_also_later_and_of_two_folders(tmp_path: Path) -> None:
+    path = list(sys.path)
+    functions = []
+    for name in ("one", "two"):
+        write(tmp_path / name, f"NAME = {name!r}\n", "gs_utils.py")
+        write(tmp_path / name, f"NAME = 'late {name}'\n", f"gs_late_{name}.py")
+        text = (
+            "import gs_utils\n"
+            "def now(): return gs_utils.NAME\n"
+            f"def late():\n    import gs_late_{name} as m\n    return m.NAME\n"
+        )
+        file = write(tmp_path / name, text)
+        functions.append([load_function(f"{file}:{f}", "x") for f in ("now", "late")])
+    found = [[f() for f in pair] for pair in functions]
+    assert found == [["one", "late one"], ["two", "late two"]]
+    assert sys.path[: len(path)] == path  # what was found before is found as before
+    del sys.path[len(path) :]
+
+
+def test_a_file_or_module_or_function_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "from math import sin\ndef build(): pass\nsize = 3\n")
+    assert "No such file" in failure(f"{tmp_path}/none.py:build")
+    (tmp_path / "d.py").mkdir()
+    assert "directory" in failure(f"{tmp_path / 'd.py'}:build")
+    assert "Did you mean 'build'? Supported: build." in failure(f"{file}:biuld")
+    assert "'size' is an int, not a function" in failure(f"{file}:size")
+    assert "no such module" in failure("gs_not_there.inner:build")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "import gs_not_there_either\n", "gs_here.py")
+    assert "your code raised ModuleNotFoundError" in failure("gs_here:build")
+    assert "Did you mean" not in failure("os.path:zzz")
+    assert "found 'model.py'" in failure("model.py", SpecError)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\n\nraise ValueError('my fault')\n", ["your code raised ValueError: my fault", "line 3"]),
+        ("def f(:\n", ["your code raised SyntaxError", "line 1"]),
+        ("import sys\nsys.exit(3)\n", ["your code called sys.exit(3)", "line 2"]),
+        ("import gs_nowhere\n", ["ModuleNotFoundError", "gs_nowhere", "line 1"]),
+        ("def f(): g()\ndef g(): 1 / 0\nf()\n", ["ZeroDivisionError", "in f", "in g"]),
+        ("a = 1\0\n", ["your code raised", "null bytes"]),
+        ("raise ExceptionGroup('many', [ValueError(1)])", ["ExceptionGroup"]),
+    ],
+)
+def test_what_the_file_raises_is_shown_as_the_users(
+    tmp_path: Path, text: str, expected: list[str]
+) -> None:
+    file = write(tmp_path, text)
+    told = failure(f"{file}:build")
+    for part in [*expected, file]:
+        assert part in told
+    assert "Traceback" not in told
+    assert str(Path(load_function.__code__.co_filename)) not in told  # none of our own frames
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    assert file not in files  # the next attempt imports it anew
+
+
+def test_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
+    file = write(tmp_path, "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_function(f"{file}:build", "x")
+
+
+def test_what_the_file_prints_is_kept_from_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_function(write(tmp_path, "print('hello')\ndef f(): pass\n") + ":f", "x")
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    text = "class Loss:\n    def __call__(self): pass\nloss = Loss()\ndef f(): pass\n"
+    file = write(tmp_path, text)
+    expected = hashlib.sha256(text.encode()).hexdigest()
+    assert source_digest(load_function(f"{file}:f", "x")) == expected
+    assert source_digest(load_function(f"{file}:loss", "x")) == expected
+    assert source_digest(len) is None

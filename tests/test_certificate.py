@@ -1,0 +1,118 @@
+"""The proof catches what it must: scale, permutation, a wrong axis, a missing gradient, coupling."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from gradscope.backends import Evaluate, backends
+from gradscope.backends.loop import loop
+from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.certificate import certify
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
+from gradscope.errors import CertificateError, RefusedError
+from gradscope.losses import cross_entropy
+from gradscope.scope import Scope
+from tests.cases import COUPLED
+
+Mistake = Callable[[torch.Tensor], torch.Tensor]
+
+MISTAKES: dict[str, Mistake] = {
+    "mean-reduced": lambda g: g / len(g),
+    "summed twice": lambda g: 2 * g,
+    "permuted": lambda g: g.roll(1, 0),
+    "everybody's sum": lambda g: g.sum(0, keepdim=True).expand_as(g) / len(g),
+    "sign": lambda g: -g,
+    "missing": torch.zeros_like,
+    "one entry": lambda g: g + 1e-3 * (torch.arange(g[0].numel()).reshape(g[0].shape) == 0),
+}
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def problem(request: pytest.FixtureRequest) -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).to(request.param)
+    return Problem.of(model, cross_entropy)
+
+
+@pytest.fixture
+def batch(problem: Problem) -> Batch:
+    return Batch.of(torch.randn(9, 5, dtype=problem.dtype), torch.randint(0, 3, (9,)))
+
+
+@contextmanager
+def registered(backend: Callable) -> Iterator[None]:
+    backends.register("mistaken")(backend)
+    try:
+        yield
+    finally:
+        del backends._entries["mistaken"]
+
+
+def mistaken(mistake: Mistake, parameter: str) -> Callable:
+    @contextmanager
+    def backend(problem: Problem) -> Iterator[Evaluate]:
+        with loop(problem) as right:
+
+            def evaluate(batch: Batch) -> Evaluation:
+                found = right(batch)
+                rows = found.gradients.dense()
+                rows[parameter] = mistake(rows[parameter])
+                blocks = {name: DenseBlock(value) for name, value in rows.items()}
+                return Evaluation(found.losses, Gradients(blocks))
+
+            yield evaluate
+
+    return backend
+
+
+def test_a_right_answer_passes(problem: Problem, batch: Batch) -> None:
+    with loop(problem) as evaluate:
+        _, certificate = certify(problem, "loop", evaluate, batch)
+    assert certificate.completeness.error < 1e-6
+    assert certificate.agreement.error < 1e-6
+    assert certificate.compared == (0, 4, 8)
+    assert certificate.seconds > 0
+
+
+@pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(problem: Problem, batch: Batch, name: str, parameter: str) -> None:
+    backend = mistaken(MISTAKES[name], parameter)
+    with registered(backend), backend(problem) as evaluate, pytest.raises(CertificateError) as e:
+        certify(problem, "mistaken", evaluate, batch)
+    assert parameter in str(e.value)
+
+
+def test_a_mistake_in_a_scope_is_refused(problem: Problem, batch: Batch) -> None:
+    with registered(mistaken(MISTAKES["permuted"], "0.weight")), pytest.raises(CertificateError):
+        Scope(problem.model, cross_entropy, backend="mistaken").norms(batch.inputs, batch.targets)
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=lambda c: c.name)
+def test_coupling_is_found_whatever_the_backend_says(case) -> None:
+    setup = case.build()
+    problem, batch = Problem.of(setup.model, setup.loss), Batch.of(setup.inputs, setup.targets)
+    rows = {k: torch.zeros(len(batch), *p.shape) for k, p in problem.parameters.items()}
+    claimed = Gradients({name: DenseBlock(value) for name, value in rows.items()})
+    with pytest.raises(RefusedError):
+        certify(problem, "loop", lambda _: Evaluation(torch.zeros(len(batch)), claimed), batch)
+
+
+def test_dropout_in_training_mode_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).train()
+    with pytest.raises(RefusedError, match=r"layer '1' \(Dropout\).*random"):
+        Scope(model, "cross_entropy").norms(torch.randn(8, 5), torch.randint(0, 3, (8,)))
+
+
+def test_samples_that_are_not_finite_are_counted_not_examined(problem: Problem) -> None:
+    inputs = torch.randn(9, 5, dtype=problem.dtype)
+    inputs[0], inputs[8] = torch.inf, torch.nan
+    batch = Batch.of(inputs, torch.randint(0, 3, (9,)))
+    with loop(problem) as evaluate:
+        _, certificate = certify(problem, "loop", evaluate, batch)
+    assert certificate.nonfinite == 2
+    assert certificate.compared == (1, 4, 7)

@@ -1,0 +1,186 @@
+"""The Python interface: one object asked about many batches, and the same in one call."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradscope
+from gradscope.errors import CoupledSamplesError, DatasetError, SpecError
+from gradscope.scope import NonFiniteWarning
+from tests.cases import CASES, COUPLED, INDEPENDENT
+from tests.oracle import per_sample_gradients
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4)).double()
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(11, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 4, (11,), generator=generator)
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize("case", INDEPENDENT, ids=lambda c: c.name)
+def test_auto_is_exact_on_every_well_defined_case(case) -> None:
+    setup = case.build()
+    _, wanted = per_sample_gradients(*setup)
+    with gradscope.Scope(setup.model, setup.loss) as scope:
+        found = scope.per_sample_gradients(setup.inputs, setup.targets)
+    for name, gradient in wanted.items():
+        scale = gradient.abs().max().clamp_min(1e-12)
+        assert float((found[name] - gradient).abs().max() / scale) < 1e-8, (name, scope.notes)
+    assert scope.certificate is not None
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=lambda c: c.name)
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+def test_coupled_samples_are_refused_with_both_meanings(case, backend: str) -> None:
+    setup = case.build()
+    with pytest.raises(CoupledSamplesError) as refusal:
+        gradscope.per_sample_gradients(
+            setup.model, setup.loss, setup.inputs, setup.targets, backend=backend
+        )
+    assert "two meanings" in str(refusal.value)
+
+
+def test_the_layer_that_couples_is_named() -> None:
+    setup = CASES["coupled_batch_norm_of_images"].build()
+    with pytest.raises(CoupledSamplesError, match=r"layer '1' \(BatchNorm2d\)"):
+        gradscope.norms(setup.model, setup.loss, setup.inputs, setup.targets)
+
+
+def test_norms_and_expectations_follow_from_the_gradients(model, data) -> None:
+    rows = {
+        k: g.numpy()
+        for k, g in gradscope.per_sample_gradients(model, "cross_entropy", *data).items()
+    }
+    flat = np.concatenate([g.reshape(len(g), -1) for g in rows.values()], axis=1)
+    norms = np.linalg.norm(flat, axis=1)
+    scope = gradscope.Scope(model, "cross_entropy")
+    np.testing.assert_allclose(scope.norms(*data), norms, rtol=1e-12)
+    by_name = scope.norms(*data, per="parameter")
+    for name, g in rows.items():
+        np.testing.assert_allclose(by_name[name], np.linalg.norm(g.reshape(len(g), -1), axis=1))
+    level = float(np.median(norms))
+    inside = scope.expectation(f"clip:max_norm={level} | mean", *data)
+    outside = scope.expectation(f"mean | clip:max_norm={level / 4}", *data)
+    factors = np.minimum(1, level / norms)
+    total = np.linalg.norm(flat.mean(0))
+    for name, g in rows.items():
+        clipped = np.tensordot(factors, g, 1) / len(g)
+        np.testing.assert_allclose(inside[name], clipped, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            outside[name], g.mean(0) * min(1, level / 4 / total), rtol=1e-12, atol=1e-15
+        )
+
+
+def test_a_chain_without_a_reducer_means_the_mean(model, data) -> None:
+    scope = gradscope.Scope(model, "cross_entropy")
+    a, b = scope.expectation("sign", *data), scope.expectation("sign | mean", *data)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_buffers_are_written_in_place(model, data) -> None:
+    scope = gradscope.Scope(model, "cross_entropy")
+    first = scope.per_sample_gradients(*data)
+    buffers = {name: torch.full_like(g, torch.nan) for name, g in first.items()}
+    second = scope.per_sample_gradients(*data, out=buffers)
+    for name, g in first.items():
+        assert second[name].data_ptr() == buffers[name].data_ptr()
+        assert torch.equal(buffers[name], g)
+
+
+def test_globs_select_parameters(model, data) -> None:
+    found = gradscope.per_sample_gradients(model, "cross_entropy", *data, parameters="2.*")
+    assert list(found) == ["2.weight", "2.bias"]
+    with pytest.raises(SpecError, match="no trainable parameter matches"):
+        gradscope.Scope(model, "cross_entropy", parameters=["nothing.*"])
+
+
+def test_the_model_is_left_as_it_was_found(model, data) -> None:
+    model.train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    random = torch.random.get_rng_state()
+    gradscope.per_sample_gradients(model, "cross_entropy", *data)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert model.training
+    assert all(not m._forward_hooks and not m._backward_hooks for m in model.modules())
+    assert torch.equal(random, torch.random.get_rng_state())
+
+
+def test_inputs_need_not_be_detached(model, data) -> None:
+    inputs = data[0].clone().requires_grad_(True)
+    found = gradscope.per_sample_gradients(model, "cross_entropy", inputs, data[1])
+    assert not any(g.requires_grad for g in found.values())
+    assert inputs.grad is None
+
+
+def test_a_scalar_loss_is_refused_with_an_explanation(model, data) -> None:
+    with pytest.raises(SpecError, match=r"scales every gradient by 1/n"):
+        gradscope.norms(model, nn.CrossEntropyLoss(), *data)
+
+
+def test_lengths_must_agree(model, data) -> None:
+    with pytest.raises(DatasetError, match="different numbers of samples"):
+        gradscope.norms(model, "cross_entropy", data[0], data[1][:-1])
+
+
+def test_a_sample_that_is_not_finite_is_left_out_and_told(model, data) -> None:
+    spoilt = data[0].clone()
+    spoilt[4] = torch.nan
+    keep = torch.arange(11) != 4
+    scope = gradscope.Scope(model, "cross_entropy")
+    with pytest.warns(NonFiniteWarning, match="1 sample"):
+        found = scope.expectation("mean", spoilt, data[1])
+    wanted = scope.expectation("mean", data[0][keep], data[1][keep])
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name])
+
+
+def test_unused_and_frozen_parameters(model, data) -> None:
+    model.add_module("spare", nn.Linear(2, 2).double())
+    model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]
+    model[0].weight.requires_grad_(False)
+    scope = gradscope.Scope(model, "cross_entropy")
+    found = scope.per_sample_gradients(*data)
+    assert "0.weight" not in found
+    assert found["spare.weight"].shape == (11, 2, 2)
+    assert not found["spare.weight"].any()
+    assert scope.certificate is not None
+    assert set(scope.certificate.unused) == {"spare.weight", "spare.bias"}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 700])
+def test_any_number_of_samples(model, n: int) -> None:
+    inputs, targets = torch.randn(n, 6, dtype=torch.float64), torch.randint(0, 4, (n,))
+    _, wanted = per_sample_gradients(model, cross_entropy, inputs, targets)
+    found = gradscope.per_sample_gradients(model, "cross_entropy", inputs, targets)
+    for name, g in wanted.items():
+        torch.testing.assert_close(found[name], g, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(model, data, dtype: torch.dtype) -> None:
+    low, inputs = model.to(dtype), data[0].to(dtype)
+    found = gradscope.per_sample_gradients(low, "cross_entropy", inputs, data[1])
+    _, wanted = per_sample_gradients(low, cross_entropy, inputs, data[1])
+    for name, g in found.items():
+        assert g.dtype == dtype
+        error = (g.double() - wanted[name]).norm() / wanted[name].norm()
+        assert float(error) < 40 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("what", ["backend", "loss", "verify"])
+def test_unknown_words_are_errors(model, what: str) -> None:
+    with pytest.raises(SpecError):
+        gradscope.Scope(model, **{"loss": "mse", what: "hookz"})

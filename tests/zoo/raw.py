@@ -1,0 +1,197 @@
+"""Raw parameters: scales, tokens, tables, stacked weights, temperatures."""
+
+import torch
+from torch import nn
+
+from tests.zoo.base import N, Net, Setup, case, param, regression
+
+
+@case()
+def elementwise_scale_and_shift() -> Setup:
+    model = Net(lambda net, x: (x * net.scale + net.shift).tanh(), scale=param(4), shift=param(4))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def parameter_as_denominator_and_exponent() -> Setup:
+    def forward(net: nn.Module, x):
+        return (x / (1 + net.d.square())).abs().add(0.1) ** net.e
+
+    return regression(Net(forward, d=param(4), e=param(6, 1)), torch.randn(N, 6, 4))
+
+
+@case()
+def scalar_temperature() -> Setup:
+    model = Net(
+        lambda net, x: (net.a(x) / net.temperature.exp()).softmax(-1),
+        a=nn.Linear(4, 7),
+        temperature=nn.Parameter(torch.tensor(0.3)),
+    )
+    return regression(model, torch.randn(N, 4))
+
+
+@case()
+def softmax_over_a_parameter() -> Setup:
+    def forward(net: nn.Module, x):
+        return torch.einsum("t,ntd->nd", net.mix.softmax(0), net.a(x).tanh())
+
+    return regression(Net(forward, mix=param(6), a=nn.Linear(4, 3)), torch.randn(N, 6, 4))
+
+
+@case()
+def class_token_by_expand() -> Setup:
+    def forward(net: nn.Module, x):
+        tokens = torch.cat([net.token.expand(len(x), -1, -1), x], 1)
+        return net.b((net.a(tokens).tanh().cumsum(1)).tanh())
+
+    model = Net(forward, token=param(1, 1, 4), a=nn.Linear(4, 7), b=nn.Linear(7, 3))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def class_token_by_repeat() -> Setup:
+    def forward(net: nn.Module, x):
+        tokens = torch.cat([net.token.repeat(x.shape[0], 2, 1), x], 1)
+        return net.a(tokens).tanh().cumsum(1)
+
+    return regression(Net(forward, token=param(1, 1, 4), a=nn.Linear(4, 7)), torch.randn(N, 6, 4))
+
+
+@case()
+def position_table_added() -> Setup:
+    def forward(net: nn.Module, x):
+        return net.a(x + net.table[: x.shape[1]]).tanh()
+
+    return regression(Net(forward, table=param(8, 4), a=nn.Linear(4, 3)), torch.randn(N, 6, 4))
+
+
+@case()
+def position_ids_without_sample_axis() -> Setup:
+    def forward(net: nn.Module, x):
+        return net.a(x + net.table(torch.arange(x.shape[1]))).tanh()
+
+    model = Net(forward, table=nn.Embedding(8, 4), a=nn.Linear(4, 3))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def position_ids_with_axis_of_one() -> Setup:
+    def forward(net: nn.Module, x):
+        return net.a((x + net.table(net.ids[:, : x.shape[1]])).tanh())
+
+    ids = torch.arange(8).flip(0).unsqueeze(0)
+    model = Net(forward, ids=ids, table=nn.Embedding(8, 4), a=nn.Linear(4, 3))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def position_ids_expanded_to_the_batch() -> Setup:
+    def forward(net: nn.Module, x):
+        ids = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+        return net.a((x + net.table(ids)).tanh())
+
+    model = Net(forward, table=nn.Embedding(8, 4), a=nn.Linear(4, 3))
+    return regression(model, torch.randn(N, N, 4))
+
+
+@case()
+def expert_weights_by_einsum() -> Setup:
+    def forward(net: nn.Module, x):
+        gate = net.gate(x).softmax(-1)
+        return torch.einsum("ni,eio,ne->no", x, net.w, gate).tanh() + gate @ net.bias
+
+    model = Net(forward, w=param(3, 4, 7), bias=param(3, 7), gate=nn.Linear(4, 3))
+    return regression(model, torch.randn(N, 4))
+
+
+@case()
+def expert_weights_by_bmm() -> Setup:
+    def forward(net: nn.Module, x):
+        experts = x.unsqueeze(0).expand(3, -1, -1)  # (e, n, i)
+        h = torch.bmm(experts, net.w) + net.bias.unsqueeze(1)
+        return h.tanh().permute(1, 2, 0)
+
+    return regression(Net(forward, w=param(3, 4, 7), bias=param(3, 7)), torch.randn(N, 4))
+
+
+@case()
+def expert_weights_indexed() -> Setup:
+    def forward(net: nn.Module, x, which):
+        w = net.w[which]  # (n, i, o)
+        return torch.bmm(x.unsqueeze(1), w).squeeze(1).tanh()
+
+    inputs = (torch.randn(N, 4), torch.tensor([2, 0, 2, 1, 2]))
+    return regression(Net(forward, w=param(3, 4, 7)), inputs)
+
+
+@case()
+def indexed_table_with_repeats() -> Setup:
+    def forward(net: nn.Module, index):
+        return (net.table[index].tanh() * net.weight.index_select(0, index[:, 0])[:, None]).sum(1)
+
+    index = torch.tensor([[0, 3, 3], [1, 1, 1], [3, 0, 2], [4, 4, 0], [2, 2, 4]])
+    return regression(Net(forward, table=param(6, 4), weight=param(6, 4)), index)
+
+
+@case()
+def gathered_parameter() -> Setup:
+    def forward(net: nn.Module, x, index):
+        rows = net.table.unsqueeze(0).expand(len(x), -1, -1)
+        picked = rows.gather(1, index.unsqueeze(-1).expand(-1, -1, 4))
+        return (picked * x.unsqueeze(1)).tanh()
+
+    index = torch.tensor([[0, 3, 3], [1, 1, 1], [3, 0, 2], [4, 4, 0], [2, 2, 4]])
+    return regression(Net(forward, table=param(6, 4)), (torch.randn(N, 4), index))
+
+
+@case()
+def distances_to_centres() -> Setup:
+    def forward(net: nn.Module, x):
+        squared = (x.unsqueeze(1) - net.centres).square().sum(-1)
+        return (-squared * net.width.exp()).exp() @ net.out
+
+    model = Net(forward, centres=param(7, 4), width=param(7, scale=0.1), out=param(7, 3))
+    return regression(model, torch.randn(N, 4))
+
+
+@case()
+def parameters_joined_and_split() -> Setup:
+    def forward(net: nn.Module, x):
+        w = torch.cat([net.a, torch.stack([net.b, net.b.flip(0)])])
+        first, second = w.split([3, 2])
+        return (x @ first.T).tanh() @ x.new_ones(3, 6) + (x @ second.T).sin().repeat(1, 3)
+
+    return regression(Net(forward, a=param(3, 4), b=param(4)), torch.randn(N, 4))
+
+
+@case()
+def parameter_through_where_and_clamp() -> Setup:
+    def forward(net: nn.Module, x):
+        return torch.where(x > 0, x * net.up, x * net.down).clamp(net.low, net.low + 2).tanh()
+
+    model = Net(forward, up=param(4), down=param(4), low=nn.Parameter(torch.tensor(-0.8)))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def cumsum_sort_and_gather_of_data() -> Setup:
+    def forward(net: nn.Module, x, index):
+        values = net.a(x).tanh().cumsum(1).sort(1).values
+        return net.b(values.gather(1, index.unsqueeze(-1).expand(-1, -1, 7)))
+
+    index = torch.tensor([[0, 3, 3], [1, 1, 1], [3, 0, 2], [4, 4, 0], [2, 2, 4]])
+    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3))
+    return regression(model, (torch.randn(N, 6, 4), index))
+
+
+@case()
+def low_rank_state_space() -> Setup:
+    def forward(net: nn.Module, x):
+        state, states = x.new_zeros(x.shape[0], 3), []
+        for t in range(x.shape[1]):
+            state = state * net.decay.sigmoid() + (x[:, t] @ net.b).tanh()
+            states.append(state @ net.c)
+        return torch.stack(states, 1)
+
+    model = Net(forward, decay=param(3), b=param(4, 3), c=param(3, 2))
+    return regression(model, torch.randn(N, 6, 4))

@@ -1,0 +1,232 @@
+"""Attention, recurrent layers and embeddings."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from tests.zoo.base import N, Net, Setup, case, param, regression
+
+
+def _ids(*shape: int, rows: int = 9) -> torch.Tensor:
+    return torch.randint(0, rows, (N, *shape))
+
+
+@case()
+def attention_module() -> Setup:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Net(lambda net, x: net.a(x, x, x)[0].tanh(), a=attention)
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def attention_module_without_weights() -> Setup:
+    def forward(net: nn.Module, x):
+        return net.a(x, x, x, need_weights=False)[0].tanh()
+
+    model = Net(forward, a=nn.MultiheadAttention(4, 2, batch_first=True))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def attention_module_sequence_first() -> Setup:
+    def forward(net: nn.Module, x):
+        s = x.transpose(0, 1)
+        h, weights = net.a(s, s.sin(), s.cos())
+        return h.transpose(0, 1).tanh().flatten(1) + weights.sum((1, 2)).unsqueeze(1)
+
+    return regression(Net(forward, a=nn.MultiheadAttention(4, 2)), torch.randn(N, N, 4))
+
+
+@case()
+def attention_module_with_masks() -> Setup:
+    def forward(net: nn.Module, x, padding):
+        mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        return net.a(x, x, x, key_padding_mask=padding, attn_mask=mask)[0].tanh()
+
+    padding = torch.arange(6) >= torch.tensor([6, 3, 4, 5, 2]).unsqueeze(1)
+    model = Net(forward, a=nn.MultiheadAttention(4, 2, batch_first=True))
+    return regression(model, (torch.randn(N, 6, 4), padding))
+
+
+@case()
+def attention_module_other_sizes_and_biases() -> Setup:
+    def forward(net: nn.Module, q, k, v):
+        return net.a(q, k, v)[0].tanh()
+
+    attention = nn.MultiheadAttention(
+        4, 2, kdim=3, vdim=7, add_bias_kv=True, add_zero_attn=True, batch_first=True
+    )
+    inputs = (torch.randn(N, 6, 4), torch.randn(N, 2, 3), torch.randn(N, 2, 7))
+    return regression(Net(forward, a=attention), inputs)
+
+
+@case()
+def causal_dot_product_attention() -> Setup:
+    def forward(net: nn.Module, x):
+        q, k, v = net.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return net.out(h.transpose(1, 2).flatten(2))
+
+    model = Net(forward, qkv=nn.Linear(4, 18), out=nn.Linear(6, 2))
+    return regression(model, torch.randn(N, 7, 4))
+
+
+@case()
+def encoder_layer_in_eval_mode() -> Setup:
+    layer = nn.TransformerEncoderLayer(4, 2, 7, batch_first=True, activation="gelu")
+    return regression(nn.Sequential(layer, nn.Linear(4, 3)), torch.randn(N, 6, 4))
+
+
+@case(train=True)
+def encoder_in_train_mode_without_dropout() -> Setup:
+    layer = nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def decoder_layer_in_eval_mode() -> Setup:
+    layer = nn.TransformerDecoderLayer(4, 2, 7, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    model = Net(lambda net, x, memory: net.a(x, memory, tgt_mask=net.mask), a=layer, mask=mask)
+    return regression(model, (torch.randn(N, 6, 4), torch.randn(N, 3, 4)))
+
+
+@case()
+def language_model() -> Setup:
+    def forward(net: nn.Module, ids):
+        h = net.tokens(ids) + net.positions(torch.arange(ids.shape[1]))
+        q, k, v = net.qkv(net.norm1(h)).chunk(3, -1)
+        h = h + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        h = h + net.down(F.gelu(net.up(net.norm2(h))))
+        return F.linear(h, net.tokens.weight).log_softmax(-1)
+
+    model = Net(
+        forward,
+        tokens=nn.Embedding(9, 4),
+        positions=nn.Embedding(8, 4),
+        norm1=nn.LayerNorm(4),
+        qkv=nn.Linear(4, 12),
+        out=nn.Linear(4, 4),
+        norm2=nn.LayerNorm(4),
+        up=nn.Linear(4, 7),
+        down=nn.Linear(7, 4),
+    )
+    return regression(model, _ids(6))
+
+
+@case()
+def lstm() -> Setup:
+    model = Net(lambda net, x: net.a(x)[0], a=nn.LSTM(4, 3, batch_first=True))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def lstm_sequence_first_final_state() -> Setup:
+    def forward(net: nn.Module, x):
+        outputs, (h, c) = net.a(x.transpose(0, 1))
+        return torch.cat([outputs[-1], h.transpose(0, 1).flatten(1), c[-1].sin()], 1)
+
+    return regression(Net(forward, a=nn.LSTM(4, 3)), torch.randn(N, N, 4))
+
+
+@case()
+def lstm_two_layers_bidirectional_projected() -> Setup:
+    rnn = nn.LSTM(4, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)
+    model = Net(
+        lambda net, x: torch.cat([net.a(x)[0].tanh().flatten(1), _flat(net.a(x)[1])], 1), a=rnn
+    )
+    return regression(model, torch.randn(N, 7, 4))
+
+
+def _flat(states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat([s.transpose(0, 1).flatten(1) for s in states], 1)
+
+
+@case()
+def gru_two_layers() -> Setup:
+    model = Net(lambda net, x: net.a(x)[0], a=nn.GRU(4, 3, num_layers=2, batch_first=True))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def gru_bidirectional_without_bias() -> Setup:
+    def forward(net: nn.Module, x):
+        outputs, h = net.a(x)
+        return torch.cat([outputs.flatten(1), h.transpose(0, 1).flatten(1)], 1)
+
+    model = Net(forward, a=nn.GRU(4, 3, bias=False, bidirectional=True, batch_first=True))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def rnn_tanh_two_layers() -> Setup:
+    model = Net(lambda net, x: net.a(x)[0], a=nn.RNN(4, 3, num_layers=2, batch_first=True))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def rnn_relu_with_initial_state() -> Setup:
+    def forward(net: nn.Module, x, code):
+        return net.a(x, net.start(code).unsqueeze(0))[0]
+
+    rnn = nn.RNN(4, 3, nonlinearity="relu", batch_first=True)
+    model = Net(forward, a=rnn, start=nn.Linear(2, 3))
+    return regression(model, (torch.randn(N, 6, 4), torch.randn(N, 2)))
+
+
+@case()
+def lstm_with_learnt_initial_state() -> Setup:
+    def forward(net: nn.Module, x):
+        h, c = (s.expand(-1, len(x), -1).contiguous() for s in (net.h, net.c))
+        return net.a(x, (h, c))[0]
+
+    model = Net(forward, a=nn.LSTM(4, 3, batch_first=True), h=param(1, 1, 3), c=param(1, 1, 3))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def recurrent_cells() -> Setup:
+    def forward(net: nn.Module, x):
+        h = g = r = x.new_zeros(x.shape[0], 3)
+        c = h
+        for t in range(x.shape[1]):
+            h, c = net.lstm(x[:, t], (h, c))
+            g = net.gru(h, g)
+            r = net.rnn(g, r)
+        return r
+
+    model = Net(forward, lstm=nn.LSTMCell(4, 3), gru=nn.GRUCell(3, 3), rnn=nn.RNNCell(3, 3))
+    return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def embedding() -> Setup:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3), nn.Tanh())
+    return regression(model, _ids(6))
+
+
+@case()
+def embedding_with_padding_index() -> Setup:
+    model = nn.Sequential(nn.Embedding(4, 7, padding_idx=1), nn.Linear(7, 3), nn.Tanh())
+    with torch.no_grad():
+        model[0].weight[1] = 0.5  # a padding row that is not zero still gets no gradient
+    return regression(model, _ids(6, rows=4))
+
+
+@case()
+def embedding_one_id_a_sample() -> Setup:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Tanh())
+    return regression(model, _ids(rows=3))
+
+
+@case()
+def embedding_bag_sum() -> Setup:
+    model = nn.Sequential(nn.EmbeddingBag(4, 7, mode="sum"), nn.Tanh(), nn.Linear(7, 3))
+    return regression(model, _ids(6, rows=4))
+
+
+@case()
+def embedding_bag_mean_with_padding() -> Setup:
+    model = nn.Sequential(nn.EmbeddingBag(4, 7, mode="mean", padding_idx=2), nn.Tanh())
+    return regression(model, _ids(6, rows=4))
