@@ -169,7 +169,7 @@ def _completeness(
     whole = len(rows) == len(batch)
     losses = problem.losses(batch if whole else batch.select(rows))
     found = evaluation.gradients if whole else evaluation.gradients.select(rows)
-    total = _gradient(losses.sum(), problem)
+    total = _total_gradient(losses, problem)
     size = float(found.norms.sum()) * _NEGLIGIBLE
     for name, block in found.items():
         summed = block.to(_wide(block.dtype)).weighted_sum()
@@ -190,11 +190,17 @@ def _agreement(
             yield name, _relative(gap, max(float(alone[name].norm()), _NEGLIGIBLE * size**0.5))
 
 
-def _gradient(loss: Tensor, problem: Problem) -> Mapping[str, Tensor]:
+def _total_gradient(losses: Tensor, problem: Problem) -> Mapping[str, Tensor]:
     parameters = list(problem.parameters.values())
-    if not loss.requires_grad:
+    if not losses.requires_grad:
         return {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        losses,
+        parameters,
+        grad_outputs=torch.ones_like(losses),
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return dict(zip(problem.parameters, gradients, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Floor 3: the ways to get every sample's gradient."""
 
-from gradscope.backends import hooks, loop, vmap
+from gradscope.backends import expand, hooks, loop, vmap
 from gradscope.backends.base import Backend, Evaluate, backends
 
-__all__ = ["Backend", "Evaluate", "backends", "hooks", "loop", "vmap"]
+__all__ = ["Backend", "Evaluate", "backends", "expand", "hooks", "loop", "vmap"]

@@ -56,7 +56,7 @@ class MappedBlock(Block):
         return DenseBlock(self.dense() * over_samples(factors, self.dense()))
 
     def to(self, dtype: torch.dtype) -> Block:
-        """Cast before f, which is then computed in the new dtype; complex gradients stay complex."""
+        """Cast before f, which then computes in the new dtype; a complex base stays complex."""
         if self.base.dtype.is_complex and not dtype.is_complex:
             dtype = torch.promote_types(dtype, torch.complex64)
         return type(self)(self.base.to(dtype), self.fn)

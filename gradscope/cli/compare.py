@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradscope.cli import options
-from gradscope.errors import SpecError
+from gradscope.errors import RefusedError, SpecError
 
 if TYPE_CHECKING:
     from gradscope.pipeline import Job
@@ -91,6 +91,8 @@ def compare(
         render_comparison(result, console())
     if not result.agrees:
         raise typer.Exit(DISAGREEMENT)
+    if result.coupled:
+        raise typer.Exit(RefusedError.exit_code)
 
 
 def _against(references: list[str], job: "Job", rows: range) -> dict[str, Any]:

@@ -115,8 +115,10 @@ class Problem:
         """
         given = {id(p): values[k] for k, p in self.parameters.items() if k in values}
         given |= {id(b): b.clone() for b in self.model.buffers()}
-        modules = self.model.modules()
+        modules = list(self.model.modules())
         tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
+        # recurrent layers list their weights too, and make the list anew when they find others
+        lists = [(m, m._flat_weights) for m in modules if isinstance(m, nn.RNNBase)]
         places = [(t, k, v) for t in tables for k, v in t.items() if id(v) in given]
         try:
             for table, key, own in places:
@@ -125,6 +127,8 @@ class Problem:
         finally:
             for table, key, own in places:
                 table[key] = own
+            for module, weights in lists:
+                module._flat_weights = weights
 
     def converted(self, dtype: torch.dtype) -> "Problem":
         """Return the same problem on a deep copy of the model with floating-point tensors cast.

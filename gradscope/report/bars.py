@@ -33,7 +33,7 @@ def print_histogram(console: Console, histogram: Histogram) -> None:
         labels, counts = ["zero", *labels], [histogram.zeros, *counts]
     left = max(map(len, labels), default=0)
     right = max((len(f"{n:,}") for n in counts), default=0)
-    width = max(4, min(_WIDEST, console.width - left - right - 4))
+    width = max(1, min(_WIDEST, console.width - left - right - 4))
     most = max(counts, default=1)
     for label, n in zip(labels, counts, strict=True):
         line = Text(f"{label:>{left}}  {n:>{right},}  ")

@@ -13,6 +13,7 @@ from rich.text import Text
 from gradscope.report.text import fit_names, visible
 
 _GAP = 2
+_NARROW = 40
 _NARROWEST_NAME = 16
 _NAME_SHARE = 0.4  # of the width, before numbers are hidden for long names
 
@@ -49,7 +50,7 @@ def heading(console: Console, title: str) -> None:
 def facts(console: Console, rows: Sequence[tuple[str, str | Text]]) -> None:
     """Print labels with their values, which wrap; strings are made visible."""
     grid = Table.grid(padding=(0, _GAP, 0, 0))
-    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(no_wrap=console.width >= _NARROW, overflow="fold", style="dim")
     grid.add_column(overflow="fold")
     for label, value in rows:
         grid.add_row(Text(label), value if isinstance(value, Text) else Text(visible(value)))

@@ -146,17 +146,24 @@ def _against_loss(axes: "Axes", summary: Summary) -> None:
     axes.scatter(loss, norm, s=9, alpha=0.5, color=_BLUE, linewidths=0, rasterized=dense)
     _log_when_wide(axes.set_xscale, loss)
     _log_when_wide(axes.set_yscale, norm)
-    for k, row in enumerate(summary.samples[:_MOST_LABELS]):
-        if row.loss is not None:
-            _mark(axes, str(row.index), row.loss, row.norm, left=k % 2 == 0)
+    _label_largest(axes, summary)
 
 
-def _mark(axes: "Axes", label: str, x: float, y: float, left: bool) -> None:
-    axes.scatter(x, y, s=22, color=_ORANGE, linewidths=0)
-    offset, align = ((-5, 0), "right") if left else ((5, 0), "left")
-    axes.annotate(
-        label, (x, y), xytext=offset, textcoords="offset points", ha=align, va="center", fontsize=8
-    )
+def _label_largest(axes: "Axes", summary: Summary) -> None:
+    """Mark the largest norms, their labels in a row above, in the order of loss: no lines cross."""
+    rows = [(r.loss, r.norm, r.index) for r in summary.samples[:_MOST_LABELS] if r.loss is not None]
+    axes.set_title(axes.get_title(), pad=20)
+    for k, (loss, norm, index) in enumerate(sorted(rows)):
+        axes.scatter(loss, norm, s=22, color=_ORANGE, linewidths=0)
+        axes.annotate(
+            str(index),
+            (loss, norm),
+            xytext=((k + 1) / (len(rows) + 1), 1.02),
+            textcoords="axes fraction",
+            ha="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": _ORANGE, "linewidth": 0.6},
+        )
 
 
 def _largest(summary: Summary) -> tuple[list[float], list[float]]:

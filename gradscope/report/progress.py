@@ -112,10 +112,11 @@ def _lines(
 
 def _line(seen: int, total: int | None, unit: str, seconds: float) -> str:
     rate = seen / seconds
-    line = f"{seen:,}{'' if total is None else f' of {total:,}'} {unit}, {short(rate)} {unit}/s"
-    if total is None or not seen:
-        return line
-    return f"{line}, {duration((total - seen) / rate)} left"
+    speed = f"{short(rate)} {unit}/s"
+    if total is None:
+        return f"{count(seen, unit.removesuffix('s'))}, {speed}"
+    left = f", {duration((total - seen) / rate)} left" if seen else ""
+    return f"{seen:,} of {total:,} {unit}, {speed}{left}"
 
 
 def _say(console: Console, line: str) -> None:

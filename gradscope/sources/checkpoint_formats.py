@@ -65,9 +65,10 @@ def read_torch_legacy(path: Path) -> Any:
 
 
 def _torch_load(path: Path) -> Any:
-    with _reading(path):
-        # The argument must be given: its default obeys an environment variable.
-        return torch.load(path, map_location="cpu", weights_only=True)
+    # weights_only must be given: its default obeys an environment variable. An open file must be
+    # given: by a path, torch goes by the suffix.
+    with _reading(path), path.open("rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 @contextmanager
@@ -77,6 +78,12 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except MemoryError as error:
+        raise CheckpointError(
+            f"it needs more memory than there is: {first_line(error)}",
+            where=str(path),
+            remedy="Write or download it again if it should not be that large.",
+        ) from error
     except Exception as error:  # a damaged file can make a parser raise anything
         refused = _REFUSED.search(str(error))
         if refused is None and isinstance(error, pickle.UnpicklingError):

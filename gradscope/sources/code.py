@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,19 +38,22 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
     """
     place, name = split_reference(reference)
     module = _import_file(Path(place), kind) if place.endswith(".py") else _import(place, kind)
-    try:
-        found = reduce(getattr, name.split("."), module)
-    except AttributeError:
+    where = f"{kind} {reference}"
+    with user_file(where):  # a module may look its names up by code of its own
+        found: object = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+    if found is None:
         known = _functions(module)
         raise ModelError(
             f"there is no {name!r} in it",
-            where=f"{kind} {reference}",
+            where=where,
             remedy=suggestion(name, known) if known else "It defines no function.",
-        ) from None
+        )
     if not callable(found):
         raise ModelError(
             f"{name!r} is {_article(type(found).__name__)}, not a function",
-            where=f"{kind} {reference}",
+            where=where,
             remedy=f"Name a function; it has: {', '.join(_functions(module)) or 'none'}.",
         )
     return found

@@ -48,6 +48,11 @@ def converter(
     return convert
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _goal(stored: torch.dtype, dtype: str | None, *, scaled: bool) -> torch.dtype:
     if dtype is not None:
         goal = getattr(torch, dtype)
@@ -67,7 +72,7 @@ def _cast(values: Tensor, goal: torch.dtype) -> Tensor:
         return result
     lost = result.to(values.dtype) != values
     if lost.any():
-        name, first = str(goal).removeprefix("torch."), values[lost][0].item()
+        name, first = dtype_name(goal), values[lost][0].item()
         raise DatasetError(
             f"{int(lost.sum())} values cannot be made {name}, the first is {first}",
             remedy="Give a dtype that holds them.",

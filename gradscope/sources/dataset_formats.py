@@ -46,7 +46,14 @@ def open_npz(path: Path) -> StoredArrays:
 
     def load(name: str) -> Tensor:
         with _reading(path, name), np.load(path, allow_pickle=False) as file:
-            return _tensor(file[name], path, name)
+            array = file[name]
+            if not isinstance(array, np.ndarray):  # numpy hands out whatever else is in the archive
+                raise DatasetError(
+                    "this part of the file is no numpy array",
+                    where=f"{path}: {name}",
+                    remedy="Write the data with numpy.savez, one array a name.",
+                )
+            return _tensor(array, path, name)
 
     return StoredArrays(names, load)
 
@@ -96,6 +103,12 @@ def _reading(path: Path, name: str | None = None) -> Iterator[None]:
         yield
     except DatasetError:
         raise
+    except MemoryError as error:
+        raise DatasetError(
+            f"it needs more memory than there is: {first_line(error)}",
+            where=where,
+            remedy="Split the file, or write it again if it should not be that large.",
+        ) from error
     except Exception as error:  # a damaged file can make a parser raise anything
         if isinstance(error, ValueError) and "allow_pickle" in str(error):
             raise DatasetError(

@@ -13,7 +13,7 @@ from gradscope.core.registry import suggestion
 from gradscope.core.spec import DatasetSpec, parse_samples
 from gradscope.errors import DatasetError
 from gradscope.sources import dataset_formats  # noqa: F401 (it registers the readers)
-from gradscope.sources.conversion import converter
+from gradscope.sources.conversion import converter, dtype_name
 from gradscope.sources.digests import sha256
 from gradscope.sources.readers import Arrays, Column, dataset_readers, find_dataset_reader
 
@@ -81,9 +81,9 @@ class Dataset:
             row = self._tensor(name, range(1))
             arrays[name] = {
                 "stored": [*column.shape],
-                "stored_dtype": _short(column.dtype),
+                "stored_dtype": dtype_name(column.dtype),
                 "sample": [*row.shape[1:]],
-                "dtype": _short(row.dtype),
+                "dtype": dtype_name(row.dtype),
             }
         inputs = self.spec.inputs
         return {
@@ -179,7 +179,3 @@ def _check_lengths(spec: DatasetSpec, columns: Mapping[str, Column]) -> None:
 
 def _one_or_all(tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     return tensors[0] if len(tensors) == 1 else tensors
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import CheckpointError
 from gradscope.sources.code import user_file
+from gradscope.sources.conversion import dtype_name
 
 PREFIXES = ("module.", "_orig_mod.", "model.")  # DataParallel's, torch.compile's, Lightning's
 
@@ -149,7 +150,7 @@ def _check_dtypes(values: Mapping[str, Any], expected: Mapping[str, Any]) -> tup
     for name, want in expected.items():
         got = values[name]
         if isinstance(want, Tensor) and got.dtype != want.dtype:
-            note = f"{name}: {_short(got.dtype)} -> {_short(want.dtype)}"
+            note = f"{name}: {dtype_name(got.dtype)} -> {dtype_name(want.dtype)}"
             both = got.is_floating_point() and want.is_floating_point()
             (casts if both else wrong).append(note)
     if wrong:
@@ -178,7 +179,3 @@ def _check_finite(
             f"{len(wrong)} tensors hold values that are not finite: {listed(wrong)}",
             remedy="Take a checkpoint from before the training diverged.",
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

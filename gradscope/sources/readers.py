@@ -151,11 +151,11 @@ def _description(head: bytes) -> tuple[str, str]:
         return "a git-LFS pointer, not the file itself", "Run `git lfs pull`."
     if re.match(rb"\s*<(!doctype|html|head|body|\?xml)", head, re.IGNORECASE):
         return "an HTML page, as a failed download leaves it", "Download the file again."
+    if len(head) < 16:
+        return f"a file of {len(head)} bytes, probably cut off", again
     for magic, what in _MAGIC.items():
         if head.startswith(magic):
             return what, "Convert it."
-    if len(head) < 16:
-        return f"a file of {len(head)} bytes, probably cut off", again
     try:
         text = head[:-4].decode()  # not the last bytes: a character may be cut
     except UnicodeDecodeError:

@@ -63,13 +63,16 @@ def parameter_row(
 def parameter_rows(file: Source, finite: Mask) -> tuple[ParameterRow, ...]:
     """Summarise every parameter of `file` over its `finite` samples (N,), in the file's order."""
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
-        norms = {name: wide(file.norms[name])[finite] for name in file.parameters}
-        total = float(sum(np.square(values).sum() for values in norms.values()))
+        total = float(np.square(wide(file.samples["norm"])[finite]).sum())
         return tuple(
             parameter_row(
-                name, file.parameters[name], values, mean_gradient_norm(file, name), total
+                name,
+                shape,
+                wide(file.norms[name])[finite],  # read one by one: they may be many
+                mean_gradient_norm(file, name),
+                total,
             )
-            for name, values in norms.items()
+            for name, shape in file.parameters.items()
         )
 
 

@@ -1,6 +1,7 @@
 """The structure of a new result file, laid out by the first batch."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 
 import h5py
 import numpy as np
@@ -20,6 +21,7 @@ def build(file: h5py.File, plan: FilePlan, rows: Rows) -> None:
     file.attrs["format"] = FORMAT
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["status"] = "incomplete"
+    file.attrs["gradscope_version"] = version("gradscope")
     for key, text in plan.attributes.items():
         file.attrs[key] = text
     file.attrs["run"] = to_json(plan.run)

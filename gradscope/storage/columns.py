@@ -56,7 +56,7 @@ class DenseColumn:
     @property
     def nbytes(self) -> int:
         """The bytes one row takes."""
-        return prod(self.dataset.shape[1:]) * int(self.dataset.dtype.itemsize)
+        return int(prod(self.dataset.shape[1:]) * self.dataset.dtype.itemsize)
 
     def fits(self, block: Block) -> bool:
         """Whether the shapes agree."""

@@ -26,7 +26,7 @@ def complete(
     norm_attributes: Mapping[str, Mapping[str, float]],
 ) -> None:
     """Turn the closed `.part`, whose rows are all there, into the final file."""
-    with undoable(paths, descriptor):
+    with undoable(paths, descriptor, keep=True):
         with h5py.File(paths.part, "r+", locking=False) as file:
             for k, values in results.items():
                 add_results(file[f"chains/{k}"], values)
@@ -42,7 +42,7 @@ def complete(
         _seal(paths, descriptor)
         _verify(paths)
         os.fsync(descriptor)
-        os.replace(paths.part, paths.final)
+    paths.part.replace(paths.final)  # from here on nothing is undone
     paths.clear()
     _sync_folder(paths)
 

@@ -85,4 +85,4 @@ def seal(descriptor: int, taken: np.ndarray) -> bytes:
 
 def column_digest(values: np.ndarray) -> str:
     """Return the SHA-256 of a column's bytes as they lie in the file."""
-    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage import integrity, undo
-from gradscope.storage.columns import write_rows
+from gradscope.storage.layout import write_rows
 from gradscope.storage.plan import FilePlan
 from gradscope.storage.reader import open_file
 from gradscope.storage.sidecar import Paths, Progress
@@ -48,6 +48,8 @@ def is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> b
             remedy="Choose another name, or give --overwrite.",
         ) from error
     _check_same(found, plan.identity, paths.final)
+    if not paths.part.exists():
+        paths.clear()  # left by a kill right after the file took its place
     return True
 
 
@@ -93,9 +95,10 @@ def mend(paths: Paths, descriptor: int, completed: int) -> None:
     if not torn:
         return
     places = np.array([place for _, *place in torn], np.int64)
-    with undo.undoable(paths, descriptor, places), h5py.File(
-        paths.part, "r+", locking=False
-    ) as file:
+    with (
+        undo.undoable(paths, descriptor, places),
+        h5py.File(paths.part, "r+", locking=False) as file,
+    ):
         for name, *_ in torn:
             _mend_chunk(file[name], completed)
 

@@ -64,7 +64,7 @@ class Progress:
 
     completed: int
     identity: dict[str, Any]
-    states: dict[str, dict[str, Tensor]] | None
+    states: dict[str, dict[str, Tensor]]
 
     @classmethod
     def load(cls, path: Path) -> "Progress | None":
@@ -73,11 +73,10 @@ class Progress:
         if loaded is None:
             return None
         header, arrays = loaded
-        states: dict[str, dict[str, Tensor]] = {owner: {} for owner in header["owners"] or []}
+        states: dict[str, dict[str, Tensor]] = {owner: {} for owner in header["owners"]}
         for (owner, key), array in zip(header["keys"], arrays, strict=True):
             states[owner][key] = torch.from_numpy(array)
-        kept = None if header["owners"] is None else states
-        return cls(header["completed"], header["identity"], kept)
+        return cls(header["completed"], header["identity"], states)
 
 
 def save_progress(
@@ -88,7 +87,7 @@ def save_progress(
     header = {
         "completed": completed,
         "identity": identity,
-        "owners": None if states is None else list(states),
+        "owners": list(states or {}),
         "keys": keys,
     }
     save(path, header, [as_numpy((states or {})[owner][key]) for owner, key in keys])

@@ -1,7 +1,6 @@
 """What the operating system and HDF5 say when a file cannot be written, in our words."""
 
 import errno
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 
 
 @contextmanager
-def writing(path: Path, *, opening: bool = False) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turn what is raised while `path` is written into an `OutputError` with its remedy."""
     try:
         yield
@@ -30,7 +29,7 @@ def writing(path: Path, *, opening: bool = False) -> Iterator[None]:
             what, remedy = "another process has the file open", "Close it, and give --resume."
         else:
             what = f"writing failed: {str(error).strip().splitlines()[0]}"
-            remedy = "Check the path." if opening else "What is complete is kept: give --resume."
+            remedy = "Check the path and the disk; what is complete is kept for --resume."
         raise OutputError(what, where=str(path), remedy=remedy) from error
 
 
@@ -40,7 +39,7 @@ def check_space(part: Path) -> None:
     Raises:
         OutputError: The disk has less space than the file still needs.
     """
-    status = os.stat(part)
+    status = part.stat()
     missing = status.st_size - 512 * getattr(status, "st_blocks", 0)
     free = shutil.disk_usage(part.parent).free
     if missing > free:

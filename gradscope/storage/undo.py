@@ -17,7 +17,9 @@ from gradscope.storage.sidecar import Paths
 
 
 @contextmanager
-def undoable(paths: Paths, descriptor: int, chunks: np.ndarray | None = None) -> Iterator[None]:
+def undoable(
+    paths: Paths, descriptor: int, chunks: np.ndarray | None = None, keep: bool = False
+) -> Iterator[None]:
     """Let the body change the closed `.part`; put it back as it was if the body raises.
 
     Args:
@@ -25,6 +27,7 @@ def undoable(paths: Paths, descriptor: int, chunks: np.ndarray | None = None) ->
         descriptor: The open `.part`.
         chunks: (m, 2) offsets and sizes of data that the body changes; by default all that is
             not rows: structure, attributes, names.
+        keep: Leave the way back open after the body; the caller closes it.
     """
     size = os.fstat(descriptor).st_size
     if chunks is None:
@@ -40,7 +43,8 @@ def undoable(paths: Paths, descriptor: int, chunks: np.ndarray | None = None) ->
     except BaseException:
         restore(paths, descriptor)
         raise
-    paths.undo.unlink()
+    if not keep:
+        paths.undo.unlink()
 
 
 def restore(paths: Paths, descriptor: int) -> None:
@@ -51,7 +55,7 @@ def restore(paths: Paths, descriptor: int) -> None:
     header, (data,) = loaded
     position = 0
     for start, stop in header["pieces"]:
-        os.pwrite(descriptor, data[position : position + stop - start], start)
+        os.pwrite(descriptor, data[position : position + stop - start].data, start)
         position += stop - start
     os.ftruncate(descriptor, header["size"])
     os.fsync(descriptor)

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import OutputError
-from gradscope.storage import complete, resume as resuming
+from gradscope.storage import complete
+from gradscope.storage import resume as resuming
 from gradscope.storage.build import build
 from gradscope.storage.columns import Column, bind_column, unwritten_chunks
 from gradscope.storage.layout import CACHE_BYTES, as_numpy, write_rows
@@ -47,25 +48,21 @@ def open_writer(
         OutputError: The file cannot be written, is there already, or belongs to another run.
     """
     paths = Paths(Path(path))
+    if plan.n < 1:
+        raise OutputError("there is no sample to store", where=str(path))
     if not paths.final.absolute().parent.is_dir():
         folder = paths.final.parent
         raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
     if resuming.is_done(paths, plan, overwrite=overwrite, resume=resume):
-        yield Writer(paths, plan, -1, Progress(plan.n, plan.identity, None), done=True)
+        yield Writer(paths, plan, -1, Progress(plan.n, plan.identity, {}), done=True)
         return
-    with writing(paths.final, opening=True):
-        lock = resuming.locked(paths.part)
-        descriptor = lock.__enter__()
-    try:
+    with ExitStack() as stack:
         with writing(paths.final):
+            descriptor = stack.enter_context(resuming.locked(paths.part))
             found = resuming.start(paths, descriptor, plan, overwrite=overwrite, resume=resume)
-            writer = Writer(paths, plan, descriptor, found)
-        try:
-            yield writer
-        finally:
-            writer.close()
-    finally:
-        lock.__exit__(None, None, None)
+        writer = Writer(paths, plan, descriptor, found)
+        stack.callback(writer.close)
+        yield writer
 
 
 class Writer:
@@ -73,7 +70,7 @@ class Writer:
 
     Attributes:
         completed: The number of rows in the file; after resuming, go on with this row.
-        states: The reducers' states after these rows, as stored; None at the beginning.
+        states: The reducers' states after these rows, as stored; empty at the beginning.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Writer:
         done: bool = False,
     ) -> None:
         self.completed = 0 if found is None else found.completed
-        self.states = None if found is None else found.states
+        self.states = {} if found is None else found.states
         self._paths, self._plan, self._descriptor = paths, plan, descriptor
         self._identity = plan.identity
         self._resumed, self._done, self._broken = found is not None, done, False
@@ -151,8 +148,6 @@ class Writer:
                 remedy="Go on with --resume.",
             )
         with self._writing():
-            if self._committed < self.completed:
-                self._commit(self._kept if self._is_kept else {})
             self._close_file()
             complete.complete(
                 self._paths, self._descriptor, results, certificate, norm_attributes or {}
@@ -231,9 +226,9 @@ class Writer:
                 )
             for name, column in columns.items():
                 write_rows(table[name], self.completed, as_numpy(column, table[name].dtype))
-        for columns, gradients in zip(self._columns, rows.chains, strict=True):
+        for chain, gradients in zip(self._columns, rows.chains, strict=True):
             for name, block in (gradients or {}).items():
-                columns[name].write(self.completed, block, self._prepare)
+                chain[name].write(self.completed, block, self._prepare)
 
     def _prepare(self, dataset: h5py.Dataset, start: int, stop: int) -> None:
         """After a kill, chunks beyond the complete rows may be cut short: never read them."""

@@ -1,11 +1,13 @@
 """Every case with every backend: equal to the oracle, or refused; never wrong."""
 
 import pytest
+import torch
 
 import gradscope.backends.vmap  # noqa: F401  (importing registers it)
 from gradscope.backends import backends
+from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.errors import GradscopeError, RefusedError
-from tests.backends.outcomes import expected, outcome
+from tests.backends.outcomes import expected, mistakes, outcome
 from tests.cases import CASES, COUPLED, INDEPENDENT
 
 PAIRS = [(backend, name) for backend in backends.names() for name in CASES]
@@ -17,6 +19,8 @@ VMAP_REFUSES = {
     "experts_by_dispatch",
 }
 AT_LEAST = {  # independent cases answered exactly
+    "expand": len(INDEPENDENT) - 4,
+    "hooks": len(INDEPENDENT) - 4,
     "loop": len(INDEPENDENT),
     "vmap": len(INDEPENDENT) - len(VMAP_REFUSES),
 }
@@ -77,6 +81,28 @@ def test_a_case_is_worth_its_place(name):
         norms = sum(r.abs().square().sum(1) for r in rows)
         assert len(norms.unique()) >= 3
         assert len(losses.unique()) >= 3
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda g: g.flip(0),
+        lambda g: g / len(g),
+        lambda g: g * (1 + 1e-7),
+        lambda g: g.mT,
+        lambda g: g + 1e-6 * g.mean(0),
+        lambda g: torch.cat([g[:-1], 0 * g[-1:]]),
+        lambda g: g.float(),
+    ],
+    ids=["permuted", "mean", "scaled", "transposed", "leaked", "last forgotten", "rounded"],
+)
+def test_the_judge_sees_what_is_wrong(spoil):
+    losses, gradients = expected("linear_all_axes_equal_samples")
+    blocks = {name: DenseBlock(g) for name, g in gradients.items()}
+    assert mistakes(Evaluation(losses, Gradients(blocks)), losses, gradients) == []
+    blocks["0.weight"] = DenseBlock(spoil(gradients["0.weight"]))
+    (mistake, *_) = mistakes(Evaluation(losses, Gradients(blocks)), losses, gradients)
+    assert mistake.startswith("0.weight")
 
 
 def test_the_table_has_coupled_and_independent_cases():

@@ -51,4 +51,4 @@ def test_slow_calls_are_made_less_often(monkeypatch, slow, very_slow, calls):
     made = []
     seconds, _ = measure(lambda: (made.append(1), time.sleep(0.01)), CPU)
     assert len(made) == calls
-    assert 0.01 <= seconds < 0.2
+    assert 0.01 <= seconds < 5

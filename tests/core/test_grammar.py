@@ -38,7 +38,7 @@ def test_chains(text, right):
     ("text", "column", "words"),
     [
         ("", 0, "empty"),
-        ("a | | b", 5, "empty"),
+        ("a | | b", 4, "empty"),
         ("a |", 3, "empty"),
         ("a | 2b", 4, "'2b'"),
         ("a b", 0, "'a b'"),

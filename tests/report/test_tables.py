@@ -1,5 +1,7 @@
 """Tables at every width: nothing too wide, no two names alike, nothing taken for markup."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -57,9 +59,14 @@ def test_nothing_is_wider_than_the_terminal(names, width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_two_names_look_alike(width):
     text = screen(render_run, run_of(summary_of(LAYERS)), width)
-    table = text.split("\n\n")[0].splitlines()
-    first = [line.split()[0] for line in table if line.startswith("t")]
-    assert len(first) == len(set(first)) == len(LAYERS)
+    names = []
+    for line in re.split(r"\n\n|\(hidden", text.split("─\n")[1])[0].splitlines():
+        word, *numbers = line.split()
+        if numbers:
+            names.append(word)
+        else:
+            names[-1] += word  # the rest of a wrapped name
+    assert len(names) == len(set(names)) == len(LAYERS)
 
 
 def test_all_columns_and_whole_names_when_there_is_room():

@@ -133,3 +133,8 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     assert source_digest(load_function(f"{file}:f", "x")) == expected
     assert source_digest(load_function(f"{file}:loss", "x")) == expected
     assert source_digest(len) is None
+
+
+def test_a_module_that_looks_its_names_up_by_code_of_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path, "def __getattr__(name):\n    raise RuntimeError('no ' + name)\n")
+    assert "your code raised RuntimeError: no build" in failure(f"{file}:build")

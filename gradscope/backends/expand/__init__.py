@@ -76,7 +76,8 @@ def expand(problem: Problem) -> Iterator[Evaluate]:
 
     def evaluate(batch: Batch) -> Evaluation:
         with _located(problem), refusing("expand", problem.model, REMEDY):
-            parts = list(torch.arange(len(batch)).split(_samples_at_once(problem)))
+            n, step = len(batch), _samples_at_once(problem)
+            parts = [torch.arange(i, min(i + step, n)) for i in range(0, n, step)]
             losses, values = attempt(batch) if len(parts) == 1 else in_parts(batch, parts)
         blocks = {name: DenseBlock(value) for name, value in values.items()}
         return Evaluation(losses, Gradients(blocks))

@@ -22,7 +22,7 @@ from gradscope.backends.expand.views import reshape_in_place, view
 from gradscope.errors import UnsupportedError
 
 
-class Interpreter(TorchDispatchMode):
+class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every operator its meaning on `PerSample` tensors, below autograd.
 
     Args:
@@ -33,7 +33,7 @@ class Interpreter(TorchDispatchMode):
     """
 
     def __init__(self, n: int, own: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Samples(n)
         self.own = own
         self.refusal: UnsupportedError | None = None  # kept, should the model's code catch it

@@ -71,7 +71,7 @@ class PerSample(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  (torch declares an instance method)
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         """Refuse: only `Interpreter` knows what an operation means."""

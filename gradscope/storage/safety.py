@@ -1,0 +1,90 @@
+"""Checks before anything is read: a result file comes from somewhere else.
+
+HDF5 can be made to read other files (external storage, virtual data sets, links), to claim
+petabytes, and to load plugins. A result file needs none of this, so none of it is accepted.
+"""
+
+from math import prod
+
+import h5py
+
+from gradscope.errors import ResultFileError
+
+_DEPTH = 4  # /chains/0/NAME/left
+_FILTERS = (h5py.h5z.FILTER_FLETCHER32,)
+_KINDS = "biufc"
+_ATTRIBUTE_BYTES = 2**16
+
+
+def check(file: h5py.File, size: int) -> None:
+    """Check the whole structure of a file of `size` bytes.
+
+    Raises:
+        ResultFileError: Something is not of the kind that a result file is made of.
+    """
+    _check_group(file, size, seen=set(), depth=0)
+
+
+def check_attributes(item: h5py.HLObject, size: int) -> None:
+    """Check that attributes are texts, or short.
+
+    Raises:
+        ResultFileError: An attribute is of an unknown type, or claims more than the file holds.
+    """
+    for k in range(h5py.h5a.get_num_attrs(item.id)):
+        attribute = h5py.h5a.open(item.id, index=k)
+        name = attribute.name.decode(errors="replace")
+        if name in ("DIMENSION_LIST", "REFERENCE_LIST"):
+            continue  # never read here
+        kind, is_text = attribute.dtype.kind, h5py.check_string_dtype(attribute.dtype)
+        claimed = prod(attribute.shape) * attribute.dtype.itemsize
+        if not (is_text or kind in _KINDS) or claimed > min(size, _ATTRIBUTE_BYTES):
+            raise _refused(item, f"has an attribute {name!r} that is not a text or a short list")
+
+
+def _check_group(group: h5py.Group, size: int, seen: set[int], depth: int) -> None:
+    address = h5py.h5o.get_info(group.id).addr
+    if address in seen or depth >= _DEPTH:
+        raise _refused(group, "is linked in a loop or nested too deep")
+    seen.add(address)
+    check_attributes(group, size)
+    for name in group:
+        if group.id.links.get_info(name.encode("utf-8", "surrogateescape")).type != (
+            h5py.h5l.TYPE_HARD
+        ):
+            raise _refused(group, f"has a link {name!r} to somewhere else")
+        item = group[name]
+        if isinstance(item, h5py.Group):
+            _check_group(item, size, seen, depth + 1)
+        elif isinstance(item, h5py.Dataset):
+            _check_dataset(item, size)
+        else:
+            raise _refused(group, f"holds {name!r}, which is no array")
+
+
+def _check_dataset(dataset: h5py.Dataset, size: int) -> None:
+    check_attributes(dataset, size)
+    plist = dataset.id.get_create_plist()
+    layout = plist.get_layout()
+    if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
+        raise _refused(dataset, "takes its data from other files")
+    if dataset.dtype.kind not in _KINDS or dataset.shape is None:
+        raise _refused(dataset, f"holds {dataset.dtype}, not numbers")
+    if dataset.is_scale:
+        return  # only a name for an axis; its data are never read
+    filters = [plist.get_filter(k)[0] for k in range(plist.get_nfilters())]
+    if any(code not in _FILTERS for code in filters):
+        raise _refused(dataset, f"needs the filters {filters}, which are not known here")
+    if layout == h5py.h5d.CHUNKED and h5py.h5z.FILTER_FLETCHER32 not in filters:
+        raise _refused(dataset, "has chunks without checksums")
+    if layout != h5py.h5d.CHUNKED and dataset.nbytes != dataset.id.get_storage_size():
+        raise _refused(dataset, f"claims {dataset.nbytes:,} bytes that are not stored")
+    if dataset.nbytes > size:
+        raise _refused(dataset, f"claims {dataset.nbytes:,} bytes in a file of {size:,}")
+
+
+def _refused(item: h5py.HLObject, what: str) -> ResultFileError:
+    return ResultFileError(
+        f"{item.name} {what}",
+        remedy="A file that gradscope wrote has nothing of the kind; it is not opened.",
+    )

@@ -1,0 +1,46 @@
+"""Running a command in this process, as the installed script would."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gradscope.cli import main
+
+SAMPLES = Path(__file__).parent.parent.parent / "sample_models"
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Gradscope = Callable[..., Outcome]
+
+
+@pytest.fixture
+def gradscope(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Gradscope:
+    """Return a function that runs `gradscope ARGUMENTS`."""
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["gradscope", *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return Outcome(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def digits() -> Path:
+    """The run file of the smallest sample model."""
+    return SAMPLES / "digits_mlp" / "run.toml"

@@ -1,0 +1,159 @@
+"""Pictures and the page: the formats, the escaping, nothing from a network."""
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from gradscope.errors import OutputError, SpecError
+from gradscope.report import plot_stats, plots, write_html
+from gradscope.stats import Summary, summarize
+from tests.report.test_tables import HOSTILE, summary_of
+from tests.stats.fakes import FakeFile, fake
+
+SVG = "{http://www.w3.org/2000/svg}"
+HEADS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+NASTY = [*HOSTILE, "$x_{", "<script>alert(1)</script>", "a&b\"'"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf", ".PNG"])
+def test_formats(tmp_path, suffix):
+    path = tmp_path / f"out{suffix}"
+    plot_stats(summary_of(NASTY), path)
+    assert path.read_bytes().startswith(HEADS[suffix.lower()])
+
+
+def test_picture_holds_names_and_outliers(tmp_path):
+    path = tmp_path / "out.svg"
+    summary = summary_of(NASTY)
+    plot_stats(summary, path)
+    texts = {"".join(e.itertext()) for e in ElementTree.parse(path).iter(f"{SVG}text")}
+    assert texts >= {"[conv1].weight", "$x_{", "<script>alert(1)</script>", r"\x1b[31mred\x1b[0m"}
+    assert texts >= {str(row.index) for row in summary.samples[:5]}
+    again = tmp_path / "again.svg"
+    plot_stats(summary, again)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_bars_have_the_values_of_the_rows():
+    summary = summary_of(["w", "v"])
+    axes = plots.figure(summary).axes
+    (norms,) = [a for a in axes if a.get_title() == "Mean norm"]
+    (signals,) = [a for a in axes if a.get_title() == "Signal to noise"]
+    rows = summary.parameters
+    assert [b.get_width() for b in norms.patches] == [r.mean_norm for r in rows]
+    assert [b.get_width() for b in signals.patches] == [r.signal_to_noise for r in rows]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        fake(1),
+        fake(3, broken=(0, 1, 2)),
+        FakeFile({"w": np.zeros((4, 2))}, np.zeros(4)),
+        FakeFile({"w": np.ones((4, 2))}, np.ones(4)),
+        FakeFile({"w": np.array([[0.0], [1e-30], [1e30]])}, np.array([0.0, 1e-9, 1e9])),
+        FakeFile({f"layer{k}": np.ones((2, 1)) * k for k in range(60)}, np.ones(2)),
+    ],
+    ids=["one", "none-finite", "zeros", "equal", "wide", "deep"],
+)
+def test_unusual_files(tmp_path, file):
+    summary = summarize(file)
+    for found in (summary, Summary.from_json(summary.to_json())):
+        plot_stats(found, tmp_path / "out.png")
+        write_html(found, tmp_path / "out.html")
+        assert (tmp_path / "out.html").read_text().endswith("</html>\n")
+
+
+def test_other_suffix_is_refused(tmp_path):
+    with pytest.raises(SpecError, match=r"\.png, \.svg, \.pdf"):
+        plot_stats(summary_of(["w"]), tmp_path / "out.jpg")
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SpecError, match=r"gradscope\[plot\]"):
+        plot_stats(summary_of(["w"]), tmp_path / "out.png")
+    write_html(summary_of(["w"]), tmp_path / "out.html")
+    assert "<svg" not in (tmp_path / "out.html").read_text()
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(OutputError, match="No such file"):
+        plot_stats(summary_of(["w"]), tmp_path / "absent" / "out.png")
+    with pytest.raises(OutputError, match="No such file"):
+        write_html(summary_of(["w"]), tmp_path / "absent" / "out.html")
+
+
+class Page(HTMLParser):
+    """Collects what matters of a page, and checks that tags close in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.rows = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *a) for a in attrs]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *a) for a in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "tr" in self.open and self.rows[-1]:
+            self.rows[-1][-1] += data.strip("\n")
+
+
+@pytest.fixture
+def page(tmp_path):
+    summary = summary_of(NASTY, path="<b>run</b>.h5")
+    write_html(summary, tmp_path / "out.html")
+    return (tmp_path / "out.html").read_text(encoding="utf-8")
+
+
+def test_page_is_well_formed_and_escaped(page):
+    found = Page(page)
+    assert found.tags.count("script") == 1  # ours
+    assert "b" not in found.tags
+    assert [row[0] for row in found.rows[1 : len(NASTY) + 1]] == [
+        "[conv1].weight", "[/bold]", "[red]x[/red]", r"\x1b[31mred\x1b[0m", r"a\nb", ":smile:",
+        "$x_{", "<script>alert(1)</script>", "a&b\"'",
+    ]  # fmt: skip
+    assert "\x1b" not in page
+    assert found.tags.count("button") == 8 + 5
+
+
+def test_page_needs_no_network(page):
+    for tag, name, value in Page(page).attributes:
+        if name in ("src", "href", "xlink:href"):
+            assert value.startswith(("#", "data:image/png;base64,")), (tag, value)
+    assert not re.search(r"@import|url\((?!#)", page)
+
+
+def test_page_takes_the_colours_of_the_reader(page):
+    assert "prefers-color-scheme: dark" in page
+    assert "currentColor" in page
+    assert "#010203" not in page  # the placeholder
+
+
+def test_page_sorts_by_full_numbers(page):
+    summary = summary_of(NASTY)
+    values = [float(v) for _, name, v in Page(page).attributes if name == "data-value"]
+    for row in summary.parameters:
+        assert {row.mean_norm, row.max_norm, row.share, float(row.entries)} <= set(values)

@@ -1,0 +1,284 @@
+"""Data sets: batches equal what numpy makes of the arrays; anything unclear is an error."""
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from gradscope.core.spec import DatasetSpec
+from gradscope.errors import DatasetError, SpecError
+from gradscope.sources import Dataset, dataset_readers, open_dataset
+
+N = 11
+RANDOM = np.random.default_rng(0)
+ARRAYS = {
+    "inputs": RANDOM.normal(size=(N, 12)).astype(np.float32),
+    "targets": RANDOM.integers(0, 5, size=N).astype(np.uint8),
+    "wide": RANDOM.normal(size=(N, 2, 3)),
+    "mask": RANDOM.random((N, 4)) > 0.5,
+    "fortran": np.asfortranarray(RANDOM.normal(size=(N, 3))),
+    "big_endian": RANDOM.normal(size=(N, 3)).astype(">f4"),
+    "ushort": RANDOM.integers(0, 2**16, size=(N, 2)).astype(np.uint16),
+    "ulong": np.arange(N, dtype=np.uint64),
+    "half": RANDOM.normal(size=(N, 2)).astype(np.float16),
+    "complex": (RANDOM.normal(size=(N, 2)) + 1j).astype(np.complex64),
+}
+DTYPES = {"targets": "int64", "ushort": "int64", "ulong": "int64", "big_endian": "float32"}
+
+
+def saved(folder: Path, **arrays: Any) -> Path:
+    path = folder / "data.bin"
+    with path.open("wb") as file:  # a file, so that numpy adds no suffix
+        np.savez_compressed(file, **(arrays or ARRAYS))
+    return path
+
+
+def opened(path: Path, **spec: Any) -> Dataset:
+    return open_dataset(DatasetSpec(path=path, **spec))
+
+
+def failure(path: Path, **spec: Any) -> str:
+    with pytest.raises(DatasetError) as caught:
+        data = opened(path, **spec)
+        data.batch(range(len(data)))
+    assert str(path) in str(caught.value)
+    assert caught.value.remedy
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+def test_a_plain_npz_needs_nothing_more(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    data = opened(path)
+    batch = data.batch(range(3, 8))
+    assert len(data) == N
+    np.testing.assert_array_equal(batch.inputs.numpy(), ARRAYS["inputs"][3:8])
+    np.testing.assert_array_equal(batch.targets.numpy(), ARRAYS["targets"][3:8])
+    assert batch.targets.dtype == torch.int64  # what class labels must be
+    assert torch.equal(batch.index, torch.arange(3, 8))
+    assert batch.index.dtype == torch.int64
+    assert data.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_rows_are_those_of_numpy(tmp_path: Path) -> None:
+    data = opened(saved(tmp_path))
+    for rows in (slice(None), slice(2, 100), slice(-3, None), slice(1, 9, 3), range(10, 11)):
+        batch = data.batch(rows)
+        expected = np.arange(N)[rows] if isinstance(rows, slice) else np.array(rows)
+        np.testing.assert_array_equal(batch.index.numpy(), expected)
+        np.testing.assert_array_equal(batch.inputs.numpy(), ARRAYS["inputs"][expected])
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_every_kind_of_number(tmp_path: Path, name: str) -> None:
+    array = ARRAYS[name]
+    tensor = opened(saved(tmp_path), inputs=[name], targets=[]).batch(slice(None)).inputs
+    assert str(tensor.dtype) == f"torch.{DTYPES.get(name, array.dtype.name)}"
+    np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+def test_a_batch_is_the_models_to_write_to(tmp_path: Path) -> None:
+    data = opened(saved(tmp_path))
+    data.batch(slice(None)).inputs.zero_()
+    np.testing.assert_array_equal(data.batch(slice(None)).inputs.numpy(), ARRAYS["inputs"])
+
+
+def test_dtype_scale_and_reshape(tmp_path: Path) -> None:
+    data = opened(
+        saved(tmp_path),
+        inputs=["inputs"],
+        targets=["targets", "ushort"],
+        dtype={"inputs": "float64", "targets": "float32"},
+        scale={"inputs": 0.1, "ushort": 0.5},
+        reshape={"inputs": [3, -1], "targets": [1]},
+    )
+    batch = data.batch(range(N))
+    np.testing.assert_allclose(
+        batch.inputs.numpy(), ARRAYS["inputs"].reshape(N, 3, 4).astype(float) * 0.1, rtol=1e-15
+    )
+    targets, ushort = batch.targets
+    assert (targets.dtype, targets.shape) == (torch.float32, (N, 1))
+    np.testing.assert_array_equal(ushort.numpy(), ARRAYS["ushort"].astype(np.float32) / 2)
+    assert ushort.dtype == torch.float32
+    assert data.describe()["arrays"]["inputs"] == {
+        "stored": [N, 12],
+        "stored_dtype": "float32",
+        "sample": [3, 4],
+        "dtype": "float64",
+    }
+
+
+def test_scaling_comes_before_the_cast(tmp_path: Path) -> None:
+    path = saved(tmp_path, x=np.full((2, 1), 1e6))
+    data = opened(path, inputs=["x"], targets=[], dtype={"x": "float16"}, scale={"x": 1e-3})
+    assert data.batch(slice(None)).inputs.tolist() == [[1000.0], [1000.0]]
+
+
+def test_inputs_and_targets_take_the_form_the_spec_gives_them(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    several = opened(path, inputs=["inputs", "wide"], targets=[]).batch(range(2))
+    assert [tuple(t.shape) for t in several.inputs] == [(2, 12), (2, 2, 3)]
+    assert isinstance(several.inputs, tuple)
+    assert several.targets is None
+    named = opened(path, inputs={"x": "inputs", "mask": "mask"}, targets=["wide", "targets"])
+    assert {k: tuple(t.shape) for k, t in named.batch(range(3)).inputs.items()} == {
+        "x": (3, 12),
+        "mask": (3, 4),
+    }
+    assert [tuple(t.shape) for t in named.batch(range(3)).targets] == [(3, 2, 3), (3,)]
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    arrays = {k: v for k, v in ARRAYS.items() if k in ("inputs", "targets", "wide")}
+    safetensors.numpy.save_file(arrays, path)
+    data = opened(path)
+    assert data.format == "safetensors"
+    np.testing.assert_array_equal(data.batch(range(4)).inputs.numpy(), ARRAYS["inputs"][:4])
+    assert "there is no array 'input'" in failure(path, inputs=["input"])
+    assert {"npz", "safetensors"} <= set(dataset_readers.names())
+
+
+def test_a_row_that_is_not_finite_is_not_the_readers_business(tmp_path: Path) -> None:
+    values = np.ones((3, 2))
+    values[1] = np.nan
+    batch = opened(saved(tmp_path, x=values), inputs=["x"], targets=[]).batch(slice(None))
+    assert batch.inputs.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [(None, range(N)), (":", range(N)), ("3:", range(3, N)), (":4", range(4)), ("0:11", range(N))],
+)
+def test_samples(tmp_path: Path, samples: str | None, expected: range) -> None:
+    assert opened(saved(tmp_path)).rows(samples) == expected
+
+
+@pytest.mark.parametrize("samples", ["0:12", "11:", "100:200", ":999999999"])
+def test_samples_out_of_range(tmp_path: Path, samples: str) -> None:
+    data = opened(saved(tmp_path))
+    with pytest.raises(DatasetError, match=f"samples {samples} are out of range.* holds 11"):
+        data.rows(samples)
+    with pytest.raises(SpecError):
+        data.rows("5:2")
+
+
+@pytest.mark.parametrize(
+    "rows", [range(0), range(9, 12), range(-1, 3), range(5, 2, -1), slice(11, 12)]
+)
+def test_rows_out_of_range(tmp_path: Path, rows: range | slice) -> None:
+    with pytest.raises(DatasetError, match="the data set holds 11 samples"):
+        opened(saved(tmp_path)).batch(rows)
+
+
+X, Y = np.ones((4, 6)), np.zeros(4, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "spec", "expected"),
+    [
+        ({"inputs": X, "labels": Y}, {}, "there is no array 'targets' in the file"),
+        ({"image": X, "targets": Y}, {"inputs": ["images"]}, "Did you mean 'image'? It holds: "),
+        ({"inputs": X, "targets": Y}, {"dtype": {"input": "int64"}}, "no array 'input'"),
+        ({"inputs": X, "targets": Y}, {"scale": {"target": 2.0}}, "no array 'target'"),
+        ({"inputs": X, "targets": Y[:3]}, {}, "inputs 4, targets 3"),
+        ({"inputs": X[:0], "targets": Y[:0]}, {}, "there are no samples"),
+        ({"inputs": X, "targets": np.array(3)}, {}, "has no axes"),
+        ({"inputs": X, "targets": np.array([1, "a", None, 2], object)}, {}, "Python objects"),
+        ({"inputs": X, "targets": np.array(["a"] * 4)}, {}, "dtype <U1 cannot be made a tensor"),
+        ({"inputs": X, "targets": np.full(4, 2**63, np.uint64)}, {}, "which int64 cannot hold"),
+        ({"inputs": X, "targets": Y}, {"reshape": {"inputs": [4]}}, "of shape (6,) (6 numbers)"),
+        ({"inputs": X, "targets": Y}, {"reshape": {"inputs": [4, -1]}}, "reshaped to (4, -1)"),
+        ({"inputs": X, "targets": X[:, 0] / 3}, {"dtype": {"targets": "int64"}}, "4 values cannot"),
+        ({"inputs": X, "targets": Y + 300}, {"dtype": {"targets": "uint8"}}, "the first is 300"),
+        ({"inputs": X * np.nan, "targets": Y}, {"dtype": {"inputs": "int32"}}, "first is nan"),
+        ({"inputs": X * 1j, "targets": Y}, {"dtype": {"inputs": "float32"}}, "complex numbers"),
+    ],
+)
+def test_data_that_do_not_fit_the_spec(
+    tmp_path: Path, arrays: dict, spec: dict, expected: str
+) -> None:
+    assert expected in failure(saved(tmp_path, **arrays), **spec)
+
+
+def not_npz(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+
+
+def single_array(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, X)
+
+
+def no_array_inside(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("inputs.npy", "targets.npy"):
+            archive.writestr(name, "hello")
+
+
+def claims_too_much(path: Path) -> None:
+    """An array whose header claims more bytes than any machine can address."""
+    content = io.BytesIO()
+    np.save(content, X)
+    shape, claimed = b"(4, 6), }" + b" " * 16, b"(4, 10000000000000000), }"
+    assert shape in content.getvalue()
+    hostile = content.getvalue().replace(shape, claimed)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("inputs.npy", hostile)
+        archive.writestr("targets.npy", hostile)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda p: None, "no such file"),
+        (lambda p: p.mkdir(), "this is a directory"),
+        (lambda p: p.write_bytes(b""), "the file is empty"),
+        (lambda p: p.write_text("a,b,c\n" * 9), "this is a text file"),
+        (lambda p: p.write_text("<html><body>Not found</body></html>"), "an HTML page"),
+        (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "git-LFS pointer"),
+        (lambda p: p.write_bytes(b"\x80\x04" + bytes(40)), "a Python pickle"),
+        (single_array, "a single numpy array"),
+        (lambda p: torch.save({"a": torch.ones(2)}, p), "holds no numpy arrays"),
+        (not_npz, "holds no numpy arrays"),
+        (no_array_inside, "is no numpy array"),
+        (claims_too_much, "more memory than there is"),
+    ],
+)
+def test_a_file_that_holds_no_data(
+    tmp_path: Path, write: Callable[[Path], object], expected: str
+) -> None:
+    path = tmp_path / "data.npz"
+    write(path)
+    assert expected in failure(path)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    whole = path.read_bytes()
+    for size in (1, 5, 40, *(len(whole) * k // 8 for k in range(1, 8)), len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert any(word in failure(path) for word in ("cut off", "damaged"))
+
+
+def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path = saved(tmp_path, inputs=ARRAYS["wide"], targets=ARRAYS["targets"])
+    whole, refused = path.read_bytes(), 0
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            batch = opened(path).batch(slice(None))
+        except DatasetError:
+            refused += 1
+        else:
+            np.testing.assert_array_equal(batch.inputs.numpy(), ARRAYS["wide"])
+            np.testing.assert_array_equal(batch.targets.numpy(), ARRAYS["targets"])
+    assert refused > 50

@@ -1,0 +1,50 @@
+"""Statistics of real files, against those of the same gradients in memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from gradscope.blocks import DenseBlock, Gradients
+from gradscope.stats import summarize
+from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
+from tests.stats.fakes import fake
+
+
+def write(path, file):
+    """Store the gradients of a fake file in two batches."""
+    plan = FilePlan(
+        run={"compute": {"backend": "auto"}},
+        fingerprint={},
+        attributes={},
+        n=file.n,
+        parameters=file.parameters,
+        chains=(ChainPlan("identity", False),),
+        dtype=np.float64,
+    )
+    with open_writer(path, plan) as writer:
+        for rows in (slice(0, file.n // 3), slice(file.n // 3, None)):
+            part = {name: torch.from_numpy(g[rows]) for name, g in file.gradients.items()}
+            samples = {k: torch.from_numpy(np.asarray(v[rows])) for k, v in file.samples.items()}
+            norms = {name: torch.from_numpy(v[rows]) for name, v in file.norms.items()}
+            chains = (Gradients({name: DenseBlock(g) for name, g in part.items()}),)
+            writer.append(Rows(**samples, norms=norms, chains=chains), {})
+        writer.finish(
+            results={},
+            certificate={"verified": True, "backend": "hooks"},
+            norm_attributes=file.norm_attributes,
+        )
+
+
+@pytest.mark.parametrize("broken", [(), (2, 9)], ids=["finite", "broken"])
+def test_a_stored_file_has_the_statistics_of_its_gradients(tmp_path, broken):
+    memory = fake(25, broken=broken)
+    write(tmp_path / "out.h5", memory)
+    with open_file(tmp_path / "out.h5") as file:
+        stored = summarize(file)
+    expected = summarize(memory)
+    for part in ("loss", "norm", "noise_scale", "parameters", "samples", "nonfinite", "points"):
+        assert getattr(stored, part) == getattr(expected, part)
+    assert stored.file.backend == "hooks"
+    assert stored.file.bytes == (tmp_path / "out.h5").stat().st_size
+    assert [chain.text for chain in stored.file.chains] == ["identity"]
+    assert (stored.file.samples, stored.file.entries) == (25, 71)
