@@ -24,7 +24,10 @@ def layer_of(error: BaseException, model: nn.Module) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """Return the exception's type and the first line of its message."""
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # a user's exception may be broken, too
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -65,9 +65,9 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What floating-point inputs are cast to: the chosen dtype, or None to leave them."""
-        name = self.spec.compute.dtype
-        return None if name is None else getattr(torch, name)
+        """What floating-point inputs are cast to: the parameters' dtype, None if it is complex."""
+        dtype = self.scope.problem.dtype
+        return None if dtype.is_complex else dtype
 
     def record(self) -> dict[str, Any]:
         """Return the whole run as plain data, for the result file."""

@@ -150,7 +150,7 @@ def _against_loss(axes: "Axes", summary: Summary) -> None:
 
 
 def _label_largest(axes: "Axes", summary: Summary) -> None:
-    """Mark the largest norms, their labels in a row above, in the order of loss: no lines cross."""
+    """Mark the largest norms, with labels in a row above, in the order of loss."""
     rows = [(r.loss, r.norm, r.index) for r in summary.samples[:_MOST_LABELS] if r.loss is not None]
     axes.set_title(axes.get_title(), pad=20)
     for k, (loss, norm, index) in enumerate(sorted(rows)):

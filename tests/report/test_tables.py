@@ -14,6 +14,7 @@ HOSTILE = ["[conv1].weight", "[/bold]", "[red]x[/red]", "\x1b[31mred\x1b[0m", "a
 LAYERS = [f"transformer.h.{k}.attn.c_{part}.weight" for k in range(12) for part in ("attn", "proj")]
 CERTIFICATE = {
     "verified": True,
+    "verdict": "passed: sum of 256 samples to 1e-07, 3 of them alone to 3e-07 (float32)",
     "backend": "hooks",
     "dtype": "float32",
     "completeness": {"error": 1.2e-7, "parameter": "a", "tolerance": 1e-4},
@@ -101,7 +102,7 @@ def test_numbers_of_the_summary_are_shown():
         assert f"{row.norm:.3g}" in text
     for n in summary.norm.histogram.counts:
         assert f" {n}  " in text
-    assert "verified: sum to 1.20e-7, single samples to 3.40e-7 (float32)" in text
+    assert CERTIFICATE["verdict"] in " ".join(text.split())
     assert "head.bias" in text
 
 

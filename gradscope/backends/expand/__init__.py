@@ -25,6 +25,7 @@ from gradscope.backends.expand import (  # noqa: F401  (importing files the rule
     indexing,
     matmul,
     normalisation,
+    shapes,
 )
 from gradscope.backends.expand.evaluation import evaluated
 from gradscope.backends.expand.rules import rules

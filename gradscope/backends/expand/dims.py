@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradscope.backends.expand.facts import aten, facts_of
@@ -11,6 +10,9 @@ from gradscope.backends.expand.tensor import PerSample, Samples, leaves, tensors
 
 _AXES = frozenset(("dim", "dims", "dim1", "dim2"))
 _SIZES = frozenset(("input_size", "input_sizes"))  # shapes that start with the sample axis
+_LEFT_OUT_MEANS_ALL = frozenset(
+    ("sum", "mean", "amax", "amin", "var", "std", "var_mean", "std_mean", "linalg_vector_norm")
+)
 _PLAIN_INDEX = frozenset(("index_select", "index_add", "index_copy", "index_fill"))
 
 # All tensors of a call have the same number of logical axes.
@@ -117,7 +119,7 @@ def _by_axes(key: str) -> None:
             return NotImplemented
         width = ranks.pop()
         for axes in _AXES & bound.keys():
-            bound[axes] = _moved(bound[axes], width, one="dim_int" in key or "arg" in key)
+            bound[axes] = _moved(bound[axes], width, name)
             if bound[axes] is None:
                 return NotImplemented
         for sizes in _SIZES & bound.keys():
@@ -131,13 +133,13 @@ def _by_axes(key: str) -> None:
         return func(*mine, **named)
 
 
-def _moved(axes: Any, width: int, one: bool) -> Any:
-    """Count axes from 0 with the sample axis before them; None or [] means all of them."""
+def _moved(axes: Any, width: int, name: str) -> Any:
+    """Count axes from 0 with the sample axis before them, or return None for what is special."""
     if isinstance(axes, int):
         return axes % width + 1 if -width <= axes < width else None
-    if not axes:
-        return None if one else list(range(1, width + 1))
-    moved = [_moved(axis, width, one) for axis in axes]
+    if not axes:  # left out, or []
+        return list(range(1, width + 1)) if name in _LEFT_OUT_MEANS_ALL else None
+    moved = [_moved(axis, width, name) for axis in axes]
     return None if None in moved else moved
 
 
@@ -167,40 +169,3 @@ for _key in _TRAILING:
     _trailing(_key)
 for _key, _func in _OVER_ALL.items():
     _over_all(_key, _func)
-
-
-@rules.register("stack.default")
-def stack(s: Samples, tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Stack along a new axis, counted past the sample axis."""
-    width = tensors[0].dim() + 1
-    return torch.stack([s.of(t) for t in tensors], dim % width + 1)
-
-
-@rules.register("repeat.default")
-def repeat(s: Samples, t: Tensor, repeats: list[int]) -> Tensor:
-    """Repeat along logical axes; new ones come right after the sample axis."""
-    physical = s.of(t)
-    missing = (slice(None), *[None] * (len(repeats) - t.dim()))
-    return physical[missing].repeat(1, *repeats)
-
-
-@rules.register("new_empty_strided.default")
-def new_empty_strided(
-    s: Samples, t: Tensor, size: list[int], stride: list[int], **kwargs: Any
-) -> Tensor:
-    """Fresh memory of the given layout for each sample, one after another."""
-    extent = 1 + sum((a - 1) * b for a, b in zip(size, stride, strict=True) if a)
-    return s.of(t).new_empty_strided((s.n, *size), (max(extent, 1), *stride), **kwargs)
-
-
-def _new(key: str) -> None:
-    name, _, overload = key.partition(".")
-    func = getattr(getattr(aten, name), overload)
-
-    @rules.register(key)
-    def rule(s: Samples, t: Tensor, size: list[int], *args: Any, **kwargs: Any) -> Any:
-        return func(s.of(t), [s.n, *size], *args, **kwargs)
-
-
-for _key in ("new_zeros.default", "new_ones.default", "new_empty.default", "new_full.default"):
-    _new(_key)

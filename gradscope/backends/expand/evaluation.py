@@ -1,6 +1,7 @@
 """One evaluation: the model, the loss and one backward pass, on tensors that hold all samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -32,7 +33,12 @@ def evaluated(problem: Problem, batch: Batch, own: bool) -> tuple[Tensor, dict[s
     found: list[Tensor] = []
     bound = replace(problem, loss=_differentiating(problem.loss, list(params.values()), found))
     devices = [problem.device] if problem.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), Interpreter(n, own) as mode:
+    with (
+        _forgetting(problem.model),
+        torch.random.fork_rng(devices=devices),
+        torch.enable_grad(),
+        Interpreter(n, own) as mode,
+    ):
         losses = bound.functional_losses(dict(params), sample)
     if mode.refusal is not None:  # the model's code caught it
         raise mode.refusal
@@ -68,6 +74,21 @@ def _differentiating(
         return losses
 
     return loss
+
+
+@contextmanager
+def _forgetting(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass keeps in attributes of the modules if it is per sample."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in [k for k, v in now.items() if isinstance(v, PerSample)]:
+                del now[name]
+                if name in attributes:
+                    now[name] = attributes[name]
 
 
 def _leaf(parameter: Tensor, n: int) -> PerSample:

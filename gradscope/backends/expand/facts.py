@@ -37,6 +37,7 @@ _ALSO_POINTWISE = frozenset(
         "celu_backward",
     )
 )
+_NOT_POINTWISE = frozenset(("equal", "rrelu"))  # though torch tags them so
 # Functional by their schema, but their result is a view that nobody writes to.
 _ALSO_VIEWS = frozenset(
     (
@@ -47,7 +48,7 @@ _ALSO_VIEWS = frozenset(
         "_reshape_alias",
     )
 )
-# They update running statistics that the schema does not call written.
+# They update running statistics while training; the schema does not call these written.
 _HIDDEN_WRITES = {
     "native_batch_norm": ("running_mean", "running_var"),
     "cudnn_batch_norm": ("running_mean", "running_var"),
@@ -60,9 +61,11 @@ class Facts:
     """What is known of an operator.
 
     Attributes:
+        key: Its full name, without the namespace of torch's own.
         name: Its name without namespace and overload.
+        overload: Its overload.
         parameters: Its arguments, (name, default, whether by keyword only).
-        writes: Names of the arguments that it writes to.
+        may_write: Names of the arguments that it writes to.
         returns_written: For each result, the name of the written argument it is, or None.
         view: Whether its results are views of its first argument.
         pointwise: Whether it acts entry by entry, with broadcasting.
@@ -70,9 +73,11 @@ class Facts:
         reshapes_in_place: Whether it changes the shape of an existing tensor.
     """
 
+    key: str
     name: str
+    overload: str
     parameters: tuple[tuple[str, Any, bool], ...]
-    writes: tuple[str, ...]
+    may_write: tuple[str, ...]
     returns_written: tuple[str | None, ...]
     view: bool
     pointwise: bool
@@ -85,6 +90,15 @@ class Facts:
         bound.update({p[0]: value for p, value in zip(self.parameters, args, strict=False)})
         bound.update(kwargs)
         return bound
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the arguments that this call writes to."""
+        if not self.may_write:
+            return []
+        bound = self.bind(args, kwargs)
+        if self.name in _HIDDEN_WRITES and not bound["training"]:
+            return []
+        return [bound[name] for name in self.may_write if isinstance(bound[name], torch.Tensor)]
 
     def unbind(self, bound: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return (args, kwargs) for a call."""
@@ -108,12 +122,14 @@ def facts_of(func: Any) -> Facts:
     )
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return Facts(
+        key=str(func).removeprefix("aten."),
         name=name,
+        overload=func._overloadname,
         parameters=tuple(
             (a.name, a.default_value if a.has_default_value() else None, a.kwarg_only)
             for a in schema.arguments
         ),
-        writes=(*written, *_HIDDEN_WRITES.get(name, ())),
+        may_write=(*written, *_HIDDEN_WRITES.get(name, ())),
         returns_written=returned,
         view=(views or name in _ALSO_VIEWS) and name != "lift_fresh",
         pointwise=_tagged(func, base) or base in _ALSO_POINTWISE,
@@ -124,6 +140,8 @@ def facts_of(func: Any) -> Facts:
 
 def _tagged(func: Any, base: str) -> bool:
     """Whether torch calls the operator, or what it is the in-place form of, pointwise."""
+    if base in _NOT_POINTWISE:
+        return False
     packet = getattr(getattr(torch.ops, func.namespace), base, None)
     functional = getattr(packet, func._overloadname, func)
     return torch.Tag.pointwise in func.tags or torch.Tag.pointwise in functional.tags

@@ -68,12 +68,14 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = [t for t in tensors_of(args, kwargs) if isinstance(t, PerSample)]
         if not found:
             return self._constant(facts, func, args, kwargs)
+        for t in found:
+            self.samples.check(t)
         if facts.reshapes_in_place:
             return reshape_in_place(facts.name, func, args, kwargs)
         if facts.view:
             return view(facts.name, func, args, kwargs)
-        if facts.writes:
-            self._check_targets(facts, args, kwargs)
+        if targets := facts.targets(args, kwargs):
+            self._check(targets, facts)
         elif not self.own and not _makes_new(facts) and all(t.shared for t in found):
             return self._once(func, args, kwargs)
         result = self._physical(facts, func, args, kwargs)
@@ -84,7 +86,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _physical(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Try the rules from the special to the general."""
         result = NotImplemented
-        if (rule := rules.find(_key(func))) is not None:
+        if (rule := rules.find(facts.key)) is not None:
             result = rule(self.samples, *args, **kwargs)
         elif facts.pointwise:
             result = pointwise(func, args, kwargs)
@@ -95,7 +97,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _constant(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator without per-sample arguments."""
         result = func(*args, **kwargs)
-        if not self.own or facts.view or facts.writes:
+        if not self.own or facts.view or facts.may_write:
             return result
         return leaves(lambda t: PerSample(self.samples.expanded(t).contiguous()), result)
 
@@ -106,20 +108,20 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return leaves(lambda t: PerSample(self.samples.expanded(t)), func(*one, **named))
 
-    def _check_targets(self, facts: Facts, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, targets: list[Tensor], facts: Facts) -> None:
         """See that what is written to holds one value a sample."""
-        bound = facts.bind(args, kwargs)
-        for target in (bound[name] for name in facts.writes):
-            if isinstance(target, Tensor) and not (
-                isinstance(target, PerSample) and not target.shared and not target.conjugated
-            ):
-                if not self.own:
-                    raise SharedWrite
-                refuse(
-                    f"{facts.name} writes per-sample values into a parameter, or into a tensor "
-                    "made outside the forward pass",
-                    "Register the tensor as a buffer, make it in forward, or do not write to it.",
-                )
+        if facts.overload.endswith("out"):
+            refuse(f"{facts.name} has an argument out=", "Assign the result instead.")
+        for target in targets:
+            if isinstance(target, PerSample) and not target.shared and not target.conjugated:
+                continue
+            if not self.own:
+                raise SharedWrite
+            refuse(
+                f"{facts.name} writes per-sample values into a parameter, a conjugate, or a tensor "
+                "made outside the forward pass",
+                "Register the tensor as a buffer, make it in forward, or do not write to it.",
+            )
 
     def _with_targets(self, facts: Facts, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the written arguments themselves where the operator returns them."""
@@ -132,10 +134,6 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         ]
         return tuple(parts) if several else parts[0]
-
-
-def _key(func: Any) -> str:
-    return str(func).removeprefix("aten.")
 
 
 def _makes_new(facts: Facts) -> bool:

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from gradscope.backends.expand.tensor import PerSample, leaves, tensors_of
 
+_NUMBERS = frozenset(
+    f"aten.{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_")
+)
+
 
 def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Apply `func` to the physical tensors, their logical axes aligned from the right.
@@ -15,6 +19,8 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     promotion of dtypes, and the rule does not apply.
     """
     found = tensors_of(args, kwargs)
+    if _takes_a_number(func) and isinstance(args[-1], PerSample):
+        return NotImplemented
     if len({t.dtype for t in found}) > 1 and any(
         t.dim() == 0 and isinstance(t, PerSample) for t in found
     ):
@@ -31,6 +37,11 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     mine, named = leaves(aligned, (args, kwargs))
     return func(*mine, **named)
+
+
+def _takes_a_number(func: Any) -> bool:
+    """Whether the last argument must be a tensor without axes."""
+    return str(func) in _NUMBERS
 
 
 def _without_layout(wanted: torch.memory_format) -> torch.memory_format:

@@ -134,6 +134,11 @@ class Samples:
         """Return the physical tensor (n, *shape); a constant is expanded, and so shared."""
         return t.physical if isinstance(t, PerSample) else self.expanded(t.resolve_conj())
 
+    def check(self, t: PerSample) -> None:
+        """See that `t` is of this evaluation."""
+        if t.raw.shape[0] != self.n:
+            refuse("it keeps a tensor from an earlier evaluation", "Keep no state between calls.")
+
     def expanded(self, t: Tensor) -> Tensor:
         """Return a view (n, *shape) of `t` (*shape) with stride 0 over samples."""
         return t.unsqueeze(0).expand(self.n, *t.shape)
