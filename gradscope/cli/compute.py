@@ -116,7 +116,9 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
     except Exception:
         raise
     except BaseException:  # Ctrl-C or SIGTERM
-        if finished:
+        if not finished:
+            typer.echo("stopped before the first batch was finished; nothing was written", err=True)
+        else:
             words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
             command = shlex.join(["gradscope", *words, "--resume"])
             typer.echo(

@@ -70,6 +70,12 @@ class Registry(Generic[T]):
         self._load_plugins()
         return tuple(sorted(self._entries))
 
+    @property
+    def group(self) -> str:
+        """The entry point group in which other packages name their entries."""
+        plural = "es" if self.kind.endswith("s") else "s"
+        return f"gradscope.{self.kind.replace(' ', '_')}{plural}"
+
     def summary(self, name: str) -> str:
         """Return the first line of the entry's docstring, for `gradscope list`."""
         return (inspect.getdoc(self.get(name)) or "").partition("\n")[0]
@@ -86,5 +92,5 @@ class Registry(Generic[T]):
         if self._plugins_loaded:
             return
         self._plugins_loaded = True  # first: a plugin may itself look a name up
-        for point in entry_points(group=f"gradscope.{self.kind.replace(' ', '_')}s"):
+        for point in entry_points(group=self.group):
             self.register(point.name)(point.load())

@@ -7,7 +7,6 @@ import h5py
 import numpy as np
 from torch import Tensor
 
-from gradscope.storage import integrity
 from gradscope.storage.columns import create_column, describe
 from gradscope.storage.layout import as_numpy, create, numpy_dtype, split
 from gradscope.storage.names import escape
@@ -27,7 +26,6 @@ def build(file: h5py.File, plan: FilePlan, rows: Rows) -> None:
     file.attrs["run"] = to_json(plan.run)
     file.attrs["identity"] = to_json(plan.identity)
     file.attrs["parameters"] = to_json(plan.parameters)
-    create(file, integrity.CHECKSUM, (32,), np.dtype(np.uint8), None)
     samples, norms = file.create_group("samples"), file.create_group("norms")
     for name, column in rows.samples.items():
         create(samples, name, (plan.n,), numpy_dtype(column.dtype), None)

@@ -50,8 +50,7 @@ def complete(
 def _seal(paths: Paths, descriptor: int) -> None:
     with h5py.File(paths.part, "r", locking=False) as file:
         taken = integrity.extents(file)
-        place = file[integrity.CHECKSUM].id.get_offset()
-    os.pwrite(descriptor, integrity.seal(descriptor, taken), place)
+    integrity.write_seal(descriptor, taken)
 
 
 def _verify(paths: Paths) -> None:

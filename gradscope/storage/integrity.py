@@ -1,22 +1,31 @@
-"""Where the bytes of a result file lie, and the seal over those that have no checksum of their own.
+"""The seal: which bytes of a result file are checked by what.
 
 Rows lie in chunks with checksums, the sample table and the norms have one SHA-256 a column. All
-other bytes (the structure, names, attributes, scalars) are few; their SHA-256 is the `checksum`
-data set, so that no byte of the file can change unseen.
+other bytes (structure, names, attributes, scalars) are few, and HDF5 would believe them whatever
+they say. Their SHA-256 stands behind HDF5's own end of the file, and is checked before HDF5 sees
+the file: no byte of it can change unseen.
+
+    seal = extents (m, 2) int64 · m int64 · SHA-256 (32 bytes) · "gradseal"      little-endian
+
+An extent is (offset, size) of bytes that have a checksum of their own. The SHA-256 is that of the
+extents followed by all bytes before the seal that lie in none of them.
 """
 
 import hashlib
 import os
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import h5py
 import numpy as np
 
 from gradscope.errors import ResultFileError
 
-CHECKSUM = "checksum"
 TABLES = ("samples", "norms")
 _PIECE = 2**22
+_MAGIC = b"gradseal"
+_TAIL = struct.Struct("<q32s8s")
 
 
 def datasets(file: h5py.File) -> Iterator[h5py.Dataset]:
@@ -50,17 +59,20 @@ def chunk_extents(dataset: h5py.Dataset) -> np.ndarray:
 
 
 def extents(file: h5py.File) -> np.ndarray:
-    """Return (m, 2) int64, sorted: offset and size of all bytes that the seal leaves out."""
+    """Return (m, 2) int64, sorted and joined: offset and size of the bytes the seal leaves out."""
     parts = [np.empty((0, 2), np.int64)]
     for dataset in datasets(file):
-        own = dataset.name == f"/{CHECKSUM}" or dataset.name.split("/")[1] in TABLES
         if dataset.chunks is not None:
             parts.append(chunk_extents(dataset))
-        elif own and dataset.id.get_offset() is not None:
-            size = dataset.id.get_storage_size()
-            parts.append(np.array([[dataset.id.get_offset(), size]], np.int64))
+        elif dataset.name.split("/")[1] in TABLES:
+            place, size = dataset.id.get_offset(), dataset.id.get_storage_size()
+            parts.append(np.array([[place, size]], np.int64))
     together = np.concatenate(parts)
-    return together[np.argsort(together[:, 0])]
+    together = together[np.argsort(together[:, 0])]
+    ends = together.sum(1)
+    first = np.flatnonzero(np.r_[True, together[1:, 0] != ends[:-1]][: len(together)])
+    last = np.r_[first[1:] - 1, len(together) - 1][: len(first)]
+    return np.stack([together[first, 0], ends[last] - together[first, 0]], 1)
 
 
 def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
@@ -74,10 +86,32 @@ def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
         yield position, size
 
 
-def seal(descriptor: int, taken: np.ndarray) -> bytes:
-    """Return the SHA-256 of all bytes outside `taken`."""
-    digest = hashlib.sha256()
-    for start, stop in gaps(taken, os.fstat(descriptor).st_size):
+def write_seal(descriptor: int, taken: np.ndarray) -> None:
+    """Append the seal to a file whose bytes `taken` (m, 2) have checksums of their own."""
+    size = os.fstat(descriptor).st_size
+    table = np.ascontiguousarray(taken, "<i8").tobytes()
+    digest = _digest(descriptor, table, size)
+    os.pwrite(descriptor, table + _TAIL.pack(len(taken), digest, _MAGIC), size)
+
+
+def is_intact(path: Path) -> bool | None:
+    """Whether the file is as it was sealed; None when it has no seal."""
+    with path.open("rb") as file:
+        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+        tail = os.pread(descriptor, _TAIL.size, max(0, size - _TAIL.size))
+        if len(tail) < _TAIL.size or not tail.endswith(_MAGIC):
+            return None
+        count, digest, _ = _TAIL.unpack(tail)
+        end = size - _TAIL.size - 16 * count
+        if count < 0 or end < 0:
+            return False
+        table = os.pread(descriptor, 16 * count, end)
+        return bool(_digest(descriptor, table, end) == digest)
+
+
+def _digest(descriptor: int, table: bytes, size: int) -> bytes:
+    digest = hashlib.sha256(table)
+    for start, stop in gaps(np.frombuffer(table, "<i8").reshape(-1, 2), size):
         for at in range(start, stop, _PIECE):
             digest.update(os.pread(descriptor, min(_PIECE, stop - at), at))
     return digest.digest()

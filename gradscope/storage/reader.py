@@ -1,7 +1,6 @@
 """Reading result files."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -155,10 +154,10 @@ def open_file(path: str | Path) -> GradientFile:
     path = Path(path)
     try:
         with reading(str(path)):
-            file = _opened(path)
+            file, sealed = _opened(path)
             try:
-                _check(file, path)
-                return GradientFile(path, file)
+                _check(file, path.stat().st_size, sealed)
+                return _contents(path, file)
             except BaseException:
                 file.close()
                 raise
@@ -166,7 +165,18 @@ def open_file(path: str | Path) -> GradientFile:
         raise error if error.where else error.at(str(path)) from error.__cause__
 
 
-def _opened(path: Path) -> h5py.File:
+def _contents(path: Path, file: h5py.File) -> GradientFile:
+    try:
+        return GradientFile(path, file)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ResultFileError(
+            f"groups or attributes are not those of a result file ({error})",
+            remedy="Give the file that gradscope compute -o wrote.",
+        ) from error
+
+
+def _opened(path: Path) -> tuple[h5py.File, bool]:
+    """Open the file, having checked its seal, and return whether it has one."""
     if not path.is_file():
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
@@ -175,12 +185,15 @@ def _opened(path: Path) -> h5py.File:
             if part.exists()
             else "Check the path.",
         )
+    intact = integrity.is_intact(path)
+    if intact is False:
+        raise _changed("its structure was changed after it was written")
     if not h5py.is_hdf5(path):
         raise ResultFileError(
             "this is not an HDF5 file", remedy="Give the file that gradscope compute -o wrote."
         )
     try:
-        return h5py.File(path, "r", locking=False)
+        return h5py.File(path, "r", locking=False), intact is not None
     except OSError as error:
         if "truncated" not in str(error):
             raise
@@ -189,8 +202,7 @@ def _opened(path: Path) -> h5py.File:
         ) from error
 
 
-def _check(file: h5py.File, path: Path) -> None:
-    size = path.stat().st_size
+def _check(file: h5py.File, size: int, sealed: bool) -> None:
     safety.check_attributes(file, size)
     found = file.attrs.get("format")
     if not isinstance(found, str) or found != FORMAT:
@@ -209,22 +221,13 @@ def _check(file: h5py.File, path: Path) -> None:
             "the file is not finished: its run was stopped, or is still going on",
             remedy="Go on with it: the same command and --resume.",
         )
+    if not sealed:
+        raise _changed("its seal is missing: it was cut short, or changed after it was written")
     safety.check(file, size)
-    _check_seal(file, path)
 
 
-def _check_seal(file: h5py.File, path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        found = integrity.seal(descriptor, integrity.extents(file))
-    finally:
-        os.close(descriptor)
-    checksum = file.get(integrity.CHECKSUM)
-    if not isinstance(checksum, h5py.Dataset) or bytes(checksum[()]) != found:
-        raise ResultFileError(
-            "the file's structure was changed after it was written: its checksum does not match",
-            remedy="Take another copy of it, or compute it again.",
-        )
+def _changed(what: str) -> ResultFileError:
+    return ResultFileError(what, remedy="Take another copy of the file, or compute it again.")
 
 
 def _column(dataset: h5py.Dataset) -> np.ndarray:

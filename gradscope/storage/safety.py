@@ -9,6 +9,7 @@ from math import prod
 import h5py
 
 from gradscope.errors import ResultFileError
+from gradscope.storage.factors import AXES
 
 _DEPTH = 4  # /chains/0/NAME/left
 _FILTERS = (h5py.h5z.FILTER_FLETCHER32,)
@@ -70,8 +71,8 @@ def _check_dataset(dataset: h5py.Dataset, size: int) -> None:
         raise _refused(dataset, "takes its data from other files")
     if dataset.dtype.kind not in _KINDS or dataset.shape is None:
         raise _refused(dataset, f"holds {dataset.dtype}, not numbers")
-    if dataset.is_scale:
-        return  # only a name for an axis; its data are never read
+    if _is_axis(dataset.name):
+        return  # only a name and a size; its data are never read
     filters = [plist.get_filter(k)[0] for k in range(plist.get_nfilters())]
     if any(code not in _FILTERS for code in filters):
         raise _refused(dataset, f"needs the filters {filters}, which are not known here")
@@ -81,6 +82,12 @@ def _check_dataset(dataset: h5py.Dataset, size: int) -> None:
         raise _refused(dataset, f"claims {dataset.nbytes:,} bytes that are not stored")
     if dataset.nbytes > size:
         raise _refused(dataset, f"claims {dataset.nbytes:,} bytes in a file of {size:,}")
+
+
+def _is_axis(name: str) -> bool:
+    """Whether a dimension scale belongs here: at the root, or beside a group's factors."""
+    parts = name.strip("/").split("/")
+    return len(parts) == 1 or (len(parts) == _DEPTH and parts[-1] not in AXES)
 
 
 def _refused(item: h5py.HLObject, what: str) -> ResultFileError:

@@ -7,15 +7,12 @@ parameters share them. A factored group has its own scales k, t, r, c or t, d. T
 import h5py
 
 from gradscope.storage.factors import AXES
-from gradscope.storage.integrity import CHECKSUM
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable. "  # netCDF-4's own marker
 
 
 def attach_all(file: h5py.File) -> None:
-    """Name every axis of every data set."""
-    checksum = file[CHECKSUM]
-    _attach(checksum, 0, _scale(file, "byte", checksum.shape[0]))
+    """Name every axis of every data set under /samples, /norms and /chains."""
     for table in ("samples", "norms"):
         for dataset in file[table].values():
             _attach(dataset, 0, _scale(file, "sample", dataset.shape[0]))

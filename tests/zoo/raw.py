@@ -195,3 +195,13 @@ def low_rank_state_space() -> Setup:
 
     model = Net(forward, decay=param(3), b=param(4, 3), c=param(3, 2))
     return regression(model, torch.randn(N, 6, 4))
+
+
+@case()
+def stacked_expert_weights_with_bias() -> Setup:
+    def forward(net: nn.Module, x):
+        flat = x.transpose(0, 1)  # (3 experts, n, 4): the samples lie along the rows
+        return torch.baddbmm(net.bias, flat, net.weight, beta=0.5, alpha=1.5).sum(0).tanh()
+
+    model = Net(forward, bias=param(3, 1, 7), weight=param(3, 4, 7))
+    return regression(model, torch.randn(N, 3, 4))

@@ -25,11 +25,12 @@ from gradscope.backends.expand import (  # noqa: F401  (importing files the rule
     indexing,
     matmul,
     normalisation,
+    packing,
     shapes,
 )
 from gradscope.backends.expand.evaluation import evaluated
 from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.tensor import REMEDY, Differ, SharedWrite
+from gradscope.backends.expand.tensor import REMEDY, Differ, Own, SharedWrite
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.locate import layer_of
@@ -50,17 +51,18 @@ def expand(problem: Problem) -> Iterator[Evaluate]:
 
     Coupled samples get what a batch of one gives, as with `loop`.
     """
-    own = False  # a model that has written to shared tensors once will do so again
+    own = Own.NOTHING  # a model that has written to shared tensors once will do so again
 
     def attempt(batch: Batch) -> Part:
         nonlocal own
-        try:
-            return evaluated(problem, batch, own)
-        except SharedWrite:
-            own = True
-            return attempt(batch)
-        except Differ as difference:
-            groups = _groups(difference.keys)
+        while True:
+            try:
+                return evaluated(problem, batch, own)
+            except SharedWrite as write:
+                own = write.needed
+            except Differ as difference:
+                groups = _groups(difference.keys)
+                break
         return in_parts(batch, groups)
 
     def in_parts(batch: Batch, parts: list[Tensor]) -> Part:

@@ -43,6 +43,7 @@ _BY_AXES = (
     "cummin.default",
     "logcumsumexp.default",
     "_softmax.default",
+    "_safe_softmax.default",
     "_log_softmax.default",
     "_softmax_backward_data.default",
     "_log_softmax_backward_data.default",
@@ -115,17 +116,15 @@ def _by_axes(key: str) -> None:
             if isinstance(index, PerSample):
                 return NotImplemented
         ranks = {t.dim() for t in tensors_of(tuple(bound.values()), {})}
-        if len(ranks) != 1 or 0 in ranks:
+        width = next((len(bound[k]) for k in _SIZES & bound.keys()), max(ranks))
+        if len(ranks) != 1 or width == 0:
             return NotImplemented
-        width = ranks.pop()
         for axes in _AXES & bound.keys():
             bound[axes] = _moved(bound[axes], width, name)
             if bound[axes] is None:
                 return NotImplemented
         for sizes in _SIZES & bound.keys():
             bound[sizes] = [s.n, *bound[sizes]]
-            if len(bound[sizes]) < 2:
-                return NotImplemented
         physical = leaves(s.of, bound)
         if name in _PLAIN_INDEX:
             physical["index"] = index

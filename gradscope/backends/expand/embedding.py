@@ -1,5 +1,7 @@
 """Embeddings: rows of a shared table, or of one table a sample laid end to end."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -47,3 +49,19 @@ def embedding_backward(
     flat = _own_rows(s, rows, size)
     out: Tensor = aten.embedding_dense_backward(values, flat, s.n * size, -1, scale_grad_by_freq)
     return unfold(out, s.n)
+
+
+@rules.register("_sparse_coo_tensor_with_dims_and_tensors.default")
+def sparse_gradient(
+    s: Samples,
+    sparse_dim: int,
+    dense_dim: int,
+    size: list[int],
+    indices: Tensor,
+    values: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """Return what an embedding with sparse gradients makes of them, in dense form."""
+    rows, added = s.of(indices), s.of(values)  # (n, axes, entries), (n, entries, ...)
+    own = torch.arange(s.n, device=rows.device).unsqueeze(1)
+    return added.new_zeros(s.n, *size).index_put_((own, *rows.unbind(1)), added, True)

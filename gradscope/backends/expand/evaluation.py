@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends.expand.mode import Interpreter
-from gradscope.backends.expand.tensor import PerSample
+from gradscope.backends.expand.tensor import Own, PerSample
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.problem import Problem, is_model_loss, model_loss
 
 
-def evaluated(problem: Problem, batch: Batch, own: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def evaluated(problem: Problem, batch: Batch, own: Own) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the losses (n,) and {name: gradients (n, *shape)}.
 
     Args:
         problem: The problem.
         batch: n samples.
-        own: Whether each sample has its own copy of every tensor that the model may write to.
+        own: What is each sample's own.
 
     Raises:
-        SharedWrite: The model writes to a tensor that samples share, and `own` is False.
+        SharedWrite: The model writes to a tensor that samples share.
         Differ: Samples take different ways through the model.
     """
     n = len(batch)

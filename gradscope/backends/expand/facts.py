@@ -18,6 +18,8 @@ _ALSO_POINTWISE = frozenset(
         "isclose",
         "_to_copy",
         "polar",
+        "complex",
+        "hardswish",
         "lift",
         "_prelu_kernel",
         "_prelu_kernel_backward",

@@ -23,9 +23,7 @@ def sample_by_sample(s: Samples, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _slice(t: Tensor, i: int) -> Tensor:
-    if not isinstance(t, PerSample):
-        return t
-    return t.raw[i].conj_physical() if t.conjugated else t.raw[i]
+    return t.physical[i] if isinstance(t, PerSample) else t
 
 
 def _stacked(results: list[Any]) -> Any:

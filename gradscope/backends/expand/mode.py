@@ -11,6 +11,7 @@ from gradscope.backends.expand.fallback import sample_by_sample
 from gradscope.backends.expand.pointwise import pointwise
 from gradscope.backends.expand.rules import rules
 from gradscope.backends.expand.tensor import (
+    Own,
     PerSample,
     Samples,
     SharedWrite,
@@ -27,12 +28,10 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         n: The number of samples.
-        own: Whether every tensor made on the way is each sample's own from the start, so that it
-            can be written to. Without, it is shared while it can be, and writing to it raises
-            `SharedWrite`.
+        own: What is each sample's own; writing to what is shared raises `SharedWrite`.
     """
 
-    def __init__(self, n: int, own: bool) -> None:
+    def __init__(self, n: int, own: Own) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Samples(n)
         self.own = own
@@ -76,7 +75,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return view(facts.name, func, args, kwargs)
         if targets := facts.targets(args, kwargs):
             self._check(targets, facts)
-        elif not self.own and not _makes_new(facts) and all(t.shared for t in found):
+        elif self.own < Own.RESULTS and not _makes_new(facts) and all(t.shared for t in found):
             return self._once(func, args, kwargs)
         result = self._physical(facts, func, args, kwargs)
         if not any(facts.returns_written):
@@ -97,8 +96,10 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _constant(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator without per-sample arguments."""
         result = func(*args, **kwargs)
-        if not self.own or facts.view or facts.may_write:
+        if self.own < Own.EVERYTHING or facts.view or facts.may_write:
             return result
+        if facts.key == "empty.memory_format" and not result.is_floating_point():
+            return result  # torch's own code makes such tables and writes to their memory
         return leaves(lambda t: PerSample(self.samples.expanded(t).contiguous()), result)
 
     def _once(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -110,13 +111,14 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check(self, targets: list[Tensor], facts: Facts) -> None:
         """See that what is written to holds one value a sample."""
-        if facts.overload.endswith("out"):
+        if facts.overload.endswith("out") and not facts.pointwise:
             refuse(f"{facts.name} has an argument out=", "Assign the result instead.")
         for target in targets:
-            if isinstance(target, PerSample) and not target.shared and not target.conjugated:
+            if isinstance(target, PerSample) and not target.shared and not target.lazy:
                 continue
-            if not self.own:
-                raise SharedWrite
+            needed = Own.RESULTS if isinstance(target, PerSample) else Own.EVERYTHING
+            if self.own < needed and not target.is_conj():
+                raise SharedWrite(needed)
             refuse(
                 f"{facts.name} writes per-sample values into a parameter, a conjugate, or a tensor "
                 "made outside the forward pass",

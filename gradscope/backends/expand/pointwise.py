@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.tensor import PerSample, leaves, tensors_of
+from gradscope.backends.expand.tensor import PerSample, leaves, refuse, tensors_of
 
 _NUMBERS = frozenset(
     f"aten.{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_")
@@ -26,6 +26,8 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ):
         return NotImplemented
     width = max(t.dim() for t in found)
+    if isinstance(out := kwargs.get("out"), Tensor) and out.shape != _shape(args):
+        refuse("an argument out= has another shape than the result", "Assign the result instead.")
     if isinstance(kwargs.get("memory_format"), torch.memory_format):
         kwargs = {**kwargs, "memory_format": _without_layout(kwargs["memory_format"])}
 
@@ -37,6 +39,13 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     mine, named = leaves(aligned, (args, kwargs))
     return func(*mine, **named)
+
+
+def _shape(args: Any) -> torch.Size:
+    """Return the logical shape that the arguments broadcast to."""
+    shapes = [t.shape for t in tensors_of(args, {})]
+    result: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _takes_a_number(func: Any) -> bool:

@@ -7,6 +7,7 @@ one value that all samples read, such as a parameter.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -17,11 +18,29 @@ from gradscope.errors import UnsupportedError
 REMEDY = "Use the hooks or the loop backend for this model."
 
 
+class Own(IntEnum):
+    """What is each sample's own from the start, so that per-sample values can be written to it.
+
+    The less, the more is computed once for all samples.
+    """
+
+    NOTHING = 0
+    RESULTS = 1  # of operators on parameters alone
+    EVERYTHING = 2  # also constants made in the forward pass, and buffers
+
+
 class SharedWrite(BaseException):
     """Per-sample values were to be written into a tensor that all samples share.
 
     A signal, which the model's own `except Exception` must not catch.
+
+    Args:
+        needed: With what they could be.
     """
+
+    def __init__(self, needed: Own) -> None:
+        super().__init__(needed)
+        self.needed = needed
 
 
 class Differ(BaseException):
@@ -45,13 +64,12 @@ class PerSample(Tensor):
     """A tensor (*shape) to the model, one value a sample in truth.
 
     Attributes:
-        raw: (n, *shape), the memory; without a graph, since the graph is the wrapper's.
-        conjugated: Whether the values are the conjugates of what is in memory. Torch's own lazy
-            conjugation is not resolved at this depth of its dispatch.
+        raw: (n, *shape), the memory; without a graph, since the graph is the wrapper's. Torch's
+            lazy conjugation and negation are marks on the wrapper, never on the memory: at this
+            depth of its dispatch torch no longer resolves them.
     """
 
     raw: Tensor
-    conjugated: bool
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -67,7 +85,6 @@ class PerSample(Tensor):
             requires_grad=requires_grad,
         )
         made.raw = raw
-        made.conjugated = False
         return made
 
     @classmethod
@@ -77,10 +94,24 @@ class PerSample(Tensor):
         """Refuse: only `Interpreter` knows what an operation means."""
         refuse(f"{func} was called on a tensor kept from an earlier evaluation")
 
+    def marked(self, conjugated: bool, negated: bool) -> "PerSample":
+        """Mark the values as conjugates or negatives of what is in memory, and return self."""
+        if conjugated:
+            torch._C._set_conj(self, True)
+        if negated:
+            torch._C._set_neg(self, True)
+        return self
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the values are not those in memory."""
+        return self.is_conj() or self.is_neg()
+
     @property
     def physical(self) -> Tensor:
-        """The values (n, *shape): the memory itself, or a conjugated copy."""
-        return self.raw.conj_physical() if self.conjugated else self.raw
+        """The values (n, *shape): the memory itself, or a copy where they are lazy."""
+        values = self.raw.conj_physical() if self.is_conj() else self.raw
+        return values.neg() if self.is_neg() else values
 
     @property
     def shared(self) -> bool:
@@ -110,6 +141,10 @@ class PerSample(Tensor):
         return f"PerSample({tuple(self.shape)}, samples={self.raw.shape[0]})"
 
 
+class Common(Tensor):
+    """A rule's result that all samples have in common, to be handed to the model as it is."""
+
+
 def same_as(keys: list[str]) -> None:
     """See that all samples have the same key.
 
@@ -132,7 +167,7 @@ class Samples:
 
     def of(self, t: Tensor) -> Tensor:
         """Return the physical tensor (n, *shape); a constant is expanded, and so shared."""
-        return t.physical if isinstance(t, PerSample) else self.expanded(t.resolve_conj())
+        return t.physical if isinstance(t, PerSample) else self.expanded(_resolved(t))
 
     def check(self, t: PerSample) -> None:
         """See that `t` is of this evaluation."""
@@ -143,11 +178,17 @@ class Samples:
         """Return a view (n, *shape) of `t` (*shape) with stride 0 over samples."""
         return t.unsqueeze(0).expand(self.n, *t.shape)
 
-    def wrap(self, t: Tensor) -> PerSample:
+    def wrap(self, t: Tensor) -> Tensor:
         """Wrap the physical tensor (n, *shape) that a rule returned."""
+        if isinstance(t, Common):
+            return t.as_subclass(Tensor)
         if t.dim() == 0 or t.shape[0] != self.n:
             refuse(f"a result {tuple(t.shape)} has no axis of {self.n} samples")
         return PerSample(t)
+
+
+def _resolved(t: Tensor) -> Tensor:
+    return t.resolve_conj().resolve_neg()
 
 
 def is_shared(physical: Tensor) -> bool:

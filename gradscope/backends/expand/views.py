@@ -18,27 +18,25 @@ def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     The result shares memory with the argument, so later writes in place are seen by both.
     """
     base, *rest = args
-    if not isinstance(base, PerSample) or name == "_neg_view":
-        refuse(f"it has no rule for {name}, and a copy would not be a view")
+    if not isinstance(base, PerSample):
+        refuse(f"it has no rule for {name} of a constant, and a copy would not be a view")
     raw = base.raw
-    if name in _REINTERPRET and base.conjugated:
-        refuse("it looks at the memory of a conjugate", "Call resolve_conj() before.")
-    if name in ("_conj", "detach", "alias"):
+    if name in ("_conj", "_neg_view", "detach", "alias"):
         first: Any = raw[0]
     elif name in _REINTERPRET:
-        return PerSample(func(raw, *rest, **kwargs))
+        return PerSample(func(raw, *rest, **kwargs)).marked(False, base.is_neg())
     else:
         first = func(raw[0], *rest, **kwargs)
 
     def repeated(view: Tensor) -> PerSample:
         if view.dtype != raw.dtype:
-            return PerSample(func(raw, *rest, **kwargs))
+            refuse(f"{name} reads the memory as {view.dtype}")
         whole = raw.as_strided(
             (raw.shape[0], *view.shape), (raw.stride(0), *view.stride()), view.storage_offset()
         )
-        made = PerSample(whole)
-        made.conjugated = base.conjugated != (name == "_conj")
-        return made
+        return PerSample(whole).marked(
+            base.is_conj() != (name == "_conj"), base.is_neg() != (name == "_neg_view")
+        )
 
     return leaves(repeated, first)
 

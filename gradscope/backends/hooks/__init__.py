@@ -20,6 +20,8 @@ from gradscope.backends.hooks.graph.analysis import (
     Output,
     analyse,
 )
+from gradscope.backends.hooks.graph.axes import Axis
+from gradscope.backends.hooks.graph.flow import gradients_at, opened
 from gradscope.backends.hooks.graph.trace import Trace, trace
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules
@@ -118,20 +120,13 @@ class _Program:
         outputs = [(k, j) for k in nodes for j in range(len(recorded.shapes[k]))]
         if not outputs:
             return {}
-        gradients = torch.autograd.grad(
-            recorded.losses,
-            [internals.edge(recorded.nodes[k], j) for k, j in outputs],
-            grad_outputs=torch.ones_like(recorded.losses),
-            retain_graph=True,
-            allow_unused=True,
-        )
-        at = dict(zip(outputs, gradients, strict=True))
-        _refuse_unsettled(recorded, analysis, at)
+        at = gradients_at(recorded, outputs, torch.ones_like(recorded.losses))
+        axes = analysis.axes | opened(recorded, analysis.open, at)
         with torch.no_grad():  # what was saved still has its graph
             arrived = [
                 (edge.source, _block(recorded.kinds[edge.node], site))
                 for edge in analysis.frontier
-                if (site := _site(recorded, analysis, edge, at)) is not None
+                if (site := _site(recorded, axes, edge, at)) is not None
             ]
             return pull_back(recorded, arrived, self.problem.parameters)
 
@@ -148,7 +143,10 @@ class _Program:
 
 
 def _site(
-    recorded: Trace, analysis: Analysis, edge: FrontierEdge, at: Mapping[Output, Tensor | None]
+    recorded: Trace,
+    axes: Mapping[Output, Axis],
+    edge: FrontierEdge,
+    at: Mapping[Output, Tensor | None],
 ) -> Site | None:
     """Gather what a rule needs at a frontier edge, or None where no gradient arrived."""
     outputs = [(edge.node, j) for j in range(len(recorded.shapes[edge.node]))]
@@ -162,7 +160,7 @@ def _site(
         n=recorded.n,
         shape=recorded.shapes[source][output],
         gradients=gradients,
-        axes=tuple(analysis.axes.get(output) for output in outputs),
+        axes=tuple(axes.get(output) for output in outputs),
     )
 
 
@@ -171,19 +169,6 @@ def _block(kind: str, site: Site) -> Block:
     usable = rule is not None and site.gradients[0] is not None and site.axes[0] is not None
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block
-
-
-def _refuse_unsettled(
-    recorded: Trace, analysis: Analysis, at: Mapping[Output, Tensor | None]
-) -> None:
-    for output in analysis.unsettled:
-        gradient = at.get(output)
-        if gradient is not None and bool(gradient.any()):
-            raise UnsupportedError(
-                "the first samples' gradients do not tell whose the rows of a merged axis are",
-                where=f"operation {recorded.kinds[output[0]]}",
-                remedy=OTHERS,
-            )
 
 
 def _has_fused_recurrence(recorded: Trace) -> bool:

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from gradscope.backends.hooks.graph.axes import (
+    OwnedAxis,
     SampleAxis,
     changed_axis,
     consistent,
     layouts,
+    owned,
     support,
 )
 
@@ -44,9 +46,13 @@ def test_the_axis_that_changes_is_the_sample_axis() -> None:
     assert changed_axis((4, 4), 3, (4, 4), 2) is None
 
 
-@pytest.mark.parametrize("shapes", [((3, 3), (2, 2)), ((4,), (3,)), ((7, 5), (4, 5))])
+def test_uneven_growth_has_no_entries_a_sample() -> None:
+    assert changed_axis((7, 5), 3, (4, 5), 2) == (0, None)
+
+
+@pytest.mark.parametrize("shapes", [((3, 3), (2, 2)), ((6, 6, 4), (4, 4, 4)), ((3,), (2, 1))])
 def test_what_has_no_single_sample_axis_is_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match=r"axes|multiple"):
+    with pytest.raises(ValueError, match=r"axes|shape"):
         changed_axis(shapes[0], 3, shapes[1], 2)
 
 
@@ -67,3 +73,31 @@ def test_a_nan_counts_as_touched() -> None:
     gradient = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
     assert support(gradient, 0).tolist() == [False, True]
     assert support(gradient, 1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_owners_are_read_off_two_gradients(axis: int) -> None:
+    owner = torch.tensor([2, 0, 0, -1, 3, 2, 2])
+    values = torch.rand(7, 4, dtype=torch.float64) + 0.1
+    values[owner == -1] = 0
+    weighted = values * (owner + 1).unsqueeze(1)
+    pair = (values, weighted) if axis == 0 else (values.T, weighted.T)
+    assert owned(*pair, axis, 5).owner.tolist() == owner.tolist()
+
+
+def test_an_entry_of_two_samples_has_no_owner() -> None:
+    gradient = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    weighted = torch.tensor([[1.0, 2.0], [2.0, 2.0]])
+    with pytest.raises(ValueError, match="several samples"):
+        owned(gradient, weighted, 0, 3)
+
+
+def test_uneven_samples_are_padded_with_zeros() -> None:
+    axis = OwnedAxis(1, torch.tensor([2, 0, 0, -1, 2, 2]))
+    values = torch.arange(12.0).reshape(2, 6)
+    first = axis.first(values, 3)
+    assert first.shape == (3, 2, 3)
+    assert first[0].tolist() == [[1, 2, 0], [7, 8, 0]]
+    assert first[1].tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert first[2].tolist() == [[0, 4, 5], [6, 10, 11]]
+    assert axis.only(values, 3, 0).tolist() == [[0, 1, 2, 0, 0, 0], [0, 7, 8, 0, 0, 0]]

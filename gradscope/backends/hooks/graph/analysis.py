@@ -22,6 +22,9 @@ from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 
 Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
+Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
+
+_CONSTANT: Growth = (-1, None)
 
 OTHERS = "Use the vmap or loop backend, or let auto choose."
 
@@ -47,31 +50,40 @@ class Analysis:
 
     Attributes:
         trace: The small forward pass that was analysed; only its shape is used afterwards.
-        axes: The sample axis of each node output that has one.
+        axes: The sample axis of each output at the frontier whose layout is known.
+        open: The axis of each output at the frontier whose owners each batch must tell: masked,
+            sorted or packed rows, or rows without a gradient so far.
         frontier: Every edge by which a selected parameter's influence reaches samples.
-        unsettled: Outputs whose gradients were all zero here, so that their layout is open.
+        sizes: For each output that grows with the batch: (axis, entries a sample or None).
     """
 
     trace: Trace
     axes: dict[Output, SampleAxis]
+    open: dict[Output, int]
     frontier: tuple[FrontierEdge, ...]
-    unsettled: frozenset[Output]
+    sizes: dict[Output, Growth | None]
 
     def fits(self, other: Trace) -> bool:
         """Whether another forward pass is this program, up to the number of samples."""
         if not self.trace.same_program(other):
             return False
         return all(
-            self._grown(node, output, shape, other.n) == other.shapes[node][output]
+            self._fits(self.sizes.get((node, output), _CONSTANT), shape, found, other.n)
             for node, shapes in enumerate(self.trace.shapes)
-            for output, shape in enumerate(shapes)
+            for output, (shape, found) in enumerate(zip(shapes, other.shapes[node], strict=True))
         )
 
-    def _grown(self, node: int, output: int, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        axis = self.axes.get((node, output))
-        if axis is None:
-            return shape
-        return (*shape[: axis.axis], axis.positions * n, *shape[axis.axis + 1 :])
+    @staticmethod
+    def _fits(
+        growth: Growth | None, shape: tuple[int, ...], found: tuple[int, ...], n: int
+    ) -> bool:
+        if growth is None or len(shape) != len(found):
+            return growth is None
+        axis, positions = growth
+        if axis < 0:
+            return shape == found
+        same = shape[:axis] + shape[axis + 1 :] == found[:axis] + found[axis + 1 :]
+        return same and (positions is None or found[axis] == positions * n)
 
 
 def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
@@ -83,7 +95,7 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         parameters: `id` of each selected parameter.
 
     Raises:
-        UnsupportedError: The program or its layout depends on the number of samples.
+        UnsupportedError: The program depends on the number of samples.
         CoupledSamplesError: A loss depends on other samples.
     """
     if not first.same_program(second):
@@ -92,10 +104,10 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
             where=_first_difference(first, second),
             remedy=OTHERS,
         )
-    sizes = _changed_axes(first, second)
-    wanted = _reaching(first, parameters)
-    _refuse_mixing(first, sizes)
+    sizes = _growths(first, second)
     on_samples = {node for node, _ in sizes}
+    wanted = _upstream_closed(first, _leaves(first, parameters))
+    _refuse_mixing(first, on_samples, wanted)
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(on_samples)
@@ -104,35 +116,40 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     )
     inputs = {node for node in on_samples if internals.leaf(first.nodes[node]) is not None}
     needed = {edge.node for edge in frontier} | inputs
-    observed = [output for output in sizes if output[0] in needed]
-    found, unsettled = _settled(first, {output: sizes[output] for output in observed})
-    axes = {output: SampleAxis(axis, 1, size) for output, (axis, size) in sizes.items()}
-    return Analysis(first, axes | found, frontier, unsettled)
+    observed = {output: growth for output, growth in sizes.items() if output[0] in needed}
+    axes, still_open = _layouts(first, _single_axes(first, observed))
+    return Analysis(first, axes, still_open, frontier, sizes)
 
 
-def _changed_axes(first: Trace, second: Trace) -> dict[Output, tuple[int, int]]:
-    sizes: dict[Output, tuple[int, int]] = {}
+def _growths(first: Trace, second: Trace) -> dict[Output, Growth | None]:
+    """Return how each output grows with the batch; None where several axes do."""
+    sizes: dict[Output, Growth | None] = {}
     for node, (shapes, others) in enumerate(zip(first.shapes, second.shapes, strict=True)):
         for output, (shape, other) in enumerate(zip(shapes, others, strict=True)):
             try:
-                if len(shape) != len(other):
-                    raise ValueError(f"an output has shape {shape} or {other}")
-                change = changed_axis(shape, first.n, other, second.n)
-            except ValueError as error:
-                raise UnsupportedError(
-                    f"no single sample axis: {error}",
-                    where=f"operation {first.kinds[node]}",
-                    remedy=OTHERS,
-                ) from error
-            if change is not None:
-                sizes[node, output] = change
+                growth = changed_axis(shape, first.n, other, second.n)
+            except ValueError:
+                sizes[node, output] = None
+            else:
+                if growth is not None:
+                    sizes[node, output] = growth
     return sizes
 
 
-def _reaching(trace: Trace, parameters: set[int]) -> set[int]:
-    """Return the nodes from which a selected parameter can be reached."""
-    leaves = {k for k, node in enumerate(trace.nodes) if id(internals.leaf(node)) in parameters}
-    return _upstream_closed(trace, leaves)
+def _single_axes(trace: Trace, observed: dict[Output, Growth | None]) -> dict[Output, Growth]:
+    """Refuse outputs at the frontier of which several axes grow."""
+    for (node, output), growth in observed.items():
+        if growth is None:
+            raise UnsupportedError(
+                f"an output of shape {trace.shapes[node][output]} has no single sample axis",
+                where=f"operation {trace.kinds[node]}",
+                remedy=OTHERS,
+            )
+    return {output: growth for output, growth in observed.items() if growth is not None}
+
+
+def _leaves(trace: Trace, parameters: set[int]) -> set[int]:
+    return {k for k, node in enumerate(trace.nodes) if id(internals.leaf(node)) in parameters}
 
 
 def _upstream_closed(trace: Trace, seeds: set[int]) -> set[int]:
@@ -150,10 +167,9 @@ def _upstream_closed(trace: Trace, seeds: set[int]) -> set[int]:
     return closed
 
 
-def _refuse_mixing(trace: Trace, sizes: dict[Output, tuple[int, int]]) -> None:
-    """Refuse values without a sample axis that were computed from values with one."""
-    on_samples = {node for node, _ in sizes}
-    for node in sorted(_upstream_closed(trace, on_samples) - on_samples):
+def _refuse_mixing(trace: Trace, on_samples: set[int], wanted: set[int]) -> None:
+    """Refuse values without a sample axis that parameters reach by way of samples."""
+    for node in sorted((_upstream_closed(trace, on_samples) - on_samples) & wanted):
         raise CoupledSamplesError(
             "a value without a sample axis is computed from all samples of the batch, so a "
             "sample's loss depends on the others",
@@ -161,28 +177,33 @@ def _refuse_mixing(trace: Trace, sizes: dict[Output, tuple[int, int]]) -> None:
         )
 
 
-def _settled(
-    trace: Trace, sizes: dict[Output, tuple[int, int]]
-) -> tuple[dict[Output, SampleAxis], frozenset[Output]]:
-    """Find each output's layout from the gradients of single losses with respect to it."""
-    if not sizes:
-        return {}, frozenset()
-    samples = sorted({0, trace.n // 2, trace.n - 1})
-    gradients = {j: _single_loss_gradients(trace, list(sizes), j) for j in samples}
-    found, unsettled = {}, set()
-    for place, (output, (axis, positions)) in enumerate(sizes.items()):
+def _layouts(
+    trace: Trace, growths: dict[Output, Growth]
+) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
+    """Find each output's layout from the gradients of single losses with respect to it.
+
+    Returns:
+        The layouts that are certain, and the axes whose layout each batch must tell.
+    """
+    axes: dict[Output, SampleAxis] = {}
+    still_open: dict[Output, int] = {}
+    samples = sorted({0, trace.n // 2, trace.n - 1}) if growths else []
+    gradients = {j: _single_loss_gradients(trace, list(growths), j) for j in samples}
+    for place, (output, (axis, positions)) in enumerate(growths.items()):
         supports = {
-            j: support(g[place], axis)  # type: ignore[arg-type]
-            for j, g in gradients.items()
-            if g[place] is not None
+            j: support(gradient, axis)
+            for j, found in gradients.items()
+            if (gradient := found[place]) is not None
         }
-        fitting = consistent(layouts(axis, positions), trace.n, supports)
-        if not fitting:
-            raise _coupled(trace, output, supports)
-        found[output] = fitting[0]
-        if len(fitting) > 1:
-            unsettled.add(output)
-    return found, frozenset(unsettled)
+        _refuse_overlap(trace, output, supports)
+        fitting = (
+            [] if positions is None else consistent(layouts(axis, positions), trace.n, supports)
+        )
+        if len(fitting) == 1:
+            axes[output] = fitting[0]
+        else:
+            still_open[output] = axis
+    return axes, still_open
 
 
 def _single_loss_gradients(
@@ -196,19 +217,13 @@ def _single_loss_gradients(
     )
 
 
-def _coupled(
-    trace: Trace, output: Output, supports: dict[int, Tensor]
-) -> CoupledSamplesError | UnsupportedError:
-    where = f"operation {trace.kinds[output[0]]}"
-    touched = torch.stack(list(supports.values())).sum(0)
-    if int(touched.max()) > 1:
-        return CoupledSamplesError(
+def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:
+    """Refuse when the losses of two samples touch one entry."""
+    if supports and bool((torch.stack(list(supports.values())).sum(0) > 1).any()):
+        raise CoupledSamplesError(
             "the loss of one sample has a gradient with respect to the values of another",
-            where=where,
+            where=f"operation {trace.kinds[output[0]]}",
         )
-    return UnsupportedError(
-        "the samples change their order inside the model", where=where, remedy=OTHERS
-    )
 
 
 def _first_difference(first: Trace, second: Trace) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.axes import SampleAxis
+from gradscope.backends.hooks.graph.axes import Axis
 from gradscope.blocks import Block, DenseBlock
 from gradscope.core.registry import Registry
 
@@ -35,7 +35,7 @@ class Site:
     n: int
     shape: tuple[int, ...]
     gradients: tuple[Tensor | None, ...]
-    axes: tuple[SampleAxis | None, ...]
+    axes: tuple[Axis | None, ...]
 
     @property
     def gradient(self) -> Tensor:
@@ -45,7 +45,7 @@ class Site:
         return gradient
 
     @property
-    def axis(self) -> SampleAxis:
+    def axis(self) -> Axis:
         """The sample axis of the first output."""
         axis = self.axes[0]
         assert axis is not None

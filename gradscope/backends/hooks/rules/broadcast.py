@@ -27,6 +27,16 @@ def mul(site: Site) -> Block:
     return site.reduced(site.gradient * factor.conj())
 
 
+@node_rules.register("DivBackward0")
+def div(site: Site) -> Block:
+    """self / other; the derivative by other is −self / other²."""
+    other = site.saved("other")
+    if site.slot == 0:
+        return site.reduced(site.gradient / other.conj())
+    ratio = -site.saved("self") / (other * other)
+    return site.reduced(site.gradient * ratio.conj())
+
+
 @node_rules.register("ExpandBackward0")
 def expand(site: Site) -> Block:
     """A parameter expanded over the samples, such as a class token."""
