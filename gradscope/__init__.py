@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
+    from gradscope import derivatives
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
@@ -24,6 +25,7 @@ __all__ = [
     "Scope",
     "__version__",
     "compare",
+    "derivatives",
     "expectation",
     "model_loss",
     "norms",
@@ -45,9 +47,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "derivatives":
+        return import_module("gradscope.derivatives")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
     value = getattr(import_module(module), attribute)
-    globals()[name] = value  # also over the submodule of the same name
+    globals()[name] = value
     return value

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "gradscope"
 
 FLOORS = {
     "errors": 0,
+    "derivatives": 1,
     "core": 1,
     "blocks": 2,
     "losses": 3,

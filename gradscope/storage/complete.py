@@ -11,6 +11,7 @@ from torch import Tensor
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage import integrity, scales
 from gradscope.storage.build import add_results
+from gradscope.storage.editing import editing
 from gradscope.storage.names import escape
 from gradscope.storage.plan import to_json
 from gradscope.storage.reader import open_file
@@ -27,7 +28,7 @@ def complete(
 ) -> None:
     """Turn the closed `.part`, whose rows are all there, into the final file."""
     with undoable(paths, descriptor, keep=True):
-        with h5py.File(paths.part, "r+", locking=False) as file:
+        with editing(descriptor) as file:
             for k, values in results.items():
                 add_results(file[f"chains/{k}"], values)
             for name, attributes in norm_attributes.items():

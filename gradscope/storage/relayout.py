@@ -7,11 +7,11 @@ import numpy as np
 
 from gradscope.blocks.base import TILE_BYTES
 from gradscope.storage.columns import create_dense
+from gradscope.storage.editing import editing
 from gradscope.storage.factors import stored_rows
 from gradscope.storage.layout import write_rows
 from gradscope.storage.names import unescape
 from gradscope.storage.sidecar import Paths
-from gradscope.storage.sparse import allocating
 from gradscope.storage.undo import undoable
 
 _ASIDE = "replaced"
@@ -22,12 +22,12 @@ def make_dense(
 ) -> None:
     """Rewrite the factored groups `columns` of the closed `.part` as dense data sets."""
     with undoable(paths, descriptor):
-        with allocating(descriptor) as file:
+        with editing(descriptor) as file:
             aside = file.create_group(_ASIDE)
             for k, column in enumerate(columns):
                 file.move(column, f"{aside.name}/{k}")
                 _create(file, column, aside[str(k)], batch)
-        with h5py.File(paths.part, "r+", locking=False) as file:
+        with editing(descriptor) as file:
             for k, column in enumerate(columns):
                 _copy(file[f"{_ASIDE}/{k}"], file[column], completed)
             del file[_ASIDE]

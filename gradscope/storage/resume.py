@@ -13,6 +13,7 @@ import numpy as np
 
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage import integrity, undo
+from gradscope.storage.editing import editing
 from gradscope.storage.layout import write_rows
 from gradscope.storage.plan import FilePlan
 from gradscope.storage.reader import open_file
@@ -95,10 +96,7 @@ def mend(paths: Paths, descriptor: int, completed: int) -> None:
     if not torn:
         return
     places = np.array([place for _, *place in torn], np.int64)
-    with (
-        undo.undoable(paths, descriptor, places),
-        h5py.File(paths.part, "r+", locking=False) as file,
-    ):
+    with undo.undoable(paths, descriptor, places), editing(descriptor) as file:
         for name, *_ in torn:
             _mend_chunk(file[name], completed)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gradscope.errors import OutputError
+from gradscope.storage.signals import deferred
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
@@ -15,9 +16,13 @@ _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what is raised while `path` is written into an `OutputError` with its remedy."""
+    """Turn what is raised while `path` is written into an `OutputError` with its remedy.
+
+    A signal that arrives meanwhile is handled afterwards.
+    """
     try:
-        yield
+        with deferred():
+            yield
     except (OSError, RuntimeError) as error:  # h5py raises both
         number = _number(error)
         if number in _FULL:

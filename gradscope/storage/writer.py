@@ -16,12 +16,12 @@ from gradscope.storage import complete
 from gradscope.storage import resume as resuming
 from gradscope.storage.build import build
 from gradscope.storage.columns import Column, bind_column, unwritten_chunks
+from gradscope.storage.editing import DescriptorFile, editing, open_for_writing
 from gradscope.storage.layout import CACHE_BYTES, as_numpy, write_rows
 from gradscope.storage.names import escape, unescape
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.relayout import make_dense
 from gradscope.storage.sidecar import Paths, Progress, save_progress
-from gradscope.storage.sparse import allocating
 from gradscope.storage.trouble import check_space, writing
 
 COMMIT_SECONDS = 1.0
@@ -90,6 +90,7 @@ class Writer:
         self._last_commit, self._commit_cost = time.monotonic(), 0.0
         self._kept: States | None = self.states
         self._file: h5py.File | None = None
+        self._behind: DescriptorFile | None = None
         self._tables: dict[str, h5py.Dataset] = {}
         self._norms: dict[str, h5py.Dataset] = {}
         self._columns: list[dict[str, Column]] = []
@@ -183,14 +184,14 @@ class Writer:
 
     def _open(self, rows: Rows) -> None:
         if not self._resumed and os.fstat(self._descriptor).st_size == 0:
-            with allocating(self._descriptor) as file:
+            with editing(self._descriptor) as file:
                 build(file, self._plan, rows)
             check_space(self._paths.part)
         self._bind()
 
     def _bind(self) -> None:
         """Open the file; its data sets stay open, so that partly filled chunks stay in memory."""
-        file = h5py.File(self._paths.part, "r+", locking=False, rdcc_nbytes=CACHE_BYTES)
+        file, self._behind = open_for_writing(self._descriptor, rdcc_nbytes=CACHE_BYTES)
         self._file = file
         self._tables = dict(file["samples"].items())
         self._norms = {unescape(name): dataset for name, dataset in file["norms"].items()}
@@ -245,19 +246,25 @@ class Writer:
     def _commit(self, states: States | None) -> None:
         """Make the rows durable, then say so."""
         begin = time.monotonic()
-        if self._file is not None:
-            self._file.flush()
+        self._flush()
         os.fsync(self._descriptor)
         save_progress(self._paths.progress, self.completed, self._identity, states)
         self._committed = self.completed
         self._last_commit = time.monotonic()
         self._commit_cost = self._last_commit - begin
 
+    def _flush(self) -> None:
+        if self._file is not None and self._behind is not None:
+            self._file.flush()
+            self._behind.check()
+
     def _close_file(self) -> None:
-        file, self._file = self._file, None
+        file, behind = self._file, self._behind
+        self._file, self._behind = None, None
         self._tables, self._norms, self._columns = {}, {}, []
-        if file is not None:
+        if file is not None and behind is not None:
             file.close()
+            behind.check()
 
 
 _NOT_KEPT: States = {}

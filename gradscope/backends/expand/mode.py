@@ -22,6 +22,8 @@ from gradscope.backends.expand.tensor import (
 from gradscope.backends.expand.views import reshape_in_place, view
 from gradscope.errors import UnsupportedError
 
+_INTEGERS = frozenset((torch.int64, torch.int32))
+
 
 class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every operator its meaning on `PerSample` tensors, below autograd.
@@ -98,7 +100,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if self.own < Own.EVERYTHING or facts.view or facts.may_write:
             return result
-        if facts.key == "empty.memory_format" and not result.is_floating_point():
+        if facts.key == "empty.memory_format" and result.dtype in _INTEGERS:
             return result  # torch's own code makes such tables and writes to their memory
         return leaves(lambda t: PerSample(self.samples.expanded(t).contiguous()), result)
 

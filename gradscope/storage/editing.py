@@ -1,0 +1,110 @@
+"""How HDF5 writes to a result file: through a file object of ours.
+
+For two reasons. HDF5 fills what it allocates with zeros; written out, that would double the work,
+so the zeros become a hole in a sparse file, which reads the same (a chunk of zeros has the
+checksum zero, so a hole is a valid chunk). And HDF5 does not recover from a failed write: it keeps
+the file open, tries again when the process ends, and crashes. So it is never told of a failure:
+the error is held back and raised when HDF5 is done.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h5py
+import numpy as np
+
+_HOLE = 4096  # shorter runs of zeros are written
+
+
+class DescriptorFile:
+    """A file object for h5py over a descriptor.
+
+    Attributes:
+        error: The first thing that went wrong; nothing is written after it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.error: BaseException | None = None
+        self._descriptor = descriptor
+        self._position = 0
+        self._end = os.fstat(descriptor).st_size
+
+    def check(self) -> None:
+        """Raise the error that was held back, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position."""
+        size = os.fstat(self._descriptor).st_size
+        self._position = offset + (0, self._position, size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill `buffer`; beyond the end everything is zero."""
+        count = os.preadv(self._descriptor, [buffer], self._position)
+        buffer[count:] = bytes(len(buffer) - count)
+        self._position += len(buffer)
+        return len(buffer)
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes."""
+        data = os.pread(self._descriptor, size, self._position)
+        self._position += len(data)
+        return data
+
+    def write(self, data: memoryview) -> int:
+        """Write `data`, or leave a hole."""
+        beyond = len(data) >= _HOLE and self._position >= self._end
+        if not beyond or np.frombuffer(data, np.uint8).any():
+            self._write(data, self._position)
+            self._end = max(self._end, self._position + len(data))
+        self._position += len(data)
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the file's length."""
+        size = self._position if size is None else size
+        if self.error is None and size != os.fstat(self._descriptor).st_size:
+            try:
+                os.ftruncate(self._descriptor, size)
+            except OSError as error:
+                self.error = error
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: every write has already gone to the descriptor."""
+
+    def _write(self, data: memoryview, position: int) -> None:
+        done = 0
+        while self.error is None and done < len(data):
+            try:
+                done += os.pwrite(self._descriptor, data[done:], position + done)
+            except BaseException as error:
+                self.error = error
+
+
+def open_for_writing(descriptor: int, **options: Any) -> tuple[h5py.File, DescriptorFile]:
+    """Open the HDF5 file behind `descriptor`, or begin one in an empty file."""
+    behind = DescriptorFile(descriptor)
+    mode = "r+" if os.fstat(descriptor).st_size else "w"
+    return h5py.File(behind, mode, **options), behind
+
+
+@contextmanager
+def editing(descriptor: int) -> Iterator[h5py.File]:
+    """Open the HDF5 file behind `descriptor` for a change, and close it.
+
+    Raises:
+        OSError: Something could not be written.
+    """
+    file, behind = open_for_writing(descriptor)
+    with file:
+        yield file
+    behind.check()
