@@ -8,23 +8,26 @@ fall on either side in another kernel.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradscope.backends import Evaluate, backends
+from gradscope.backends import Backend, Evaluate, backends
+from gradscope.backends.joint import own_gradient, own_loss_backends
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.core.independence import require_independent
+from gradscope.core.independence import require_deterministic, require_independent
 from gradscope.core.problem import Problem
 from gradscope.errors import CertificateError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NEGLIGIBLE = 1e-2  # a parameter is measured against at least this share of the whole gradient
+Alone = Callable[[Problem, Batch, int], dict[str, Tensor]]
+
 _RECHECKED = 8  # samples that are judged again in float64
 
 
@@ -89,7 +92,7 @@ class Certificate:
 
 
 def certify(
-    problem: Problem, backend: str, evaluate: Evaluate, batch: Batch
+    problem: Problem, backend: str, evaluate: Evaluate, batch: Batch, *, own_loss: bool = False
 ) -> tuple[Evaluation, Certificate]:
     """Evaluate a batch and prove the answer, or raise.
 
@@ -98,6 +101,7 @@ def certify(
         backend: The name of the backend it comes from.
         evaluate: The bound backend.
         batch: Any samples.
+        own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
 
     Raises:
         CertificateError: A check failed.
@@ -105,17 +109,22 @@ def certify(
         UnsupportedError: The forward pass is random.
     """
     start = time.perf_counter()
-    if len(batch) > 1:
+    if own_loss:
+        require_deterministic(problem, batch)
+    elif len(batch) > 1:
         require_independent(problem, batch)
     independent = time.perf_counter()
     evaluation = evaluate(batch)
     evaluated = time.perf_counter()
     finite = finite_samples(evaluation).cpu()
     rows = torch.arange(len(batch))[finite]
-    certificate = _examined(problem, backend, batch, evaluation, rows)
+    alone = own_gradient if own_loss else _alone
+    certificate = _examined(problem, backend, batch, evaluation, rows, alone)
     if not (certificate.completeness.passed and certificate.agreement.passed):
         if problem.dtype not in (torch.float64, torch.complex128):
-            certificate = _in_float64(problem, backend, batch.select(rows[:_RECHECKED]))
+            few = batch if own_loss else batch.select(rows[:_RECHECKED])
+            registry = own_loss_backends if own_loss else backends
+            certificate = _in_float64(problem, registry.get(backend), backend, few, alone)
         _require_passed(certificate)
     return evaluation, replace(
         certificate,
@@ -130,22 +139,33 @@ def finite_samples(evaluation: Evaluation) -> Tensor:
     return evaluation.losses.isfinite() & evaluation.gradients.norms.isfinite()
 
 
-def _in_float64(problem: Problem, backend: str, batch: Batch) -> Certificate:
+def _alone(problem: Problem, batch: Batch, sample: int) -> dict[str, Tensor]:
+    return one_sample(problem, batch.one(sample))[1]
+
+
+def _in_float64(
+    problem: Problem, backend: Backend, name: str, batch: Batch, alone: Alone
+) -> Certificate:
     wide = problem.converted(torch.float64)
     cast = batch.to(problem.device, torch.float64)
-    with backends.get(backend)(wide) as evaluate:
-        return _examined(wide, backend, cast, evaluate(cast), torch.arange(len(cast)))
+    with backend(wide) as evaluate:
+        return _examined(wide, name, cast, evaluate(cast), torch.arange(len(cast)), alone)
 
 
 def _examined(
-    problem: Problem, backend: str, batch: Batch, evaluation: Evaluation, rows: Tensor
+    problem: Problem,
+    backend: str,
+    batch: Batch,
+    evaluation: Evaluation,
+    rows: Tensor,
+    alone: Alone,
 ) -> Certificate:
     tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
     compared = (
         sorted({int(rows[k]) for k in (0, len(rows) // 2, len(rows) - 1)}) if len(rows) else []
     )
     completeness = _worst(_completeness(problem, batch, evaluation, rows), tolerance)
-    agreement = _worst(_agreement(problem, batch, evaluation, compared), tolerance)
+    agreement = _worst(_agreement(problem, batch, evaluation, compared, alone), tolerance)
     squared = evaluation.gradients.squared_norms
     return Certificate(
         backend=backend,
@@ -179,15 +199,15 @@ def _completeness(
 
 
 def _agreement(
-    problem: Problem, batch: Batch, evaluation: Evaluation, compared: list[int]
+    problem: Problem, batch: Batch, evaluation: Evaluation, compared: list[int], alone: Alone
 ) -> Iterator[tuple[str, float]]:
     """Yield (parameter, relative distance of a sample's gradient from a batch of one)."""
     for k in compared:
-        _, alone = one_sample(problem, batch.one(k))
-        size = float(torch.stack([g.abs().square().sum().double() for g in alone.values()]).sum())
+        wanted = alone(problem, batch, k)
+        size = float(torch.stack([g.abs().square().sum().double() for g in wanted.values()]).sum())
         for name, block in evaluation.gradients.select(slice(k, k + 1)).items():
-            gap = float((block.dense()[0] - alone[name]).norm())
-            yield name, _relative(gap, max(float(alone[name].norm()), _NEGLIGIBLE * size**0.5))
+            gap = float((block.dense()[0] - wanted[name]).norm())
+            yield name, _relative(gap, max(float(wanted[name].norm()), _NEGLIGIBLE * size**0.5))
 
 
 def _total_gradient(losses: Tensor, problem: Problem) -> Mapping[str, Tensor]:

@@ -3,8 +3,9 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,17 @@ from torch import Tensor, nn
 from gradscope import chains
 from gradscope.backends import Evaluate, backends
 from gradscope.backends.auto import candidates
+from gradscope.backends.joint import own_loss_backends
 from gradscope.blocks import Evaluation
 from gradscope.certificate import Certificate, certify, finite_samples
 from gradscope.core.batch import Batch, detached
 from gradscope.core.problem import Problem
+from gradscope.core.registry import suggestion
 from gradscope.errors import CoupledSamplesError, RefusedError, SpecError
 from gradscope.losses import resolve
 
 Verify = Literal["first", "always", "never"]
+Coupling = Literal["refuse", "own-loss", "frozen"]
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
 
@@ -39,6 +43,10 @@ class Scope:
         parameters: Globs of parameter names; all trainable ones when None.
         backend: `auto`, or one of `gradscope list backends`.
         verify: Prove the first batch, every batch, or none (the certificate).
+        coupling: What to do when a sample's loss depends on its batch: "refuse"; "own-loss" for
+            ∂Lᵢ/∂θ through everybody's statistics (backends loop and vmap; the rows depend on which
+            samples share a batch, so none is split); "frozen" puts normalisation layers on their
+            running statistics.
 
     Attributes:
         backend: The backend in use; `auto` until the first batch has been seen.
@@ -56,15 +64,19 @@ class Scope:
         parameters: str | list[str] | None = None,
         backend: str = "auto",
         verify: Verify = "first",
+        coupling: Coupling = "refuse",
     ) -> None:
-        if verify not in ("first", "always", "never"):
-            raise SpecError(f"verify is first, always or never, not {verify!r}")
-        self.problem = Problem.of(model, resolve(loss), parameters)
+        for word, known in ((verify, get_args(Verify)), (coupling, get_args(Coupling))):
+            if word not in known:
+                raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), list(known)))
+        problem = Problem.of(model, resolve(loss), parameters)
+        self.problem = replace(problem, running_statistics=coupling == "frozen")
+        self.own_loss = coupling == "own-loss"
         self.backend = backend
         self.verify = verify
         self.certificate: Certificate | None = None
         self.notes: list[str] = []
-        self._waiting = list(candidates(backend))
+        self._waiting = list(candidates(backend, own_loss=self.own_loss))
         self._evaluate: Evaluate | None = None
         self._stack = ExitStack()
 
@@ -108,7 +120,7 @@ class Scope:
         """
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
-        found = [self.evaluate(part).gradients for part in _parts(Batch.of(inputs, targets))]
+        found = [self.evaluate(part).gradients for part in self._parts(Batch.of(inputs, targets))]
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
         return {
@@ -128,7 +140,7 @@ class Scope:
         """
         bound = chains.bind(chain, reduced=True)
         state, skipped = None, 0
-        for part in _parts(Batch.of(inputs, targets)):
+        for part in self._parts(Batch.of(inputs, targets)):
             evaluation = self.evaluate(part)
             finite = finite_samples(evaluation)
             kept = int(finite.sum())
@@ -152,7 +164,7 @@ class Scope:
         """Let go of what the backend holds; the scope can be used again afterwards."""
         self._stack.close()
         self._evaluate = None
-        self._waiting = list(candidates(self.backend))
+        self._waiting = list(candidates(self.backend, own_loss=self.own_loss))
 
     def __enter__(self) -> Self:
         return self
@@ -165,20 +177,23 @@ class Scope:
     ) -> None:
         self.close()
 
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        step = len(batch) if self.own_loss else _STREAMED
+        for start in range(0, len(batch), step):
+            yield batch.select(slice(start, start + step))
+
     def _proved(self, batch: Batch) -> Evaluation:
         fresh = self._evaluate is None
         if self._evaluate is None:
             self.backend = self._waiting.pop(0)
-            self._evaluate = self._stack.enter_context(backends.get(self.backend)(self.problem))
+            registry = own_loss_backends if self.own_loss else backends
+            self._evaluate = self._stack.enter_context(registry.get(self.backend)(self.problem))
         if self.verify == "never" or (self.verify == "first" and not fresh):
             return self._evaluate(batch)
-        evaluation, self.certificate = certify(self.problem, self.backend, self._evaluate, batch)
+        evaluation, self.certificate = certify(
+            self.problem, self.backend, self._evaluate, batch, own_loss=self.own_loss
+        )
         return evaluation
-
-
-def _parts(batch: Batch) -> Iterator[Batch]:
-    for start in range(0, len(batch), _STREAMED):
-        yield batch.select(slice(start, start + _STREAMED))
 
 
 def per_sample_gradients(

@@ -6,19 +6,25 @@ candidate when a backend refuses or a proof fails.
 """
 
 from gradscope.backends.base import backends
+from gradscope.backends.joint import own_loss_backends
 
 AUTO = "auto"
 
 _ORDER = ("hooks", "vmap", "expand", "loop")
 
 
-def candidates(name: str) -> tuple[str, ...]:
+def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
     """Return the backends to try for a chosen name: for `auto`, fastest first.
 
+    Args:
+        name: A backend's name, or `auto`.
+        own_loss: Coupled samples are to get the gradients of their own losses.
+
     Raises:
-        SpecError: No backend has this name.
+        SpecError: No backend (that can do this) has this name.
     """
+    registry = own_loss_backends if own_loss else backends
     if name == AUTO:
-        return tuple(candidate for candidate in _ORDER if candidate in backends)
-    backends.get(name)
+        return tuple(candidate for candidate in _ORDER if candidate in registry)
+    registry.get(name)
     return (name,)

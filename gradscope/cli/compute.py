@@ -58,6 +58,14 @@ def compute(
             "--verify", metavar="first|always|never", help="Which batches are proved [first]."
         ),
     ] = None,
+    coupling: Annotated[
+        str | None,
+        typer.Option(
+            "--coupling",
+            metavar="refuse|own-loss|frozen",
+            help="What to do when samples depend on their batch [refuse].",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.h5.")] = False,
     json: options.Json = False,
@@ -81,6 +89,7 @@ def compute(
         mode=mode,
         seed=seed,
         layout=layout,
+        coupling=coupling,
         verify=verify,
     )
     if output is None and not dry_run:

@@ -97,6 +97,7 @@ _PLACES = {
             "device",
             "seed",
             "layout",
+            "coupling",
             "verify",
         )
     },

@@ -19,8 +19,8 @@ from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, Unsu
 COUPLED_REMEDY = (
     'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through everybody\'s '
     "statistics, or (b) the share of sample i in the gradient of the total loss.\n"
-    "Put normalisation layers on their running statistics (mode eval), or use a loss and layers "
-    "that treat each sample alone (GroupNorm, LayerNorm)."
+    "For (a) use --coupling own-loss. Mode eval, or --coupling frozen, puts normalisation layers "
+    "on their running statistics; GroupNorm and LayerNorm never couple."
 )
 
 _PROBE = 3  # the middle sample stays in place while its neighbours change
@@ -38,12 +38,7 @@ def require_independent(problem: Problem, batch: Batch) -> None:
         CoupledSamplesError: A loss depends on the other samples.
     """
     probe = batch.select(torch.linspace(0, len(batch) - 1, _PROBE).long())
-    together = problem.losses(probe).detach()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**31, ()).item()) ^ 1)
-        again = problem.losses(probe).detach()
-    if not _same(together, again):
-        raise _random(problem, probe)
+    together = require_deterministic(problem, probe)
     try:
         alone = torch.cat([problem.losses(probe.one(i)).detach() for i in range(_PROBE)])
     except ModelError as error:
@@ -54,6 +49,20 @@ def require_independent(problem: Problem, batch: Batch) -> None:
         ) from error
     if not _same(together, alone):
         raise coupled(problem, probe, together, alone)
+
+
+def require_deterministic(problem: Problem, batch: Batch) -> Tensor:
+    """Evaluate a batch twice, under different random numbers, and return its losses (n,).
+
+    Raises:
+        UnsupportedError: The losses differ; the layer that draws the numbers is named.
+    """
+    once = problem.losses(batch).detach()
+    with _other_random_numbers():
+        again = problem.losses(batch).detach()
+    if not _same(once, again):
+        raise _random(problem, batch)
+    return once
 
 
 def coupled(problem: Problem, probe: Batch, together: Tensor, alone: Tensor) -> CoupledSamplesError:
@@ -77,14 +86,20 @@ def mixing_layer(problem: Problem, batch: Batch) -> str | None:
 
 def _random(problem: Problem, probe: Batch) -> RefusedError:
     first = _recorded(problem, probe)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+    with _other_random_numbers():
         second = _recorded(problem, probe)
     return UnsupportedError(
         "the forward pass is random: the same samples give other losses the second time",
         where=_first(problem, first, second, _same),
         remedy="Use mode eval, or set the dropout probabilities to zero.",
     )
+
+
+@contextmanager
+def _other_random_numbers() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(int(torch.randint(2**31, ()).item()) ^ 1)
+        yield
 
 
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]

@@ -50,11 +50,13 @@ class Problem:
         loss: `(outputs, targets) -> (n,)`, or a `model_loss`.
         parameters: The selected trainable parameters by name, each object once (tied parameters
             go under their first name).
+        running_statistics: Normalisation layers use their running statistics, whatever their mode.
     """
 
     model: nn.Module
     loss: Loss
     parameters: dict[str, nn.Parameter]
+    running_statistics: bool = False
 
     @classmethod
     def of(
@@ -104,7 +106,8 @@ class Problem:
             SpecError: The loss does not return one number a sample.
             ModelError: The model or the loss raised.
         """
-        with self._scratch_state(), torch.enable_grad(), user_code(self.model):
+        statistics = self._frozen_statistics()
+        with self._scratch_state(), statistics, torch.enable_grad(), user_code(self.model):
             return self._checked(self._raw(self.model, batch), len(batch))
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -123,7 +126,8 @@ class Problem:
         try:
             for table, key, own in places:
                 table[key] = given[id(own)]
-            return self._checked(self._raw(self.model, batch), len(batch))
+            with self._frozen_statistics():
+                return self._checked(self._raw(self.model, batch), len(batch))
         finally:
             for table, key, own in places:
                 table[key] = own
@@ -149,6 +153,22 @@ class Problem:
         model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         return replace(self, model=model, parameters={k: named[k] for k in self.parameters})
+
+    @contextmanager
+    def _frozen_statistics(self) -> Iterator[None]:
+        """Put layers that have running statistics in eval mode, if that was asked for."""
+        layers = [
+            m
+            for m in (self.model.modules() if self.running_statistics else ())
+            if m.training and getattr(m, "running_mean", None) is not None
+        ]
+        try:
+            for layer in layers:
+                layer.training = False
+            yield
+        finally:
+            for layer in layers:
+                layer.training = True
 
     def _raw(self, model: nn.Module, batch: Batch) -> Any:
         # a forward pass may write into its arguments: it gets copies

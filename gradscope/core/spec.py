@@ -204,8 +204,11 @@ class ComputeSpec(_Section):
     layout: Literal["auto", "dense", "factored"] = Field(
         default="dense", description="auto, dense or factored (--layout)"
     )
+    coupling: Literal["refuse", "own-loss", "frozen"] = Field(
+        default="refuse", description="refuse, own-loss or frozen (--coupling)"
+    )
     verify: Literal["first", "always", "never"] = Field(
-        default="first", description="first, always or never"
+        default="first", description="first, always or never (--verify)"
     )
 
 

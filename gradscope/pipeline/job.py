@@ -86,7 +86,9 @@ class Job:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
-        compute = self.spec.compute.model_dump(mode="json", include={"backend", "layout", "seed"})
+        compute = self.spec.compute.model_dump(
+            mode="json", include={"backend", "coupling", "layout", "seed"}
+        )
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
         parts = ("chains", "batch_size", "samples", "digests", "versions", "device", "dtype")
         record = self.record()
@@ -107,7 +109,7 @@ def prepare(spec: RunSpec) -> Job:
         InputError: Something cannot be read, or does not fit together.
     """
     bound = tuple(chains.bind(text) for text in spec.compute.transform)
-    candidates(spec.compute.backend)
+    candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
     named = ":" not in spec.loss.name
     loss = resolve(spec.loss.name) if named else code.load_function(spec.loss.name, "loss")
     torch.manual_seed(spec.compute.seed)
@@ -136,7 +138,8 @@ def prepare(spec: RunSpec) -> Job:
 
 def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
     globs = None if spec.compute.parameters is None else list(spec.compute.parameters)
-    return Scope(model, loss, globs, spec.compute.backend, spec.compute.verify)
+    compute = spec.compute
+    return Scope(model, loss, globs, compute.backend, compute.verify, compute.coupling)
 
 
 def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let handlers of SIGINT and SIGTERM run after the body; only they can raise in a main thread."""
+    """Let the handlers of SIGINT and SIGTERM, which may raise, run after the body."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,7 +22,7 @@ def deferred() -> Iterator[None]:
                 handlers[number] = signal.signal(number, lambda *s: arrived.append(s))
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+        for known, handler in handlers.items():
+            signal.signal(known, handler)
+        for came, frame in arrived:
+            handlers[came](came, frame)

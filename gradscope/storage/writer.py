@@ -230,6 +230,8 @@ class Writer:
         for chain, gradients in zip(self._columns, rows.chains, strict=True):
             for name, block in (gradients or {}).items():
                 chain[name].write(self.completed, block, self._prepare)
+        assert self._behind is not None
+        self._behind.check()
 
     def _prepare(self, dataset: h5py.Dataset, start: int, stop: int) -> None:
         """After a kill, chunks beyond the complete rows may be cut short: never read them."""

@@ -228,3 +228,18 @@ def test_a_stopped_run_goes_on(
                 if isinstance(x, h5py.Dataset):
                     np.testing.assert_array_equal(x, y)
         np.testing.assert_array_equal(a["samples/norm"], b["samples/norm"])
+
+
+@pytest.mark.parametrize(("coupling", "code"), [("refuse", 4), ("own-loss", 0), ("frozen", 0)])
+def test_coupled_samples(gradscope: Gradscope, tmp_path: Path, coupling: str, code: int) -> None:
+    config = SAMPLES / "digits_batchnorm" / "run.toml"
+    done = gradscope(
+        "compute", "--config", config, "--mode", "train", "--samples", ":20",
+        "--coupling", coupling, "-o", tmp_path / "out.h5",
+    )  # fmt: skip
+    assert done.code == code, done.err
+    assert (tmp_path / "out.h5").exists() == (code == 0)
+    if code:
+        assert "BatchNorm2d" in done.err
+        assert "two meanings" in done.err
+        assert "--coupling" in done.err

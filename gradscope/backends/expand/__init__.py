@@ -30,7 +30,7 @@ from gradscope.backends.expand import (  # noqa: F401  (importing files the rule
 )
 from gradscope.backends.expand.evaluation import evaluated
 from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.tensor import REMEDY, Differ, Own, SharedWrite
+from gradscope.backends.expand.signals import REMEDY, Differ, Own, SharedWrite
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.locate import layer_of

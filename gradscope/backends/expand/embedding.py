@@ -25,11 +25,13 @@ def embedding(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Tensor:
+) -> Any:
     """Look rows up; the options are about the backward pass."""
     table, rows = s.of(weight), s.of(indices)
     if is_shared(table):
         return F.embedding(rows, table[0])
+    if rows.numel() and (rows.min() < 0 or rows.max() >= table.shape[1]):
+        return NotImplemented  # torch says what is wrong
     return F.embedding(_own_rows(s, rows, table.shape[1]), fold(table))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.tensor import PerSample, Samples, leaves, same_as
+from gradscope.backends.expand.signals import same_as
+from gradscope.backends.expand.tensor import PerSample, Samples, leaves
 
 
 def sample_by_sample(s: Samples, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

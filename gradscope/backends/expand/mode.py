@@ -10,15 +10,8 @@ from gradscope.backends.expand.facts import Facts, facts_of
 from gradscope.backends.expand.fallback import sample_by_sample
 from gradscope.backends.expand.pointwise import pointwise
 from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.tensor import (
-    Own,
-    PerSample,
-    Samples,
-    SharedWrite,
-    leaves,
-    refuse,
-    tensors_of,
-)
+from gradscope.backends.expand.signals import Own, SharedWrite, refuse
+from gradscope.backends.expand.tensor import PerSample, Samples, leaves, tensors_of
 from gradscope.backends.expand.views import reshape_in_place, view
 from gradscope.errors import UnsupportedError
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.tensor import PerSample, leaves, refuse, tensors_of
+from gradscope.backends.expand.signals import refuse
+from gradscope.backends.expand.tensor import PerSample, leaves, tensors_of
 
 _NUMBERS = frozenset(
     f"aten.{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_")

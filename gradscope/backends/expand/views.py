@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.expand.facts import aten
-from gradscope.backends.expand.tensor import PerSample, leaves, refuse
+from gradscope.backends.expand.signals import refuse
+from gradscope.backends.expand.tensor import PerSample, leaves
 
 # They change what an entry is, and leave leading axes alone.
 _REINTERPRET = frozenset(("view_as_real", "view_as_complex"))

@@ -29,7 +29,7 @@ def mul(site: Site) -> Block:
 
 @node_rules.register("DivBackward0")
 def div(site: Site) -> Block:
-    """self / other; the derivative by other is −self / other²."""
+    """Self / other; the derivative by other is −self / other²."""
     other = site.saved("other")
     if site.slot == 0:
         return site.reduced(site.gradient / other.conj())

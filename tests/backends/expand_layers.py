@@ -1,61 +1,19 @@
-"""An example of a call for every rule of the expand backend.
+"""An example of a call for every rule of the expand backend that is about a kind of layer."""
 
-The letters: `p` a tensor of each sample's own, `w` a parameter that samples share, `c` a constant,
-`i(high, ...)` integers below `high`, `b` truth values.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradscope.backends.expand.tensor import PerSample
-
-N = 3
-Example = Callable[["Maker"], tuple[Any, ...]]
+from tests.backends.expand_maker import Example, Maker, N
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Makes the tensors of an example; `own` makes parameters each sample's own.
-
-    Attributes:
-        own: Whether `w` is like `p`.
-    """
-
-    own: bool
-
-    def p(self, *shape: int) -> Tensor:
-        return PerSample(torch.randn(N, *shape, dtype=torch.float64))
-
-    def w(self, *shape: int) -> Tensor:
-        if self.own:
-            return self.p(*shape)
-        return PerSample(torch.randn(*shape, dtype=torch.float64).expand(N, *shape))
-
-    def c(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64)
-
-    def i(self, high: int, *shape: int) -> Tensor:
-        return PerSample(torch.randint(0, high, (N, *shape)))
-
-    def b(self, *shape: int) -> Tensor:
-        return PerSample(torch.rand(N, *shape) > 0.5)
-
-
-def spd(m: Maker) -> Tensor:
-    """A symmetric positive definite (2, 4, 4)."""
-    a = torch.randn(N, 2, 4, 4, dtype=torch.float64)
-    return PerSample(a @ a.mT + 4 * torch.eye(4, dtype=torch.float64))
-
-
-def layer_norm(m: Maker) -> tuple[Any, ...]:
+def layer_norm(m: Maker, *shape: int) -> tuple[Any, ...]:
     x = m.p(2, 6, 4)
-    _, mean, rstd = torch.native_layer_norm(x.physical, [6, 4], None, None, 1e-5)
+    _, mean, rstd = torch.native_layer_norm(x.physical, list(shape), None, None, 1e-5)
     stats = PerSample(mean), PerSample(rstd)
-    return m.p(2, 6, 4), x, [6, 4], *stats, m.w(6, 4), m.w(6, 4), [True] * 3
+    return m.p(2, 6, 4), x, list(shape), *stats, m.w(*shape), m.w(*shape), [True] * 3
 
 
 def group_norm(m: Maker) -> tuple[Any, ...]:
@@ -89,7 +47,7 @@ POOL3 = ([2, 2, 2], [2, 2, 1], [1, 0, 0], [1, 1, 1], False)
 AVG2 = ([2, 3], [2, 2], [1, 0], True, False, None)
 AVG3 = ([2, 2, 2], [2, 2, 1], [1, 0, 0], False, True, None)
 
-EXAMPLES: dict[str, list[Example]] = {
+LAYERS: dict[str, list[Example]] = {
     # matrix products
     "mm.default": [
         lambda m: (m.p(6, 4), m.w(4, 7)),
@@ -134,7 +92,11 @@ EXAMPLES: dict[str, list[Example]] = {
         lambda m: (m.p(2, 6, 4), [6, 4], m.w(6, 4), m.w(6, 4), 1e-5),
         lambda m: (m.p(2, 6, 4), [4], None, None, 1e-5),
     ],
-    "native_layer_norm_backward.default": [layer_norm],
+    "native_layer_norm_backward.default": [
+        lambda m: layer_norm(m, 4),
+        lambda m: layer_norm(m, 6, 4),
+        lambda m: layer_norm(m, 2, 6, 4),
+    ],
     "native_group_norm.default": [
         lambda m: (m.p(2, 6, 5), m.w(6), m.w(6), 2, 6, 5, 3, 1e-5),
     ],
@@ -268,122 +230,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "pixel_shuffle.default": [lambda m: (m.p(2, 4, 3, 5), 2)],
     "pixel_unshuffle.default": [lambda m: (m.p(2, 3, 4, 6), 2)],
     "_cdist_forward.default": [lambda m: (m.p(2, 6, 4), m.p(2, 5, 4), 2.0, None)],
-    # shapes
-    "stack.default": [
-        lambda m: ([m.p(4, 6), m.c(4, 6)], 1),
-        lambda m: ([m.p(4), m.w(4)], -1),
-        lambda m: ([m.p(), m.p()],),
-    ],
-    "cat.default": [lambda m: ([m.p(4, 6), m.c(4, 2)], -1), lambda m: ([m.p(4), m.w(2)],)],
-    "repeat.default": [lambda m: (m.p(4, 6), [2, 1, 3])],
-    "flip.default": [lambda m: (m.p(4, 6), [0, -1])],
-    "roll.default": [lambda m: (m.p(4, 6), [1, 2], [-1, 0])],
-    "constant_pad_nd.default": [lambda m: (m.p(4, 6), [1, 2, 0, 1], 0.5)],
-    "tril.default": [lambda m: (m.p(2, 4, 4), 1)],
-    "triu.default": [lambda m: (m.p(4, 4), -1)],
-    # the gradients of views
-    "select_backward.default": [
-        lambda m: (m.p(4), [4, 6], -1, 2),
-        lambda m: (m.p(), [4], 0, 1),
-    ],
-    "slice_backward.default": [lambda m: (m.p(4, 2), [4, 6], -1, 1, 5, 2)],
-    "diagonal_backward.default": [lambda m: (m.p(6, 4), [4, 6, 4], 0, 0, -1)],
-    "unfold_backward.default": [lambda m: (m.p(4, 2, 3), [4, 6], 1, 3, 3)],
-    # reductions
-    **{
-        f"{name}.default": [lambda m: (m.p(4, 6),), lambda m: (m.p(4),)]
-        for name in ("sum", "mean", "max", "min")
-    },
-    "any.default": [lambda m: (m.b(4, 1),)],
-    "all.default": [lambda m: (m.b(4),)],
-    "sum.dim_IntList": [lambda m: (m.p(4, 6, 2), [0, -1], True), lambda m: (m.p(4, 6), None)],
-    "mean.dim": [lambda m: (m.p(4, 6, 2), [1]), lambda m: (m.p(4, 6), [])],
-    "amax.default": [lambda m: (m.p(4, 6), [-1]), lambda m: (m.p(4, 6),)],
-    "amin.default": [lambda m: (m.p(4, 6), [0], True)],
-    "any.dim": [lambda m: (m.b(4, 6), -1)],
-    "any.dims": [lambda m: (m.b(4, 6, 2), [0, 1])],
-    "all.dim": [lambda m: (m.b(4, 6), 0)],
-    "all.dims": [lambda m: (m.b(4, 6, 2), [0, -1])],
-    "logsumexp.default": [lambda m: (m.p(4, 6), [0, 1])],
-    "var.correction": [lambda m: (m.p(4, 6), [0], {"correction": 0}), lambda m: (m.p(4, 6),)],
-    "std.correction": [lambda m: (m.p(4, 6), None, {"keepdim": True})],
-    "var_mean.correction": [lambda m: (m.p(4, 6), [-1])],
-    "std_mean.correction": [lambda m: (m.p(4, 6), [1], {"correction": 2})],
-    "linalg_vector_norm.default": [
-        lambda m: (m.p(4, 6), 3, [1]),
-        lambda m: (m.p(4, 6), 2, None, True),
-    ],
-    "norm.ScalarOpt_dim": [lambda m: (m.p(4, 6), 2, [0], True)],
-    # along one axis
-    **{
-        f"{name}.{overload}": [lambda m: (m.p(4, 6), 0), lambda m: (m.p(4, 6), -1)]
-        for name, overload in (
-            ("argmax", "default"),
-            ("argmin", "default"),
-            ("max", "dim"),
-            ("min", "dim"),
-            ("median", "dim"),
-            ("mode", "default"),
-            ("prod", "dim_int"),
-            ("cumsum", "default"),
-            ("cumprod", "default"),
-            ("cummax", "default"),
-            ("cummin", "default"),
-            ("logcumsumexp", "default"),
-            ("sort", "default"),
-            ("_safe_softmax", "default"),
-        )
-    },
-    "sort.stable": [lambda m: (m.p(4, 6), {"stable": True, "dim": 0, "descending": True})],
-    "topk.default": [lambda m: (m.p(4, 6), 2), lambda m: (m.p(4, 6), 2, 0, False)],
-    "kthvalue.default": [lambda m: (m.p(4, 6), 3), lambda m: (m.p(4, 6), 3, 0, True)],
-    "glu.default": [lambda m: (m.p(4, 6),), lambda m: (m.p(4, 6), 0)],
-    "glu_backward.default": [lambda m: (m.p(2, 6), m.p(4, 6), 0)],
-    "_softmax.default": [lambda m: (m.p(4, 6), 0, False), lambda m: (m.p(4), -1, False)],
-    "_log_softmax.default": [lambda m: (m.p(4, 6), 1, False)],
-    "_softmax_backward_data.default": [
-        lambda m: (m.p(4, 6), m.p(4, 6), 0, torch.float64),
-    ],
-    "_log_softmax_backward_data.default": [
-        lambda m: (m.p(4, 6), m.p(4, 6), -1, torch.float64),
-    ],
-    "gather.default": [lambda m: (m.p(4, 6), 1, m.i(6, 3, 2)), lambda m: (m.c(4), 0, m.i(4, 7))],
-    "scatter.src": [lambda m: (m.p(4, 6), 0, m.i(1, 1, 6), m.p(1, 6))],
-    "scatter.value": [lambda m: (m.p(4, 6), -1, m.i(6, 4, 2), 0.5)],
-    "scatter_add.default": [lambda m: (m.c(4, 6), 0, m.i(4, 7, 6), m.p(7, 6))],
-    "scatter_reduce.two": [lambda m: (m.p(4, 6), 1, m.i(6, 4, 6), m.p(4, 6), "amax")],
-    "index_select.default": [lambda m: (m.p(4, 6), -1, torch.tensor([5, 0, 5]))],
-    "index_add.default": [lambda m: (m.p(4, 6), 0, torch.tensor([3, 0, 3]), m.p(3, 6))],
-    "index_copy.default": [lambda m: (m.p(4, 6), 1, torch.tensor([3, 0]), m.p(4, 2))],
-    # Fourier transforms and linear algebra
-    "_fft_c2c.default": [lambda m: (_complex(m, 4, 6), [0, 1], 0, True)],
-    "_fft_r2c.default": [lambda m: (m.p(4, 6), [0, 1], 0, True)],
-    "_fft_c2r.default": [lambda m: (_complex(m, 4, 4), [1], 2, 6)],
-    "linalg_inv_ex.default": [lambda m: (spd(m),)],
-    "linalg_cholesky_ex.default": [lambda m: (spd(m), {"upper": True})],
-    "linalg_matrix_exp.default": [lambda m: (m.p(4, 4),)],
-    "linalg_solve_triangular.default": [lambda m: (spd(m), m.p(2, 4, 3), {"upper": True})],
-    "linalg_qr.default": [lambda m: (m.p(2, 6, 4),)],
-    "_linalg_eigh.default": [lambda m: (spd(m),)],
-    "_linalg_svd.default": [lambda m: (m.p(2, 6, 4),)],
-    "_linalg_det.default": [lambda m: (m.p(2, 4, 4),)],
-    "_linalg_slogdet.default": [lambda m: (m.p(4, 4),)],
-    "cholesky_inverse.default": [lambda m: (spd(m),)],
 }
-
-# Their results hold whatever was in memory, or torch has no like of them for one sample.
-OTHERWISE = {
-    "new_empty.default",
-    "new_empty_strided.default",
-    "new_zeros.default",
-    "new_ones.default",
-    "new_full.default",
-    "_sparse_coo_tensor_with_dims_and_tensors.default",
-}
-
-
-def _complex(m: Maker, *shape: int) -> Tensor:
-    return PerSample(torch.randn(N, *shape, dtype=torch.complex128))
 
 
 def _without_size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

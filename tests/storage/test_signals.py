@@ -1,0 +1,65 @@
+"""Signals that arrive while HDF5 is at work are handled after it."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from gradscope.storage import open_writer
+from gradscope.storage.editing import DescriptorFile
+from gradscope.storage.signals import deferred
+from tests.storage.example import PLAN, load, rows, same, write
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
+    seen: list[str] = []
+    before = signal.signal(number, lambda *_: seen.append("handled"))
+    try:
+        with deferred():
+            os.kill(os.getpid(), number)
+            seen.append("body done")
+        assert seen == ["body done", "handled"]
+        os.kill(os.getpid(), number)
+        assert seen[2:] == ["handled"]
+    finally:
+        signal.signal(number, before)
+
+
+def test_other_threads_are_left_alone() -> None:
+    found: list[object] = []
+
+    def body() -> None:
+        with deferred():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
+
+
+def test_ctrl_c_within_a_write_keeps_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "whole.h5")
+    plain = DescriptorFile._write
+
+    def interrupted(self: DescriptorFile, data: memoryview, position: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        plain(self, data, position)
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_writer(tmp_path / "o.h5", PLAN) as writer,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(DescriptorFile, "_write", interrupted)
+        writer.append(rows(0, 16), writer.states)
+    with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
+        assert writer.completed == 16
+    (tmp_path / "o.h5.part").unlink()
+    write(tmp_path / "o.h5")
+    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
