@@ -1,4 +1,4 @@
-"""The proof catches what it must: scale, permutation, a wrong axis, a missing gradient, coupling."""
+"""The proof catches what it must: scale, permutation, a wrong axis, a missing row, coupling."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

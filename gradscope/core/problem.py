@@ -171,8 +171,9 @@ class Problem:
                 layer.training = True
 
     def _raw(self, model: nn.Module, batch: Batch) -> Any:
-        # a forward pass may write into its arguments: it gets copies
-        inputs, targets = map_tensors(torch.clone, (batch.inputs, batch.targets))
+        # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
+        # any selection of samples runs the same program
+        inputs, targets = map_tensors(_contiguous_copy, (batch.inputs, batch.targets))
         if is_model_loss(self.loss):
             return self.loss(model, inputs, targets)
         return self.loss(call(model, inputs), targets)
@@ -221,14 +222,18 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def differentiable_inputs(batch: Batch) -> Batch:
-    """Return the batch with floating-point inputs as fresh copies that require a gradient.
+    """Return the batch with floating-point inputs that require a gradient.
 
-    The copies are not leaves, so a model may write into them in place.
+    The caller's tensors are left alone; the model gets copies, which are not leaves, so it may
+    write into them in place.
     """
 
-    def copy_of(t: Tensor) -> Tensor:
-        if not (t.is_floating_point() or t.is_complex()):
-            return t
-        return t.detach().requires_grad_(True).clone()
+    def leaf(t: Tensor) -> Tensor:
+        differentiable = t.is_floating_point() or t.is_complex()
+        return t.detach().requires_grad_(True) if differentiable else t
 
-    return batch.with_inputs(copy_of)
+    return batch.with_inputs(leaf)
+
+
+def _contiguous_copy(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)

@@ -74,7 +74,7 @@ class Registry(Generic[T]):
     def group(self) -> str:
         """The entry point group in which other packages name their entries."""
         plural = "es" if self.kind.endswith("s") else "s"
-        return f"gradscope.{self.kind.replace(' ', '_')}{plural}"
+        return f"gradscope.{self.kind.replace(' ', '_').replace('-', '_')}{plural}"
 
     def summary(self, name: str) -> str:
         """Return the first line of the entry's docstring, for `gradscope list`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock
 from gradscope.blocks.base import TILE_BYTES
-from gradscope.storage.factors import AXES, KINDS, factor_dtype, factors_of, is_smaller
+from gradscope.storage.factors import KINDS, factor_dtype, factors_of, is_smaller
 from gradscope.storage.layout import (
     Shape,
     as_numpy,
@@ -29,15 +29,7 @@ Prepare = Callable[[h5py.Dataset, int, int], None]
 
 
 class Column(Protocol):
-    """A place for one parameter's rows.
-
-    Attributes:
-        nbytes: The bytes one row takes.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes one row takes."""
+    """A place for one parameter's rows."""
 
     def fits(self, block: Block) -> bool:
         """Whether the column can hold this block's rows."""
@@ -52,11 +44,6 @@ class DenseColumn:
 
     dataset: h5py.Dataset
     scratch: dict[torch.dtype, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes one row takes."""
-        return int(prod(self.dataset.shape[1:]) * self.dataset.dtype.itemsize)
 
     def fits(self, block: Block) -> bool:
         """Whether the shapes agree."""
@@ -99,11 +86,6 @@ class FactoredColumn:
     kind: str
     shape: Shape
     datasets: dict[str, h5py.Dataset]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes one row takes."""
-        return sum(prod(d.shape[1:]) * int(d.dtype.itemsize) for d in self.datasets.values())
 
     def fits(self, block: Block) -> bool:
         """Whether the block has factors of the same kind, sizes and nature (real, complex)."""
@@ -185,6 +167,3 @@ def unwritten_chunks(dataset: h5py.Dataset, start: int, stop: int) -> Iterator[S
 def _saves(block: Block, wanted: np.dtype) -> bool:
     found = factors_of(block)
     return found is not None and is_smaller(block, found[1], wanted)
-
-
-assert set(AXES) == {name for names in KINDS.values() for name in names}

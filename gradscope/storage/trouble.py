@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from gradscope.errors import OutputError
 from gradscope.storage.signals import deferred
 
@@ -23,6 +25,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         with deferred():
             yield
+    except torch.OutOfMemoryError:  # blocks may be computed as they are written
+        raise
     except (OSError, RuntimeError) as error:  # h5py raises both
         number = _number(error)
         if number in _FULL:

@@ -129,3 +129,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def with_layout(layout: Any, **changes: Any) -> FilePlan:
     return replace(PLAN, layout=layout, **changes)
+
+
+def names(folder: Path) -> list[str]:
+    """The files in a folder."""
+    return sorted(p.name for p in folder.iterdir())

@@ -1,0 +1,124 @@
+"""torch's own list of modules: every one with parameters, every sample input with a batch axis."""
+
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+with warnings.catch_warnings():  # torch's test helpers are not free of warnings of their own
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_modules import module_db
+
+from gradscope.backends import backends
+from gradscope.core.batch import map_tensors, tensors
+from gradscope.errors import RefusedError
+from tests import oracle
+from tests.backends.outcomes import mistakes, run
+from tests.cases import Setup
+
+# what a backend may refuse: a custom Function without a vmap rule that writes by out=
+REFUSED = {"vmap": {"nn.LinearCrossEntropyLoss"}, "expand": {"nn.LinearCrossEntropyLoss"}}
+
+# variants of one module beyond this many differ in options that do not meet the parameters
+MOST = 24
+
+
+class Positional(nn.Module):
+    """A module whose tensors, wherever they are among its arguments, come one by one.
+
+    The sample axis of the tensors given is the first; `axis` is where the module has it.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, axis: int) -> None:
+        super().__init__()
+        self.module, self.axis = module, axis
+        self.tree = (args, kwargs)
+
+    def forward(self, *given: Tensor) -> Any:
+        each = iter(given)
+        args, kwargs = map_tensors(lambda _: next(each).movedim(0, self.axis), self.tree)
+        out = self.module(*args, **kwargs)
+        return map_tensors(lambda t: t.movedim(self.axis, 0) if t.dim() > self.axis else t, out)
+
+
+def uneven(outputs: Any, targets: Tensor) -> Tensor:
+    """A smooth loss in which no two entries of the outputs count alike."""
+    total = torch.zeros_like(targets)
+    for out in tensors(outputs):
+        if out.is_floating_point():
+            rows = out.reshape(targets.shape[0], -1)
+            weights = torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype)
+            total = total + (weights * (1.3 * rows + 0.2).tanh() + 0.1 * rows * rows).sum(1)
+    return total * targets
+
+
+@cache
+def setups(name: str) -> tuple[Setup, ...]:
+    """All sample inputs of a module for which a batch of one has an answer."""
+    info = next(m for m in module_db if m.name == name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        found = [s for axis in (0, 1) for s in _candidates(info, axis)]
+        return tuple(s for s in found if _independent(s))[:MOST]
+
+
+def _candidates(info: Any, axis: int) -> Iterator[Setup]:
+    made = info.module_inputs_func(
+        info, device="cpu", dtype=torch.float64, requires_grad=False, training=False
+    )
+    for example in made:
+        given = example.forward_input
+        if given is None:
+            continue
+        flat = tensors((list(given.args), given.kwargs))
+        sizes = {t.shape[axis] if t.dim() > axis else 0 for t in flat}
+        if len(sizes) != 1 or max(sizes) < 2:
+            continue
+        options = example.constructor_input
+        module = info.module_cls(*options.args, **options.kwargs).double().eval()
+        if any(p.requires_grad for p in module.parameters()):
+            model = Positional(module, list(given.args), given.kwargs, axis)
+            inputs = tuple(t.movedim(axis, 0) for t in flat)
+            yield Setup(model, uneven, inputs, torch.linspace(0.7, 1.9, max(sizes)).double())
+
+
+def _independent(setup: Setup) -> bool:
+    """Whether the axis tried is a sample axis: every loss is the same alone."""
+    model, loss, inputs, targets = setup
+    try:
+        together = loss(model(*inputs), targets)
+        alone = [
+            loss(model(*(t[i : i + 1] for t in inputs)), targets[i : i + 1])
+            for i in range(len(targets))
+        ]
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    return bool(together.requires_grad and torch.allclose(together, torch.cat(alone)))
+
+
+NAMES = sorted({info.name for info in module_db})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", backends.names())
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module(name: str, backend: str) -> None:
+    for setup in setups(name):
+        answer = oracle.per_sample_gradients(*setup)
+        try:
+            evaluation = run(backend, setup)
+        except RefusedError:
+            assert name in REFUSED.get(backend, set())
+            continue
+        assert not mistakes(evaluation, *answer)
+
+
+def test_the_table_is_not_empty() -> None:
+    covered = [name for name in NAMES if setups(name)]
+    assert len(covered) >= 30
+    assert sum(len(setups(name)) for name in covered) >= 100

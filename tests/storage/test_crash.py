@@ -1,0 +1,238 @@
+"""Kills, full disks, and stops at the worst moments: nothing complete is lost or changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from gradscope.blocks import DenseBlock, Gradients
+from gradscope.errors import OutputError
+from gradscope.storage import Writer, integrity, open_file, open_writer
+from tests.storage.example import BATCH, DATA, PLAN, N, gradients, load, names, rows, same, write
+
+
+def test_appending_changes_no_structure(tmp_path: Path) -> None:
+    """Between the first row and the last only data bytes change: a kill finds a sound file."""
+
+    def structure() -> list[bytes]:
+        part = tmp_path / "o.h5.part"
+        with h5py.File(part, "r", locking=False) as file:
+            taken = integrity.extents(file)
+        data = part.read_bytes()
+        return [data[a:b] for a, b in integrity.gaps(taken, len(data))]
+
+    with open_writer(tmp_path / "o.h5", PLAN) as writer:
+        writer.append(rows(0, 16))
+        first = structure()
+        for start in range(16, 96, BATCH):
+            writer.append(rows(start, start + BATCH))
+        writer._commit({})
+        assert structure() == first and len(b"".join(first)) > 10_000
+
+
+@pytest.mark.parametrize("size", [BATCH, 7])
+def test_a_chunk_cut_short_by_a_kill_is_mended(tmp_path: Path, size: int) -> None:
+    """What a kill leaves of a chunk: complete rows as they were, anything after them."""
+    write(tmp_path / "whole.h5")
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "o.h5", stop_at=32)
+    part = tmp_path / "o.h5.part"
+    with h5py.File(part, "r", locking=False) as file:
+        places = [(d, [c.byte_offset for c in _chunks(d)]) for d in integrity.datasets(file)]
+        tails = []
+        for dataset, offsets in places:
+            if dataset.chunks is not None:
+                row = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
+                for k, offset in enumerate(offsets):
+                    kept = min(max(0, 32 - k * dataset.chunks[0]), dataset.chunks[0])
+                    if kept < dataset.chunks[0]:
+                        tails.append((offset + kept * row, offset + dataset.chunks[0] * row + 4))
+    data = bytearray(part.read_bytes())
+    for start, stop in tails:
+        data[start:stop] = b"\xa5" * (stop - start)
+    part.write_bytes(data)
+    assert len(tails) > 5
+    write(tmp_path / "o.h5", size=size, resume=True)
+    found, wanted = load(tmp_path / "o.h5"), load(tmp_path / "whole.h5")
+    if size == BATCH:
+        assert same(found, wanted)
+    for key in ("chains/0/w", "chains/0/emb", "chains/0/scale", "samples/loss"):
+        np.testing.assert_array_equal(found[key], wanted[key])
+
+
+def _chunks(dataset: h5py.Dataset) -> list[h5py.h5d.StoreInfo]:
+    if dataset.chunks is None:
+        return []
+    found: list[h5py.h5d.StoreInfo] = []
+    dataset.id.chunk_iter(found.append)
+    return sorted(found, key=lambda c: c.chunk_offset)
+
+
+class _StoppedError(Exception):
+    """In place of a kill: nothing of ours runs afterwards."""
+
+
+def test_a_kill_while_a_chunk_is_mended_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "whole.h5")
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "o.h5", stop_at=32)
+    _without_clean_up(monkeypatch)
+    with monkeypatch.context() as patch, pytest.raises(_StoppedError):
+        patch.setattr("gradscope.storage.resume.write_rows", _raise)
+        write(tmp_path / "o.h5", resume=True)
+    assert "o.h5.part.undo" in names(tmp_path)
+    monkeypatch.undo()
+    write(tmp_path / "o.h5", resume=True)
+    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["complete.add_results", "scales.attach_all", "integrity.write_seal", "complete._verify"],
+)
+@pytest.mark.parametrize("cleanly", [True, False])
+def test_a_stop_while_finishing_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, cleanly: bool
+) -> None:
+    write(tmp_path / "whole.h5")
+    with monkeypatch.context() as patch:
+        if not cleanly:
+            _without_clean_up(patch)
+        patch.setattr(f"gradscope.storage.{step}", _raise)
+        with pytest.raises(_StoppedError):
+            write(tmp_path / "o.h5")
+    assert ("o.h5.part.undo" in names(tmp_path)) is not cleanly
+    with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
+        assert writer.completed == N
+    write(tmp_path / "o.h5", resume=True)
+    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
+    assert names(tmp_path) == ["o.h5", "whole.h5"]
+
+
+def _raise(*_: object, **__: object) -> None:
+    raise _StoppedError
+
+
+def _without_clean_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("gradscope.storage.undo.restore", lambda *_: None)
+    patch.setattr(Writer, "close", Writer._close_file)
+
+
+def test_a_stop_after_a_change_of_layout(tmp_path: Path) -> None:
+    def make(start: int, stop: int) -> Gradients:
+        found = gradients(start, stop)
+        return found if start < 32 else found.map(lambda block: DenseBlock(block.dense()))
+
+    write(tmp_path / "whole.h5", make=make)
+    for stop_at in (32, 48):
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "o.h5", make=make, stop_at=stop_at, resume=True)
+    write(tmp_path / "o.h5", make=make, resume=True)
+    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
+
+
+_KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+from gradscope.blocks import DenseBlock
+from gradscope.storage import writer
+from tests.storage.example import gradients, write
+
+writer.COMMIT_SECONDS, writer.COMMIT_SHARE = 0.0, 0
+random.seed(int(sys.argv[2]))
+
+def make(start, stop):
+    time.sleep(0.002)
+    found = gradients(start, stop)
+    return found if start < 60 else found.map(lambda block: DenseBlock(block.dense()))
+
+kills = 0
+while True:
+    child = os.fork()
+    if not child:
+        write(Path(sys.argv[1]), size=4, make=make, resume=True)
+        os._exit(0)
+    limit = time.monotonic() + random.uniform(0.01, 0.08 + 0.01 * kills)
+    while time.monotonic() < limit:
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+    kills += 1
+print(kills)
+"""
+
+
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    def make(start: int, stop: int) -> Gradients:
+        found = gradients(start, stop)
+        return found if start < 60 else found.map(lambda block: DenseBlock(block.dense()))
+
+    write(tmp_path / "whole.h5", size=4, make=make)
+    command = [sys.executable, "-c", _KILLS, str(tmp_path / "o.h5"), "7"]
+    kills = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert kills >= 2
+    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
+    assert names(tmp_path) == ["o.h5", "whole.h5"]
+
+
+_FULL = """
+import os, resource, signal, sys
+from pathlib import Path
+from gradscope.errors import OutputError
+from gradscope.storage import open_writer, writer as module
+from tests.storage.example import PLAN, batches, rows, write
+
+module.COMMIT_SECONDS, module.COMMIT_SHARE = 0.0, 0
+path, at = Path(sys.argv[1]), sys.argv[2]
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+try:
+    if at == "start":
+        limit(20_000)
+        write(path)
+    else:
+        with open_writer(path, PLAN) as writer:
+            for start, stop in batches():
+                if start == 48:
+                    limit(1000)
+                writer.append(rows(start, stop), {})
+except OutputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("at", ["start", "middle"])
+def test_a_full_disk(tmp_path: Path, at: str) -> None:
+    """A limit on the file's size stands for a full disk: the writes fail in the same places."""
+    command = [sys.executable, "-c", _FULL, str(tmp_path / "o.h5"), at]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "the disk is full" in found.stdout and "--resume" in found.stdout
+    if at == "start":
+        assert names(tmp_path) == []
+        return
+    with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
+        assert writer.completed == 48
+        for start in range(48, N, BATCH):
+            writer.append(rows(start, min(start + BATCH, N)), {})
+        writer.finish({}, {})
+    with open_file(tmp_path / "o.h5") as file:
+        np.testing.assert_array_equal(file.chains[0]["w"][...], DATA["w"].numpy())
+
+
+def test_too_little_space_is_known_with_the_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "gradscope.storage.trouble.shutil.disk_usage", lambda _: type("Usage", (), {"free": 100})
+    )
+    with pytest.raises(OutputError, match="more bytes, the disk has 100"):
+        write(tmp_path / "o.h5")
+    assert names(tmp_path) == []

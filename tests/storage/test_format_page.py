@@ -1,0 +1,54 @@
+"""docs/format.md: its reader reads our files, and its tables name all that is in them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.storage.example import expected, with_layout, write
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+
+
+def _reader() -> Any:
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
+    body = [line for line in code.splitlines() if line.strip()]
+    assert len(body) <= 20
+    assert set(re.findall(r"^import (\w+)", code, re.MULTILINE)) == {"h5py", "numpy"}
+    found: dict[str, Any] = {}
+    exec(code, found)
+    return found["read"]
+
+
+@pytest.mark.parametrize("layout", ["auto", "dense"])
+def test_the_reader_on_the_page(tmp_path: Path, layout: str) -> None:
+    write(tmp_path / "o.h5", with_layout(layout))
+    rows, means = (_reader()(tmp_path / "o.h5", k) for k in (0, 1))
+    assert rows.keys() == means.keys() == expected().keys()
+    for name, wanted in expected().items():
+        np.testing.assert_allclose(rows[name], wanted, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(means[name], wanted.mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_the_tables_name_everything(tmp_path: Path) -> None:
+    write(tmp_path / "o.h5")
+    columns = re.findall(r"^\| (.*?) \|", PAGE, re.MULTILINE)
+    known = set(re.findall(r"`([^`]+)`", " ".join(columns)))
+    paths, attributes = set(), set()
+    with h5py.File(tmp_path / "o.h5") as file:
+
+        def visit(path: str, item: h5py.HLObject) -> None:
+            general = re.sub(r"^chains/\d+", "chains/K", path)
+            general = re.sub(r"^(norms|chains/K)/[^/]+", r"\1/NAME", general)
+            paths.add("/" + re.sub(r"^axis\d+_\d+", "axisJ_S", general))
+            attributes.update(item.attrs)
+
+        file.visititems(visit)
+        attributes.update(file.attrs)
+    scales = {f"/chains/K/NAME/{axis}" for axis in "ktrcd"}
+    assert "/chains/K/NAME/{k,t,r,c,d}" in known
+    assert paths - scales - known <= {"/samples", "/norms", "/chains"}
+    assert attributes - known == {"CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST"}
