@@ -10,7 +10,7 @@ import torch
 
 from gradscope.errors import OutputError
 from gradscope.storage import FilePlan, open_file, open_writer
-from tests.storage.example import BATCH, DATA, PLAN, N, load, rows, same, write
+from tests.storage.example import BATCH, DATA, PLAN, N, load, names, rows, same, write
 
 
 def test_an_exception_midway_keeps_what_is_complete(tmp_path: Path) -> None:
