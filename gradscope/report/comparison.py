@@ -83,7 +83,7 @@ def _print_reason(row: "BackendRow", console: Console) -> None:
 
 def _print_advice(row: "BackendRow", console: Console, said: set[str]) -> None:
     for text in (row.reason, row.remedy):
-        if text is not None and text not in said:
+        if text is not None and not any(meaning in text for meaning in said):
             _print_wrapped(text, console)
 
 
