@@ -11,10 +11,8 @@ from gradscope.errors import CheckpointError
 from gradscope.sources import checkpoint_formats  # noqa: F401 (it registers the readers)
 from gradscope.sources.code import user_file
 from gradscope.sources.digests import sha256
-from gradscope.sources.fit import fitted, listed
+from gradscope.sources.fit import covers, fitted, listed
 from gradscope.sources.readers import checkpoint_readers, find_checkpoint_reader
-
-KEYS = ("model", "state_dict", "model_state_dict")
 
 _REMEDY = "Save model.state_dict()."
 
@@ -71,7 +69,7 @@ def load_into(model: nn.Module, path: Path) -> CheckpointReport:
     name = find_checkpoint_reader(path)
     try:
         digest = sha256(path)
-        key, state = _state_dict(checkpoint_readers.get(name)(path))
+        key, state = _state_dict(checkpoint_readers.get(name)(path), model)
         fit = fitted(model, state)
         with user_file("the model's own load_state_dict"):
             model.load_state_dict(fit.state, strict=True)
@@ -82,8 +80,8 @@ def load_into(model: nn.Module, path: Path) -> CheckpointReport:
     return CheckpointReport(path, name, digest, len(state), key, fit.prefix, fit.casts, fit.tied)
 
 
-def _state_dict(content: Any) -> tuple[str | None, Mapping[str, Any]]:
-    """Find the state dict: all of the content, or what is under one of the usual keys."""
+def _state_dict(content: Any, model: nn.Module) -> tuple[str | None, Mapping[str, Any]]:
+    """Find the state dict: all of the content, or what is under the one key that fits."""
     if isinstance(content, Tensor):
         raise CheckpointError("it holds a single tensor, not a state dict", remedy=_REMEDY)
     if not isinstance(content, Mapping):
@@ -91,7 +89,8 @@ def _state_dict(content: Any) -> tuple[str | None, Mapping[str, Any]]:
         raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_REMEDY)
     if _has_tensors(content):
         return None, content
-    found = [k for k in KEYS if isinstance(content.get(k), Mapping) and _has_tensors(content[k])]
+    every = [k for k, v in content.items() if isinstance(v, Mapping) and _has_tensors(v)]
+    found = [k for k in every if covers(content[k], model)] or every
     if len(found) > 1:
         raise CheckpointError(
             f"there is a state dict under each of {listed(found)}",
@@ -101,7 +100,7 @@ def _state_dict(content: Any) -> tuple[str | None, Mapping[str, Any]]:
         keys = [repr(key) for key in content]
         raise CheckpointError(
             f"there is no state dict in it; its keys are: {listed(keys) or 'none'}",
-            remedy=f"{_REMEDY} It may stand under one of: {', '.join(KEYS)}.",
+            remedy=f"{_REMEDY} It may stand under a key, such as 'model' or 'state_dict'.",
         )
     return found[0], content[found[0]]
 

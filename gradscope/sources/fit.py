@@ -53,6 +53,16 @@ def fitted(model: nn.Module, state: Mapping[Any, Any]) -> Fit:
     return Fit(cast, prefix, casts, tied)
 
 
+def covers(state: Mapping[Any, Any], model: nn.Module) -> bool:
+    """Whether a mapping names everything that the model's state dict has, prefixes aside."""
+    if not all(isinstance(name, str) for name in state):
+        return False
+    with user_file("the model's own state_dict"):
+        expected: dict[str, Any] = model.state_dict()
+    _, values = _stripped(state, expected)
+    return expected.keys() <= values.keys()
+
+
 def listed(names: Iterable[str], limit: int = 10) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)

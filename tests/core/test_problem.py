@@ -187,9 +187,24 @@ def test_a_model_that_cannot_be_copied_is_refused():
         Problem.of(model, smooth).converted(torch.float64)
 
 
-def test_differentiable_inputs_are_copies_that_may_be_written_into():
+def test_differentiable_inputs_may_be_written_into_by_the_model():
     data = Batch.of((torch.ones(3, 2), torch.ones(3, dtype=torch.long)))
-    real, whole = differentiable_inputs(data).inputs
+    given = differentiable_inputs(data)
+    real, whole = given.inputs
     assert real.requires_grad and not whole.requires_grad
-    real += 1.0
+
+    class Writer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x, k):
+            x += self.weight
+            return x.sum(1)
+
+    losses = Problem.of(Writer(), lambda outputs, targets: outputs).losses(given)
+    assert losses.tolist() == [4.0, 4.0, 4.0]
+    (slope,) = torch.autograd.grad(losses.sum(), [real])
+    assert torch.equal(slope, torch.ones(3, 2))
     assert torch.equal(data.inputs[0], torch.ones(3, 2))
+    assert not data.inputs[0].requires_grad

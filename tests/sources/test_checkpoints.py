@@ -95,7 +95,7 @@ def test_every_format_is_found_by_content(tmp_path: Path, kind: str) -> None:
     assert checkpoint_readers.summary(kind)
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict"])
+@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "model_state", "ema"])
 def test_a_state_dict_under_a_key(tmp_path: Path, key: str) -> None:
     optimizer = torch.optim.Adam(trained().parameters()).state_dict()
     report = check(saved(tmp_path, {"epoch": 3, key: state(), "optimizer": optimizer}), state())
