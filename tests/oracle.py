@@ -35,7 +35,8 @@ def _one(
     if value.requires_grad:
         value.squeeze(0).backward()
     zeros = {name: torch.zeros_like(p) for name, p in named.items()}
-    return value.detach()[0], {n: zeros[n] if p.grad is None else p.grad for n, p in named.items()}
+    found = {n: zeros[n] if p.grad is None else p.grad for n, p in named.items()}
+    return value.detach()[0], {n: g.to_dense() for n, g in found.items()}
 
 
 def _wide(t: Tensor) -> Tensor:

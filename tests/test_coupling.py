@@ -48,7 +48,11 @@ def test_own_losses_of_coupled_samples(case, backend: str) -> None:
     assert all(torch.equal(v, before[k]) for k, v in setup.model.state_dict().items())
 
 
-@pytest.mark.parametrize("case", INDEPENDENT[::6], ids=lambda c: c.name)
+# in a batch, this layer scales gradients by the whole batch
+ALIKE = [c for c in INDEPENDENT if c.name != "embedding_scaled_by_frequency"]
+
+
+@pytest.mark.parametrize("case", ALIKE[::6], ids=lambda c: c.name)
 def test_own_losses_of_independent_samples_are_the_per_sample_gradients(case) -> None:
     setup = case.build()
     _, wanted = per_sample_gradients(*setup)

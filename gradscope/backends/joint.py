@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.base import Backend, Evaluate, refusing
+from gradscope.backends.loop import dense
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
@@ -97,6 +98,6 @@ def _pulled(
     )
     lead = picks.shape[:1] if batched else ()
     return [
-        p.new_zeros(*lead, *p.shape) if g is None else g.detach()
+        p.new_zeros(*lead, *p.shape) if g is None else dense(g)
         for g, p in zip(found, parameters, strict=True)
     ]

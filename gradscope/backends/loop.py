@@ -48,4 +48,10 @@ def one_sample(problem: Problem, sample: Batch) -> tuple[Tensor, dict[str, Tenso
             allow_unused=True,
             materialize_grads=True,
         )
-    return loss, {k: g.detach() for k, g in zip(problem.parameters, gradients, strict=True)}
+    return loss, {k: dense(g) for k, g in zip(problem.parameters, gradients, strict=True)}
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient without graph; that of a sparse embedding in its dense form."""
+    gradient = gradient.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, tensors
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, differentiable_inputs
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 COUPLED_REMEDY = (
@@ -49,6 +49,28 @@ def require_independent(problem: Problem, batch: Batch) -> None:
         ) from error
     if not _same(together, alone):
         raise coupled(problem, probe, together, alone)
+    _require_own_gradients(problem, probe)
+
+
+def _require_own_gradients(problem: Problem, probe: Batch) -> None:
+    """Refuse if a loss has a gradient by the inputs of another sample."""
+    given = differentiable_inputs(probe)
+    inputs = [t for t in tensors(given.inputs) if t.requires_grad and t.dim()]
+    if not inputs:
+        return
+    try:
+        loss = problem.losses(given)[_PROBE // 2]
+        slopes = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    except (ModelError, RuntimeError):  # not every model can be differentiated by its inputs
+        return
+    others = torch.arange(_PROBE) != _PROBE // 2
+    # a sample that is not finite makes zeros NaN, which proves nothing
+    if any(bool(slope[others.to(slope.device)].nan_to_num().any()) for slope in slopes):
+        raise CoupledSamplesError(
+            "the loss of a sample has a gradient by the inputs of another",
+            where=mixing_layer(problem, probe),
+            remedy=COUPLED_REMEDY,
+        )
 
 
 def require_deterministic(problem: Problem, batch: Batch) -> Tensor:

@@ -17,6 +17,9 @@ VMAP_REFUSES = {
     "control_flow_on_the_data",
     "custom_function_with_a_parameter",
     "experts_by_dispatch",
+    "gradient_reversed_by_a_function",
+    "packed_sequences",
+    "sparse_embedding",
 }
 AT_LEAST = {  # independent cases answered exactly
     "expand": len(INDEPENDENT) - 4,

@@ -240,3 +240,37 @@ def complex_linear() -> Setup:
         b=nn.Linear(7, 3, dtype=torch.complex128),
     )
     return regression(model, torch.randn(N, 4))
+
+
+@case()
+def samples_sorted_inside() -> Setup:
+    def forward(net: nn.Module, x):
+        order = x[:, 0].argsort()
+        h = net.a(x[order]).tanh()
+        return net.b(h[order.argsort()])
+
+    return regression(Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3)), torch.randn(N, 4))
+
+
+@case()
+def samples_reversed_inside() -> Setup:
+    return regression(
+        Net(lambda net, x: net.a(x.flip(0)).tanh().flip(0), a=nn.Linear(4, 7)), torch.randn(N, 4)
+    )
+
+
+@case()
+def gradient_reversed_by_a_function() -> Setup:
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -gradient
+
+    def forward(net: nn.Module, x):
+        return net.b(Reversed.apply(net.a(x).tanh()))
+
+    return regression(Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3)), torch.randn(N, 4))

@@ -230,3 +230,26 @@ def embedding_bag_sum() -> Setup:
 def embedding_bag_mean_with_padding() -> Setup:
     model = nn.Sequential(nn.EmbeddingBag(4, 7, mode="mean", padding_idx=2), nn.Tanh())
     return regression(model, _ids(6, rows=4))
+
+
+@case()
+def packed_sequences() -> Setup:
+    def forward(net: nn.Module, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        states, _ = net.rnn(packed)
+        out, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=x.shape[1])
+        return net.head(out)
+
+    model = Net(forward, rnn=nn.LSTM(3, 4, 2, batch_first=True), head=nn.Linear(4, 2))
+    return regression(model, (torch.randn(N, 6, 3), torch.tensor([3, 6, 2, 5, 4])))
+
+
+@case()
+def embedding_scaled_by_frequency() -> Setup:
+    ids = _ids(N, 6, rows=4)
+    return regression(nn.Sequential(nn.Embedding(4, 3, scale_grad_by_freq=True)), ids)
+
+
+@case()
+def sparse_embedding() -> Setup:
+    return regression(nn.Sequential(nn.Embedding(9, 3, sparse=True)), _ids(N, 6))

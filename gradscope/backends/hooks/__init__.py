@@ -6,7 +6,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -95,15 +95,17 @@ class _Program:
             if analysis.fits(recorded):
                 return analysis
         require_independent(self.problem, batch)
-        for size, other in ((_SMALL, _SMALLER), (len(batch), len(batch) + 1)):
-            spread = torch.linspace(0, len(batch) - 1, size).long()
-            analysis = self._analysed(batch.select(spread), batch.resized(other))
+        spread = batch.select(torch.linspace(0, len(batch) - 1, _SMALL).long())
+        with suppress(UnsupportedError):  # what depends on the data may still hold for all of them
+            analysis = self._analysed(spread, batch.resized(_SMALLER))
             if analysis.fits(recorded):
                 self.known.append(analysis)
                 return analysis
-        raise UnsupportedError(
-            "the model runs other operations for another number of samples", remedy=OTHERS
-        )
+        analysis = self._analysed(batch, batch.resized(2 * len(batch)))
+        if not analysis.fits(recorded):
+            raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
+        self.known.append(analysis)
+        return analysis
 
     def _analysed(self, batch: Batch, other: Batch) -> Analysis:
         first, second = (trace(self._losses(b)) for b in (batch, other))

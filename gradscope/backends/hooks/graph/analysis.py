@@ -107,7 +107,6 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     sizes = _growths(first, second)
     on_samples = {node for node, _ in sizes}
     wanted = _upstream_closed(first, _leaves(first, parameters))
-    _refuse_mixing(first, on_samples, wanted)
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(on_samples)
@@ -118,6 +117,7 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     needed = {edge.node for edge in frontier} | inputs
     observed = {output: growth for output, growth in sizes.items() if output[0] in needed}
     axes, still_open = _layouts(first, _single_axes(first, observed))
+    _refuse_mixing(first, on_samples, wanted)
     return Analysis(first, axes, still_open, frontier, sizes)
 
 
@@ -170,10 +170,10 @@ def _upstream_closed(trace: Trace, seeds: set[int]) -> set[int]:
 def _refuse_mixing(trace: Trace, on_samples: set[int], wanted: set[int]) -> None:
     """Refuse values without a sample axis that parameters reach by way of samples."""
     for node in sorted((_upstream_closed(trace, on_samples) - on_samples) & wanted):
-        raise CoupledSamplesError(
-            "a value without a sample axis is computed from all samples of the batch, so a "
-            "sample's loss depends on the others",
+        raise UnsupportedError(
+            "a value without a sample axis is computed from all samples of the batch",
             where=f"operation {trace.kinds[node]}",
+            remedy=OTHERS,
         )
 
 

@@ -9,11 +9,16 @@ from gradscope.blocks import Block, ScatterBlock
 
 @node_rules.register("EmbeddingBackward0")
 def embedding(site: Site) -> Block | None:
-    """`weight[indices]`; the padding row gets nothing."""
-    if site.saved("scale_grad_by_freq"):  # frequencies count over the whole batch
-        return None
+    """`weight[indices]`; the padding row gets nothing.
+
+    With scale_grad_by_freq a row's gradient is divided by how often the sample looks it up, as in
+    a batch of one.
+    """
     index = site.first(site.saved("indices")).flatten(1)
     rows = site.first(site.gradient).flatten(1, -2)
+    if site.saved("scale_grad_by_freq"):
+        again = index.unsqueeze(1) == index.unsqueeze(2)  # (n, t, t)
+        rows = rows / again.sum(2).unsqueeze(-1).to(rows.dtype)
     return scatter(index, rows, site.shape[0], site.saved("padding_idx"))
 
 
