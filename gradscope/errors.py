@@ -11,7 +11,8 @@ GradscopeError                      1   a bug in gradscope, when nothing below f
 │   ├── UnsupportedError                a backend has no exact way for this model
 │   ├── CoupledSamplesError             a sample's loss depends on other samples
 │   └── CertificateError                the proof on the first batch failed
-└── OutputError                     6   something that was to be written
+├── OutputError                     6   something that was to be written
+└── NonFiniteError                  7   a sample is not finite, and that was to be an error
 
 The inner raise states the fact and the remedy; a boundary adds where it happened with `at`.
 """
@@ -96,3 +97,9 @@ class OutputError(GradscopeError):
     """Something that was to be written cannot be."""
 
     exit_code = 6
+
+
+class NonFiniteError(GradscopeError):
+    """A sample's gradient is not finite, and the run was told to fail then."""
+
+    exit_code = 7

@@ -1,7 +1,7 @@
 """`Scope`: a model and a loss, bound once, asked about many batches."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -14,16 +14,18 @@ from gradscope import chains
 from gradscope.backends import Evaluate, backends
 from gradscope.backends.auto import candidates
 from gradscope.backends.joint import own_loss_backends
-from gradscope.blocks import Evaluation
+from gradscope.blocks import Evaluation, Gradients
 from gradscope.certificate import Certificate, certify, finite_samples
 from gradscope.core.batch import Batch, detached
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
-from gradscope.errors import CoupledSamplesError, RefusedError, SpecError
+from gradscope.errors import CoupledSamplesError, NonFiniteError, RefusedError, SpecError
 from gradscope.losses import resolve
+from gradscope.reducers import State
 
 Verify = Literal["first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
+NonFinite = Literal["skip", "fail", "keep"]
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
 
@@ -47,6 +49,8 @@ class Scope:
             ∂Lᵢ/∂θ through everybody's statistics (backends loop and vmap; the rows depend on which
             samples share a batch, so none is split); "frozen" puts normalisation layers on their
             running statistics.
+        nonfinite: What reducers do with samples whose gradient is not finite: "skip" leaves them
+            out and tells, "fail" raises, "keep" lets them through.
 
     Attributes:
         backend: The backend in use; `auto` until the first batch has been seen.
@@ -65,15 +69,18 @@ class Scope:
         backend: str = "auto",
         verify: Verify = "first",
         coupling: Coupling = "refuse",
+        nonfinite: NonFinite = "skip",
     ) -> None:
-        for word, known in ((verify, get_args(Verify)), (coupling, get_args(Coupling))):
-            if word not in known:
-                raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), list(known)))
+        for word, kind in ((verify, Verify), (coupling, Coupling), (nonfinite, NonFinite)):
+            if word not in get_args(kind):
+                known = list(get_args(kind))
+                raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
         problem = Problem.of(model, resolve(loss), parameters)
         self.problem = replace(problem, running_statistics=coupling == "frozen")
         self.own_loss = coupling == "own-loss"
         self.backend = backend
         self.verify = verify
+        self.nonfinite = nonfinite
         self.certificate: Certificate | None = None
         self.notes: list[str] = []
         self._waiting = list(candidates(backend, own_loss=self.own_loss))
@@ -89,7 +96,8 @@ class Scope:
         batch = detached(batch)
         while True:
             try:
-                return self._proved(batch)
+                found = self._proved(batch)
+                return replace(found, gradients=Gradients(found.gradients, batch.index))
             except CoupledSamplesError:
                 raise  # true for every backend
             except RefusedError as error:
@@ -138,18 +146,15 @@ class Scope:
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
         """
-        bound = chains.bind(chain, reduced=True)
+        whole = Batch.of(inputs, targets)
+        (bound,) = self.settled([chains.bind(chain, reduced=True)], lambda: self._parts(whole))
         state, skipped = None, 0
-        for part in self._parts(Batch.of(inputs, targets)):
+        for part in self._parts(whole):
             evaluation = self.evaluate(part)
-            finite = finite_samples(evaluation)
-            kept = int(finite.sum())
-            skipped += len(part) - kept
-            if kept:
-                gradients = evaluation.gradients
-                state = bound.update(
-                    state, gradients if kept == len(part) else gradients.select(finite)
-                )
+            kept = self.usable(part, evaluation)
+            skipped += len(part) - (0 if kept is None else kept[0].n)
+            if kept is not None:
+                state = bound.update(state, *kept)
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",
@@ -159,6 +164,56 @@ class Scope:
         if state is None:
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         return bound.result(state)
+
+    def settled(
+        self, waiting: Sequence[chains.Chain], batches: Callable[[], Iterable[Batch]]
+    ) -> tuple[chains.Chain, ...]:
+        """Run the earlier passes that chains need (`center`), all of one round in one pass.
+
+        Args:
+            waiting: Any chains.
+            batches: Starts a pass over the data.
+        """
+        ready = tuple(waiting)
+        while first := chains.waiting(ready):
+            states: dict[str, State] = {}
+            for batch in batches():
+                kept = self.usable(batch, self.evaluate(batch))
+                if kept is not None:
+                    for text, chain in first.items():
+                        states[text] = chain.update(states.get(text), *kept)
+            if not states:
+                raise SpecError(
+                    "no sample has a finite gradient, so there is no mean to start from"
+                )
+            means = {text: chain.result(states[text]) for text, chain in first.items()}
+            ready = tuple(
+                chain if chain.first_pass is None else chain.given(means[chain.first_pass.text])
+                for chain in ready
+            )
+        return ready
+
+    def usable(
+        self, batch: Batch, evaluation: Evaluation
+    ) -> tuple[Gradients, Problem, Batch] | None:
+        """Return what chains reduce of a batch: the samples with a finite gradient, or None.
+
+        Raises:
+            NonFiniteError: One is not finite, and `nonfinite` is "fail".
+        """
+        finite = finite_samples(evaluation)
+        if bool(finite.all()) or self.nonfinite == "keep":
+            return evaluation.gradients, self.problem, batch
+        if self.nonfinite == "fail":
+            worst = int(batch.index[int((~finite).nonzero()[0])])
+            raise NonFiniteError(
+                "its gradient is not finite",
+                where=f"sample {worst}",
+                remedy="Use nonfinite skip to leave such samples out, or keep to keep them.",
+            )
+        if not bool(finite.any()):
+            return None
+        return evaluation.gradients.select(finite), self.problem, batch.select(finite.cpu())
 
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""

@@ -15,10 +15,13 @@ class Gradients(Mapping[str, Block]):
 
     Args:
         blocks: At least one, all of the same n.
+        index: (n,) int64, each sample's position in its data set, by which anything random is
+            drawn; None for an aggregate, which is no sample.
     """
 
-    def __init__(self, blocks: Mapping[str, Block]) -> None:
+    def __init__(self, blocks: Mapping[str, Block], index: Tensor | None = None) -> None:
         self._blocks = dict(blocks)
+        self.index = index
 
     def __getitem__(self, name: str) -> Block:
         return self._blocks[name]
@@ -46,7 +49,11 @@ class Gradients(Mapping[str, Block]):
 
     def map(self, fn: Callable[[Block], Block]) -> "Gradients":
         """Apply `fn` to each parameter's block."""
-        return Gradients({name: fn(block) for name, block in self.items()})
+        return self.of({name: fn(block) for name, block in self.items()})
+
+    def of(self, blocks: Mapping[str, Block]) -> "Gradients":
+        """Return other blocks for the same samples."""
+        return Gradients(blocks, self.index)
 
     def scale(self, factors: Tensor) -> "Gradients":
         """Multiply sample i by `factors[i]`, (n,)."""
@@ -54,7 +61,8 @@ class Gradients(Mapping[str, Block]):
 
     def select(self, rows: slice | Tensor) -> "Gradients":
         """Return the samples `rows`."""
-        return self.map(lambda block: block.select(rows))
+        blocks = {name: block.select(rows) for name, block in self.items()}
+        return Gradients(blocks, None if self.index is None else self.index[rows])
 
     def dense(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, written into the buffers `out` if given."""

@@ -66,6 +66,14 @@ def compute(
             help="What to do when samples depend on their batch [refuse].",
         ),
     ] = None,
+    nonfinite: Annotated[
+        str | None,
+        typer.Option(
+            "--nonfinite",
+            metavar="skip|fail|keep",
+            help="What reducers do with samples that are not finite [skip].",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.h5.")] = False,
     json: options.Json = False,
@@ -90,6 +98,7 @@ def compute(
         seed=seed,
         layout=layout,
         coupling=coupling,
+        nonfinite=nonfinite,
         verify=verify,
     )
     if output is None and not dry_run:

@@ -98,6 +98,7 @@ _PLACES = {
             "seed",
             "layout",
             "coupling",
+            "nonfinite",
             "verify",
         )
     },

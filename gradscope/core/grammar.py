@@ -1,13 +1,14 @@
 """The grammar of chains: `stage | stage | ...`, a stage is `name` or `name:key=value,key=value`.
 
-Parsing and binding arguments need no torch: a chain's words are checked before anything is loaded.
+A name is a registered one or `FILE.py:function`. A value that holds `|` or `,` stands in double
+quotes. Parsing and binding need no torch: words are checked before anything is loaded.
 """
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
@@ -15,7 +16,12 @@ from gradscope.errors import SpecError
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_WORDS = {"true": True, "false": False}
+_CODE = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
+_CONVERTERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: lambda text: {"true": True, "false": False}[text.lower()],
+}
 
 
 @dataclass(frozen=True)
@@ -38,20 +44,34 @@ class Stage:
         """Return an error that shows the chain and points at this stage."""
         return pointed(self.chain, self.position, what, remedy)
 
-    def bind(self, factory: Callable[..., T]) -> T:
+    def bind(
+        self,
+        factory: Callable[..., T],
+        converters: Mapping[Any, Callable[[str], Any]] | None = None,
+        skip: int = 0,
+    ) -> T:
         """Call `factory` with the arguments converted as its annotations say.
+
+        An argument called by a word of Python's own, such as `with`, goes to `with_`.
+
+        Args:
+            factory: Takes the stage's arguments by keyword.
+            converters: What turns text into annotations other than int, float, bool and str.
+            skip: How many leading parameters are not the stage's.
 
         Raises:
             SpecError: An argument is unknown, missing or of the wrong kind.
         """
-        known = inspect.signature(factory, eval_str=True).parameters
+        every = list(inspect.signature(factory, eval_str=True).parameters.values())[skip:]
+        known = {p.name.rstrip("_"): p for p in every}
         values: dict[str, Any] = {}
         for key, text in self.arguments.items():
             if key not in known:
                 hint = suggestion(key, list(known)) if known else "It takes no arguments."
                 raise self.error(f"{self.name!r} has no argument {key!r}", hint)
-            values[key] = self._converted(key, text, known[key].annotation)
-        missing = [k for k, p in known.items() if p.default is p.empty and k not in values]
+            kind = known[key].annotation
+            values[known[key].name] = self._converted(key, text, kind, converters or {})
+        missing = [k for k, p in known.items() if p.default is p.empty and p.name not in values]
         if missing:
             example = ",".join(f"{k}=..." for k in missing)
             raise self.error(
@@ -62,16 +82,21 @@ class Stage:
         except ValueError as error:
             raise self.error(f"{self.name!r}: {error}") from error
 
-    def _converted(self, key: str, text: str, kind: Any) -> Any:
+    def _converted(
+        self, key: str, text: str, kind: Any, converters: Mapping[Any, Callable[[str], Any]]
+    ) -> Any:
+        kinds = [k for k in get_args(kind) or (kind,) if k is not type(None)]
+        convert = converters.get(kinds[0], _CONVERTERS.get(kinds[0], str))
         try:
-            if kind is bool:
-                return _WORDS[text.lower()]
-            return kind(text) if kind in (int, float) else text
+            return convert(text)
         except (ValueError, KeyError):
-            raise self.error(f"{self.name}:{key} must be {kind.__name__}, not {text!r}") from None
+            name = getattr(kinds[0], "__name__", str(kinds[0]))
+            raise self.error(f"{self.name}:{key} must be {name}, not {text!r}") from None
+        except SpecError as error:
+            raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
 
     def __str__(self) -> str:
-        arguments = ",".join(f"{k}={v}" for k, v in self.arguments.items())
+        arguments = ",".join(f"{k}={_quoted(v)}" for k, v in self.arguments.items())
         return f"{self.name}:{arguments}" if arguments else self.name
 
 
@@ -82,7 +107,7 @@ def parse(chain: str) -> tuple[Stage, ...]:
         SpecError: A stage is empty or not of the form `name:key=value,...`.
     """
     stages, position = [], 0
-    for piece in chain.split("|"):
+    for piece in _split(chain, "|"):
         start = position + len(piece) - len(piece.lstrip())
         stages.append(_stage(chain, piece.strip(), start))
         position += len(piece) + 1
@@ -99,20 +124,42 @@ def pointed(chain: str, position: int, what: str, remedy: str | None = None) -> 
 
 
 def _stage(chain: str, text: str, start: int) -> Stage:
-    name, colon, rest = text.partition(":")
-    name = name.strip()
+    code = _CODE.match(text)
+    head = code.group() if code else text.partition(":")[0]
+    name, rest = head.strip(), text[len(head) :]
     if not text:
         raise pointed(chain, start, "a stage is empty", "Write stages like clip:max_norm=1 | mean.")
-    if not _NAME.fullmatch(name):
+    if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
         raise pointed(chain, start, f"{name!r} is not the name of a stage")
     arguments: dict[str, str] = {}
-    position = start + text.index(":") + 1 if colon else start
-    for piece in rest.split(",") if colon else []:
+    position = start + len(head) + 1 if rest else start
+    for piece in _split(rest[1:], ",") if rest else []:
         key, equals, value = (part.strip() for part in piece.partition("="))
         if not (equals and _NAME.fullmatch(key) and value):
             raise pointed(chain, position, f"expected key=value after {name!r}, found {piece!r}")
         if key in arguments:
             raise pointed(chain, position, f"{key!r} is given twice")
-        arguments[key] = value
+        arguments[key] = _unquoted(value)
         position += len(piece) + 1
     return Stage(name, arguments, chain, start)
+
+
+def _split(text: str, at: str) -> list[str]:
+    """Split at a character, but not within double quotes."""
+    pieces, quoted = [""], False
+    for character in text:
+        quoted ^= character == '"'
+        if character == at and not quoted:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return pieces
+
+
+def _unquoted(value: str) -> str:
+    whole = len(value) > 2 and value[0] == value[-1] == '"' and value.count('"') == 2
+    return value[1:-1] if whole else value
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"' if any(c in value for c in "|,") else value

@@ -207,6 +207,9 @@ class ComputeSpec(_Section):
     coupling: Literal["refuse", "own-loss", "frozen"] = Field(
         default="refuse", description="refuse, own-loss or frozen (--coupling)"
     )
+    nonfinite: Literal["skip", "fail", "keep"] = Field(
+        default="skip", description="skip, fail or keep (--nonfinite)"
+    )
     verify: Literal["first", "always", "never"] = Field(
         default="first", description="first, always or never (--verify)"
     )

@@ -48,12 +48,12 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     batch = next(job.batches())
     job.scope.evaluate(batch)
     begun = time.perf_counter()
-    gradients = job.scope.evaluate(batch).gradients
-    for chain in job.chains:
+    gradients, problem = job.scope.evaluate(batch).gradients, job.scope.problem
+    for chain in job.scope.settled(job.chains, lambda: [batch]):
         if chain.reducer is None:
-            chain.rows(gradients).dense()
+            chain.rows(gradients, problem, batch).dense()
         else:
-            chain.update(None, gradients)
+            chain.update(None, gradients, problem, batch)
     seconds = time.perf_counter() - begun
     folder = Path.cwd() if path is None else path.absolute().parent
     return Estimate(

@@ -87,7 +87,7 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
         compute = self.spec.compute.model_dump(
-            mode="json", include={"backend", "coupling", "layout", "seed"}
+            mode="json", include={"backend", "coupling", "nonfinite", "layout", "seed"}
         )
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
         parts = ("chains", "batch_size", "samples", "digests", "versions", "device", "dtype")
@@ -139,7 +139,15 @@ def prepare(spec: RunSpec) -> Job:
 def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
     globs = None if spec.compute.parameters is None else list(spec.compute.parameters)
     compute = spec.compute
-    return Scope(model, loss, globs, compute.backend, compute.verify, compute.coupling)
+    return Scope(
+        model,
+        loss,
+        globs,
+        compute.backend,
+        compute.verify,
+        compute.coupling,
+        compute.nonfinite,
+    )
 
 
 def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope import chains
-from gradscope.blocks import Evaluation, Gradients
+from gradscope.blocks import Evaluation
 from gradscope.certificate import finite_samples
+from gradscope.chains import Chain, bind
 from gradscope.core.batch import Batch
 from gradscope.pipeline.job import Job
 from gradscope.reducers import State
@@ -43,7 +43,8 @@ def start(
     """
     begun = time.perf_counter()
     with open_writer(path, _plan(job), overwrite=overwrite, resume=resume) as writer:
-        yield Run(job, path, writer, begun, dict(writer.states))
+        settled = job.scope.settled(job.chains, job.batches)
+        yield Run(job, settled, path, writer, begun, dict(writer.states))
 
 
 def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:
@@ -60,6 +61,7 @@ class Run:
 
     Attributes:
         job: What is computed.
+        chains: Its chains, after the earlier passes that some of them need.
         path: The result file.
         writer: The open file.
         begun: When, on the performance counter.
@@ -67,6 +69,7 @@ class Run:
     """
 
     job: Job
+    chains: tuple[Chain, ...]
     path: Path
     writer: Writer
     begun: float
@@ -79,12 +82,11 @@ class Run:
     def add(self, batch: Batch) -> None:
         """Compute one batch and append it."""
         evaluation = self.job.scope.evaluate(batch)
-        finite = finite_samples(evaluation)
-        gradients = evaluation.gradients
-        kept = gradients if bool(finite.all()) else gradients.select(finite)
-        if bool(finite.any()):
-            self._reduce(kept)
-        self.writer.append(self._rows(batch, evaluation, finite), self.states)
+        kept = self.job.scope.usable(batch, evaluation)
+        if kept is not None:
+            for key, chain in self._reduced():
+                self.states[key] = chain.update(self.states.get(key), *kept)
+        self.writer.append(self._rows(batch, evaluation), self.states)
 
     def finish(self) -> RunReport:
         """Write the aggregates, verify the file and put it in its place."""
@@ -92,7 +94,7 @@ class Run:
         self.writer.finish(
             results={
                 k: chain.result(self.states[f"chain:{k}"])
-                for k, chain in enumerate(self.job.chains)
+                for k, chain in enumerate(self.chains)
                 if chain.reducer is not None and f"chain:{k}" in self.states
             },
             certificate=NOT_VERIFIED if certificate is None else certificate.to_json(),
@@ -100,28 +102,24 @@ class Run:
         )
         return self._report()
 
-    def _reduce(self, gradients: Gradients) -> None:
-        for key, chain in self._reduced():
-            self.states[key] = chain.update(self.states.get(key), gradients)
-
-    def _reduced(self) -> Iterator[tuple[str, chains.Chain]]:
-        yield _MEAN_GRADIENT, chains.bind("mean")
-        for k, chain in enumerate(self.job.chains):
+    def _reduced(self) -> Iterator[tuple[str, Chain]]:
+        yield _MEAN_GRADIENT, bind("mean")
+        for k, chain in enumerate(self.chains):
             if chain.reducer is not None:
                 yield f"chain:{k}", chain
 
-    def _rows(self, batch: Batch, evaluation: Evaluation, finite: Tensor) -> Rows:
-        gradients = evaluation.gradients
+    def _rows(self, batch: Batch, evaluation: Evaluation) -> Rows:
+        gradients, problem = evaluation.gradients, self.job.scope.problem
         return Rows(
             index=batch.index,
             loss=evaluation.losses,
             norm=gradients.norms,
-            finite=finite,
+            finite=finite_samples(evaluation),
             target=_one_number(batch.targets),
             norms={name: squared.sqrt() for name, squared in gradients.squared_norms.items()},
             chains=tuple(
-                None if chain.reducer is not None else chain.rows(gradients)
-                for chain in self.job.chains
+                None if chain.reducer is not None else chain.rows(gradients, problem, batch)
+                for chain in self.chains
             ),
         )
 
@@ -129,7 +127,7 @@ class Run:
         state = self.states.get(_MEAN_GRADIENT)
         if state is None:  # no sample is finite
             return {name: {"mean_gradient_norm": nan} for name in self.job.shapes}
-        mean = chains.bind("mean").result(state)
+        mean = bind("mean").result(state)
         return {name: {"mean_gradient_norm": float(g.norm())} for name, g in mean.items()}
 
     def _report(self) -> RunReport:

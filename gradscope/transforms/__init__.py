@@ -1,6 +1,27 @@
 """Floor 3: transforms of per-sample gradients, one family a file."""
 
 from gradscope.transforms import elementwise, factors, norms
-from gradscope.transforms.base import Scope, Transform, transform, transforms
+from gradscope.transforms.base import (
+    NeedsMean,
+    NeedsProblem,
+    Scope,
+    Step,
+    Transform,
+    Vector,
+    transform,
+    transforms,
+)
 
-__all__ = ["Scope", "Transform", "elementwise", "factors", "norms", "transform", "transforms"]
+__all__ = [
+    "NeedsMean",
+    "NeedsProblem",
+    "Scope",
+    "Step",
+    "Transform",
+    "Vector",
+    "elementwise",
+    "factors",
+    "norms",
+    "transform",
+    "transforms",
+]

@@ -1,14 +1,20 @@
 """What a transform is: a function of per-sample gradients, with a declared scope."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from gradscope.blocks import Gradients
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry
+from gradscope.errors import SpecError
 
 Transform = Callable[[Gradients], Gradients]
-Factory = TypeVar("Factory", bound=Callable[..., Transform])
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 class Scope(StrEnum):
@@ -20,7 +26,60 @@ class Scope(StrEnum):
     VECTOR = "whole vector"
 
 
-transforms: Registry[Callable[..., Transform]] = Registry("transform")
+@dataclass(frozen=True)
+class Vector:
+    """A stored vector in parameter space: the aggregate of a chain in a result file.
+
+    Attributes:
+        values: {name: (*shape)}, float64.
+        source: Where it comes from, for messages.
+    """
+
+    values: Mapping[str, Tensor]
+    source: str = ""
+
+    def of(self, gradients: Gradients) -> dict[str, Tensor]:
+        """Return the vector's part for each parameter of `gradients`.
+
+        Raises:
+            SpecError: A parameter is missing, or has another shape.
+        """
+        for name, block in gradients.items():
+            found = self.values.get(name)
+            if found is None or tuple(found.shape) != block.shape:
+                shape = "absent" if found is None else f"of shape {tuple(found.shape)}"
+                raise SpecError(
+                    f"{name!r} is {shape} in the stored vector, and {block.shape} here",
+                    where=self.source or None,
+                )
+        return {name: self.values[name].to(block.device) for name, block in gradients.items()}
+
+
+@dataclass(frozen=True)
+class NeedsMean:
+    """A transform that waits for the mean, over all samples, of what reaches it.
+
+    Attributes:
+        given: Takes {name: (*shape)} and returns the transform.
+    """
+
+    given: Callable[[Mapping[str, Tensor]], Transform]
+
+
+@dataclass(frozen=True)
+class NeedsProblem:
+    """A transform that evaluates the model again, such as a Hessian-vector product.
+
+    Attributes:
+        given: Takes the batch's problem and its samples and returns the transform.
+    """
+
+    given: Callable[[Problem, Batch], Transform]
+
+
+Step = Transform | NeedsMean | NeedsProblem
+
+transforms: Registry[Callable[..., Step]] = Registry("transform")
 
 
 def transform(name: str, scope: Scope) -> Callable[[Factory], Factory]:

@@ -19,8 +19,8 @@ def norm(per: str = "sample") -> Transform:
 
     def apply(gradients: Gradients) -> Gradients:
         if per == "sample":
-            return Gradients({"norm": DenseBlock(gradients.norms)})
+            return gradients.of({"norm": DenseBlock(gradients.norms)})
         squared = gradients.squared_norms
-        return Gradients({name: DenseBlock(value.sqrt()) for name, value in squared.items()})
+        return gradients.of({name: DenseBlock(value.sqrt()) for name, value in squared.items()})
 
     return apply
