@@ -6,6 +6,7 @@ takes a shortcut where its structure allows one. What has no shortcut falls back
 """
 
 from gradscope.blocks.base import Block
+from gradscope.blocks.convolution import ConvolutionBlock, Geometry
 from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.elementwise import MappedBlock, SquaredBlock
 from gradscope.blocks.gradients import Evaluation, Gradients
@@ -15,8 +16,10 @@ from gradscope.blocks.total import TotalBlock, total
 
 __all__ = [
     "Block",
+    "ConvolutionBlock",
     "DenseBlock",
     "Evaluation",
+    "Geometry",
     "Gradients",
     "MappedBlock",
     "OuterBlock",

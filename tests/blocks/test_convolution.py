@@ -1,0 +1,97 @@
+"""Convolution blocks, both ways, against autograd one sample at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from gradscope.blocks import ConvolutionBlock, Geometry, convolution
+
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+# spatial sizes, channels in and out, kernel, options
+TABLE = {
+    "plain": ((7, 6), 2, 3, (3, 2), {}),
+    "strided": ((9, 8), 2, 4, (3, 2), {"stride": (2, 3), "padding": (1, 0)}),
+    "dilated": ((9, 8), 2, 3, (2, 3), {"dilation": (3, 2), "padding": (2, 1)}),
+    "grouped": ((6, 5), 4, 6, (3, 3), {"groups": 2, "padding": (1, 1)}),
+    "depthwise": ((6, 5), 3, 6, (3, 2), {"groups": 3}),
+    "one axis": ((11,), 2, 3, (4,), {"stride": (2,), "padding": (3,)}),
+    "three axes": ((5, 4, 6), 2, 3, (2, 3, 2), {"padding": (1, 1, 0)}),
+    "transposed": ((5, 4), 4, 3, (3, 2), {"transposed": True, "stride": (2, 2), "padding": (1, 0)}),
+    "transposed, grouped": (
+        (5, 4), 4, 3, (3, 3),
+        {"transposed": True, "groups": 2, "stride": (3, 2), "output_padding": (2, 1)},
+    ),
+    "transposed, dilated": ((6,), 2, 3, (3,), {"transposed": True, "dilation": (2,)}),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[0, 10**9], ids=["by kernels", "by patches"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_PATCH_BYTES", request.param)
+
+
+@pytest.fixture(params=[1, 2], ids=["one frame", "two frames"])
+def frames(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def made(name: str, frames: int) -> tuple[ConvolutionBlock, torch.Tensor]:
+    """A block, and its dense form by autograd."""
+    space, c, o, kernel, options = TABLE[name]
+    axes, transposed = len(space), options.get("transposed", False)
+    groups = options.get("groups", 1)
+    ones = (1,) * axes
+    walk = {"stride": ones, "padding": (0,) * axes, "dilation": ones} | {
+        k: v for k, v in options.items() if k not in ("transposed", "groups", "output_padding")
+    }
+    extra = {"output_padding": options.get("output_padding", (0,) * axes)} if transposed else {}
+    shape = (c, o, *kernel) if transposed else (o, c // groups, *kernel)
+    torch.manual_seed(1)
+    weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    inputs = torch.randn(3, frames, c, *space, dtype=torch.float64)
+    call = (TRANSPOSED if transposed else CONVOLUTIONS)[axes]
+    rows, gradients = [], []
+    for sample in inputs:
+        out = call(sample, weight, groups=groups, **walk, **extra)
+        upstream = torch.randn_like(out)
+        rows.append(torch.autograd.grad(out, weight, upstream)[0])
+        gradients.append(upstream)
+    geometry = Geometry(
+        output_padding=options.get("output_padding", (0,) * axes),
+        groups=groups,
+        transposed=transposed,
+        **walk,
+    )
+    block = ConvolutionBlock(inputs, torch.stack(gradients), tuple(weight.shape), geometry)
+    return block, torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_operation_equals_the_dense_one(name: str, frames: int) -> None:
+    block, rows = made(name, frames)
+    flat, weights = rows.flatten(1), torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    vector = torch.randn(block.shape, dtype=torch.float64)
+    close = torch.testing.assert_close
+    close(block.dense(), rows)
+    buffer = torch.full_like(rows, torch.nan)
+    close(block.dense(buffer), rows)
+    close(buffer, rows)
+    close(block.squared_norms(), flat.square().sum(1))
+    close(block.weighted_sum(), rows.sum(0))
+    close(block.weighted_sum(weights), torch.tensordot(weights, rows, 1))
+    close(block.squared_sum(weights), torch.tensordot(weights, rows**2, 1))
+    close(block.dot(vector), flat @ vector.flatten())
+    close(block.gram(), flat @ flat.T)
+    close(block.scale(weights).dense(), rows * weights.reshape(-1, *[1] * (rows.dim() - 1)))
+    close(block.select(slice(1, 3)).dense(), rows[1:3])
+    close(block.outer.dense(), rows)
+    assert bool(block.finite().all())
+
+
+def test_half_precision_is_summed_in_float32(frames: int) -> None:
+    block, rows = made("plain", frames)
+    summed = block.to(torch.bfloat16).weighted_sum()
+    assert summed.dtype == torch.float32
+    torch.testing.assert_close(summed.double(), rows.sum(0), rtol=0.05, atol=0.1)
