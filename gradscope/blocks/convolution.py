@@ -18,7 +18,7 @@ from gradscope.blocks.outer import OuterBlock
 
 # The patches of a sample are copied at some GB/s, a kernel costs some ten microseconds to start:
 # beyond this many bytes of patches a sample, one kernel a sample is the faster way.
-_PATCH_BYTES = 2**18
+_PATCH_BYTES = 2**17
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, OuterBlock, ScatterBlock
+from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
 from gradscope.errors import ResultFileError
 from gradscope.storage.layout import stored_dtype
 
@@ -26,6 +26,8 @@ KINDS = {"outer": ("left", "right"), "scatter": ("index", "rows")}
 
 def factors_of(block: Block) -> tuple[str, dict[str, Tensor]] | None:
     """Return the kind and the factors (n, ...) of a block that has some, else None."""
+    if isinstance(block, ConvolutionBlock):
+        block = block.outer
     if isinstance(block, OuterBlock):
         return "outer", {"left": block.left, "right": block.right}
     if isinstance(block, ScatterBlock):
