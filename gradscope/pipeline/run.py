@@ -23,6 +23,7 @@ from gradscope.blocks import Evaluation
 from gradscope.certificate import finite_samples
 from gradscope.chains import Chain, bind
 from gradscope.core.batch import Batch
+from gradscope.errors import OutputError
 from gradscope.pipeline.job import Job
 from gradscope.reducers import State
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
@@ -42,6 +43,7 @@ def start(
         OutputError: The file exists, cannot be written, or belongs to another run.
     """
     begun = time.perf_counter()
+    _refuse_inputs(job, path)
     with open_writer(path, _plan(job), overwrite=overwrite, resume=resume) as writer:
         settled = job.scope.settled(job.chains, job.batches)
         yield Run(job, settled, path, writer, begun, dict(writer.states))
@@ -148,6 +150,23 @@ class Run:
             bytes=self.path.stat().st_size,
             chains=tuple(chain.text for chain in self.job.chains),
         )
+
+
+def _refuse_inputs(job: Job, path: Path) -> None:
+    """Refuse to write over what the run reads."""
+    spec = job.spec
+    code = [ref.rpartition(":")[0] for ref in (spec.model.factory, spec.loss.name) if ":" in ref]
+    for kind, source in (
+        ("checkpoint", spec.checkpoint.path),
+        ("data", spec.dataset.path),
+        *(("code", Path(place)) for place in code),
+    ):
+        if source.exists() and path.exists() and path.samefile(source):
+            raise OutputError(
+                f"the result would replace the {kind} that it is computed from",
+                where=str(path),
+                remedy="Choose another name.",
+            )
 
 
 def _plan(job: Job) -> FilePlan:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,20 @@ def test_bad_input(
     assert mentioned in done.err
     assert "Traceback" not in done.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["weights.safetensors", "data.npz", "model.py"])
+def test_an_input_is_not_overwritten_even_if_asked(
+    gradscope: Gradscope, digits: Path, tmp_path: Path, what: str
+) -> None:
+    folder = Path(shutil.copytree(digits.parent, tmp_path / "copy"))
+    before = (folder / what).read_bytes()
+    config = ["--config", folder / "run.toml", "--samples", ":4", "-q"]
+    refused = gradscope("compute", *config, "--overwrite", "-o", folder / what)
+    assert refused.code == 6
+    assert what in refused.err
+    assert (folder / what).read_bytes() == before
+    assert not list(folder.glob("*.part*"))
 
 
 def test_an_existing_file_is_not_overwritten_unasked(
