@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from gradscope import derivatives
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
+    from gradscope.reducers.base import Reducer
+    from gradscope.reducers.declared import reducer
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
     from gradscope.storage import GradientFile
     from gradscope.storage import open_file as open
+    from gradscope.transforms.declared import transform
 
 __version__ = "0.1.0"
 
@@ -22,6 +25,7 @@ __all__ = [
     "Comparison",
     "GradientFile",
     "GradscopeError",
+    "Reducer",
     "Scope",
     "__version__",
     "compare",
@@ -31,11 +35,14 @@ __all__ = [
     "norms",
     "open",
     "per_sample_gradients",
+    "reducer",
+    "transform",
 ]
 
 _HOMES = {
     "Comparison": ("gradscope.comparison", "Comparison"),
     "GradientFile": ("gradscope.storage", "GradientFile"),
+    "Reducer": ("gradscope.reducers.base", "Reducer"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
     "expectation": ("gradscope.scope", "expectation"),
@@ -43,6 +50,8 @@ _HOMES = {
     "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
+    "reducer": ("gradscope.reducers.declared", "reducer"),
+    "transform": ("gradscope.transforms.declared", "transform"),
 }
 
 

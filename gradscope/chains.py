@@ -22,9 +22,10 @@ from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
 from gradscope.reducers import Reducer, State, reducers
+from gradscope.reducers.declared import is_reducer
 from gradscope.sources.code import load_function
 from gradscope.storage import open_file
-from gradscope.transforms import NeedsMean, NeedsProblem, Step, Vector, transforms
+from gradscope.transforms import NeedsMean, NeedsProblem, Scope, Step, Vector, transforms
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,15 @@ def _applied(
 def _bound(stage: Stage) -> Step | Reducer:
     converters = {Vector: stored_vector}
     if ".py:" in stage.name:
-        made: Step | Reducer = stage.bind(load_function(stage.name, "stage"), converters)
+        own = load_function(stage.name, "stage")
+        if not (is_reducer(own) or isinstance(getattr(own, "scope", None), Scope)):
+            raise stage.error(
+                f"{stage.name!r} does not say what it is",
+                'Put @gradscope.transform("elementwise") above a function of a tensor ("factor" '
+                'for one of norms, "vector" for one of dense rows), or @gradscope.reducer above '
+                "one that returns a reducer.",
+            )
+        made: Step | Reducer = stage.bind(own, converters)
         return made
     for registry in (transforms, reducers):
         factory = registry.find(stage.name)

@@ -20,6 +20,7 @@ from gradscope.core.batch import Batch, detached
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import CoupledSamplesError, NonFiniteError, RefusedError, SpecError
+from gradscope.labels import Labels, Mode, chosen, over_labels, samples
 from gradscope.losses import resolve
 from gradscope.reducers import State
 
@@ -51,6 +52,8 @@ class Scope:
             running statistics.
         nonfinite: What reducers do with samples whose gradient is not finite: "skip" leaves them
             out and tells, "fail" raises, "keep" lets them through.
+        labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
+            expectation over all classes.
 
     Attributes:
         backend: The backend in use; `auto` until the first batch has been seen.
@@ -70,14 +73,18 @@ class Scope:
         verify: Verify = "first",
         coupling: Coupling = "refuse",
         nonfinite: NonFinite = "skip",
+        labels: Mode = "data",
+        seed: int = 0,
     ) -> None:
-        for word, kind in ((verify, Verify), (coupling, Coupling), (nonfinite, NonFinite)):
+        kinds = (Verify, Coupling, NonFinite, Mode)
+        for word, kind in zip((verify, coupling, nonfinite, labels), kinds, strict=True):
             if word not in get_args(kind):
                 known = list(get_args(kind))
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
         problem = Problem.of(model, resolve(loss), parameters)
         self.problem = replace(problem, running_statistics=coupling == "frozen")
         self.own_loss = coupling == "own-loss"
+        self.labels = Labels(labels, self.problem, seed, own_loss=self.own_loss)
         self.backend = backend
         self.verify = verify
         self.nonfinite = nonfinite
@@ -88,12 +95,12 @@ class Scope:
         self._stack = ExitStack()
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Return the losses (n,) and the gradients of a batch as blocks.
+        """Return the losses (n,) and the gradients of a batch as blocks, one a sample and label.
 
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        batch = detached(batch)
+        batch = detached(self.labels.of(batch))
         while True:
             try:
                 found = self._proved(batch)
@@ -116,6 +123,7 @@ class Scope:
             targets: Likewise, or None.
             out: Buffers to write into, as returned by an earlier call.
         """
+        self.labels.require_one()
         return self.evaluate(Batch.of(inputs, targets)).gradients.dense(out)
 
     def norms(
@@ -128,6 +136,7 @@ class Scope:
         """
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
+        self.labels.require_one()
         found = [self.evaluate(part).gradients for part in self._parts(Batch.of(inputs, targets))]
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
@@ -152,7 +161,7 @@ class Scope:
         for part in self._parts(whole):
             evaluation = self.evaluate(part)
             kept = self.usable(part, evaluation)
-            skipped += len(part) - (0 if kept is None else kept[0].n)
+            skipped += len(part) - (0 if kept is None else samples(kept[2]))
             if kept is not None:
                 state = bound.update(state, *kept)
         if skipped:
@@ -174,14 +183,15 @@ class Scope:
             waiting: Any chains.
             batches: Starts a pass over the data.
         """
-        ready = tuple(waiting)
+        ready = tuple(map(self.labels.chain, waiting))
         while first := chains.waiting(ready):
             states: dict[str, State] = {}
             for batch in batches():
                 kept = self.usable(batch, self.evaluate(batch))
                 if kept is not None:
                     for text, chain in first.items():
-                        states[text] = chain.update(states.get(text), *kept)
+                        update = self.labels.chain(chain).update
+                        states[text] = update(states.get(text), *kept)
             if not states:
                 raise SpecError(
                     "no sample has a finite gradient, so there is no mean to start from"
@@ -201,7 +211,8 @@ class Scope:
         Raises:
             NonFiniteError: One is not finite, and `nonfinite` is "fail".
         """
-        finite = finite_samples(evaluation)
+        batch = self.labels.of(batch)
+        finite = over_labels(finite_samples(evaluation), batch)
         if bool(finite.all()) or self.nonfinite == "keep":
             return evaluation.gradients, self.problem, batch
         if self.nonfinite == "fail":
@@ -213,7 +224,7 @@ class Scope:
             )
         if not bool(finite.any()):
             return None
-        return evaluation.gradients.select(finite), self.problem, batch.select(finite.cpu())
+        return evaluation.gradients.select(finite), self.problem, chosen(batch, finite.cpu())
 
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""
@@ -233,7 +244,7 @@ class Scope:
         self.close()
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
-        step = len(batch) if self.own_loss else _STREAMED
+        step = len(batch) if self.own_loss else max(1, _STREAMED // self.labels.each(batch))
         for start in range(0, len(batch), step):
             yield batch.select(slice(start, start + step))
 

@@ -22,6 +22,7 @@ FLOORS = {
     "storage": 3,
     "chains": 4,
     "certificate": 5,
+    "labels": 5,
     "scope": 6,
     "comparison": 7,
     "stats": 7,

@@ -192,7 +192,7 @@ def test_the_canonical_spelling_parses_to_itself():
         ("clip:max_norm=nan", "positive"),
         ("clip:max_norm=big", "float"),
         ("mean | sum", "second reducer"),
-        ("mean:x=1", "takes no arguments"),
+        ("sum:x=1", "takes no arguments"),
         ("norm:per=layer", "parameter"),
         ("var:ddof=-1", "negative"),
         ("var:ddof=0.5", "int"),

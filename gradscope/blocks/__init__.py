@@ -8,14 +8,18 @@ takes a shortcut where its structure allows one. What has no shortcut falls back
 from gradscope.blocks.base import Block
 from gradscope.blocks.convolution import ConvolutionBlock, Geometry
 from gradscope.blocks.dense import DenseBlock
-from gradscope.blocks.elementwise import MappedBlock, SquaredBlock
+from gradscope.blocks.derived import ScaledBlock
+from gradscope.blocks.elementwise import MappedBlock, RandomBlock, SquaredBlock
 from gradscope.blocks.gradients import Evaluation, Gradients
+from gradscope.blocks.linear import CenteredBlock, PreconditionedBlock
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock
+from gradscope.blocks.sparse import SparseBlock
 from gradscope.blocks.total import TotalBlock, total
 
 __all__ = [
     "Block",
+    "CenteredBlock",
     "ConvolutionBlock",
     "DenseBlock",
     "Evaluation",
@@ -23,7 +27,11 @@ __all__ = [
     "Gradients",
     "MappedBlock",
     "OuterBlock",
+    "PreconditionedBlock",
+    "RandomBlock",
+    "ScaledBlock",
     "ScatterBlock",
+    "SparseBlock",
     "SquaredBlock",
     "TotalBlock",
     "total",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ def over_samples(factors: Tensor, like: Tensor) -> Tensor:
         like.dtype if not factors.is_complex() else torch.promote_types(like.dtype, factors.dtype)
     )
     return factors.to(dtype).reshape(-1, *[1] * (like.dim() - 1))
+
+
+def p_norms(rows: Tensor, p: float) -> Tensor:
+    """Return ‖rowᵢ‖ₚ (n,) of a matrix (n, entries); large entries do not overflow on the way."""
+    sizes = rows.abs()
+    if sizes.shape[1] == 0:
+        return sizes.sum(1)
+    top = sizes.amax(1)
+    if p == inf:
+        return top
+    by = torch.where((top > 0) & top.isfinite(), top, 1.0)
+    return by * (sizes / by.unsqueeze(1)).pow(p).sum(1).pow(1 / p)
 
 
 class Block(ABC):
@@ -105,6 +117,12 @@ class Block(ABC):
         """Return ‖gᵢ‖² (n,)."""
         return torch.cat([as_rows(squares(precise(t))).sum(1) for _, t in self.tiles()])
 
+    def norms(self, p: float = 2.0) -> Tensor:
+        """Return ‖gᵢ‖ₚ (n,), p > 0; the largest magnitude for p = inf."""
+        if p == 2:
+            return self.squared_norms().sqrt()
+        return torch.cat([p_norms(as_rows(precise(t)), p) for _, t in self.tiles()])
+
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 when none are given."""
         return self._reduced(precise, weights)
@@ -117,6 +135,26 @@ class Block(ABC):
         """Return ⟨gᵢ, v⟩ (n,) for `vector` (*shape); conjugates the vector when complex."""
         flat = precise(vector.conj()).flatten()
         return torch.cat([as_rows(precise(t)) @ flat for _, t in self.tiles()])
+
+    def dots(self, vectors: Tensor) -> Tensor:
+        """Return ⟨gᵢ, vⱼ⟩ (n, d) for real `vectors` (d, *shape), in at least their dtype."""
+        dtype = torch.promote_types(self.dtype, vectors.dtype)
+        columns = as_rows(vectors).to(dtype).mT
+        return torch.cat([as_rows(t).to(dtype) @ columns for _, t in self.tiles()])
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ (n, a, b), with Gᵢ (r, c) the gradient as a matrix.
+
+        Args:
+            left: (a, r), real; r is the parameter's first axis.
+            right: (b, c), real; c is all its other axes together.
+        """
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        rows, columns = left.to(dtype), right.to(dtype).mT
+        size = (rows.shape[1], columns.shape[0])
+        return torch.cat(
+            [rows @ t.reshape(len(t), *size).to(dtype) @ columns for _, t in self.tiles()]
+        )
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n), the second factor conjugated when complex."""

@@ -111,6 +111,16 @@ class ConvolutionBlock(Block):
         """Return Σᵢ wᵢ |gᵢ|² (*shape): the sum over positions comes before the square."""
         return self.outer.squared_sum(weights) if self._by_patches else super().squared_sum(weights)
 
+    def norms(self, p: float = 2.0) -> Tensor:
+        """Return ‖gᵢ‖ₚ (n,)."""
+        return self.outer.norms(p) if p != 2 and self._by_patches else super().norms(p)
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small."""
+        if self._by_patches:
+            return self.outer.two_sided(left, right)
+        return super().two_sided(left, right)
+
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """The sizes (groups, t, r, c) of the block as an outer product."""

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, squares
-from gradscope.blocks.dense import DenseBlock
+from gradscope.blocks.base import precise, squares
+from gradscope.blocks.derived import DerivedBlock
+from gradscope.blocks.outer import OuterBlock
 
 
 @dataclass(frozen=True, eq=False)
-class MappedBlock(Block):
+class MappedBlock(DerivedBlock):
     """f(gᵢ), entry by entry.
 
     Attributes:
@@ -19,47 +20,15 @@ class MappedBlock(Block):
         fn: A function of a tensor that acts on each entry alone.
     """
 
-    base: Block
     fn: Callable[[Tensor], Tensor]
-
-    @property
-    def n(self) -> int:
-        """The number of samples."""
-        return self.base.n
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's shape."""
-        return self.base.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of f's result."""
         return self.fn(torch.zeros((), dtype=self.base.dtype, device=self.device)).dtype
 
-    @property
-    def device(self) -> torch.device:
-        """Where the base is."""
-        return self.base.device
-
-    def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return f(gᵢ) (n, *shape)."""
-        values = self.fn(self.base.dense())
-        return values if out is None else out.copy_(values)
-
-    def select(self, rows: slice | Tensor) -> Block:
-        """Return the samples `rows`."""
-        return type(self)(self.base.select(rows), self.fn)
-
-    def scale(self, factors: Tensor) -> Block:
-        """Multiply sample i by `factors[i]`."""
-        return DenseBlock(self.dense() * over_samples(factors, self.dense()))
-
-    def to(self, dtype: torch.dtype) -> Block:
-        """Cast before f, which then computes in the new dtype; a complex base stays complex."""
-        if self.base.dtype.is_complex and not dtype.is_complex:
-            dtype = torch.promote_types(dtype, torch.complex64)
-        return type(self)(self.base.to(dtype), self.fn)
+    def _values(self, base: Tensor) -> Tensor:
+        return self.fn(base)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,3 +40,34 @@ class SquaredBlock(MappedBlock):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² (*shape)."""
         return self.base.squared_sum(weights)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return Σⱼ vⱼ |gᵢⱼ|² (n,) for a real `vector`; for one outer product it is bᵢ² V aᵢ²."""
+        if not isinstance(self.base, OuterBlock) or self.base.sizes[1] > 1:
+            return super().dot(vector)
+        left, right = (squares(precise(f)) for f in (self.base.left, self.base.right))
+        return OuterBlock(left, right, self.shape).dot(vector)
+
+
+@dataclass(frozen=True, eq=False)
+class RandomBlock(DerivedBlock):
+    """f(gᵢ, keyᵢ), where f draws the random numbers that belong to the key.
+
+    However often and in whatever tiles it is made dense, a sample's row is the same.
+
+    Attributes:
+        base: The block that f is applied to.
+        keys: (n,) int64, what each sample draws by.
+        fn: From gradients (m, *shape) and keys (m,) to (m, *shape), row by row.
+    """
+
+    keys: Tensor
+    fn: Callable[[Tensor, Tensor], Tensor]
+
+    def select(self, rows: slice | Tensor) -> "RandomBlock":
+        """Return the samples `rows`."""
+        keys = self.keys[rows.to(self.keys.device) if isinstance(rows, Tensor) else rows]
+        return RandomBlock(self.base.select(rows), keys, self.fn)
+
+    def _values(self, base: Tensor) -> Tensor:
+        return self.fn(base, self.keys)

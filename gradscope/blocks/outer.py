@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, precise, squares
+from gradscope.blocks.base import Block, over_samples, p_norms, precise, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +118,14 @@ class OuterBlock(Block):
         grams = torch.matmul(left, left.mH) * torch.matmul(right, right.mH)
         return grams.sum((1, 2, 3)).real.clamp_min(0.0)
 
+    def norms(self, p: float = 2.0) -> Tensor:
+        """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""
+        k, t, _, _ = self.sizes
+        if p == 2 or t > 1:
+            return super().norms(p)
+        left, right = (p_norms(precise(f).flatten(0, 2), p) for f in (self.left, self.right))
+        return p_norms((left * right).view(self.n, k), p)
+
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape): samples and positions are one long sum."""
         block = self if weights is None else self.scale(weights)
@@ -141,6 +149,24 @@ class OuterBlock(Block):
         k, _, r, c = self.sizes
         matrix = precise(vector.conj()).reshape(k, r, c)
         return (torch.matmul(precise(self.left), matrix) * precise(self.right)).sum((1, 2, 3))
+
+    def dots(self, vectors: Tensor) -> Tensor:
+        """Return ⟨gᵢ, vⱼ⟩ (n, d); with one position no gradient is formed."""
+        if self.sizes[1] > 1:
+            return super().dots(vectors)
+        block = self.to(torch.promote_types(self.dtype, vectors.dtype))
+        return torch.stack([block.dot(v.to(block.dtype)) for v in vectors], 1)
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ = Σₜ (left bₜ) ⊗ (right aₜ) (n, a, b): no Gᵢ is formed."""
+        k, _, r, c = self.sizes
+        if left.shape[1] != k * r or right.shape[1] != c:
+            return super().two_sided(left, right)
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        by_group = left.to(dtype).view(-1, k, r).transpose(0, 1)  # (k, a, r)
+        rows: Tensor = (self.left.to(dtype) @ by_group.mT).flatten(1, 2)  # (n, k·t, a)
+        columns: Tensor = (self.right.to(dtype) @ right.to(dtype).mT).flatten(1, 2)
+        return rows.mT @ columns
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n); with one position, the product of the factors' Gram matrices."""

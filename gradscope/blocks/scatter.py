@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, precise, squares
+from gradscope.blocks.base import Block, over_samples, p_norms, precise, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,19 @@ class ScatterBlock(Block):
         norms = torch.zeros(self.n, dtype=squares(merged[:0]).dtype, device=self.device)
         return norms.index_add_(0, samples, squares(merged).sum(1))
 
+    def norms(self, p: float = 2.0) -> Tensor:
+        """Return ‖gᵢ‖ₚ (n,), from the touched rows alone."""
+        if p == 2:
+            return super().norms(p)
+        samples, _, merged = self.merged
+        each = p_norms(merged, p)  # (m,), of rows that are laid side by side, one a column:
+        place = torch.arange(len(samples), device=self.device) - torch.searchsorted(
+            samples, samples
+        )
+        width = int(place.max()) + 1 if len(place) else 0
+        table = torch.zeros(self.n, width, dtype=each.dtype, device=self.device)
+        return p_norms(table.index_put_((samples, place), each), p)
+
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (v, d)."""
         rows = precise(self.rows)
@@ -93,6 +106,12 @@ class ScatterBlock(Block):
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨gᵢ, v⟩ (n,) for `vector` (v, d)."""
         return (precise(vector.conj())[self.index] * precise(self.rows)).sum((1, 2))
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ (n, a, b) without the table."""
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        rows = left.to(dtype).mT[self.index]  # (n, t, a)
+        return rows.mT @ (self.rows.to(dtype) @ right.to(dtype).mT)
 
     @cached_property
     def merged(self) -> tuple[Tensor, Tensor, Tensor]:

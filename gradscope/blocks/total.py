@@ -103,6 +103,15 @@ class TotalBlock(Block):
         """Return ⟨gᵢ, v⟩ (n,)."""
         return sum((p.dot(vector) for p in self.parts[1:]), self.parts[0].dot(vector))
 
+    def dots(self, vectors: Tensor) -> Tensor:
+        """Return ⟨gᵢ, vⱼ⟩ (n, d)."""
+        return sum((p.dots(vectors) for p in self.parts[1:]), self.parts[0].dots(vectors))
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ (n, a, b)."""
+        first, *others = (p.two_sided(left, right) for p in self.parts)
+        return sum(others, first)
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), with the cross terms between the parts."""
         crosses = [_cross(a, b) for a, b in combinations(self.parts, 2)]

@@ -58,6 +58,14 @@ def compute(
             "--verify", metavar="first|always|never", help="Which batches are proved [first]."
         ),
     ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            "--labels",
+            metavar="data|sampled|exact",
+            help="The data's, drawn from the model's predictions, or all classes [data].",
+        ),
+    ] = None,
     coupling: Annotated[
         str | None,
         typer.Option(
@@ -97,6 +105,7 @@ def compute(
         mode=mode,
         seed=seed,
         layout=layout,
+        labels=labels,
         coupling=coupling,
         nonfinite=nonfinite,
         verify=verify,

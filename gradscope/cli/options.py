@@ -26,7 +26,11 @@ Model = Annotated[
 ]
 Loss = Annotated[
     str | None,
-    typer.Option("--loss", metavar="NAME|FILE.py:LOSS", help="See `gradscope list losses`."),
+    typer.Option(
+        "--loss",
+        metavar="LOSS",
+        help="A name (`gradscope list losses`) or FILE.py:LOSS; :key=value,... may follow.",
+    ),
 ]
 Mode = Annotated[
     str | None, typer.Option("--mode", metavar="eval|train", help="The model's mode [eval].")
@@ -75,6 +79,8 @@ def run_spec(config: Path | None, **flags: Any) -> RunSpec:
     for name, value in given.items():
         section, key = _PLACES[name]
         overrides.setdefault(section, {})[key] = value
+    if "loss" in given:
+        overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
     return resolve(config, overrides)
 
 
@@ -97,6 +103,7 @@ _PLACES = {
             "device",
             "seed",
             "layout",
+            "labels",
             "coupling",
             "nonfinite",
             "verify",

@@ -8,7 +8,9 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
@@ -21,7 +23,9 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
     bool: lambda text: {"true": True, "false": False}[text.lower()],
+    tuple[float, ...]: lambda text: tuple(map(float, text.split(","))),
 }
+_KINDS = {tuple[float, ...]: 'numbers such as "1,2.5"'}
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,16 @@ class Stage:
     def _converted(
         self, key: str, text: str, kind: Any, converters: Mapping[Any, Callable[[str], Any]]
     ) -> Any:
-        kinds = [k for k in get_args(kind) or (kind,) if k is not type(None)]
+        union = get_origin(kind) in (Union, UnionType)
+        kinds = [k for k in (get_args(kind) if union else (kind,)) if k is not type(None)]
+        if get_origin(kinds[0]) is Literal and text not in get_args(kinds[0]):
+            words = " or ".join(map(str, get_args(kinds[0])))
+            raise self.error(f"{self.name}:{key} must be {words}, not {text!r}")
         convert = converters.get(kinds[0], _CONVERTERS.get(kinds[0], str))
         try:
             return convert(text)
         except (ValueError, KeyError):
-            name = getattr(kinds[0], "__name__", str(kinds[0]))
+            name = _KINDS.get(kinds[0], getattr(kinds[0], "__name__", str(kinds[0])))
             raise self.error(f"{self.name}:{key} must be {name}, not {text!r}") from None
         except SpecError as error:
             raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
@@ -114,6 +122,54 @@ def parse(chain: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]:
+    """Split `key=value,key=value`.
+
+    Args:
+        chain: All that was written, for messages.
+        name: Whose arguments these are.
+        text: The arguments.
+        position: Where they begin in `chain`.
+
+    Raises:
+        SpecError: A piece is not of the form key=value, or a key is given twice.
+    """
+    found: dict[str, str] = {}
+    for piece in _split(text, ","):
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if not (equals and _NAME.fullmatch(key) and value):
+            raise pointed(
+                chain,
+                position,
+                f"expected key=value after {name!r}, found {piece!r}",
+                'A value with a comma in it stands in double quotes: key="1,2".',
+            )
+        if key in found:
+            raise pointed(chain, position, f"{key!r} is given twice")
+        found[key] = _unquoted(value)
+        position += len(piece) + 1
+    return found
+
+
+def anchored(chain: str, base: Path) -> str:
+    """Make the paths in a chain absolute: of `FILE.py:function` and of `with=FILE.h5:CHAIN`.
+
+    A chain that does not parse is returned as it is; binding it will say what is wrong.
+    """
+    try:
+        stages = parse(chain)
+    except SpecError:
+        return chain
+    moved = []
+    for stage in stages:
+        name = f"{base / stage.name}" if ".py:" in stage.name else stage.name
+        given = dict(stage.arguments)
+        if "with" in given:
+            given["with"] = f"{base / given['with']}"
+        moved.append(str(Stage(name, given)))
+    return " | ".join(moved)
+
+
 def pointed(chain: str, position: int, what: str, remedy: str | None = None) -> SpecError:
     """Return an error that shows `chain` with a caret under the character at `position`."""
     shown = chain.translate(dict.fromkeys(range(32), "�") | {127: "�"})
@@ -131,17 +187,8 @@ def _stage(chain: str, text: str, start: int) -> Stage:
         raise pointed(chain, start, "a stage is empty", "Write stages like clip:max_norm=1 | mean.")
     if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
         raise pointed(chain, start, f"{name!r} is not the name of a stage")
-    arguments: dict[str, str] = {}
-    position = start + len(head) + 1 if rest else start
-    for piece in _split(rest[1:], ",") if rest else []:
-        key, equals, value = (part.strip() for part in piece.partition("="))
-        if not (equals and _NAME.fullmatch(key) and value):
-            raise pointed(chain, position, f"expected key=value after {name!r}, found {piece!r}")
-        if key in arguments:
-            raise pointed(chain, position, f"{key!r} is given twice")
-        arguments[key] = _unquoted(value)
-        position += len(piece) + 1
-    return Stage(name, arguments, chain, start)
+    given = arguments(chain, name, rest[1:], start + len(head) + 1) if rest else {}
+    return Stage(name, given, chain, start)
 
 
 def _split(text: str, at: str) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradscope.core.grammar import anchored
+from gradscope.core.references import function_of
 from gradscope.errors import SpecError
 
 MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
@@ -65,7 +67,8 @@ def gather(
         if _names_spec(above):  # another data set: nothing of the run file's describes it
             values.pop("dataset", None)
         base = config.absolute().parent
-        below = _expanded(Layer(str(config), _anchored(values, base)), problems)
+        values = _with_chains_anchored(_anchored(values, base), base)
+        below = _expanded(Layer(str(config), values), problems)
     return [*below, *_expanded(above, problems)], problems
 
 
@@ -144,11 +147,23 @@ def _anchored(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
             continue
         value = table[key]
         if (section, key) in _REFERENCES:
-            file, colon, name = str(value).rpartition(":")
-            table[key] = f"{base / file}:{name}" if colon and file.endswith(".py") else value
+            # a loss may have arguments behind the function
+            function = function_of(str(value)) if section == "loss" else str(value)
+            file, colon, _ = (function or "").rpartition(":")
+            if colon and file.endswith(".py"):
+                table[key] = f"{base / file}{str(value)[len(file) :]}"
         elif str(value):
             table[key] = base / value
     return result
+
+
+def _with_chains_anchored(values: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make the files that chains name (a user's stage, a stored vector) relative to `base`."""
+    table = values.get("compute")
+    if not isinstance(table, dict) or not isinstance(table.get("transform"), list):
+        return values
+    chains = [anchored(c, base) if isinstance(c, str) else c for c in table["transform"]]
+    return values | {"compute": table | {"transform": chains}}
 
 
 def _names_spec(layer: Layer) -> bool:

@@ -14,25 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from gradscope.core.complaints import combined, complaints
+from gradscope.core.grammar import Stage
+from gradscope.core.references import REFERENCE_FORMS, function_of, parse_loss, split_reference
 from gradscope.core.runfile import gather, merge
 from gradscope.errors import SpecError
 
-_DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
-_REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
 _SAMPLES = re.compile(r"([0-9]{0,18}):([0-9]{0,18})")
-_REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
-
-
-def split_reference(reference: str) -> tuple[str, str]:
-    """Split "FILE.py:NAME" or "package.module:NAME" into the place and the name.
-
-    Raises:
-        SpecError: It has neither form.
-    """
-    match = _REFERENCE.fullmatch(reference)
-    if match is None:
-        raise SpecError(f"found {reference!r}", remedy=f"Accepted: {_REFERENCE_FORMS}.")
-    return match["place"], match["name"]
 
 
 def parse_samples(text: str) -> slice:
@@ -66,7 +53,9 @@ def _reference(value: str) -> str:
 
 
 def _loss(value: str) -> str:
-    return _reference(value) if ":" in value or value.endswith(".py") else value
+    if function_of(value) is None and value.partition(":")[0].endswith(".py"):
+        raise ValueError("a file without a function")
+    return value
 
 
 def _samples(value: str) -> str:
@@ -119,7 +108,7 @@ class ModelSpec(_Section):
     """Which model: a function of the user's that returns an nn.Module."""
 
     factory: Annotated[_Text, AfterValidator(_reference)] = Field(
-        description=f"{_REFERENCE_FORMS}, a function that returns the model (--model)"
+        description=f"{REFERENCE_FORMS}, a function that returns the model (--model)"
     )
     kwargs: Annotated[dict[_Text, Any], AfterValidator(_recordable)] = Field(
         default={}, description="a table of the factory's keyword arguments"
@@ -171,8 +160,21 @@ class LossSpec(_Section):
     """Which loss."""
 
     name: Annotated[_Text, AfterValidator(_loss)] = Field(
-        description=f"a loss that `gradscope list losses` shows, or {_REFERENCE_FORMS} (--loss)"
+        description=f"a loss that `gradscope list losses` shows, or {REFERENCE_FORMS}; "
+        ":key=value,... may follow (--loss)"
     )
+    kwargs: Annotated[dict[_Text, Any], AfterValidator(_recordable)] = Field(
+        default={}, description="a table of the loss's arguments: numbers, text, lists of numbers"
+    )
+
+    @property
+    def stage(self) -> Stage:
+        """The loss and its arguments, still text.
+
+        Raises:
+            SpecError: An argument is not of the form key=value.
+        """
+        return parse_loss(self.name, self.kwargs)
 
 
 class ComputeSpec(_Section):
@@ -203,6 +205,9 @@ class ComputeSpec(_Section):
     )
     layout: Literal["auto", "dense", "factored"] = Field(
         default="dense", description="auto, dense or factored (--layout)"
+    )
+    labels: Literal["data", "sampled", "exact"] = Field(
+        default="data", description="data, sampled or exact (--labels)"
     )
     coupling: Literal["refuse", "own-loss", "frozen"] = Field(
         default="refuse", description="refuse, own-loss or frozen (--coupling)"

@@ -49,11 +49,12 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     job.scope.evaluate(batch)
     begun = time.perf_counter()
     gradients, problem = job.scope.evaluate(batch).gradients, job.scope.problem
+    shown = job.scope.labels.of(batch)
     for chain in job.scope.settled(job.chains, lambda: [batch]):
         if chain.reducer is None:
-            chain.rows(gradients, problem, batch).dense()
+            chain.rows(gradients, problem, shown).dense()
         else:
-            chain.update(None, gradients, problem, batch)
+            chain.update(None, gradients, problem, shown)
     seconds = time.perf_counter() - begun
     folder = Path.cwd() if path is None else path.absolute().parent
     return Estimate(

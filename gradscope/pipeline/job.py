@@ -4,24 +4,28 @@ Names come first (chains, backend, loss), then the user's code, then weights and
 misspelt word costs nothing.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import gradscope
-from gradscope import chains
+from gradscope import chains, labels
 from gradscope.backends.auto import candidates
 from gradscope.core.batch import Batch
+from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
 from gradscope.core.spec import RunSpec
 from gradscope.errors import SpecError
-from gradscope.losses import resolve
+from gradscope.losses import bound as bound_loss
+from gradscope.losses import losses, options
 from gradscope.scope import Scope
-from gradscope.sources import checkpoints, code, datasets, models
+from gradscope.sources import checkpoints, code, datasets, models, sha256
 
 _BATCH_BYTES = 2**28  # dense gradients of one batch, when the batch size is left to us
 _BATCH_SAMPLES = 256
@@ -75,6 +79,7 @@ class Job:
         return {
             "spec": self.spec.model_dump(mode="json"),
             "chains": [chain.text for chain in self.chains],
+            "loss": {"name": self.spec.loss.stage.name, **options(self.scope.problem.loss)},
             "batch_size": self.batch_size,
             "samples": [self.rows.start, self.rows.stop],
             "digests": self.digests,
@@ -87,17 +92,25 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
         compute = self.spec.compute.model_dump(
-            mode="json", include={"backend", "coupling", "nonfinite", "layout", "seed"}
+            mode="json", include={"backend", "coupling", "labels", "nonfinite", "layout", "seed"}
         )
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
-        parts = ("chains", "batch_size", "samples", "digests", "versions", "device", "dtype")
+        parts = (
+            "chains",
+            "loss",
+            "batch_size",
+            "samples",
+            "digests",
+            "versions",
+            "device",
+            "dtype",
+        )
         record = self.record()
         return {
             **{key: record[key] for key in parts},
             **compute,
             **model,
             "parameters": list(self.shapes),
-            "loss": self.spec.loss.name,
         }
 
 
@@ -110,8 +123,8 @@ def prepare(spec: RunSpec) -> Job:
     """
     bound = tuple(chains.bind(text) for text in spec.compute.transform)
     candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
-    named = ":" not in spec.loss.name
-    loss = resolve(spec.loss.name) if named else code.load_function(spec.loss.name, "loss")
+    loss = _loss(spec)
+    labels.require(spec.compute.labels, loss, bound)
     torch.manual_seed(spec.compute.seed)
     model = models.build(spec.model.factory, spec.model.kwargs, spec.model.mode)
     loaded = checkpoints.load_into(model, spec.checkpoint.path)
@@ -125,15 +138,33 @@ def prepare(spec: RunSpec) -> Job:
         scope=scope,
         dataset=dataset,
         rows=rows,
-        batch_size=spec.compute.batch_size or _batch_size(scope, len(rows)),
+        batch_size=spec.compute.batch_size or _batch_size(scope, dataset, rows),
         digests={
             "checkpoint": loaded.sha256,
             "dataset": dataset.sha256,
             "model": code.source_digest(code.load_function(spec.model.factory, "model factory")),
-            "loss": None if named else code.source_digest(loss),
+            "loss": code.source_digest(loss) if ":" in spec.loss.stage.name else None,
+            "stages": _stages_digest(bound),
         },
         notes=loaded.notes,
     )
+
+
+def _loss(spec: RunSpec) -> Loss:
+    stage = spec.loss.stage
+    if ":" in stage.name:
+        return bound_loss(code.load_function(stage.name, "loss"), stage)
+    return bound_loss(losses.get(stage.name), stage)
+
+
+def _stages_digest(bound: tuple[chains.Chain, ...]) -> str | None:
+    """Return one SHA-256 over the files that stages name: the user's own code, stored vectors."""
+    stages = [stage for chain in bound for stage in parse(chain.text)]
+    own = (code.load_function(s.name, "stage") for s in stages if ".py:" in s.name)
+    stored = {s.arguments["with"].rpartition(":")[0] for s in stages if "with" in s.arguments}
+    digests = {code.source_digest(stage) for stage in own} | {sha256(Path(p)) for p in stored}
+    found = sorted(digest for digest in digests if digest is not None)
+    return hashlib.sha256("".join(found).encode()).hexdigest() if found else None
 
 
 def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
@@ -147,6 +178,8 @@ def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
         compute.verify,
         compute.coupling,
         compute.nonfinite,
+        compute.labels,
+        compute.seed,
     )
 
 
@@ -165,7 +198,12 @@ def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
     return model.to(device=device, dtype=dtype)
 
 
-def _batch_size(scope: Scope, n: int) -> int:
+def _batch_size(scope: Scope, dataset: datasets.Dataset, rows: range) -> int:
     parameters = scope.problem.parameters.values()
     row = sum(prod(p.shape) * p.element_size() for p in parameters)
-    return max(1, min(_BATCH_SAMPLES, _BATCH_BYTES // max(1, row), n))
+    wanted = max(1, min(_BATCH_SAMPLES, _BATCH_BYTES // max(1, row), len(rows)))
+    if scope.labels.mode != "exact":
+        return wanted
+    dtype = None if scope.problem.dtype.is_complex else scope.problem.dtype
+    first = dataset.batch(rows[:1]).to(scope.problem.device, dtype)
+    return max(1, wanted // scope.labels.each(first))

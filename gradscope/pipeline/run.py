@@ -24,6 +24,7 @@ from gradscope.certificate import finite_samples
 from gradscope.chains import Chain, bind
 from gradscope.core.batch import Batch
 from gradscope.errors import OutputError
+from gradscope.labels import mean
 from gradscope.pipeline.job import Job
 from gradscope.reducers import State
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
@@ -105,22 +106,24 @@ class Run:
         return self._report()
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
-        yield _MEAN_GRADIENT, bind("mean")
+        yield _MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
         for k, chain in enumerate(self.chains):
             if chain.reducer is not None:
                 yield f"chain:{k}", chain
 
     def _rows(self, batch: Batch, evaluation: Evaluation) -> Rows:
         gradients, problem = evaluation.gradients, self.job.scope.problem
+        shown = self.job.scope.labels.of(batch)  # the table keeps the data's own targets
+        squared = gradients.squared_norms
         return Rows(
             index=batch.index,
-            loss=evaluation.losses,
-            norm=gradients.norms,
-            finite=finite_samples(evaluation),
+            loss=mean(evaluation.losses, shown),
+            norm=mean(gradients.norms, shown),
+            finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
             target=_one_number(batch.targets),
-            norms={name: squared.sqrt() for name, squared in gradients.squared_norms.items()},
+            norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
             chains=tuple(
-                None if chain.reducer is not None else chain.rows(gradients, problem, batch)
+                None if chain.reducer is not None else chain.rows(gradients, problem, shown)
                 for chain in self.chains
             ),
         )

@@ -1,6 +1,27 @@
 """Floor 3: reducers over samples, streamed and mergeable, one family a file."""
 
-from gradscope.reducers import moments
+from gradscope.reducers import (
+    extremes,
+    gram,
+    histogram,
+    kfac,
+    moments,
+    nonfinite,
+    quantile,
+    spread,
+)
 from gradscope.reducers.base import Reducer, State, reducers
 
-__all__ = ["Reducer", "State", "moments", "reducers"]
+__all__ = [
+    "Reducer",
+    "State",
+    "extremes",
+    "gram",
+    "histogram",
+    "kfac",
+    "moments",
+    "nonfinite",
+    "quantile",
+    "reducers",
+    "spread",
+]

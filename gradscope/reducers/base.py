@@ -1,10 +1,14 @@
 """What a reducer is: three pure functions around a state that can be stored and merged.
 
-The state is a flat dict of float64 tensors (complex128 for complex gradients), so that any split
-of the data, merged, gives the same result up to rounding in float64.
+The state is a flat dict of tensors: float64 (complex128 for complex gradients) sums, counts in
+int64. Any split of the data, merged in any order, gives the same result up to rounding in float64.
+
+A result that is no tensor of the parameter's own shape is called NAME.word ("fc.weight.edges"). A
+parameter is a leaf of the tree of modules, so no other parameter's name begins with NAME and a dot.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -12,8 +16,12 @@ from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
 from gradscope.core.registry import Registry
+from gradscope.errors import SpecError
 
 State = dict[str, Tensor]
+Merge = Callable[[State, State], State]
+
+TILE_BYTES = 32 * 2**20
 
 
 class Reducer(NamedTuple):
@@ -26,7 +34,7 @@ class Reducer(NamedTuple):
     """
 
     start: Callable[[Gradients], State]
-    merge: Callable[[State, State], State]
+    merge: Merge
     result: Callable[[State], dict[str, Tensor]]
 
 
@@ -38,12 +46,52 @@ def wide(block: Block) -> Block:
     return block.to(torch.complex128 if block.dtype.is_complex else torch.float64)
 
 
+def tiles(block: Block) -> Iterator[Tensor]:
+    """Yield the dense gradients (m, *shape) in float64 or complex128, a few samples at a time."""
+    row = max(1, prod(block.shape) * (16 if block.dtype.is_complex else 8))
+    step = max(1, TILE_BYTES // row)
+    for start in range(0, block.n, step):
+        yield wide(block.select(slice(start, start + step))).dense()
+
+
 def count(gradients: Gradients) -> Tensor:
-    """Return n as a float64 scalar."""
-    return torch.tensor(float(gradients.n), dtype=torch.float64)
+    """Return n as a float64 scalar, where the gradients are."""
+    device = next(iter(gradients.values())).device
+    return torch.tensor(float(gradients.n), dtype=torch.float64, device=device)
 
 
 def entries(state: State, kind: str) -> dict[str, Tensor]:
     """Return {name: tensor} of the state's entries called `kind:name`."""
     head = f"{kind}:"
     return {key[len(head) :]: value for key, value in state.items() if key.startswith(head)}
+
+
+def on_one_device(merge: Merge) -> Merge:
+    """Move the first state to the second's device: a state read from a file is on the CPU."""
+
+    def apply(a: State, b: State) -> State:
+        device = b["n"].device
+        return merge({key: value.to(device) for key, value in a.items()}, b)
+
+    return apply
+
+
+@on_one_device
+def added(a: State, b: State) -> State:
+    """Merge states of which every entry is a sum over samples."""
+    return {key: value + b[key] for key, value in a.items()}
+
+
+def ordered(gradients: Gradients, reducer: str) -> Gradients:
+    """Return the gradients if their entries can be put in order.
+
+    Raises:
+        SpecError: They are complex.
+    """
+    for name, block in gradients.items():
+        if block.dtype.is_complex:
+            raise SpecError(
+                f"{reducer!r} needs numbers that can be ordered, and {name!r} is complex",
+                remedy=f"Put a transform to real numbers before it: abs | {reducer}.",
+            )
+    return gradients

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from gradscope.core.locate import first_line
+from gradscope.core.references import split_reference
 from gradscope.core.registry import suggestion
-from gradscope.core.spec import split_reference
 from gradscope.errors import ModelError
 
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name

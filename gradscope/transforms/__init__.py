@@ -1,6 +1,16 @@
 """Floor 3: transforms of per-sample gradients, one family a file."""
 
-from gradscope.transforms import elementwise, factors, norms
+from gradscope.transforms import (
+    elementwise,
+    factors,
+    hessian,
+    norms,
+    products,
+    projections,
+    sparsify,
+    statistics,
+    stochastic,
+)
 from gradscope.transforms.base import (
     NeedsMean,
     NeedsProblem,
@@ -21,7 +31,13 @@ __all__ = [
     "Vector",
     "elementwise",
     "factors",
+    "hessian",
     "norms",
+    "products",
+    "projections",
+    "sparsify",
+    "statistics",
+    "stochastic",
     "transform",
     "transforms",
 ]

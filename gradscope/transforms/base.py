@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
+from gradscope.blocks import Block, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry
@@ -75,6 +76,34 @@ class NeedsProblem:
     """
 
     given: Callable[[Problem, Batch], Transform]
+
+
+def widened(gradients: Gradients) -> Gradients:
+    """Cast half precision to float32, in which transforms compute; leave the rest as it is."""
+    halves = (torch.float16, torch.bfloat16)
+    if not any(block.dtype in halves for block in gradients.values()):
+        return gradients  # the very same object: its norms may be known already
+    return gradients.map(lambda b: b.to(torch.float32) if b.dtype in halves else b)
+
+
+def wide(block: Block) -> Block:
+    """Cast a block to float64, or to complex128 if it is complex."""
+    return block.to(torch.promote_types(block.dtype, torch.float64))
+
+
+def blockwise(fn: Callable[[Block], Block]) -> Transform:
+    """Return the transform that applies `fn` to each parameter's block, in at least float32."""
+    return lambda gradients: widened(gradients).map(fn)
+
+
+def one_of(name: str, word: str, known: tuple[str, ...]) -> None:
+    """Check an argument that is one of a few words.
+
+    Raises:
+        ValueError: It is not; the message suggests the nearest.
+    """
+    if word not in known:
+        raise ValueError(f"{name} must be {' or '.join(known)}, not {word!r}")
 
 
 Step = Transform | NeedsMean | NeedsProblem

@@ -8,11 +8,16 @@ from torch import Tensor
 
 from gradscope.blocks import (
     Block,
+    CenteredBlock,
     DenseBlock,
     Gradients,
     MappedBlock,
     OuterBlock,
+    PreconditionedBlock,
+    RandomBlock,
+    ScaledBlock,
     ScatterBlock,
+    SparseBlock,
     SquaredBlock,
     TotalBlock,
     base,
@@ -66,6 +71,48 @@ def squared(pair: Pair) -> Pair:
     return SquaredBlock(pair[0]), pair[1].abs() ** 2
 
 
+def scaled(pair: Pair) -> Pair:
+    factors = torch.tensor([0.5, -2.0, 3.0, 0.0, 1.5])
+    each = factors.to(pair[1].dtype).reshape(-1, *[1] * (pair[1].dim() - 1))
+    return ScaledBlock(pair[0], factors), pair[1] * each
+
+
+def centered(pair: Pair) -> Pair:
+    """gᵢ − μ; not their own mean, so that sums do not vanish."""
+    block, values = pair
+    wide = values.to(torch.promote_types(values.dtype, torch.float64))
+    mean = wide.mean(0) + wide[0] / 3
+    return CenteredBlock(block, mean), (wide - mean).to(values.dtype)
+
+
+def preconditioned(pair: Pair) -> Pair:
+    diagonal = torch.rand(pair[0].shape, dtype=torch.float64) + 0.1
+    return PreconditionedBlock(pair[0], diagonal), (pair[1] * diagonal).to(pair[1].dtype)
+
+
+def keyed(pair: Pair) -> Pair:
+    """A row times a number that only its key decides."""
+    keys = torch.tensor([7, 3, 9, 3, 4])
+
+    def fn(values: Tensor, keys: Tensor) -> Tensor:
+        return values * keys.sin().to(values.dtype).reshape(-1, *[1] * (values.dim() - 1))
+
+    return RandomBlock(pair[0], keys, fn), fn(pair[1], keys)
+
+
+def sparse(dtype) -> Pair:
+    """Three entries a sample, and padding."""
+    values = torch.randn(N, 3).to(dtype) * (1 + unit(dtype))
+    values[1, 2] = 0
+    index = torch.stack([torch.randperm(11)[:3] + 1 for _ in range(N)])
+    index[1, 2] = 0
+    dense = torch.zeros(N, 12, dtype=dtype)
+    for i in range(N):
+        for j in range(3):
+            dense[i, index[i, j]] += values[i, j]
+    return SparseBlock(index, values, (4, 3)), dense.reshape(N, 4, 3)
+
+
 def kept(*pairs: Pair) -> Pair:
     """A sum whose parts are not melted together."""
     return TotalBlock(tuple(b for b, _ in pairs)), sum(d for _, d in pairs)
@@ -104,6 +151,23 @@ KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "squared positions": lambda t: squared(outer(t, t=3)),
     "squared scatter": lambda t: squared(scatter(t)),
     "squared total": lambda t: squared(summed(outer(t), scatter(t))),
+    "scaled map": lambda t: scaled(mapped(outer(t, t=2), torch.sgn)),
+    "scaled square": lambda t: scaled(squared(outer(t))),
+    "centered dense": lambda t: centered(dense(t, 4, 3)),
+    "centered outer": lambda t: centered(outer(t)),
+    "centered positions": lambda t: centered(outer(t, t=2, r=6, c=7)),
+    "centered scatter": lambda t: centered(scatter(t)),
+    "centered total": lambda t: centered(summed(outer(t), scatter(t))),
+    "centered square": lambda t: centered(squared(outer(t))),
+    "scaled, centered": lambda t: scaled(centered(outer(t))),
+    "preconditioned dense": lambda t: preconditioned(dense(t, 4, 3)),
+    "preconditioned outer": lambda t: preconditioned(outer(t)),
+    "preconditioned groups": lambda t: preconditioned(outer(t, k=2, r=3, c=4)),
+    "preconditioned positions": lambda t: preconditioned(outer(t, t=2, r=6, c=7)),
+    "preconditioned scatter": lambda t: preconditioned(scatter(t)),
+    "preconditioned, centered": lambda t: preconditioned(centered(outer(t))),
+    "keyed": lambda t: keyed(outer(t, t=2)),
+    "sparse": sparse,
 }
 
 
@@ -185,6 +249,36 @@ def test_dot(pair):
     block, values = pair
     vector = torch.randn(block.shape).to(values.dtype) * (1 - unit(values.dtype))
     close(block.dot(vector), flat(values) @ vector.conj().flatten())
+
+
+def test_dots(pair):
+    block, values = pair
+    vectors = torch.randn(3, *block.shape, dtype=torch.float64)
+    wider = torch.promote_types(values.dtype, torch.float64)
+    found = block.dots(vectors)
+    assert found.dtype == wider
+    right = flat(values.to(wider)) @ vectors.reshape(3, -1).to(wider).T
+    close(found.to(values.dtype), right.to(values.dtype))
+
+
+def test_two_sided(pair):
+    block, values = pair
+    rows = block.shape[0] if block.shape else 1
+    columns = values[0].numel() // rows
+    left = torch.randn(2, rows, dtype=torch.float64)
+    right = torch.randn(3, columns, dtype=torch.float64)
+    wider = torch.promote_types(values.dtype, torch.float64)
+    matrices = values.reshape(N, rows, columns).to(wider)
+    expected = torch.einsum("ar,nrc,bc->nab", left.to(wider), matrices, right.to(wider))
+    close(block.two_sided(left, right).to(values.dtype), expected.to(values.dtype))
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, torch.inf])
+def test_norms(pair, p):
+    block, values = pair
+    sizes = flat(values).abs()
+    right = sizes.amax(1) if p == torch.inf else sizes.pow(p).sum(1).pow(1 / p)
+    close(block.norms(p), right)
 
 
 def test_gram(pair):

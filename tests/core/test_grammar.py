@@ -9,7 +9,7 @@ from gradscope.errors import SpecError
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 texts = st.text(
-    st.characters(exclude_characters="|,=\"", exclude_categories=["Z", "C"]), min_size=1, max_size=6
+    st.characters(exclude_characters='|,="', exclude_categories=["Z", "C"]), min_size=1, max_size=6
 )
 chains = st.lists(
     st.builds(Stage, names, st.dictionaries(names, texts, max_size=3)), min_size=1, max_size=4

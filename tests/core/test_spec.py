@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradscope.core.spec import RunSpec, load, parse_samples, resolve, split_reference
+from gradscope.core.references import split_reference
+from gradscope.core.spec import RunSpec, load, parse_samples, resolve
 from gradscope.errors import SpecError
 
 RUN = """
@@ -386,3 +387,16 @@ def test_whatever_a_file_holds_the_answer_is_a_spec_error(
     path.write_bytes(content)
     with pytest.raises(SpecError):  # no such file names a model
         load(path)
+
+
+def test_files_named_in_chains_are_relative_to_the_run_file(tmp_path):
+    from gradscope.core.grammar import anchored
+
+    text = 'mine.py:soft:level=0.1 | dot:with="out.h5:clip:max_norm=1 | mean" | mean'
+    found = anchored(text, tmp_path)
+    assert found == (
+        f"{tmp_path}/mine.py:soft:level=0.1 | "
+        f'dot:with="{tmp_path}/out.h5:clip:max_norm=1 | mean" | mean'
+    )
+    assert anchored(found, tmp_path / "elsewhere") == found
+    assert anchored("a | | b", tmp_path) == "a | | b"

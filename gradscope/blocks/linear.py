@@ -1,0 +1,150 @@
+"""Blocks that are a fixed linear map of another: a mean taken off, fixed weights on the entries."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks.base import Block, as_rows, squares
+from gradscope.blocks.dense import DenseBlock
+from gradscope.blocks.derived import DerivedBlock
+from gradscope.blocks.elementwise import SquaredBlock
+from gradscope.blocks.outer import OuterBlock
+from gradscope.blocks.scatter import ScatterBlock
+from gradscope.blocks.total import TotalBlock
+
+# ‖g − μ‖² = ‖g‖² − 2⟨g, μ⟩ + ‖μ‖² loses what the result is smaller than its terms. It is taken in
+# float64; below this share of the terms the difference itself is squared instead.
+_CANCELS = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class CenteredBlock(DerivedBlock):
+    """gᵢ − μ, the difference taken in float64.
+
+    Attributes:
+        base: The gradients gᵢ.
+        mean: μ (*shape), float64 or complex128.
+    """
+
+    mean: Tensor
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ gᵢ − (Σᵢ wᵢ) μ (*shape)."""
+        if isinstance(self.base, DenseBlock):
+            return super().weighted_sum(weights)
+        base = _widest(self.base).weighted_sum(weights)
+        return _rounded(base - self._weight(weights) * self.mean, self)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ − μ‖² (n,)."""
+        if not _has_shortcuts(self.base):
+            return super().squared_norms()
+        base = _widest(self.base)
+        terms = base.squared_norms() + squares(self.mean).sum()
+        found = terms - 2 * base.dot(self.mean).real
+        doubtful = ~(found > _CANCELS * terms) & (terms > 0)
+        if bool(doubtful.any()):
+            part = CenteredBlock(base.select(doubtful), self.mean)
+            found[doubtful] = Block.squared_norms(part)
+        return _rounded(found, self)
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ |gᵢ − μ|² elementwise (*shape)."""
+        positive = weights is None or bool((weights >= 0).all())
+        if not (_has_shortcuts(self.base) and positive):
+            return super().squared_sum(weights)
+        base = _widest(self.base)
+        terms = base.squared_sum(weights) + self._weight(weights) * squares(self.mean)
+        found = terms - 2 * (base.weighted_sum(weights) * self.mean.conj()).real
+        if bool((~(found > _CANCELS * terms) & (terms > 0)).any()):
+            found = Block.squared_sum(CenteredBlock(base, self.mean), weights)
+        return _rounded(found, self)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return ⟨gᵢ − μ, v⟩ (n,)."""
+        if not _has_shortcuts(self.base):
+            return super().dot(vector)
+        wide = vector.to(self.mean.dtype)
+        return _rounded(_widest(self.base).dot(wide) - (self.mean * wide.conj()).sum(), self)
+
+    def dots(self, vectors: Tensor) -> Tensor:
+        """Return ⟨gᵢ − μ, vⱼ⟩ (n, d)."""
+        if not _has_shortcuts(self.base):
+            return super().dots(vectors)
+        found = _widest(self.base).dots(vectors)
+        return found - as_rows(vectors).to(found.dtype) @ self.mean.flatten()
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · (Gᵢ − M) · rightᵀ (n, a, b)."""
+        mean = self.mean.reshape(left.shape[1], right.shape[1])
+        taken = left.to(mean.dtype) @ mean @ right.to(mean.dtype).mT
+        return self.base.two_sided(left, right) - taken
+
+    def _values(self, base: Tensor) -> Tensor:
+        return (base.to(self.mean.dtype) - self.mean).to(base.dtype)
+
+    def _weight(self, weights: Tensor | None) -> Tensor | float:
+        return float(self.n) if weights is None else weights.to(self.mean.real.dtype).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class PreconditionedBlock(DerivedBlock):
+    """d ∘ gᵢ: every entry times a fixed number.
+
+    Attributes:
+        base: The gradients gᵢ.
+        diagonal: d (*shape), real, float64.
+    """
+
+    diagonal: Tensor
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return d ∘ Σᵢ wᵢ gᵢ (*shape)."""
+        if isinstance(self.base, DenseBlock):
+            return super().weighted_sum(weights)
+        return _rounded(_widest(self.base).weighted_sum(weights) * self.diagonal, self)
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return d² ∘ Σᵢ wᵢ |gᵢ|² (*shape)."""
+        if not _has_shortcuts(self.base):
+            return super().squared_sum(weights)
+        found = _widest(self.base).squared_sum(weights)
+        return _rounded(found * squares(self.diagonal), self)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖d ∘ gᵢ‖² (n,); of one outer product it is b² D² a²."""
+        if isinstance(self.base, OuterBlock) and self.base.sizes[1] == 1:
+            found = SquaredBlock(_widest(self.base)).dot(squares(self.diagonal))
+            return _rounded(found, self)
+        return super().squared_norms()
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return ⟨d ∘ gᵢ, v⟩ (n,)."""
+        if not _has_shortcuts(self.base):
+            return super().dot(vector)
+        base = _widest(self.base)
+        return _rounded(base.dot(vector.to(base.dtype) * self.diagonal), self)
+
+    def dots(self, vectors: Tensor) -> Tensor:
+        """Return ⟨d ∘ gᵢ, vⱼ⟩ (n, d)."""
+        return self.base.dots(vectors * self.diagonal)
+
+    def _values(self, base: Tensor) -> Tensor:
+        # in float64: 1/√v may be beyond what g's dtype holds, although g/√v is not
+        return (base * self.diagonal).to(base.dtype)
+
+
+def _has_shortcuts(block: Block) -> bool:
+    """Whether norms and sums of the block are cheaper than its dense form."""
+    return isinstance(block, OuterBlock | ScatterBlock | TotalBlock)
+
+
+def _rounded(values: Tensor, block: Block) -> Tensor:
+    """Return what was taken in float64 in the block's own precision."""
+    dtype = torch.promote_types(block.dtype.to_real(), torch.float32)
+    return values.to(dtype.to_complex() if values.is_complex() else dtype)
+
+
+def _widest(block: Block) -> Block:
+    return block.to(torch.promote_types(block.dtype, torch.float64))

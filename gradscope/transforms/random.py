@@ -1,0 +1,65 @@
+"""Random numbers that belong to a seed, a use, a parameter and a sample, and to nothing else.
+
+Each has a stream of its own of the counter-based generator Philox (Salmon et al. 2011): the key is
+a hash of seed, use and parameter, the counter begins at the sample's index. So batch size, order,
+backend, device and sharding change nothing.
+"""
+
+import hashlib
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Gradients
+
+_STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
+
+
+def generator(seed: int, use: str, name: str, stream: int = 0) -> np.random.Generator:
+    """Return the generator of one stream.
+
+    Args:
+        seed: The user's.
+        use: What the numbers are for, so that two uses never share them.
+        name: The parameter's.
+        stream: A sample's index, or the number of a row, from 0.
+    """
+    text = f"{seed}\0{use}\0{name}".encode()
+    key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+    return np.random.Generator(np.random.Philox(key=key, counter=(stream % 2**64) << _STREAM))
+
+
+def keys(gradients: Gradients) -> Tensor:
+    """Return (n,) int64: what the samples draw by, which is their position in the data set.
+
+    An aggregate is one row, number 0, and draws for a use of its own.
+    """
+    return torch.arange(gradients.n) if gradients.index is None else gradients.index.cpu()
+
+
+def use_of(gradients: Gradients, word: str) -> str:
+    """Return the use of the numbers that `word` draws: samples and aggregates never share them."""
+    return f"{word} of aggregate" if gradients.index is None else word
+
+
+def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
+    """Return standard normal numbers (n, ...) like `like`, a row for each key; complex in parts."""
+    shape = (*like.shape[1:], 2) if like.is_complex() else tuple(like.shape[1:])
+    rows = [generator(seed, use, name, int(k)).standard_normal(shape) for k in keys]
+    values = _stacked(rows, (len(keys), *shape)).to(like.device)
+    return (torch.view_as_complex(values) if like.is_complex() else values).to(like.dtype)
+
+
+def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
+    """Return float64 numbers from [0, 1), (n, ...) as `like`, a row for each key."""
+    shape = tuple(like.shape[1:])
+    rows = [generator(seed, use, name, int(k)).random(shape) for k in keys]
+    return _stacked(rows, (len(keys), *shape)).to(like.device)
+
+
+def _stacked(rows: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:
+    if not rows or not prod(shape):
+        return torch.zeros(shape, dtype=torch.float64)
+    return torch.from_numpy(np.stack(rows))
