@@ -4,7 +4,6 @@ One forward pass, one backward pass to the frontier between operations on sample
 parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -29,6 +28,7 @@ from gradscope.backends.loop import one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY, mixing_layer, require_independent
+from gradscope.core.kernels import unfused
 from gradscope.core.problem import Problem, differentiable_inputs
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
@@ -89,7 +89,7 @@ class _Program:
             if losses.grad_fn is None or not _has_fused_recurrence(trace(losses)):
                 return losses
             self.stepwise = True
-        with _unfused():
+        with unfused():
             return self._forward(batch)
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -188,15 +188,3 @@ def _block(kind: str, site: Site) -> Block:
 
 def _has_fused_recurrence(recorded: Trace) -> bool:
     return not internals.FUSED_RECURRENT.isdisjoint(recorded.kinds)
-
-
-@contextmanager
-def _unfused() -> Iterator[None]:
-    """Have recurrent layers recorded step by step: fused kernels hide the steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
-        with (
-            torch.backends.mkldnn.flags(enabled=False),
-            torch.backends.cudnn.flags(enabled=False),
-        ):
-            yield
