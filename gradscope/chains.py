@@ -49,7 +49,7 @@ class Chain:
         """The chain whose result must be `given` before this one can run, or None."""
         for k, step in enumerate(self.before):
             if isinstance(step, NeedsMean):
-                words = self.text.split(" | ")[:k]
+                words = map(str, parse(self.text)[:k])  # a quoted argument may hold a "|"
                 text = " | ".join([*words, "mean"])
                 return Chain(text, self.before[:k], reducers.get("mean")(), ())
         return None

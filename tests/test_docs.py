@@ -1,6 +1,7 @@
 """The documentation is true: its code runs, its commands run as printed, its names exist."""
 
 import html
+import inspect
 import re
 import runpy
 import sys
@@ -21,6 +22,7 @@ from gradscope.cli.app import app
 from gradscope.core.registry import Registry
 from gradscope.core.spec import RunSpec
 from gradscope.losses import losses
+from gradscope.losses import options as options_of
 from gradscope.reducers import reducers
 from gradscope.sources import checkpoint_readers, dataset_readers
 from gradscope.transforms import transforms
@@ -28,6 +30,7 @@ from tests.pages import FENCE, ROOT, assert_alike, assert_lines_of, run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDE = ROOT / "docs" / "guide.md"
+CHAINS = ROOT / "docs" / "chains.md"
 LISTED: dict[str, list[Registry[Any]]] = {
     "backends": [backends],
     "transforms": [transforms],
@@ -138,21 +141,63 @@ def test_no_page_names_an_option_that_does_not_exist() -> None:
             assert option in known, f"{path.name}: {option}"
 
 
-def test_the_guide_lists_what_there_is() -> None:
-    kept = re.search(r"<!-- generated: .*?-->\n(.*?)<!-- end -->", GUIDE.read_text("utf-8"), re.S)
+@pytest.mark.parametrize("path", [GUIDE, CHAINS], ids=lambda p: p.stem)
+def test_a_page_lists_what_there_is(path: Path) -> None:
+    kept = re.search(r"<!-- generated: .*?-->\n(.*?)<!-- end -->", path.read_text("utf-8"), re.S)
     assert kept is not None
-    expected = _reference()
-    assert kept[1] == expected, f"put this between the marks in docs/guide.md:\n{expected}"
+    expected = _reference() if path == GUIDE else _stages()
+    assert kept[1] == expected, f"put this between the marks in {path.name}:\n{expected}"
 
 
 def _reference() -> str:
     parts = []
-    for kind, registries in LISTED.items():
-        lines = [f"- `{n}`: {r.summary(n)}" for r in registries for n in r.names()]
+    for kind in ("backends", "losses", "formats"):
+        lines = [
+            f"- `{n}`: {r.summary(n)}{_loss_options(r.get(n)) if kind == 'losses' else ''}"
+            for r in LISTED[kind]
+            for n in r.names()
+        ]
         if kind == "backends":
             lines.insert(0, "- `auto`: The first of them that is exact and proved.")
         parts.append(f"**{kind}**\n\n" + "\n".join(lines) + "\n")
     return "\n".join(["", *parts, ""])
+
+
+def _loss_options(loss: Any) -> str:
+    found = [_written(k, v) for k, v in options_of(loss).items()]
+    return f" Options: `{','.join(found)}`."
+
+
+def _stages() -> str:
+    """One table of all transforms and one of all reducers, with their arguments."""
+    lines = ["", "| transform | acts on | T(g) |", "|---|---|---|"]
+    for name in transforms.names():
+        factory: Any = transforms.get(name)
+        lines.append(f"| {_signature(name, factory)} | {factory.scope} | {_cell(transforms, name)}")
+    lines += ["", "| reducer | gives |", "|---|---|"]
+    for name in reducers.names():
+        lines.append(f"| {_signature(name, reducers.get(name))} | {_cell(reducers, name)}")
+    return "\n".join([*lines, "", ""])
+
+
+def _signature(name: str, factory: Any) -> str:
+    parameters = inspect.signature(factory).parameters.values()
+    found = [_written(p.name.rstrip("_"), p.default) for p in parameters]
+    return f"`{name}:{','.join(found)}`" if found else f"`{name}`"
+
+
+def _written(key: str, default: Any) -> str:
+    """An argument that must be given as `key=`, one that need not as `[key]`."""
+    if default is inspect.Parameter.empty:
+        return f"{key}="
+    if isinstance(default, bool):
+        default = str(default).lower()
+    number = isinstance(default, float)
+    return f"[{key}]" if default is None else f"{key}={default:g}" if number else f"{key}={default}"
+
+
+def _cell(registry: Registry[Any], name: str) -> str:
+    return registry.summary(name).removeprefix("T(g) = ").replace("|", r"\|") + " |"
 
 
 def test_the_run_file_of_the_guide_has_every_key() -> None:

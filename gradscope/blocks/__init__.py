@@ -11,7 +11,7 @@ from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.derived import ScaledBlock
 from gradscope.blocks.elementwise import MappedBlock, RandomBlock, SquaredBlock
 from gradscope.blocks.gradients import Evaluation, Gradients
-from gradscope.blocks.linear import CenteredBlock, PreconditionedBlock
+from gradscope.blocks.linear import CenteredBlock, KroneckerBlock, PreconditionedBlock
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock
 from gradscope.blocks.sparse import SparseBlock
@@ -25,6 +25,7 @@ __all__ = [
     "Evaluation",
     "Geometry",
     "Gradients",
+    "KroneckerBlock",
     "MappedBlock",
     "OuterBlock",
     "PreconditionedBlock",

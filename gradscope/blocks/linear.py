@@ -1,4 +1,4 @@
-"""Blocks that are a fixed linear map of another: a mean taken off, fixed weights on the entries."""
+"""Blocks that are a fixed affine map of another: less a mean, or preconditioned."""
 
 from dataclasses import dataclass
 
@@ -133,6 +133,46 @@ class PreconditionedBlock(DerivedBlock):
     def _values(self, base: Tensor) -> Tensor:
         # in float64: 1/√v may be beyond what g's dtype holds, although g/√v is not
         return (base * self.diagonal).to(base.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock(DerivedBlock):
+    """L Gᵢ Rᵀ, with the gradient read as k matrices Gᵢ (r, c).
+
+    Attributes:
+        base: The gradients gᵢ, k·r·c entries.
+        left: L (k, r, r), float64 or complex128.
+        right: R (k, c, c).
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, base: Block, left: Tensor, right: Tensor) -> Block:
+        """Return the block; of outer products it is the outer products of L b and R a."""
+        sizes = (left.shape[0], left.shape[-1], right.shape[-1])
+        if isinstance(base, OuterBlock) and (base.sizes[0], *base.sizes[2:]) == sizes:
+            wide = _widest(base)
+            assert isinstance(wide, OuterBlock)
+            rows = wide.left @ left.mT.to(wide.left.dtype)
+            columns = wide.right @ right.mT.to(wide.right.dtype)
+            return OuterBlock(rows, columns, base.shape).to(base.dtype)
+        return cls(base, left, right)
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return L (Σᵢ wᵢ Gᵢ) Rᵀ (*shape)."""
+        if isinstance(self.base, DenseBlock):
+            return super().weighted_sum(weights)
+        found = _widest(self.base).weighted_sum(weights)
+        return _rounded(self._values(found.unsqueeze(0))[0], self)
+
+    def _values(self, base: Tensor) -> Tensor:
+        sizes = (self.left.shape[0], self.left.shape[-1], self.right.shape[-1])
+        dtype = torch.promote_types(base.dtype, self.left.dtype)
+        matrices = base.reshape(len(base), *sizes).to(dtype)
+        found = self.left.to(dtype) @ matrices @ self.right.mT.to(dtype)
+        return found.reshape(base.shape).to(base.dtype)
 
 
 def _has_shortcuts(block: Block) -> bool:

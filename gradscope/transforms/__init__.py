@@ -1,14 +1,15 @@
 """Floor 3: transforms of per-sample gradients, one family a file."""
 
 from gradscope.transforms import (
+    center,
     elementwise,
     factors,
     hessian,
     norms,
+    precondition,
     products,
     projections,
     sparsify,
-    statistics,
     stochastic,
 )
 from gradscope.transforms.base import (
@@ -29,14 +30,15 @@ __all__ = [
     "Step",
     "Transform",
     "Vector",
+    "center",
     "elementwise",
     "factors",
     "hessian",
     "norms",
+    "precondition",
     "products",
     "projections",
     "sparsify",
-    "statistics",
     "stochastic",
     "transform",
     "transforms",

@@ -1,21 +1,12 @@
 """Transforms that differentiate the per-sample gradient once more."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-
-import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
-from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Problem
-from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.transforms.base import NeedsProblem, Scope, Transform, Vector, transform
-
-Loss = Callable[[int], Tensor]
+from gradscope.transforms.curvature import SampleLoss, product
 
 
 @transform("hvp", Scope.VECTOR)
@@ -25,7 +16,8 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
     Without a vector each sample's is what reaches this stage: `clip:max_norm=1 | hvp` is Hᵢ times
     the clipped gradient. Exact, by two backward passes a sample (Pearlmutter 1994); of complex
     parameters real and imaginary parts count as coordinates of their own. A parameter that the
-    gradient does not depend on gets zeros.
+    gradient does not depend on gets zeros. Where samples are coupled, and own-loss gradients were
+    asked for, Hᵢ is that of the sample's loss within its batch.
 
     Args:
         with_: A stored v, argument `with=FILE.h5:CHAIN`.
@@ -34,13 +26,14 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
     def given(problem: Problem, batch: Batch) -> Transform:
         def apply(gradients: Gradients) -> Gradients:
             _require_parameters(problem, gradients)
-            loss = _own_loss(problem, batch)
+            alone = _independent(problem, batch)
             shared = None if with_ is None else with_.of(gradients)
             rows = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
             for i in range(len(batch)):
                 one = gradients.select(slice(i, i + 1))
                 vector = shared or {name: block.dense()[0] for name, block in one.items()}
-                for name, row in _product(problem, loss, i, vector).items():
+                sample = (batch.one(i), 0) if alone else (batch, i)
+                for name, row in product(SampleLoss(problem, *sample), vector).items():
                     rows[name][i] = row
             return gradients.of({name: DenseBlock(value) for name, value in rows.items()})
 
@@ -60,60 +53,10 @@ def _require_parameters(problem: Problem, gradients: Gradients) -> None:
         )
 
 
-def _own_loss(problem: Problem, batch: Batch) -> Loss:
-    """Return the loss of sample i with its graph: alone, or in its batch if that makes it."""
+def _independent(problem: Problem, batch: Batch) -> bool:
+    """Whether a sample's loss is the same alone; if not, own-loss gradients were asked for."""
     try:
         require_independent(problem, batch)
-    except CoupledSamplesError:  # the run was allowed to go on with own-loss gradients
-        return lambda i: problem.losses(batch)[i]
-    return lambda i: problem.losses(batch.one(i))[0]
-
-
-def _product(
-    problem: Problem, loss: Loss, i: int, vector: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return {name: (Hᵢ v) (*shape)}: the gradient of ⟨gᵢ, v⟩, v held fixed."""
-    parameters = list(problem.parameters.values())
-    with _twice_differentiable(problem), torch.enable_grad():
-        value = loss(i)
-        slopes = _gradients(value, parameters, create_graph=True)
-        pairs = zip(problem.parameters, slopes, strict=True)
-        along = torch.stack([_real_product(g, vector[name]) for name, g in pairs]).sum()
-        found = _gradients(along, parameters)
-    return {name: g.detach() for name, g in zip(problem.parameters, found, strict=True)}
-
-
-def _gradients(
-    value: Tensor, parameters: list[torch.nn.Parameter], *, create_graph: bool = False
-) -> list[Tensor]:
-    """Return ∂value/∂p for each parameter, dense, zeros where it is not reached."""
-    if not value.requires_grad:
-        return [torch.zeros_like(p) for p in parameters]
-    found = torch.autograd.grad(
-        value, parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
-    )
-    return [g.to_dense() if g.is_sparse else g for g in found]
-
-
-def _real_product(gradient: Tensor, vector: Tensor) -> Tensor:
-    """Return Re Σ g · conj(v) in float64."""
-    dtype = torch.promote_types(gradient.dtype, torch.float64)
-    return (gradient.to(dtype) * vector.to(dtype).conj()).sum().real
-
-
-@contextmanager
-def _twice_differentiable(problem: Problem) -> Iterator[None]:
-    """Keep to kernels that have a second derivative, and name the layer where there is none."""
-    no_onednn = torch.backends.mkldnn.flags(enabled=False)
-    no_cudnn = torch.backends.cudnn.flags(enabled=False)
-    try:
-        with no_onednn, no_cudnn, sdpa_kernel(SDPBackend.MATH):
-            yield
-    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # whatever torch or the user's code raises
-        raise UnsupportedError(
-            f"hvp cannot differentiate this model twice: {first_line(error)}",
-            where=layer_of(error, problem.model),
-            remedy="Use operations whose backward pass can itself be differentiated.",
-        ) from error
+    except CoupledSamplesError:
+        return False
+    return True

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from gradscope import chains
 from gradscope.chains import bind
 from gradscope.errors import SpecError
-from gradscope.transforms import Scope, transforms
+from gradscope.transforms import Scope, Vector, transforms
 from tests.transforms.rows import Rows, everything, run, stored
 
 __all__ = ["stored"]
@@ -103,3 +104,13 @@ def test_every_transform_declares_its_scope_and_says_what_it_is() -> None:
         assert isinstance(factory.scope, Scope), name  # type: ignore[attr-defined]
         first, _, rest = (factory.__doc__ or "").partition("\n")
         assert first.endswith((".", ";", ",")) or rest, name
+
+
+def test_first_passes_of_different_vectors_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quoted argument may hold the sign that parts stages."""
+    monkeypatch.setattr(chains, "stored_vector", lambda reference: Vector({}, reference))
+    texts = [f'precondition:with="v.h5:square | mean{tail}" | center' for tail in ("", " | abs")]
+    waiting = chains.waiting([bind(text) for text in texts])
+    assert list(waiting) == [text.replace("center", "mean") for text in texts]

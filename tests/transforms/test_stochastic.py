@@ -126,7 +126,7 @@ def test_levels(bits: int) -> None:
 
 def test_quantize_is_unbiased() -> None:
     gradients, rows = everything()
-    draws = 400
+    draws = 250
     stacks: dict[str, list[np.ndarray]] = {k: [] for k in rows}
     for seed in range(draws):
         for name, values in run(f"quantize:bits=2,seed={seed}", gradients).items():

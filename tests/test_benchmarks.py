@@ -1,0 +1,346 @@
+"""The benchmark on tiny models: every answer is checked, and a wrong one never counts."""
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import marks, scaling
+from benchmarks.__main__ import main
+from benchmarks.measure import OutOfTimeError, Timing, time_limit
+from benchmarks.methods import METHODS, Call, DeclinedError, Method, Setting
+from benchmarks.methods.dense import Projection, clipped, moments, norms
+from benchmarks.reference import TOLERANCE, Reference, error, reference
+from benchmarks.run import Cell, Conditions, cell, cells
+from benchmarks.tasks import TASKS, available
+from benchmarks.workloads import FAMILIES, Workload, workload
+
+OURS = [method for method in METHODS.values() if method.ours]
+PEERS = [m for m in METHODS.values() if m.comparable and not m.ours and not m.compiled]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Memory is watched after a collection, which takes long with all of torch to go through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def tiny(name: str) -> Workload:
+    return workload(name, FAMILIES[name].quick)
+
+
+@cache
+def right_of(name: str) -> Reference:
+    return reference(tiny(name))
+
+
+@pytest.fixture
+def conditions(tmp_path: Path) -> Conditions:
+    return Conditions(repeats=1, scratch=tmp_path)
+
+
+def check(found: Cell) -> None:
+    assert found.status == "right", found.reason
+    assert found.timing is not None
+    assert found.error is not None and found.error <= TOLERANCE
+    assert found.ratio is not None and 0 < found.ratio < float("inf")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradscope_is_right_on_every_model(name: str, conditions: Conditions) -> None:
+    work = tiny(name)
+    right = right_of(name)
+    tasks = ("gradients", "norms", "moments", "clipped")
+    chosen = [METHODS["gradscope auto"], METHODS["gradscope expand"]]
+    found = list(cells(work, right, tasks, chosen, conditions))
+    assert len(found) == 8
+    for one in found:
+        check(one)
+
+
+@pytest.mark.parametrize("task", available())
+def test_every_method_on_the_perceptron(task: str, conditions: Conditions) -> None:
+    work = tiny("mlp")
+    right = right_of("mlp")
+    for found in cells(work, right, [task], [*OURS, *PEERS], conditions):
+        if found.status == "not installed":
+            assert METHODS[found.method].needs is not None
+        elif found.method == "Opacus ghost" and task not in ("norms", "clipped"):
+            assert found.status == "declined"
+        else:
+            check(found)
+    assert not list(conditions.scratch.iterdir())  # nothing is left
+
+
+def test_an_absent_tool_says_so(conditions: Conditions) -> None:
+    def never(task: str, setting: Setting) -> Call:
+        raise AssertionError("it must not be prepared")
+
+    work = tiny("mlp")
+    absent = Method("absent", never, needs="a_tool_that_nobody_has")
+    found = cell(work, right_of("mlp"), "norms", absent, conditions)
+    assert found.status == "not installed"
+    assert found.reason == "a_tool_that_nobody_has is not installed"
+
+
+def spoilt(method: Method, spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Method:
+    def prepare(task: str, setting: Setting) -> Call:
+        call = method.prepare(task, setting)
+
+        def result(raw: Any) -> dict[str, Tensor]:
+            return spoil({name: value.clone() for name, value in call.result(raw).items()})
+
+        return Call(call.run, call.before, result, call.expected)
+
+    return Method("spoilt", prepare, needs=method.needs, ours=method.ours)
+
+
+def rolled(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.flatten().roll(1).view(value.shape) for name, value in found.items()}
+
+
+def scaled(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: 1.01 * value for name, value in found.items()}
+
+
+def one_parameter_zero(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    name = max(found, key=lambda k: float(found[k].norm()))
+    return {**found, name: torch.zeros_like(found[name])}
+
+
+def not_a_number(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    next(iter(found.values())).view(-1)[0] = float("nan")
+    return found
+
+
+def incomplete(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(list(found.items())[1:])
+
+
+@pytest.mark.parametrize("task", available())
+@pytest.mark.parametrize("spoil", [rolled, scaled, one_parameter_zero, not_a_number, incomplete])
+def test_a_wrong_answer_is_marked_wrong(
+    task: str,
+    spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    conditions: Conditions,
+) -> None:
+    work = tiny("mlp")
+    bad = spoilt(METHODS["vmap(grad)"], spoil)
+    found = cell(work, right_of("mlp"), task, bad, conditions)
+    assert found.status == "wrong"
+    assert found.reason is not None and found.reason.startswith("relative error")
+    assert found.ratio is None  # its time counts for nothing
+
+
+def test_gradients_of_the_mean_are_wrong(conditions: Conditions) -> None:
+    """The most common mistake: a factor 1/n."""
+
+    def prepare(task: str, setting: Setting) -> Call:
+        right = METHODS["vmap(grad)"].prepare(task, setting).run
+        return Call(lambda: {k: g / setting.workload.n for k, g in right().items()})
+
+    work = tiny("cnn")
+    found = cell(work, right_of("cnn"), "gradients", Method("mean", prepare), conditions)
+    assert found.status == "wrong"
+
+
+def test_what_a_tool_raises_is_its_reason(conditions: Conditions) -> None:
+    def refuse(task: str, setting: Setting) -> Call:
+        raise NotImplementedError("no rule for this layer\nand a long story")
+
+    def decline(task: str, setting: Setting) -> Call:
+        raise DeclinedError("not this task")
+
+    work = tiny("mlp")
+    right = right_of("mlp")
+    refused = cell(work, right, "norms", Method("a", refuse), conditions)
+    assert refused.status == "refused"
+    assert refused.reason == "NotImplementedError: no rule for this layer"
+    declined = cell(work, right, "norms", Method("b", decline), conditions)
+    assert (declined.status, declined.reason) == ("declined", "not this task")
+    late = Method("c", lambda task, setting: Call(lambda: time.sleep(60), first_limit=0.05))
+    stopped = cell(work, right, "norms", late, conditions)
+    assert stopped.status == "refused"
+    assert stopped.reason is not None and "took more than" in stopped.reason
+
+
+def test_the_time_limit_lets_go() -> None:
+    with pytest.raises(OutOfTimeError), time_limit(0.05):
+        time.sleep(60)
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)  # no alarm is left
+
+
+def test_the_workload_is_the_same_every_time_and_for_every_method(conditions: Conditions) -> None:
+    first, second = tiny("gpt"), tiny("gpt")
+    state = {k: v.clone() for k, v in first.model.state_dict().items()}
+    assert torch.equal(first.inputs, second.inputs)
+    list(cells(first, reference(first), ["norms"], PEERS, conditions))
+    for name, value in second.model.state_dict().items():
+        assert torch.equal(value, state[name])
+        assert torch.equal(value, first.model.state_dict()[name])
+    assert all(not module._forward_hooks for module in first.model.modules())
+
+
+def test_the_full_sizes_are_those_that_are_stated() -> None:
+    sizes = {name: workload(name, FAMILIES[name].full) for name in ("cnn", "mlp", "lstm")}
+    assert sizes["cnn"].parameters == 26_010
+    assert sizes["mlp"].parameters == 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
+    assert sizes["lstm"].parameters == 4 * 128 * (64 + 128 + 2) + 128 * 10 + 10
+    assert [sizes[name].n for name in ("mlp", "cnn", "lstm")] == [256, 512, 64]
+
+
+def test_the_reference_against_autograd() -> None:
+    work = tiny("tied")
+    found = reference(work)
+    names = [name for name, _ in work.model.named_parameters()]
+    whole = torch.autograd.grad(work.losses().sum(), list(work.model.parameters()))
+    for name, total in zip(names, whole, strict=True):
+        torch.testing.assert_close(found.mean[name].float() * work.n, total)
+    assert len(found.norms) == work.n
+    assert float(found.norms.min()) < found.max_norm < float(found.norms.max())
+    rows = torch.stack([g.flatten(1).square().sum(1) for g in found.gradients.values()])
+    torch.testing.assert_close(rows.sum(0).sqrt(), found.norms[found.rows])
+
+
+def test_the_error_is_that_of_the_worst_row_and_parameter() -> None:
+    right = {"a": torch.ones(3, 4).double(), "b": torch.ones(3, 2).double()}
+    one_off = {"a": right["a"].clone(), "b": right["b"].clone()}
+    one_off["b"][2, 0] += 0.5
+    assert error(right, right, by_row=True) == 0
+    assert error(one_off, right, by_row=True) == pytest.approx(0.5 / 2**0.5)
+    assert error(one_off, right, by_row=False) == pytest.approx(0.5 / 6**0.5)
+    assert error({"a": right["a"]}, right, by_row=True) == float("inf")
+    assert error({**right, "b": right["b"][:2]}, right, by_row=True) == float("inf")
+
+
+def test_what_dense_tools_do_with_gradients() -> None:
+    """Against numpy's arithmetic on the flat matrix."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = {
+        "w": torch.randn(5, 3, 2, generator=generator),
+        "b": torch.randn(5, 4, generator=generator),
+    }
+    flat = torch.cat([g.flatten(1) for g in gradients.values()], 1).numpy()
+    sizes = (flat**2).sum(1) ** 0.5
+    torch.testing.assert_close(norms(gradients)["norms"], torch.from_numpy(sizes))
+    limit = float(sizes.mean())
+    factors = [min(1.0, limit / size) for size in sizes]
+    cut = clipped(gradients, limit)["b"].numpy()
+    expected = sum(f * row[6:] for f, row in zip(factors, flat, strict=True)) / 5
+    assert abs(cut - expected).max() < 1e-6
+    found = moments(gradients)
+    assert abs(found["second:w"].numpy().ravel() - (flat[:, :6] ** 2).mean(0)).max() < 1e-6
+    total = moments(gradients, {k: g.sum(0) for k, g in gradients.items()})
+    torch.testing.assert_close(found["mean:b"], total["mean:b"])
+
+
+def test_a_projection_that_is_made_anew_is_the_one_that_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gradients = {"w": torch.randn(2, 700), "b": torch.randn(2, 3)}
+    kept = Projection(703, torch.device("cpu"))
+    monkeypatch.setattr("benchmarks.methods.dense._KEPT", 0)
+    monkeypatch.setattr("benchmarks.methods.dense._BLOCK", 703)
+    anew = Projection(703, torch.device("cpu"))
+    torch.testing.assert_close(kept(gradients), anew(gradients))
+    reordered = {"b": gradients["b"], "w": gradients["w"]}
+    torch.testing.assert_close(kept(gradients), kept(reordered))
+    # E‖gR‖² = ‖g‖², within 1/√512 or so
+    flat = torch.cat(list(gradients.values()), 1)
+    assert (kept(gradients)["projection"].norm(dim=1) / flat.norm(dim=1) - 1).abs().max() < 0.2
+
+
+def timed(method: str, ratio: float, first: float = 1.0, task: str = "norms") -> Cell:
+    timing = Timing(first=first, seconds=(ratio, 2 * ratio), unit=(1.0, 1.5), peak_bytes=0)
+    return Cell("gpt", task, method, "right", timing=timing, error=0.0)
+
+
+def test_missed_marks_and_faster_tools_are_named() -> None:
+    fine = timed(marks.AUTO, 0.85)
+    assert marks.verdicts([fine, timed("vmap(grad)", 0.9)]) == []
+    assert marks.verdicts([timed(marks.AUTO, 0.95)]) == ["gpt, norms: 0.95, the mark is 0.90"]
+    assert marks.verdicts([fine, timed("vmap(grad)", 0.8)]) == [
+        "gpt, norms: vmap(grad) is faster, 0.80 against 0.85"
+    ]
+    wrong = Cell("gpt", "norms", "vmap(grad)", "wrong", timing=timed("", 0.1).timing)
+    assert marks.verdicts([fine, wrong]) == []  # fast and wrong is not faster
+    assert marks.verdicts([fine, timed("gradscope hooks", 0.5), timed("floor", 0.5)]) == []
+    assert "first call" in marks.verdicts([timed(marks.AUTO, 0.85, first=9.0)])[0]
+    refused = Cell("gpt", "norms", marks.AUTO, "refused", "no way")
+    assert marks.verdicts([refused]) == ["gpt, norms: gradscope auto is refused: no way"]
+    writing = [timed(marks.AUTO, 2.5, task="file"), timed("floor", 2.0, task="file")]
+    assert marks.verdicts(writing) == ["gpt, file: 2.50, the mark is 2.35"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    options = ["--quick", "--models", "mlp,lstm", "--tasks", "norms,gradients", "--repeat", "2"]
+    files = ["--json", str(results), "--plot", str(picture), "--scratch", str(tmp_path / "s")]
+    methods = ["--methods", "gradscope auto,vmap,opacus ghost"]
+    assert main([*options, *files, *methods]) == 0
+    printed = capsys.readouterr()
+    assert "All gradients in memory" in printed.out and "gradscope auto" in printed.out
+    assert "lstm, norms, gradscope auto: " in printed.err
+    found = json.loads(results.read_text(encoding="utf-8"))
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["machine"]["threads"] == torch.get_num_threads()
+    table = {(c["model"], c["task"], c["method"]): c for c in found["cells"]}
+    ours = table["mlp", "norms", "gradscope auto"]
+    assert ours["status"] == "right" and ours["error"] <= TOLERANCE
+    assert ours["ratio"] == min(ours["all_seconds"]) / min(ours["all_plain_seconds"])
+    assert len(ours["all_seconds"]) == 2
+    assert ("mlp", "norms", "floor") not in table and ("mlp", "gradients", "floor") in table
+    assert table["lstm", "norms", "vmap(grad)"]["status"] in ("right", "refused")
+    assert picture.read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_the_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    options = ["--quick", "--scaling", "--tasks", "norms", "--methods", "gradscope auto"]
+    files = ["--json", str(results), "--plot", str(picture), "--scratch", str(tmp_path / "s")]
+    assert main([*options, *files]) == 0
+    assert "cost against width" in capsys.readouterr().out
+    points = json.loads(results.read_text(encoding="utf-8"))["scaling"]
+    assert {(p["axis"], p["value"]) for p in points} == {
+        (axis, value) for axis, values in scaling.QUICK_AXES.items() for value in values
+    }
+    assert {p["status"] for p in points} == {"right"}
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--models", "mlp,vgg", "vgg is none of mlp"),
+        ("--tasks", "speed", "speed is none of gradients"),
+        ("--methods", "jax", "no method begins with 'jax'"),
+    ],
+)
+def test_unknown_names(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([option, value])
+    assert message in capsys.readouterr().err
+
+
+def test_the_tables_name_every_task_and_method() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name in (*TASKS, *FAMILIES):
+        assert f"`{name}`" in page
+    for name in METHODS:
+        words = name.split(" ", 1)
+        assert words[0] in page and words[-1] in page
+    assert f"{TOLERANCE:g}".replace("0.001", "1e-3") in page
