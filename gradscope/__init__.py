@@ -10,11 +10,12 @@ from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
     from gradscope import derivatives
+    from gradscope.calls import expectation, norms, per_sample_gradients
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
     from gradscope.reducers.base import Reducer
     from gradscope.reducers.declared import reducer
-    from gradscope.scope import Scope, expectation, norms, per_sample_gradients
+    from gradscope.scope import Scope
     from gradscope.storage import GradientFile
     from gradscope.storage import open_file as open
     from gradscope.transforms.declared import transform
@@ -45,11 +46,11 @@ _HOMES = {
     "Reducer": ("gradscope.reducers.base", "Reducer"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
-    "expectation": ("gradscope.scope", "expectation"),
+    "expectation": ("gradscope.calls", "expectation"),
     "model_loss": ("gradscope.core.problem", "model_loss"),
-    "norms": ("gradscope.scope", "norms"),
+    "norms": ("gradscope.calls", "norms"),
     "open": ("gradscope.storage", "open_file"),
-    "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
+    "per_sample_gradients": ("gradscope.calls", "per_sample_gradients"),
     "reducer": ("gradscope.reducers.declared", "reducer"),
     "transform": ("gradscope.transforms.declared", "transform"),
 }

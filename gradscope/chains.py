@@ -120,6 +120,11 @@ def bind(text: str, *, reduced: bool = False) -> Chain:
                 raise stage.error(
                     "a second reducer has no samples left to reduce", "Keep one reducer a chain."
                 )
+            if made.raw and before:
+                raise stage.error(
+                    f"{stage.name!r} reads the factors of raw gradients",
+                    "Put no transform before it.",
+                )
             reducer = made
         elif reducer is None:
             before.append(made)

@@ -85,7 +85,7 @@ class Scope:
         self.problem = replace(problem, running_statistics=coupling == "frozen")
         self.own_loss = coupling == "own-loss"
         self.labels = Labels(labels, self.problem, seed, own_loss=self.own_loss)
-        self.backend = backend
+        self.backend = self._asked = backend
         self.verify = verify
         self.nonfinite = nonfinite
         self.certificate: Certificate | None = None
@@ -185,6 +185,7 @@ class Scope:
         """
         ready = tuple(map(self.labels.chain, waiting))
         while first := chains.waiting(ready):
+            self.notes += [f"an earlier pass over the data for: {text}" for text in first]
             states: dict[str, State] = {}
             for batch in batches():
                 kept = self.usable(batch, self.evaluate(batch))
@@ -230,6 +231,7 @@ class Scope:
         """Let go of what the backend holds; the scope can be used again afterwards."""
         self._stack.close()
         self._evaluate = None
+        self.backend = self._asked
         self._waiting = list(candidates(self.backend, own_loss=self.own_loss))
 
     def __enter__(self) -> Self:
@@ -260,41 +262,3 @@ class Scope:
             self.problem, self.backend, self._evaluate, batch, own_loss=self.own_loss
         )
         return evaluation
-
-
-def per_sample_gradients(
-    model: nn.Module,
-    loss: str | Callable[..., Tensor],
-    inputs: Any,
-    targets: Any = None,
-    **options: Any,
-) -> dict[str, Tensor]:
-    """Return {name: (n, *shape)} in one call; `options` are those of `Scope`."""
-    with Scope(model, loss, **options) as scope:
-        return scope.per_sample_gradients(inputs, targets)
-
-
-def norms(
-    model: nn.Module,
-    loss: str | Callable[..., Tensor],
-    inputs: Any,
-    targets: Any = None,
-    per: Literal["sample", "parameter"] = "sample",
-    **options: Any,
-) -> Any:
-    """Return the L2 norms of the per-sample gradients in one call; see `Scope.norms`."""
-    with Scope(model, loss, **options) as scope:
-        return scope.norms(inputs, targets, per)
-
-
-def expectation(
-    model: nn.Module,
-    loss: str | Callable[..., Tensor],
-    chain: str,
-    inputs: Any,
-    targets: Any = None,
-    **options: Any,
-) -> dict[str, Tensor]:
-    """Return E[T(g)] in one call; see `Scope.expectation`."""
-    with Scope(model, loss, **options) as scope:
-        return scope.expectation(chain, inputs, targets)

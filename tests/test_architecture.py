@@ -24,6 +24,7 @@ FLOORS = {
     "certificate": 5,
     "labels": 5,
     "scope": 6,
+    "calls": 7,
     "comparison": 7,
     "stats": 7,
     "pipeline": 8,

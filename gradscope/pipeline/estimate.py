@@ -3,7 +3,6 @@
 import shutil
 import time
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,17 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     begun = time.perf_counter()
     gradients, problem = job.scope.evaluate(batch).gradients, job.scope.problem
     shown = job.scope.labels.of(batch)
+    size = 0
     for chain in job.scope.settled(job.chains, lambda: [batch]):
         if chain.reducer is None:
-            chain.rows(gradients, problem, shown).dense()
+            rows = chain.rows(gradients, problem, shown).dense()
+            per_sample = sum(r.nbytes for r in rows.values()) / len(batch)
+            size += round(per_sample * len(job.rows))
         else:
-            chain.update(None, gradients, problem, shown)
+            size += sum(
+                t.nbytes
+                for t in chain.result(chain.update(None, gradients, problem, shown)).values()
+            )
     seconds = time.perf_counter() - begun
     folder = Path.cwd() if path is None else path.absolute().parent
     return Estimate(
@@ -63,17 +68,13 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         backend=job.scope.backend,
         notes=(*job.notes, *job.scope.notes),
         chains=tuple(chain.text for chain in job.chains),
-        bytes=_bytes(job),
+        bytes=size + _light_table(job),
         free=shutil.disk_usage(folder).free if folder.is_dir() else 0,
         seconds=seconds * len(job.rows) / len(batch),
     )
 
 
-def _bytes(job: Job) -> int:
-    n, shapes = len(job.rows), job.shapes.values()
+def _light_table(job: Job) -> int:
+    """Bytes of /samples and /norms: index, target, loss, norm, finite, a norm a parameter."""
     size = job.scope.problem.dtype.itemsize
-    light = n * (8 + size + size + 1 + 8) + n * size * len(job.shapes)
-    kept = sum(chain.reducer is None for chain in job.chains)
-    reduced = len(job.chains) - kept
-    entries = sum(prod(shape) for shape in shapes)
-    return light + kept * n * entries * size + reduced * entries * 8
+    return len(job.rows) * (8 + 8 + size + size + 1 + size * len(job.shapes))

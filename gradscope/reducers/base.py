@@ -31,11 +31,13 @@ class Reducer(NamedTuple):
         start: State of the samples of one batch.
         merge: State of the samples of both states, as new tensors.
         result: {name: (*shape)}.
+        raw: It reads the raw gradients' structure, so no transform may stand before it.
     """
 
     start: Callable[[Gradients], State]
     merge: Merge
     result: Callable[[State], dict[str, Tensor]]
+    raw: bool = False
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")

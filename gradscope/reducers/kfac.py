@@ -59,7 +59,7 @@ def kfac(positions: str = "mean") -> Reducer:
             found[f"{name}.diagonal"] = squares / n
         return found
 
-    return Reducer(_start, _merge, result)
+    return Reducer(_start, _merge, result, raw=True)
 
 
 def _start(gradients: Gradients) -> State:
