@@ -1,12 +1,15 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git:
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
+# And `make bench` compares gradscope with the field's other tools, which it installs into .venv too.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= build/demo
+BENCH ?= build/bench
+BENCH_OPTIONS ?=
 
-.PHONY: demo test lint format types check install install-dev clean
+.PHONY: demo test bench lint format types check install install-dev install-bench clean
 
 demo: install
 	mkdir -p $(DEMO)
@@ -15,6 +18,11 @@ demo: install
 
 test: install-dev
 	$(BIN)/python -m pytest -n auto
+
+bench: install-bench
+	mkdir -p $(BENCH)
+	$(BIN)/python -m benchmarks --scratch $(BENCH) \
+		--json $(BENCH)/results.json --plot $(BENCH)/results.svg $(BENCH_OPTIONS)
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -33,6 +41,8 @@ install: $(VENV)/installed
 
 install-dev: $(VENV)/installed-dev
 
+install-bench: $(VENV)/installed-bench
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
@@ -40,6 +50,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed-dev benchmarks/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt \
+		--requirement benchmarks/requirements.txt
 	touch $@
 
 clean:

@@ -231,8 +231,7 @@ class Scope:
         """Let go of what the backend holds; the scope can be used again afterwards."""
         self._stack.close()
         self._evaluate = None
-        self.backend = self._asked
-        self._waiting = list(candidates(self.backend, own_loss=self.own_loss))
+        self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
 
     def __enter__(self) -> Self:
         return self

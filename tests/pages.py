@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.__main__ import parser
 from gradscope.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -72,12 +73,19 @@ def command(line: str, page: Page) -> None:
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert set(words[1:]) <= set(targets)
+    elif words[:3] == ["python", "-m", "benchmarks"]:  # minutes to run: only its options
+        assert {w for w in words if w.startswith("--")} <= benchmark_options()
     else:
         assert words[0] == "gradscope", f"the test cannot run {words[0]!r}"
         said = re.search(r"# exit code (\d+)", line)
         code, out, err = gradscope(words)
         assert code == (int(said[1]) if said else 0), f"{line}\nexit code {code}\n{err}"
         page.commands[line.partition("#")[0].strip()] = (out, err)
+
+
+def benchmark_options() -> set[str]:
+    """Return the options of `python -m benchmarks`."""
+    return {option for action in parser()._actions for option in action.option_strings}
 
 
 def gradscope(words: list[str]) -> tuple[int, str, str]:

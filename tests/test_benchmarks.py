@@ -23,7 +23,7 @@ from benchmarks.methods.dense import Projection, clipped, moments, norms
 from benchmarks.reference import TOLERANCE, Reference, error, reference
 from benchmarks.run import Cell, Conditions, cell, cells
 from benchmarks.tasks import TASKS, available
-from benchmarks.workloads import FAMILIES, Workload, workload
+from benchmarks.workloads import FAMILIES, Workload, clear_of_kinks, workload
 
 OURS = [method for method in METHODS.values() if method.ours]
 PEERS = [m for m in METHODS.values() if m.comparable and not m.ours and not m.compiled]
@@ -207,6 +207,14 @@ def test_the_full_sizes_are_those_that_are_stated() -> None:
     assert sizes["mlp"].parameters == 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
     assert sizes["lstm"].parameters == 4 * 128 * (64 + 128 + 2) + 128 * 10 + 10
     assert [sizes[name].n for name in ("mlp", "cnn", "lstm")] == [256, 512, 64]
+
+
+def test_samples_at_a_kink_are_left_out() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.ReLU())
+    torch.nn.init.ones_(model[0].weight)
+    near = torch.tensor([[1.0], [1e-6], [-1e-6], [-1.0], [1e-5]])
+    assert clear_of_kinks(model, near).tolist() == [True, False, False, True, True]
+    assert bool(clear_of_kinks(tiny("resnet").model, tiny("resnet").inputs).all())
 
 
 def test_the_reference_against_autograd() -> None:

@@ -37,6 +37,8 @@ def reducer(factory: Callable[..., Any]) -> Callable[..., Reducer]:
     @wraps(factory)
     def checked(**options: Any) -> Reducer:
         made = factory(**options)
+        if isinstance(made, Reducer):
+            return made._replace(start=_with_state(factory.__name__, made.start))
         if not (isinstance(made, tuple) and len(made) == 3 and all(map(callable, made))):
             raise SpecError(
                 f"{factory.__name__!r} returned {type(made).__name__}, not a reducer",

@@ -7,7 +7,6 @@ error nodes are looked for, and where custom functions are in the graph the prod
 with differences of gradients in float64.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradscope.core.batch import Batch
+from gradscope.core.kernels import unfused
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Problem
 from gradscope.errors import GradscopeError, UnsupportedError
@@ -160,14 +160,8 @@ def _length(tensors: list[Tensor]) -> float:
 def _twice_differentiable(problem: Problem) -> Iterator[None]:
     """Keep to kernels that have a second derivative, and name the layer where there is none."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
-            with (
-                torch.backends.mkldnn.flags(enabled=False),
-                torch.backends.cudnn.flags(enabled=False),
-                sdpa_kernel(SDPBackend.MATH),
-            ):
-                yield
+        with unfused(), sdpa_kernel(SDPBackend.MATH):
+            yield
     except (GradscopeError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # whatever torch or the user's code raises

@@ -1,0 +1,128 @@
+"""Time, beside the unit in the same minutes, and peak memory."""
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gradscope.comparison.measure import peak_memory
+
+BUDGET = 20.0  # seconds of repeats a cell
+
+
+class OutOfTimeError(BaseException):
+    """A call took longer than it may; no `Exception`, so that nobody below keeps it."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a call took.
+
+    Attributes:
+        first: Seconds of the first call, with whatever is planned or compiled in it.
+        seconds: Of each later call.
+        unit: Of a plain forward and backward pass, each just before one of them.
+        peak_bytes: Above the start, None where it cannot be known.
+    """
+
+    first: float
+    seconds: tuple[float, ...]
+    unit: tuple[float, ...]
+    peak_bytes: int | None
+
+    @property
+    def ratio(self) -> float:
+        """The fastest call as a multiple of the fastest plain pass."""
+        return min(self.seconds) / min(self.unit)
+
+
+def measured(
+    call: Callable[[], Any],
+    before: Callable[[], object],
+    unit: Callable[[], Any],
+    device: torch.device,
+    repeats: int,
+    limit: float | None = None,
+) -> tuple[Timing, Any]:
+    """Return how long `call` takes, and what its second call returned.
+
+    The first call warms up, the second is watched for memory, the others are timed, each after a
+    plain pass: what else the machine does weighs on both alike.
+
+    Args:
+        call: What is timed.
+        before: Called before each call, untimed.
+        unit: The plain pass.
+        device: Where both run.
+        repeats: How often; less if `BUDGET` seconds are over.
+        limit: Seconds the first call may take.
+    """
+    before()
+    with time_limit(limit):
+        first = _seconds(call, device)
+    before()
+    with peak_memory(device) as peak:
+        result = call()
+        synchronize(device)
+    spent: list[float] = []
+    units: list[float] = []
+    with _no_collection():
+        unit()
+        while not spent or (len(spent) < repeats and sum(spent) + sum(units) < BUDGET):
+            units.append(_seconds(unit, device))
+            before()
+            spent.append(_seconds(call, device))
+    return Timing(first, tuple(spent), tuple(units), peak[0] if peak else None), result
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `OutOfTimeError` when the block takes longer (where there are alarm signals)."""
+    able = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if seconds is None or not able:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise OutOfTimeError(f"it took more than {seconds:.0f} s")
+
+    former = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    kept = call()
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    del kept  # letting go of the result is not part of the call
+    return seconds
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the collector, which takes long and runs when it likes, out of the timed calls."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

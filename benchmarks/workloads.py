@@ -1,0 +1,225 @@
+"""Workloads: a model, a batch and a loss, the same for every method of a run."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import networks
+from gradscope.losses import resolve
+
+LOSS = "cross_entropy"
+SEED = 0
+
+_SPARE = 6  # samples drawn for each that is kept, of models with ReLU
+_CLEAR = 5e-6  # more than float32 is off anywhere in these models
+
+Made = tuple[nn.Module, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is differentiated.
+
+    Attributes:
+        name: One of `FAMILIES`.
+        sizes: What its family was called with.
+        model: In train mode, as Opacus asks; no layer behaves differently in eval mode.
+        inputs: (n, ...).
+        targets: (n, ...).
+    """
+
+    name: str
+    sizes: Mapping[str, Any]
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def n(self) -> int:
+        """The number of samples."""
+        return int(self.inputs.shape[0])
+
+    @property
+    def parameters(self) -> int:
+        """P, the number of trainable numbers."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where model and data are."""
+        return self.inputs.device
+
+    def losses(self, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the losses (n,) of the model, or of one that stands for it."""
+        return resolve(LOSS)((model or self.model)(self.inputs), self.targets)
+
+    def copy(self) -> "Workload":
+        """Return the same with a model of its own, which a method may change."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model.
+
+    Attributes:
+        title: For tables.
+        detail: Its full sizes, in words.
+        make: Takes the sizes and returns model, inputs and targets; of models with ReLU more
+            samples than n.
+        full: The sizes of the benchmark.
+        quick: Sizes that take no time.
+    """
+
+    title: str
+    detail: str
+    make: Callable[..., Made]
+    full: Mapping[str, Any]
+    quick: Mapping[str, Any]
+
+    def label(self, sizes: Mapping[str, Any]) -> str:
+        """Return a heading for a workload of these sizes."""
+        detail = f"{self.detail}, " if {**sizes, "n": 0} == {**self.full, "n": 0} else ""
+        return f"{self.title}, {detail}n={sizes['n']}"
+
+
+def mlp(n: int, widths: list[int]) -> Made:
+    """A perceptron with ReLU between its layers."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    drawn = _SPARE * n
+    return nn.Sequential(*layers[:-1]), torch.randn(drawn, widths[0]), _classes(widths[-1], drawn)
+
+
+def cnn(n: int, channels: int) -> Made:
+    """The network of Opacus' MNIST example; 26,010 parameters with 16 channels."""
+    model = nn.Sequential(
+        nn.Conv2d(1, channels, 8, 2, padding=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(channels, 2 * channels, 4, 2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+        nn.Linear(32 * channels, 32),
+        nn.Tanh(),
+        nn.Linear(32, 10),
+    )
+    return model, torch.randn(n, 1, 28, 28), _classes(10, n)
+
+
+def resnet(n: int, width: int, blocks: int, side: int) -> Made:
+    """A residual network with GroupNorm on images (3, side, side)."""
+    drawn = _SPARE * n
+    return networks.ResNet(width, blocks), torch.randn(drawn, 3, side, side), _classes(10, drawn)
+
+
+def gpt(n: int, depth: int, width: int, length: int, vocabulary: int) -> Made:
+    """A transformer that predicts a class at every position."""
+    model = networks.GPT(depth, width, length, vocabulary, heads=4)
+    return model, _classes(vocabulary, n, length), _classes(vocabulary, n, length)
+
+
+def lstm(n: int, inputs: int, hidden: int, length: int) -> Made:
+    """PyTorch's own LSTM layer; Opacus puts its DPLSTM in the place."""
+    return networks.Recurrent(inputs, hidden), torch.randn(n, length, inputs), _classes(10, n)
+
+
+def tied(n: int, vocabulary: int, width: int, length: int) -> Made:
+    """Raw, reused and tied parameters."""
+    model = networks.RawAndTied(vocabulary, width, length)
+    return model, _classes(vocabulary, n, length), _classes(vocabulary, n, length)
+
+
+FAMILIES = {
+    "mlp": Family(
+        "MLP",
+        "784-512-512-10",
+        mlp,
+        {"n": 256, "widths": [784, 512, 512, 10]},
+        {"n": 6, "widths": [8, 7, 6, 4]},
+    ),
+    "cnn": Family(
+        "CNN", "26k parameters", cnn, {"n": 512, "channels": 16}, {"n": 4, "channels": 2}
+    ),
+    "resnet": Family(
+        "ResNet-18",
+        "width 32, GroupNorm, 32x32",
+        resnet,
+        {"n": 32, "width": 32, "blocks": 2, "side": 32},
+        {"n": 3, "width": 8, "blocks": 1, "side": 16},
+    ),
+    "gpt": Family(
+        "GPT",
+        "4 layers, d=256, T=128",
+        gpt,
+        {"n": 8, "depth": 4, "width": 256, "length": 128, "vocabulary": 512},
+        {"n": 3, "depth": 1, "width": 8, "length": 6, "vocabulary": 9},
+    ),
+    "lstm": Family(
+        "LSTM",
+        "64-128, T=32",
+        lstm,
+        {"n": 64, "inputs": 64, "hidden": 128, "length": 32},
+        {"n": 4, "inputs": 3, "hidden": 5, "length": 4},
+    ),
+    "tied": Family(
+        "raw and tied",
+        "d=128, T=64",
+        tied,
+        {"n": 32, "vocabulary": 512, "width": 128, "length": 64},
+        {"n": 4, "vocabulary": 9, "width": 6, "length": 5},
+    ),
+}
+
+
+def workload(name: str, sizes: Mapping[str, Any], device: str = "cpu") -> Workload:
+    """Make a workload; the same numbers every time."""
+    model, inputs, targets = _made(name, sizes)
+    if len(inputs) > sizes["n"]:
+        kept = clear_of_kinks(model, inputs).nonzero().flatten()[: sizes["n"]]
+        assert len(kept) == sizes["n"], "too few samples were drawn"
+        inputs, targets = inputs[kept], targets[kept]
+    return Workload(name, sizes, model.to(device), inputs.to(device), targets.to(device))
+
+
+def build(name: str, sizes: Mapping[str, Any]) -> nn.Module:
+    """Return the model alone: the factory that gradscope's command loads it by."""
+    return _made(name, sizes)[0]
+
+
+def clear_of_kinks(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return (n,), True where no input of a ReLU is near its kink.
+
+    On which side of it a sample is decides its gradient. Where that hangs on the rounding of
+    float32, two correct methods may differ by a percent, and nothing could be said of either.
+    """
+    margins = torch.full((len(inputs),), inf, dtype=torch.float64)
+    exact = copy.deepcopy(model).double()
+
+    def look(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        torch.minimum(margins, arguments[0].abs().flatten(1).amin(1), out=margins)
+
+    for module in exact.modules():
+        if isinstance(module, nn.ReLU):
+            module.register_forward_pre_hook(look)
+    with torch.no_grad():
+        exact(inputs.double())
+    return margins > _CLEAR
+
+
+def _made(name: str, sizes: Mapping[str, Any]) -> Made:
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return FAMILIES[name].make(**sizes)
+
+
+def _classes(classes: int, *shape: int) -> Tensor:
+    return torch.randint(0, classes, shape)
