@@ -114,7 +114,10 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "outputs", "targets", "alone"), TABLE, ids=lambda v: str(v)[:40])
+SHOWN = [f"{k}-{row[0]}" for k, row in enumerate(TABLE)]
+
+
+@pytest.mark.parametrize(("name", "outputs", "targets", "alone"), TABLE, ids=SHOWN)
 def test_a_batch_is_its_samples_alone(name, outputs, targets, alone):
     """Values, and gradients with respect to the outputs."""
     outputs = outputs.detach().requires_grad_(True)
