@@ -54,7 +54,8 @@ def measured(
     """Return how long `call` takes, and what its second call returned.
 
     The first call warms up, the second is watched for memory, the others are timed, each after a
-    plain pass: what else the machine does weighs on both alike.
+    plain pass: what else the machine does weighs on both alike. A call that takes longer than
+    `BUDGET`, and does not compile, is not made again.
 
     Args:
         call: What is timed.
@@ -65,21 +66,23 @@ def measured(
         limit: Seconds the first call may take.
     """
     before()
-    with time_limit(limit):
-        first = _seconds(call, device)
+    with time_limit(limit), peak_memory(device) as peak:
+        first, result = _timed(call, device)
+    unit()
+    if limit is None and first > BUDGET:
+        return Timing(first, (first,), (_timed(unit, device)[0],), _known(peak)), result
+    del result
     before()
     with peak_memory(device) as peak:
-        result = call()
-        synchronize(device)
+        _, result = _timed(call, device)
     spent: list[float] = []
     units: list[float] = []
     with _no_collection():
-        unit()
         while not spent or (len(spent) < repeats and sum(spent) + sum(units) < BUDGET):
-            units.append(_seconds(unit, device))
+            units.append(_timed(unit, device)[0])
             before()
-            spent.append(_seconds(call, device))
-    return Timing(first, tuple(spent), tuple(units), peak[0] if peak else None), result
+            spent.append(_timed(call, device)[0])
+    return Timing(first, tuple(spent), tuple(units), _known(peak)), result
 
 
 def synchronize(device: torch.device) -> None:
@@ -108,14 +111,17 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, former)
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Return the seconds and the result, whose letting go is not part of the call."""
     synchronize(device)
     start = time.perf_counter()
-    kept = call()
+    result = call()
     synchronize(device)
-    seconds = time.perf_counter() - start
-    del kept  # letting go of the result is not part of the call
-    return seconds
+    return time.perf_counter() - start, result
+
+
+def _known(peak: list[int]) -> int | None:
+    return peak[0] if peak else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from benchmarks.tasks import TASKS
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # colours that colour-blind readers tell apart (Okabe and Ito), a marker for each use of a tool
@@ -71,6 +72,7 @@ def _ratios(panel: "Axes", task: str, cells: list[Cell]) -> None:
         )
     panel.axvline(1.0, color="0.5", linewidth=0.8, zorder=0)
     panel.set_xscale("log")
+    _plain_numbers(panel.xaxis)
     panel.set_yticks(range(len(models)), models)
     panel.set_ylim(len(models) - 0.5, -0.5)
     panel.set_title(TASKS[task].title, fontsize=10)
@@ -92,10 +94,22 @@ def _growth(panel: "Axes", task: str, axis: str, points: list[Point]) -> None:
             xs, ys = zip(*line, strict=True)
             panel.plot(xs, ys, marker=marker, color=colour, label=method, markersize=4)
     panel.set_xscale("log", base=2)
+    values = sorted({p.value for p in points})
+    panel.set_xticks(values, [str(value) for value in values])
     panel.set_yscale("log")
+    _plain_numbers(panel.yaxis)
     panel.set_title(f"{TASKS[task].title} against {axis}", fontsize=10)
     panel.set_ylabel("seconds", fontsize=8)
     panel.grid(color="0.9", linewidth=0.5)
+
+
+def _plain_numbers(axis: "Axis") -> None:
+    """Write 1, 2, 5, 10, ... at a logarithmic axis, and no more of them than fit."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _legend(figure: "Figure") -> None:

@@ -13,7 +13,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.losses import resolve
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 _FLOOR = 1e-2  # a parameter below this share of the whole is rounding noise
 _ROWS = 4
 

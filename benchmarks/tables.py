@@ -56,7 +56,8 @@ def _print_axis(axis: str, points: list[Point], console: Console) -> None:
             row = {
                 p.value: p.cell for p in points if (p.cell.task, p.cell.method) == (task, method)
             }
-            table.add_row(method, *(notes.text(row.get(value)) for value in values))
+            if row:
+                table.add_row(method, *(notes.text(row.get(value)) for value in values))
         console.print(table)
     for line in notes.lines:
         console.print(Text(f"  {line}"))
