@@ -1,5 +1,6 @@
 """Blocks made from another block, and the simplest: one factor a sample."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
@@ -68,9 +69,9 @@ class DerivedBlock(Block):
             dtype = torch.promote_types(dtype, torch.complex64)
         return replace(self, base=self.base.to(dtype))
 
+    @abstractmethod
     def _values(self, base: Tensor) -> Tensor:
         """Return the dense form from the base's (n, *shape)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
