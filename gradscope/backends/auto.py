@@ -7,6 +7,8 @@ candidate when a backend refuses or a proof fails.
 
 from gradscope.backends.base import backends
 from gradscope.backends.joint import own_loss_backends
+from gradscope.core.registry import suggestion
+from gradscope.errors import SpecError
 
 AUTO = "auto"
 
@@ -26,5 +28,7 @@ def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
     registry = own_loss_backends if own_loss else backends
     if name == AUTO:
         return tuple(candidate for candidate in _ORDER if candidate in registry)
-    registry.get(name)
+    if name not in registry:
+        known = suggestion(name, [AUTO, *registry.names()])
+        raise SpecError(f"unknown {registry.kind} {name!r}", remedy=known)
     return (name,)

@@ -60,51 +60,58 @@ class _Program:
         self.data_paths = True  # inputs require a gradient, so that their paths show
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        losses = self._losses(batch)
-        if not losses.requires_grad:
+        losses, recorded = self._record(batch)
+        if recorded is None:
             return Evaluation(losses.detach(), self._gradients({}, losses))
-        recorded = trace(losses)
-        analysis = self._analysis(recorded, batch)
-        parts = self._parts(recorded, analysis)
-        return Evaluation(losses.detach(), self._gradients(parts, losses))
+        return self._contracted(recorded, self._analysis(recorded, batch))
 
     def evaluate_one(self, sample: Batch) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
 
         Once larger batches have shown the structure, it is kept: the sample stands twice.
         """
-        pair = sample.resized(2)
-        if self.known:
-            losses = self._losses(pair)
-            if losses.requires_grad and any(a.fits(trace(losses)) for a in self.known):
-                both = self.evaluate(pair)
-                return Evaluation(both.losses[:1], both.gradients.select(slice(0, 1)))
+        _, recorded = self._record(sample.resized(2)) if self.known else (None, None)
+        analysis = None if recorded is None else self._fitting(recorded)
+        if recorded is not None and analysis is not None:
+            both = self._contracted(recorded, analysis)
+            return Evaluation(both.losses[:1], both.gradients.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
         rows = {name: DenseBlock(value[None]) for name, value in gradients.items()}
         return Evaluation(loss[None], Gradients(rows))
 
-    def _losses(self, batch: Batch) -> Tensor:
+    def _contracted(self, recorded: Trace, analysis: Analysis) -> Evaluation:
+        parts = self._parts(recorded, analysis)
+        return Evaluation(recorded.losses.detach(), self._gradients(parts, recorded.losses))
+
+    def _record(self, batch: Batch) -> tuple[Tensor, Trace | None]:
+        """Return the losses (n,) and their graph, or None where they have none."""
         if not self.stepwise:
-            losses = self._forward(batch)
-            if losses.grad_fn is None or not _has_fused_recurrence(trace(losses)):
-                return losses
+            losses, recorded = self._forward(batch)
+            if recorded is None or internals.FUSED_RECURRENT.isdisjoint(recorded.kinds):
+                return losses, recorded
             self.stepwise = True
         with unfused():
             return self._forward(batch)
 
-    def _forward(self, batch: Batch) -> Tensor:
-        if self.data_paths:
-            try:
-                return self.problem.losses(differentiable_inputs(batch))
-            except ModelError:  # code that sets requires_grad on what it computed from the inputs
-                self.data_paths = False
-        return self.problem.losses(batch)
+    def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
+        given = differentiable_inputs(batch) if self.data_paths else batch
+        try:
+            losses = self.problem.losses(given)
+        except ModelError:
+            if not self.data_paths:
+                raise
+            losses = self.problem.losses(batch)  # raises again where it is the model's own fault
+            self.data_paths = False  # it sets requires_grad on what it computed from the inputs
+        return losses, trace(losses) if losses.requires_grad else None
+
+    def _fitting(self, recorded: Trace) -> Analysis | None:
+        return next((analysis for analysis in self.known if analysis.fits(recorded)), None)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Return what is known of this program, finding it out when it is new."""
-        for analysis in self.known:
-            if analysis.fits(recorded):
-                return analysis
+        known = self._fitting(recorded)
+        if known is not None:
+            return known
         require_independent(self.problem, batch)
         finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
@@ -121,7 +128,9 @@ class _Program:
         return analysis
 
     def _analysed(self, batch: Batch, other: Batch) -> Analysis:
-        first, second = (trace(self._losses(b)) for b in (batch, other))
+        (_, first), (_, second) = self._record(batch), self._record(other)
+        if first is None or second is None:
+            raise UnsupportedError("some samples' losses have no graph", remedy=OTHERS)
         try:
             return analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
@@ -184,7 +193,3 @@ def _block(kind: str, site: Site) -> Block:
     usable = rule is not None and site.gradients[0] is not None and site.axes[0] is not None
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block
-
-
-def _has_fused_recurrence(recorded: Trace) -> bool:
-    return not internals.FUSED_RECURRENT.isdisjoint(recorded.kinds)
