@@ -132,7 +132,9 @@ def _found(scale: Scale, bins: int) -> Reducer:
         inside = where[where.isfinite()]
         reach = _reach(inside)
         exponent, first = grid(reach)
-        place = (inside * ldexp(1.0, -exponent)).floor().long() - first
+        cells = (inside * ldexp(1.0, -exponent)).floor()
+        # a negative number that underflows on the way is still in the cell below zero
+        place = torch.where((inside < 0) & (cells == 0), -1, cells).long() - first
         return Counts(place.bincount(minlength=bins), outside.sum(1), reach)
 
     def merged(a: Counts, b: Counts) -> Counts:
@@ -210,9 +212,15 @@ def _grid(reach: Tensor, bins: int, finest: int) -> tuple[int, int]:
     width = high / bins - low / bins  # the range itself may overflow
     if width > 0:
         exponent = max(exponent, floor(log2(width)))
-    while floor(ldexp(high, -exponent)) - floor(ldexp(low, -exponent)) >= bins:
+    while _cell(high, exponent) - _cell(low, exponent) >= bins:
         exponent += 1
-    return exponent, floor(ldexp(low, -exponent))
+    return exponent, _cell(low, exponent)
+
+
+def _cell(x: float, exponent: int) -> int:
+    """Return ⌊x / 2ᵉ⌋, also where the quotient underflows."""
+    cell = floor(ldexp(x, -exponent))
+    return -1 if x < 0 and cell == 0 else cell
 
 
 def _symlog(linear: float) -> Scale:
