@@ -149,6 +149,8 @@ def certify(
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
     """Return (n,) bool: whose loss and whole gradient are finite."""
+    if evaluation.gradients.bounded():
+        return evaluation.losses.isfinite()
     return evaluation.losses.isfinite() & evaluation.gradients.norms.isfinite()
 
 

@@ -8,20 +8,23 @@ a chain says which chain is to be computed first (`first_pass`) and is then comp
 result (`given`).
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.backends.compiled import Wanted
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import Stage, parse
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
-from gradscope.reducers import Reducer, State, reducers
+from gradscope.reducers import Reducer, State, carried, reducers
+from gradscope.reducers.base import added
 from gradscope.reducers.declared import is_reducer
 from gradscope.sources.code import load_function
 from gradscope.storage import open_file
@@ -37,12 +40,27 @@ class Chain:
         before: Transforms of each sample.
         reducer: What takes the expectation, or None when rows are kept.
         after: Transforms of the aggregate.
+        lasting: It is the same whenever its text is bound: it reads no file.
     """
 
     text: str
     before: tuple[Step, ...]
     reducer: Reducer | None
     after: tuple[Step, ...]
+    lasting: bool = False
+
+    @property
+    def key(self) -> str | None:
+        """What its sums are known by: its text, if that says what happens to the gradients."""
+        more = any(isinstance(step, NeedsMean | NeedsProblem) for step in self.before)
+        sums = self.reducer is not None and self.reducer.merge is added and not self.reducer.raw
+        return self.text if sums and self.lasting and not more else None
+
+    @property
+    def way(self) -> tuple[str, ...]:
+        """What happens to each sample, in words: chains of one way can share it."""
+        words = map(str, parse(self.text))
+        return (str(len(self.before)), *itertools.islice(words, len(self.before)))
 
     @property
     def first_pass(self) -> "Chain | None":
@@ -81,10 +99,12 @@ class Chain:
         problem: Problem | None = None,
         batch: Batch | None = None,
     ) -> State:
-        """Add a batch of raw gradients to the reducer's state (None: nothing seen yet)."""
-        assert self.reducer is not None
-        start = self.reducer.start(self.rows(gradients, problem, batch))
-        return start if state is None else self.reducer.merge(state, start)
+        """Add a batch of raw gradients to the reducer's state (None: nothing seen yet).
+
+        Sums are in float64, as they are stored.
+        """
+        (found,) = updated([self], [state], gradients, problem, batch)
+        return {key: carried(value) for key, value in found.items()}
 
     def result(self, state: State) -> dict[str, Tensor]:
         """Return {name: (*shape)}: the reducer's result after the transforms that follow it."""
@@ -134,7 +154,73 @@ def bind(text: str, *, reduced: bool = False) -> Chain:
             after.append(made)
     if reducer is None and reduced:
         stages, reducer = (*stages, Stage("mean")), reducers.get("mean")()
-    return Chain(" | ".join(map(str, stages)), tuple(before), reducer, tuple(after))
+    whole = " | ".join(map(str, stages))
+    files = any(".py:" in stage.name or "with" in stage.arguments for stage in stages)
+    lasting = not files and not any(isinstance(step, NeedsMean) for step in before)
+    return Chain(whole, tuple(before), reducer, tuple(after), lasting)
+
+
+def updated(
+    chains: Sequence[Chain],
+    states: Sequence[State | None],
+    gradients: Gradients,
+    problem: Problem | None = None,
+    batch: Batch | None = None,
+) -> list[State]:
+    """Add a batch of raw gradients to several chains' states; what chains share is done once.
+
+    Args:
+        chains: With reducers.
+        states: As many (None: nothing seen yet).
+        gradients: Raw.
+        problem: What they were computed from.
+        batch: The samples.
+    """
+    starts = [gradients.computed(chain.key) for chain in chains]
+    missing = [chain for chain, start in zip(chains, starts, strict=True) if start is None]
+    made = iter(_starts(missing, [chain.way for chain in missing], gradients, problem, batch))
+    found = []
+    for chain, state, start in zip(chains, states, starts, strict=True):
+        assert chain.reducer is not None
+        own = next(made) if start is None else start
+        found.append(own if state is None else chain.reducer.merge(state, own))
+    return found
+
+
+def wanted(chains: Iterable[Chain]) -> Wanted:
+    """Return what chains will ask of a batch, for a backend that can compute it along."""
+    every = list(chains)
+    known = {chain.key: chain for chain in every if chain.key is not None}
+    ways = {key: chain.way for key, chain in known.items()}
+
+    def starts(keys: Sequence[str], gradients: Gradients) -> dict[str, State]:
+        found = _starts([known[k] for k in keys], [ways[k] for k in keys], gradients)
+        return dict(zip(keys, found, strict=True))
+
+    rows = any(chain.key is None for chain in every)
+    return Wanted(rows, tuple(known), starts)
+
+
+def _starts(
+    chains: Sequence[Chain],
+    ways: Sequence[tuple[str, ...]],
+    gradients: Gradients,
+    problem: Problem | None = None,
+    batch: Batch | None = None,
+) -> list[State]:
+    """Return the states after one batch; chains of one way share what happens to each sample."""
+    powers: dict[tuple[str, ...], frozenset[int]] = {}
+    for chain, way in zip(chains, ways, strict=True):
+        assert chain.reducer is not None
+        powers[way] = powers.get(way, frozenset()) | chain.reducer.powers
+    rows: dict[tuple[str, ...], Gradients] = {}
+    found = []
+    for chain, way in zip(chains, ways, strict=True):
+        assert chain.reducer is not None
+        if way not in rows:
+            rows[way] = chain.rows(gradients, problem, batch).asked(powers[way])
+        found.append(chain.reducer.start(rows[way]))
+    return found
 
 
 def waiting(chains: Iterable[Chain]) -> dict[str, Chain]:

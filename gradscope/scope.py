@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from gradscope import chains
 from gradscope.backends import Evaluate, backends
 from gradscope.backends.auto import candidates
+from gradscope.backends.compiled import Wanted
+from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.backends.joint import own_loss_backends
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.certificate import Certificate, certify, finite_samples
 from gradscope.core.batch import Batch, detached
+from gradscope.core.pages import keep_pages
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import CoupledSamplesError, NonFiniteError, RefusedError, SpecError
@@ -54,11 +57,14 @@ class Scope:
             out and tells, "fail" raises, "keep" lets them through.
         labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
             expectation over all classes.
+        compile: Compile gradient and reduction as one program where that can be done; under `auto`
+            where it is also measured to be faster. What was done is in `notes`.
 
     Attributes:
         backend: The backend in use; `auto` until the first batch has been seen.
         certificate: The last proof, or None.
         notes: What was chosen and why.
+        compiler: What compiles; told how many batches are `left`, it counts its own time.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -75,12 +81,14 @@ class Scope:
         nonfinite: NonFinite = "skip",
         labels: Mode = "data",
         seed: int = 0,
+        compile: bool = False,
     ) -> None:
         kinds = (Verify, Coupling, NonFinite, Mode)
         for word, kind in zip((verify, coupling, nonfinite, labels), kinds, strict=True):
             if word not in get_args(kind):
                 known = list(get_args(kind))
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
+        keep_pages()
         problem = Problem.of(model, resolve(loss), parameters)
         self.problem = replace(problem, running_statistics=coupling == "frozen")
         self.own_loss = coupling == "own-loss"
@@ -93,14 +101,24 @@ class Scope:
         self._waiting = list(candidates(backend, own_loss=self.own_loss))
         self._evaluate: Evaluate | None = None
         self._stack = ExitStack()
+        choice = Choice(compile, backend, verify, coupling)
+        self.compiler = Compiler(self.problem, choice, self.notes)
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, wanted: Wanted | None = None) -> Evaluation:
         """Return the losses (n,) and the gradients of a batch as blocks, one a sample and label.
+
+        Args:
+            batch: The samples.
+            wanted: What the gradients will be asked for; the gradients themselves if None. It
+                tells what to compile.
 
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
         batch = detached(self.labels.of(batch))
+        return self.compiler.evaluation(batch, wanted or Wanted(), self._uncompiled)
+
+    def _uncompiled(self, batch: Batch) -> Evaluation:
         while True:
             try:
                 found = self._proved(batch)
@@ -124,7 +142,8 @@ class Scope:
             out: Buffers to write into, as returned by an earlier call.
         """
         self.labels.require_one()
-        return self.evaluate(Batch.of(inputs, targets)).gradients.dense(out)
+        batch = Batch.of(inputs, targets)
+        return self.evaluate(batch, Wanted(out=out)).gradients.dense(out)
 
     def norms(
         self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"
@@ -137,7 +156,8 @@ class Scope:
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.labels.require_one()
-        found = [self.evaluate(part).gradients for part in self._parts(Batch.of(inputs, targets))]
+        parts = self._parts(Batch.of(inputs, targets))
+        found = [self.evaluate(part, Wanted(rows=False)).gradients for part in parts]
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
         return {
@@ -146,7 +166,7 @@ class Scope:
         }
 
     def expectation(self, chain: str, inputs: Any, targets: Any = None) -> dict[str, Tensor]:
-        """Return E[T(g)] over the samples: {name: (*shape)} in float64.
+        """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
 
         Samples without a finite gradient are left out, with a `NonFiniteWarning`.
 
@@ -155,24 +175,39 @@ class Scope:
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
         """
+        return self.expectations([chain], inputs, targets)[0]
+
+    def expectations(
+        self, texts: Sequence[str], inputs: Any, targets: Any = None
+    ) -> list[dict[str, Tensor]]:
+        """Return what `expectation` does for several chains, in one pass over the samples."""
         whole = Batch.of(inputs, targets)
-        (bound,) = self.settled([chains.bind(chain, reduced=True)], lambda: self._parts(whole))
-        state, skipped = None, 0
+        asked = [chains.bind(text, reduced=True) for text in texts]
+        bound = self.settled(asked, lambda: self._parts(whole))
+        wanted = chains.wanted(bound)
+        states: Sequence[State | None] = [None] * len(bound)
+        dtypes: list[dict[str, torch.dtype]] = []  # of a batch's own sums
+        skipped = 0
         for part in self._parts(whole):
-            evaluation = self.evaluate(part)
+            evaluation = self.evaluate(part, wanted)
             kept = self.usable(part, evaluation)
             skipped += len(part) - (0 if kept is None else samples(kept[2]))
             if kept is not None:
-                state = bound.update(state, *kept)
+                states = chains.updated(bound, states, *kept)
+                dtypes = dtypes or [{k: v.dtype for k, v in s.items()} for s in states if s]
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",
                 NonFiniteWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        if state is None:
+        if skipped == len(whole):
             raise SpecError("no sample has a finite gradient, so there is no expectation")
-        return bound.result(state)
+        return [
+            chain.result({key: value.to(own[key]) for key, value in state.items()})
+            for chain, state, own in zip(bound, states, dtypes, strict=True)
+            if state is not None
+        ]
 
     def settled(
         self, waiting: Sequence[chains.Chain], batches: Callable[[], Iterable[Batch]]
@@ -231,6 +266,7 @@ class Scope:
         """Let go of what the backend holds; the scope can be used again afterwards."""
         self._stack.close()
         self._evaluate = None
+        self.compiler.forget()
         self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
 
     def __enter__(self) -> Self:

@@ -168,7 +168,7 @@ def test_variance_of_too_few_samples_is_nan():
     assert torch.equal(reduced("var:ddof=0", one)["w"], torch.zeros(2, dtype=torch.float64))
 
 
-def test_float32_sums_are_taken_in_float64():
+def test_float32_sums_are_carried_in_float64():
     values = torch.full((4096, 1), 1e8)
     values[::2] = 1.0
     ours = reduced("mean", Gradients({"w": DenseBlock(values)}), cuts=range(1, 4096))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from benchmarks.reference import Reference, Result
 from benchmarks.workloads import Workload
 
+COMPILE_LIMIT = 120.0  # seconds a first call may take
+
 
 class DeclinedError(Exception):
     """A method has no way to do a task, or it is not sensible to run it."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradscope
-from benchmarks.methods.base import Call, DeclinedError, Method, Setting
+from benchmarks.methods.base import COMPILE_LIMIT, Call, DeclinedError, Method, Setting
 from benchmarks.reference import Reference, Result
 from benchmarks.tasks import DIMENSIONS, prefixed
 from benchmarks.workloads import LOSS
@@ -33,6 +34,25 @@ def _prepared(backend: str, task: str, setting: Setting) -> Call:
     if backend == "loop":
         _affordable(scope, setting)
     return _TASKS[task](scope, setting)
+
+
+def _compiled(task: str, setting: Setting) -> Call:
+    """Prepare `vmap` compiled; the first call runs it uncompiled and compiles."""
+    from torch._inductor.utils import fresh_cache
+
+    if task not in ("gradients", "norms", "moments", "clipped"):
+        raise DeclinedError("what follows the gradients is outside of what can be compiled")
+    setting.stack.callback(torch._dynamo.reset)
+    setting.stack.enter_context(fresh_cache())  # or an earlier run's compilation would count
+    scope = setting.stack.enter_context(
+        Scope(setting.model, LOSS, backend="vmap", verify="never", compile=True)
+    )
+
+    def require_program() -> None:
+        if scope.notes and not scope.compiler.in_use:
+            raise DeclinedError(scope.notes[-1])
+
+    return replace(_TASKS[task](scope, setting), before=require_program, first_limit=COMPILE_LIMIT)
 
 
 def _affordable(scope: Scope, setting: Setting) -> None:
@@ -60,13 +80,12 @@ def _norms(scope: Scope, setting: Setting) -> Call:
 
 
 def _moments(scope: Scope, setting: Setting) -> Call:
-    bound = {"mean": chains.bind("mean"), "second": chains.bind("second_moment")}
-    batch = _batch(setting)
+    workload = setting.workload
 
     def run() -> Result:
-        kept = scope.usable(batch, scope.evaluate(batch))
-        assert kept is not None  # the workloads have finite gradients
-        return prefixed(**{k: c.result(c.update(None, *kept)) for k, c in bound.items()})
+        texts = ["mean", "second_moment"]
+        mean, second = scope.expectations(texts, workload.inputs, workload.targets)
+        return prefixed(mean=mean, second=second)
 
     return Call(run)
 
@@ -147,7 +166,10 @@ _TASKS: Mapping[str, Callable[[Scope, Setting], Call]] = {
     "file": _file,
 }
 
-METHODS = tuple(
-    Method(f"gradscope {backend}", partial(_prepared, backend), ours=True)
-    for backend in ("auto", "hooks", "vmap", "expand", "loop")
+METHODS = (
+    *(
+        Method(f"gradscope {backend}", partial(_prepared, backend), ours=True)
+        for backend in ("auto", "hooks", "vmap", "expand", "loop")
+    ),
+    Method("gradscope compiled", _compiled, ours=True, compiled=True),
 )

@@ -8,11 +8,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from benchmarks.methods import dense
-from benchmarks.methods.base import Call, DeclinedError, Method, Setting
+from benchmarks.methods.base import COMPILE_LIMIT, Call, DeclinedError, Method, Setting
 from benchmarks.workloads import LOSS
 from gradscope.losses import resolve
-
-COMPILE_LIMIT = 120.0  # seconds
 
 _Function = Callable[[dict[str, Tensor], Tensor, Tensor], Mapping[str, Tensor]]
 

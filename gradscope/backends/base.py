@@ -12,7 +12,6 @@ It is exact, or it raises a `RefusedError` that names the layer and the remedy.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import nn
 
 from gradscope.blocks import Evaluation
@@ -20,6 +19,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, UnsupportedError
 
 Evaluate = Callable[[Batch], Evaluation]
@@ -36,9 +36,11 @@ def refusing(backend: str, model: nn.Module, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
+    except GradscopeError:
         raise
     except Exception as error:  # whatever torch or the user's code raises
+        if is_shortage(error):
+            raise
         raise UnsupportedError(
             f"the {backend} backend cannot run this model: {first_line(error)}",
             where=layer_of(error, model),

@@ -43,7 +43,7 @@ def vmap(problem: Problem) -> Iterator[Evaluate]:
 
     def evaluate(batch: Batch) -> Evaluation:
         try:
-            with refusing("vmap", problem.model, _REMEDY), _untouched(problem.model):
+            with refusing("vmap", problem.model, _REMEDY), untouched(problem.model):
                 return _evaluate(problem, batch)
         except UnsupportedError as error:
             problem.losses(batch)  # a model that fails by itself is not for us to refuse
@@ -59,13 +59,13 @@ def _evaluate(problem: Problem, batch: Batch) -> Evaluation:
     row = sum(p.numel() * p.element_size() for p in values.values())
     step = max(1, CHUNK_BYTES // max(1, row))
     if step >= len(batch):
-        gradients, losses = _chunk(problem, values, batch)
+        gradients, losses = per_sample(problem, values, batch)
         return _evaluation(gradients, losses)
     parts = []
     dense = {k: p.new_empty(len(batch), *p.shape) for k, p in values.items()}
     for start in range(0, len(batch), step):
         rows = slice(start, start + step)
-        gradients, losses = _chunk(problem, values, batch.select(rows))
+        gradients, losses = per_sample(problem, values, batch.select(rows))
         parts.append(losses)
         for name, gradient in gradients.items():
             dense[name][rows] = gradient
@@ -76,7 +76,7 @@ def _evaluation(gradients: dict[str, Tensor], losses: Tensor) -> Evaluation:
     return Evaluation(losses, Gradients({k: DenseBlock(v) for k, v in gradients.items()}))
 
 
-def _chunk(
+def per_sample(
     problem: Problem, values: dict[str, Tensor], batch: Batch
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return {name: gradients (n, *shape)} and losses (n,) of a batch that fits in memory."""
@@ -114,7 +114,7 @@ def _own(t: Tensor, zero: Tensor) -> Tensor:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Restore the modules' attributes and torch's switches after a forward pass.
 
     Tensors of torch.func that a forward pass leaves in a module are dead outside it.

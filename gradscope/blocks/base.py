@@ -7,7 +7,11 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-TILE_BYTES = 32 * 2**20  # a tile that stays near the caches, yet keeps the matrix kernels busy
+# A tile stays near the caches, yet keeps the matrix kernels busy; glibc hands blocks of 32 MiB and
+# more out as fresh pages every time, which cost five times as much.
+TILE_BYTES = 16 * 2**20
+_LONG_ROW = 2**16  # bytes
+_PIECE_TILES = 8  # tiles in a piece: what meets it (a random matrix) is made anew for each
 
 
 def precise(t: Tensor) -> Tensor:
@@ -23,6 +27,17 @@ def squares(t: Tensor) -> Tensor:
 def as_rows(t: Tensor) -> Tensor:
     """Return (n, ...) as a matrix (n, entries), also where a sample is a single number."""
     return t.reshape(t.shape[0], prod(t.shape[1:]))
+
+
+def size(t: Tensor) -> Tensor:
+    """Return the L2 norm of all entries together (0-d), in float32 at least."""
+    found: Tensor = torch.linalg.vector_norm(precise(t))
+    return found
+
+
+def row_sums(t: Tensor) -> Tensor:
+    """Return the sum of each sample's entries (n,) of a tensor (n, ...), however it lies."""
+    return t.sum(tuple(range(1, t.dim()))) if t.dim() > 1 else t
 
 
 def over_samples(factors: Tensor, like: Tensor) -> Tensor:
@@ -107,15 +122,12 @@ class Block(ABC):
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, dense gradients of these rows), a bounded number of bytes at a time."""
-        row = max(1, prod(self.shape) * self.dtype.itemsize)
-        step = max(1, min(self.n, TILE_BYTES // row))
-        for start in range(0, self.n, step):
-            part = slice(start, min(start + step, self.n))
+        for part in self._parts(TILE_BYTES):
             yield part, self.select(part).dense()
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""
-        return torch.cat([as_rows(squares(precise(t))).sum(1) for _, t in self.tiles()])
+        return torch.cat([row_sums(squares(precise(t))) for _, t in self.tiles()])
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,), p > 0; the largest magnitude for p = inf."""
@@ -131,16 +143,40 @@ class Block(ABC):
         """Return Σᵢ wᵢ |gᵢ|² elementwise (*shape)."""
         return self._reduced(lambda t: squares(precise(t)), weights)
 
+    def sums(
+        self, weights: Tensor | None = None, for_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|², both (*shape), for what one of them costs.
+
+        Args:
+            weights: w (n,), all 1 when none are given.
+            for_squares: u (n,), likewise.
+        """
+        dtype = precise(torch.empty(0, dtype=self.dtype)).dtype
+        first = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        second = torch.zeros_like(first.real if dtype.is_complex else first)
+        for part, tile in self.tiles():
+            values = precise(tile)
+            if _long(values):
+                _add_rows(first, second, values, weights, for_squares, part)
+            else:
+                first += _summed(values, weights, part)
+                second += _summed(squares(values), for_squares, part)
+        return first, second
+
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨gᵢ, v⟩ (n,) for `vector` (*shape); conjugates the vector when complex."""
         flat = precise(vector.conj()).flatten()
         return torch.cat([as_rows(precise(t)) @ flat for _, t in self.tiles()])
 
-    def dots(self, vectors: Tensor) -> Tensor:
-        """Return ⟨gᵢ, vⱼ⟩ (n, d) for real `vectors` (d, *shape), in at least their dtype."""
-        dtype = torch.promote_types(self.dtype, vectors.dtype)
-        columns = as_rows(vectors).to(dtype).mT
-        return torch.cat([as_rows(t).to(dtype) @ columns for _, t in self.tiles()])
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield (samples, entries, values (m, w)): what is linear goes through all of them once.
+
+        Laid into zeros (n, P) and added where they meet, they are the gradients, flattened. Each
+        has a bounded number of bytes; all samples come together where the structure allows it.
+        """
+        for part in self._parts(_PIECE_TILES * TILE_BYTES):
+            yield part, slice(0, prod(self.shape)), as_rows(self.select(part).dense())
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b), with Gᵢ (r, c) the gradient as a matrix.
@@ -167,6 +203,10 @@ class Block(ABC):
             ]
         )
 
+    def bound(self) -> Tensor:
+        """Return a number (0-d) that no ‖gᵢ‖ exceeds, found cheaply; infinite if there is none."""
+        return torch.tensor(inf, device=self.device)
+
     def finite(self) -> Tensor:
         """Return (n,), True where every entry of the sample's gradient is finite."""
         return torch.cat([as_rows(t).isfinite().all(1) for _, t in self.tiles()])
@@ -174,9 +214,43 @@ class Block(ABC):
     def _reduced(self, fn: Callable[[Tensor], Tensor], weights: Tensor | None) -> Tensor:
         result: Tensor | None = None
         for part, tile in self.tiles():
-            values = fn(tile)
-            if weights is not None:
-                values = values * over_samples(weights[part], values)
-            result = values.sum(0) if result is None else result.add_(values.sum(0))
+            found = _summed(fn(tile), weights, part)
+            result = found if result is None else result.add_(found)
         assert result is not None  # a block holds at least one sample
         return result
+
+    def _parts(self, size: int) -> Iterator[slice]:
+        """Yield samples whose dense form has at most `size` bytes, or one sample."""
+        row = max(1, prod(self.shape) * self.dtype.itemsize)
+        count = -(-self.n // max(1, size // row))  # parts of nearly one size, all alike to plan
+        for k in range(count):
+            yield slice(self.n * k // count, self.n * (k + 1) // count)
+
+
+def _long(values: Tensor) -> bool:
+    """Whether rows are so long that adding them one by one costs least: each is read once."""
+    row = values[0].numel() * values.element_size()
+    return values.device.type == "cpu" and not values.is_complex() and row >= _LONG_ROW
+
+
+def _add_rows(
+    first: Tensor,
+    second: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    for_squares: Tensor | None,
+    part: slice,
+) -> None:
+    """Add Σᵢ wᵢ vᵢ and Σᵢ uᵢ vᵢ² of the samples `part`, one by one, in place."""
+    ones = [1.0] * len(values)
+    w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
+    for row, a, b in zip(values, w, u, strict=True):
+        first.add_(row, alpha=a)
+        second.addcmul_(row, row, value=b)
+
+
+def _summed(values: Tensor, weights: Tensor | None, part: slice) -> Tensor:
+    """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 when none are given."""
+    if weights is None:
+        return values.sum(0)
+    return (values * over_samples(weights[part], values)).sum(0)

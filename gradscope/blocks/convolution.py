@@ -1,8 +1,9 @@
 """Gradients of convolution kernels, kept as the input and the output gradient.
 
 Summed over samples they are what the ordinary backward kernel computes, so a weighted sum is one
-call of it. Sample by sample there are two exact ways: the patches of the input as the factor of an
-outer product (small maps), or the backward kernel for each sample (large maps).
+call of it. Sample by sample there are three exact ways: the patches of the input as the factor of an
+outer product, the backward kernel for each sample, or that kernel once with the samples as groups
+of channels. Which is the fastest depends on the sizes and the machine (`ways`).
 """
 
 from dataclasses import dataclass, replace
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, precise
+from gradscope.blocks.base import Block, over_samples, precise, size
 from gradscope.blocks.outer import OuterBlock
+from gradscope.blocks.products import seconds
+from gradscope.blocks.ways import Way, fastest
 
-# The patches of a sample are copied at some GB/s, a kernel costs some ten microseconds to start:
-# beyond this many bytes of patches a sample, one kernel a sample is the faster way.
-_PATCH_BYTES = 2**17
+_PATCH_BYTES = 2**22  # of patches made at a time: they are read again from the caches
+_FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,51 @@ class ConvolutionBlock(Block):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape)."""
-        if self._by_patches:
+        k, t, r, c = self.sizes
+        item = self.dtype.itemsize
+        flops, patches = 2.0 * self.n * k * t * r * c, 2.0 * self.n * k * t * c * item
+        ways = {
+            "patches": Way(seconds(2 * flops, patches, 2), lambda: self._from_patches(out)),
+            "a kernel a sample": Way(seconds(2 * flops, 0, 2.0 * self.n), lambda: self._each(out)),
+        }
+        if self.inputs.shape[1] == 1:
+            slower = 1 + (50 / t) ** 2  # what is measured: grouped kernels are bad on small maps
+            ways["grouped kernel"] = Way(seconds(slower * flops, 0, 2), lambda: self._grouped(out))
+        shape = "x".join(map(str, self.shape))
+        return fastest(f"gradients of a kernel {shape}, t={t}", self.n, self.inputs, ways)
+
+    def _from_patches(self, out: Tensor | None) -> Tensor:
+        """One matrix product a sample, of the output gradient and the windows of the input."""
+        k, t, _, c = self.sizes
+        step = max(1, _PATCH_BYTES // max(1, k * t * c * self.dtype.itemsize))
+        if step >= self.n:
             return self.outer.dense(out)
-        if out is None:
-            out = self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
-        for i in range(self.n):
-            out[i] = self._kernel(self.gradients[i], self.inputs[i])
+        out = self._buffer() if out is None else out
+        for start in range(0, self.n, step):
+            rows = slice(start, start + step)
+            self.select(rows).outer.dense(out[rows])
         return out
+
+    def _each(self, out: Tensor | None) -> Tensor:
+        """The backward kernel, once for each sample."""
+        out = self._buffer() if out is None else out
+        for i in range(self.n):
+            out[i] = self._kernel(self.gradients[i], self.inputs[i], self.geometry, self.shape)
+        return out
+
+    def _grouped(self, out: Tensor | None) -> Tensor:
+        """The backward kernel, once, with samples as groups of channels."""
+        n = self.n
+        together = replace(self.geometry, groups=n * self.geometry.groups)
+        gradients, inputs = (
+            t.reshape(1, n * t.shape[2], *t.shape[3:]) for t in (self.gradients, self.inputs)
+        )
+        stacked = (n * self.shape[0], *self.shape[1:])
+        found = self._kernel(gradients, inputs, together, stacked).view(n, *self.shape)
+        return found if out is None else out.copy_(found)
+
+    def _buffer(self) -> Tensor:
+        return self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
 
     def select(self, rows: slice | Tensor) -> "ConvolutionBlock":
         """Return the samples `rows`."""
@@ -92,10 +132,18 @@ class ConvolutionBlock(Block):
         return replace(self, inputs=self.inputs.to(dtype), gradients=self.gradients.to(dtype))
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,)."""
-        _, t, r, c = self.sizes
-        if self._by_patches or t * (r + c) < r * c:
-            return self.outer.squared_norms()
+        """Return ‖gᵢ‖² (n,), by the Gram matrices of patches where these are smaller."""
+        k, t, r, c = self.sizes
+        item, work = self.dtype.itemsize, 2.0 * self.n * k * t
+        ways = {"dense": Way(seconds(work * r * c, 4.0 * self.n * k * r * c), self._by_tiles)}
+        if t * t < r * c:  # or else the Gram matrices are larger than the gradients
+            patches = 2.0 * self.n * k * t * c * item
+            ghost = seconds(1.2 * work * t * (r + c), patches, 6)
+            ways["gram of patches"] = Way(ghost, lambda: self.outer.ghost_norms())
+        shape = "x".join(map(str, self.shape))
+        return fastest(f"norms of a kernel {shape}, t={t}", self.n, self.inputs, ways)
+
+    def _by_tiles(self) -> Tensor:
         return super().squared_norms()
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
@@ -105,19 +153,19 @@ class ConvolutionBlock(Block):
             precise(t).to(precise_dtype(self.dtype)).flatten(0, 1)
             for t in (block.gradients, block.inputs)
         )
-        return self._kernel(gradients, inputs)
+        return self._kernel(gradients, inputs, self.geometry, self.shape)
 
-    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ |gᵢ|² (*shape): the sum over positions comes before the square."""
-        return self.outer.squared_sum(weights) if self._by_patches else super().squared_sum(weights)
+    def bound(self) -> Tensor:
+        """Return the product of the factors' norms; a window meets an entry once a kernel entry."""
+        return size(self.inputs) * size(self.gradients) * prod(self.shape[2:])
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,)."""
-        return self.outer.norms(p) if p != 2 and self._by_patches else super().norms(p)
+        return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small."""
-        if self._by_patches:
+        if self._few_patches:
             return self.outer.two_sided(left, right)
         return super().two_sided(left, right)
 
@@ -145,25 +193,27 @@ class ConvolutionBlock(Block):
         return OuterBlock(left, right, self.shape)
 
     @property
-    def _by_patches(self) -> bool:
+    def _few_patches(self) -> bool:
         groups, t, _, c = self.sizes
-        return groups * t * c * self.dtype.itemsize <= _PATCH_BYTES
+        return groups * t * c * self.dtype.itemsize <= _FEW_PATCHES
 
-    def _kernel(self, gradients: Tensor, inputs: Tensor) -> Tensor:
-        """Return the kernel's gradient summed over a batch (N, ...)."""
-        g = self.geometry
-        weight = inputs.new_empty(()).expand(self.shape)  # only its shape matters
+    @staticmethod
+    def _kernel(
+        gradients: Tensor, inputs: Tensor, geometry: Geometry, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Return the gradient of a kernel of `shape`, summed over a batch (N, ...)."""
+        weight = inputs.new_empty(()).expand(shape)  # only its shape matters
         _, found, _ = torch.ops.aten.convolution_backward(
             gradients,
             inputs,
             weight,
             None,
-            g.stride,
-            g.padding,
-            g.dilation,
-            g.transposed,
-            g.output_padding,
-            g.groups,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            geometry.transposed,
+            geometry.output_padding,
+            geometry.groups,
             (False, True, False),
         )
         return found  # type: ignore[no-any-return]
@@ -175,9 +225,9 @@ class ConvolutionBlock(Block):
             values.shape[2:], positions, kernel, g.stride, g.dilation, g.padding, strict=True
         )
         pads: list[int] = []
-        for size, count, width, step, spread, pad in walk:
+        for length, count, width, step, spread, pad in walk:
             reach = (count - 1) * step + (width - 1) * spread + 1
-            pads[:0] = [pad, max(0, reach - size - pad)]
+            pads[:0] = [pad, max(0, reach - length - pad)]
         padded = F.pad(values, pads) if any(pads) else values
         axes = padded.stride()[2:]
         windows = padded.as_strided(

@@ -1,11 +1,13 @@
 """A block without structure: the gradients themselves."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, as_rows, over_samples, precise, squares
+from gradscope.blocks.base import Block, as_rows, over_samples, precise, size, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,14 @@ class DenseBlock(Block):
     def to(self, dtype: torch.dtype) -> "DenseBlock":
         """Cast."""
         return DenseBlock(self.values.to(dtype))
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield all at once: it is in memory."""
+        yield slice(0, self.n), slice(0, prod(self.shape)), as_rows(self.values)
+
+    def bound(self) -> Tensor:
+        """Return the norm of all samples together."""
+        return size(self.values)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""

@@ -1,6 +1,7 @@
 """Blocks made from another block, and the simplest: one factor a sample."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
@@ -119,13 +120,26 @@ class ScaledBlock(DerivedBlock):
         factors = squares(self.factors)
         return self.base.squared_sum(factors if weights is None else factors * weights)
 
+    def sums(
+        self, weights: Tensor | None = None, for_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σᵢ wᵢ fᵢ gᵢ and Σᵢ uᵢ |fᵢ gᵢ|², both (*shape)."""
+        if self.factors.is_complex():
+            return super().sums(weights, for_squares)
+        once, twice = self.factors, squares(self.factors)
+        return self.base.sums(
+            once if weights is None else once * weights,
+            twice if for_squares is None else twice * for_squares,
+        )
+
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨fᵢ gᵢ, v⟩ (n,)."""
         return self._times(self.factors, self.base.dot(vector))
 
-    def dots(self, vectors: Tensor) -> Tensor:
-        """Return ⟨fᵢ gᵢ, vⱼ⟩ (n, d)."""
-        return self._times(self.factors, self.base.dots(vectors))
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the base's pieces, scaled."""
+        for samples, entries, values in self.base.pieces():
+            yield samples, entries, self._times(self.factors[samples], values)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · fᵢ Gᵢ · rightᵀ (n, a, b)."""

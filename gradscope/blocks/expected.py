@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class ExpectedBlock(Block):
         """Return the expectations (n, *shape), a few samples and all their classes at a time."""
         if out is None:
             out = torch.empty(self.n, *self.shape, dtype=self.dtype, device=self.device)
-        for rows in self._parts():
+        for rows in self._parts(TILE_BYTES):
             part = self.select(rows)
             values = part.base.scale(part.weights.flatten()).dense()
             out[rows] = values.reshape(part.n, -1, *self.shape).sum(1)
@@ -65,11 +64,6 @@ class ExpectedBlock(Block):
         """Cast the base."""
         return ExpectedBlock(self.base.to(dtype), self.weights)
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, their dense form), a bounded number of bytes at a time."""
-        for rows in self._parts():
-            yield rows, self.select(rows).dense()
-
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ Σ_c w[i, c] b[i·C + c] (*shape)."""
         inner = self.weights if weights is None else self.scale(weights).weights
@@ -80,9 +74,6 @@ class ExpectedBlock(Block):
         inner = self.base.dot(vector)
         return (inner.reshape(self.weights.shape) * self.weights.to(inner.dtype)).sum(1)
 
-    def _parts(self) -> Iterator[slice]:
-        """Yield samples of which the classes fit a tile."""
-        row = prod(self.shape) * self.dtype.itemsize * self.weights.shape[1]
-        step = max(1, TILE_BYTES // max(1, row))
-        for start in range(0, self.n, step):
-            yield slice(start, min(start + step, self.n))
+    def _parts(self, size: int) -> Iterator[slice]:
+        """Yield samples of which all classes fit."""
+        return super()._parts(size // max(1, self.weights.shape[1]))

@@ -17,11 +17,19 @@ class Gradients(Mapping[str, Block]):
         blocks: At least one, all of the same n.
         index: (n,) int64, each sample's position in its data set, by which anything random is
             drawn; None for an aggregate, which is no sample.
+        powers: The sums over samples that will be asked for: 1 for Σ gᵢ, 2 for Σ |gᵢ|².
     """
 
-    def __init__(self, blocks: Mapping[str, Block], index: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[str, Block],
+        index: Tensor | None = None,
+        powers: frozenset[int] = frozenset(),
+    ) -> None:
         self._blocks = dict(blocks)
         self.index = index
+        self._powers = powers
+        self._sums: dict[tuple[str, int], Tensor] = {}
 
     def __getitem__(self, name: str) -> Block:
         return self._blocks[name]
@@ -46,6 +54,42 @@ class Gradients(Mapping[str, Block]):
     def norms(self) -> Tensor:
         """‖gᵢ‖ (n,) over all parameters together."""
         return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
+
+    def bounded(self) -> bool:
+        """Whether a cheap bound on the norms shows that every gradient is finite."""
+        bounds = torch.stack([block.bound().double() for block in self.values()])
+        return bool((bounds < torch.finfo(torch.float32).max).all())
+
+    def power_sum(self, name: str, power: int) -> Tensor:
+        """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a parameter, in the gradients' own precision.
+
+        Where both will be asked for, they are taken in one pass.
+
+        Args:
+            name: Of the parameter.
+            power: 1 or 2.
+        """
+        found = self._sums.pop((name, power), None)  # asked for once: it need not be kept
+        if found is not None:
+            return found
+        block = self[name]
+        if self._powers >= {1, 2}:
+            both = dict(zip((1, 2), block.sums(), strict=True))
+            self._sums[name, 3 - power] = both[3 - power]
+            return both[power]
+        return block.weighted_sum() if power == 1 else block.squared_sum()
+
+    def computed(self, key: str | None) -> dict[str, Tensor] | None:
+        """Return the state of a reduction that was computed along with the gradients, or None.
+
+        Args:
+            key: Of the reduction.
+        """
+        return None
+
+    def asked(self, powers: frozenset[int]) -> "Gradients":
+        """Return the same gradients, told which sums over samples will be asked for."""
+        return Gradients(self._blocks, self.index, powers)
 
     def map(self, fn: Callable[[Block], Block]) -> "Gradients":
         """Apply `fn` to each parameter's block."""

@@ -1,11 +1,12 @@
 """Blocks that are a fixed affine map of another: less a mean, or preconditioned."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, as_rows, squares
+from gradscope.blocks.base import Block, squares
 from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.derived import DerivedBlock
 from gradscope.blocks.elementwise import SquaredBlock
@@ -68,13 +69,6 @@ class CenteredBlock(DerivedBlock):
         wide = vector.to(self.mean.dtype)
         return _rounded(_widest(self.base).dot(wide) - (self.mean * wide.conj()).sum(), self)
 
-    def dots(self, vectors: Tensor) -> Tensor:
-        """Return ⟨gᵢ − μ, vⱼ⟩ (n, d)."""
-        if not _has_shortcuts(self.base):
-            return super().dots(vectors)
-        found = _widest(self.base).dots(vectors)
-        return found - as_rows(vectors).to(found.dtype) @ self.mean.flatten()
-
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · (Gᵢ − M) · rightᵀ (n, a, b)."""
         mean = self.mean.reshape(left.shape[1], right.shape[1])
@@ -126,9 +120,10 @@ class PreconditionedBlock(DerivedBlock):
         base = _widest(self.base)
         return _rounded(base.dot(vector.to(base.dtype) * self.diagonal), self)
 
-    def dots(self, vectors: Tensor) -> Tensor:
-        """Return ⟨d ∘ gᵢ, vⱼ⟩ (n, d)."""
-        return self.base.dots(vectors * self.diagonal)
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the base's pieces times d, in d's precision."""
+        for samples, entries, values in self.base.pieces():
+            yield samples, entries, values * self.diagonal.flatten()[entries]
 
     def _values(self, base: Tensor) -> Tensor:
         # in float64: 1/√v may be beyond what g's dtype holds, although g/√v is not

@@ -9,13 +9,17 @@ and right the input (c = i); a convolution's positions are output pixels, its ri
 (Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, p_norms, precise, squares
+from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
+from gradscope.blocks.products import contracted, ghost, seconds
+from gradscope.blocks.ways import Way, fastest
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +71,14 @@ class OuterBlock(Block):
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape), one batched matrix product."""
         k, t, r, c = self.sizes
-        left = self.left.to(self.dtype).flatten(0, 1).mT  # (n·k, r, t)
+        left = self.left.to(self.dtype).flatten(0, 1)  # (n·k, t, r)
         right = self.right.to(self.dtype).flatten(0, 1)  # (n·k, t, c)
         direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
         target = out.view(self.n * k, r, c) if direct and out is not None else None
         if t == 1:  # a broadcast product: no matrix kernel is started for a single term
-            product = torch.mul(left, right, out=target)
+            product = torch.mul(left.mT, right, out=target)
         else:
-            product = torch.bmm(left, right, out=target)
+            product = torch.bmm(left.mT, right, out=target)
         dense = product.view(self.n, *self.shape)
         return dense if out is None or direct else out.copy_(dense)
 
@@ -109,14 +113,28 @@ class OuterBlock(Block):
 
         ‖Σₜ bₜ⊗aₜ‖² = Σₜₛ (bₜ·bₛ)(aₜ·aₛ) (Li et al. 2021, arXiv:2110.05679, "ghost norms").
         """
-        _, t, r, c = self.sizes
+        k, t, r, c = self.sizes
         left, right = precise(self.left), precise(self.right)
         if t == 1:
             return (squares(left).sum((2, 3)) * squares(right).sum((2, 3))).sum(1)
-        if t * (r + c) >= r * c:
-            return super().squared_norms()
-        grams = torch.matmul(left, left.mH) * torch.matmul(right, right.mH)
-        return grams.sum((1, 2, 3)).real.clamp_min(0.0)
+        work = 2.0 * self.n * k * t
+        return fastest(
+            f"norms {r}x{c}, t={t}",
+            self.n,
+            left,
+            {
+                "gram": Way(seconds(0.6 * work * t * (r + c), 0, 6), self.ghost_norms),
+                "dense": Way(seconds(work * r * c, 8.0 * self.n * k * r * c), self._by_tiles),
+            },
+        )
+
+    def ghost_norms(self) -> Tensor:
+        """Return ‖gᵢ‖² (n,) by the Gram matrices over positions."""
+        left, right = (precise(f).flatten(0, 1) for f in (self.left, self.right))
+        return ghost(left, right).view(self.n, -1).sum(1).clamp_min(0.0)
+
+    def _by_tiles(self) -> Tensor:
+        return super().squared_norms()
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""
@@ -129,7 +147,7 @@ class OuterBlock(Block):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape): samples and positions are one long sum."""
         block = self if weights is None else self.scale(weights)
-        return _contract(precise(block.left), precise(block.right)).reshape(self.shape)
+        return contracted(precise(block.left), precise(block.right)).reshape(self.shape)
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² (*shape).
@@ -142,7 +160,19 @@ class OuterBlock(Block):
         left, right = squares(precise(self.left)), squares(precise(self.right))
         if weights is not None:
             left = left * over_samples(weights, left)
-        return _contract(left, right).reshape(self.shape)
+        return contracted(left, right).reshape(self.shape)
+
+    def sums(
+        self, weights: Tensor | None = None, for_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|² (*shape); with one position no gradient is formed."""
+        if self.sizes[1] > 1:
+            return super().sums(weights, for_squares)
+        return self.weighted_sum(weights), self.squared_sum(for_squares)
+
+    def bound(self) -> Tensor:
+        """Return the product of the factors' norms (Cauchy and Schwarz)."""
+        return size(self.left) * size(self.right)
 
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨gᵢ, v⟩ (n,)."""
@@ -150,12 +180,15 @@ class OuterBlock(Block):
         matrix = precise(vector.conj()).reshape(k, r, c)
         return (torch.matmul(precise(self.left), matrix) * precise(self.right)).sum((1, 2, 3))
 
-    def dots(self, vectors: Tensor) -> Tensor:
-        """Return ⟨gᵢ, vⱼ⟩ (n, d); with one position no gradient is formed."""
-        if self.sizes[1] > 1:
-            return super().dots(vectors)
-        block = self.to(torch.promote_types(self.dtype, vectors.dtype))
-        return torch.stack([block.dot(v.to(block.dtype)) for v in vectors], 1)
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield some rows of the parameter at a time, of all samples."""
+        k, _, r, c = self.sizes
+        step = max(1, TILE_BYTES // max(1, self.n * c * self.dtype.itemsize))
+        for group, first in product(range(k), range(0, r, step)):
+            last = min(first + step, r)
+            left, right = self.left[:, group, :, first:last], self.right[:, group]
+            entries = slice((group * r + first) * c, (group * r + last) * c)
+            yield slice(0, self.n), entries, OuterBlock.matrix(left, right).dense().flatten(1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ = Σₜ (left bₜ) ⊗ (right aₜ) (n, a, b): no Gᵢ is formed."""
@@ -179,9 +212,3 @@ class OuterBlock(Block):
     def factored_size(self) -> int:
         """The number of stored entries a sample, to be compared with the product of `shape`."""
         return prod(self.left.shape[1:]) + prod(self.right.shape[1:])
-
-
-def _contract(left: Tensor, right: Tensor) -> Tensor:
-    """Return Σᵢₜ left[i, k, t, r] right[i, k, t, c] as (k, r, c)."""
-    rows, columns = (f.transpose(0, 1).flatten(1, 2) for f in (left, right))  # (k, n·t, ·)
-    return torch.matmul(rows.mT, columns.to(rows.dtype))

@@ -3,13 +3,14 @@
 gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :].
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, p_norms, precise, squares
+from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +104,34 @@ class ScatterBlock(Block):
             values = values * over_samples(weights[samples], values)
         return _added(self.size, index, values)
 
+    def sums(
+        self, weights: Tensor | None = None, for_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|², both (v, d)."""
+        return self.weighted_sum(weights), self.squared_sum(for_squares)
+
+    def bound(self) -> Tensor:
+        """Return √t times the norm of all rows: at most t of them meet."""
+        most: float = max(1, self.rows.shape[1]) ** 0.5
+        return size(self.rows) * most
+
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨gᵢ, v⟩ (n,) for `vector` (v, d)."""
         return (precise(vector.conj())[self.index] * precise(self.rows)).sum((1, 2))
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield some rows of the table at a time, of all samples; none that nothing touches."""
+        width = self.shape[1]
+        step = max(1, TILE_BYTES // max(1, self.n * width * self.dtype.itemsize))
+        samples = torch.arange(self.n, device=self.device).unsqueeze(1).expand_as(self.index)
+        for first in range(0, self.size, step):
+            last = min(first + step, self.size)
+            inside = (self.index >= first) & (self.index < last)
+            if not bool(inside.any()):
+                continue
+            place = samples[inside] * (last - first) + self.index[inside] - first
+            band = _added(self.n * (last - first), place, self.rows[inside])
+            yield slice(0, self.n), slice(first * width, last * width), band.view(self.n, -1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b) without the table."""

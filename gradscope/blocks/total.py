@@ -1,6 +1,6 @@
 """Sums of blocks: weights that a model uses more than once, or ties between layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
@@ -103,14 +103,19 @@ class TotalBlock(Block):
         """Return ⟨gᵢ, v⟩ (n,)."""
         return sum((p.dot(vector) for p in self.parts[1:]), self.parts[0].dot(vector))
 
-    def dots(self, vectors: Tensor) -> Tensor:
-        """Return ⟨gᵢ, vⱼ⟩ (n, d)."""
-        return sum((p.dots(vectors) for p in self.parts[1:]), self.parts[0].dots(vectors))
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield each part's pieces; they are to be added."""
+        for part in self.parts:
+            yield from part.pieces()
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b)."""
         first, *others = (p.two_sided(left, right) for p in self.parts)
         return sum(others, first)
+
+    def bound(self) -> Tensor:
+        """Return the sum of the parts' bounds."""
+        return torch.stack([p.bound() for p in self.parts]).sum()
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), with the cross terms between the parts."""

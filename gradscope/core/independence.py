@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.problem import Problem, differentiable_inputs
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 COUPLED_REMEDY = (
@@ -61,8 +62,10 @@ def _require_own_gradients(problem: Problem, probe: Batch) -> None:
     try:
         loss = problem.losses(given)[_PROBE // 2]
         slopes = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-    except (ModelError, RuntimeError):  # not every model can be differentiated by its inputs
-        return
+    except (ModelError, RuntimeError) as error:
+        if is_shortage(error):
+            raise
+        return  # not every model can be differentiated by its inputs
     others = torch.arange(_PROBE) != _PROBE // 2
     # a sample that is not finite makes zeros NaN, which proves nothing
     if any(bool(slope[others.to(slope.device)].nan_to_num().any()) for slope in slopes):

@@ -4,9 +4,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, ModelError
 
 
@@ -39,9 +39,11 @@ def user_code(model: nn.Module) -> Iterator[None]:
     """
     try:
         yield
-    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
+    except GradscopeError:
         raise
     except Exception as error:
+        if is_shortage(error):
+            raise
         raise ModelError(
             f"the model or its loss raised {first_line(error)}",
             where=layer_of(error, model),

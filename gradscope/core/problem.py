@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import RefusedError, SpecError
 
 Loss = Callable[..., Tensor]
@@ -143,6 +144,8 @@ class Problem:
         try:
             model = copy.deepcopy(self.model)
         except Exception as error:  # deepcopy runs the user's code
+            if is_shortage(error):
+                raise
             raise RefusedError(
                 f"the model cannot be copied for the cross-check in {dtype}: {error}",
                 remedy="Give the model a working __deepcopy__, or switch verification off.",

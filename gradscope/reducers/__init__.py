@@ -10,11 +10,12 @@ from gradscope.reducers import (
     quantile,
     spread,
 )
-from gradscope.reducers.base import Reducer, State, reducers
+from gradscope.reducers.base import Reducer, State, carried, reducers
 
 __all__ = [
     "Reducer",
     "State",
+    "carried",
     "extremes",
     "gram",
     "histogram",

@@ -1,7 +1,9 @@
 """What a reducer is: three pure functions around a state that can be stored and merged.
 
-The state is a flat dict of tensors: float64 (complex128 for complex gradients) sums, counts in
-int64. Any split of the data, merged in any order, gives the same result up to rounding in float64.
+The state is a flat dict of tensors: sums, and counts in int64. Within a batch the sums that
+autograd takes too (Σ gᵢ, Σ |gᵢ|²) are taken in the gradients' own precision, as autograd does;
+from batch to batch they are carried in float64 (complex128 for complex gradients). Any split of
+the data, merged in any order, gives the same result up to the rounding of the batches' own sums.
 
 A result that is no tensor of the parameter's own shape is called NAME.word ("fc.weight.edges"). A
 parameter is a leaf of the tree of modules, so no other parameter's name begins with NAME and a dot.
@@ -32,12 +34,14 @@ class Reducer(NamedTuple):
         merge: State of the samples of both states, as new tensors.
         result: {name: (*shape)}.
         raw: It reads the raw gradients' structure, so no transform may stand before it.
+        powers: The sums over samples it asks the gradients for (`Gradients.power_sum`).
     """
 
     start: Callable[[Gradients], State]
     merge: Merge
     result: Callable[[State], dict[str, Tensor]]
     raw: bool = False
+    powers: frozenset[int] = frozenset()
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
@@ -81,7 +85,26 @@ def on_one_device(merge: Merge) -> Merge:
 @on_one_device
 def added(a: State, b: State) -> State:
     """Merge states of which every entry is a sum over samples."""
-    return {key: value + b[key] for key, value in a.items()}
+    return {key: carried(value) + b[key] for key, value in a.items()}
+
+
+def carried(sums: Tensor) -> Tensor:
+    """Return a batch's sums in the precision in which they are added to another's."""
+    if not sums.is_floating_point() and not sums.is_complex():
+        return sums
+    return sums.to(torch.complex128 if sums.is_complex() else torch.float64)
+
+
+def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
+    """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a batch; squares that float32 cannot hold in float64."""
+    found = gradients.power_sum(name, power)
+    if power == 1 or found.dtype == torch.float64 or not found.numel():
+        return found
+    held = _HELD[0] < float(found.max()) < _HELD[1]
+    return found if held else wide(gradients[name]).squared_sum()
+
+
+_HELD = (1e-18, 1e37)  # between these, what float32 loses lies 20 decades below the largest entry
 
 
 def ordered(gradients: Gradients, reducer: str) -> Gradients:

@@ -7,14 +7,26 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
-from gradscope.reducers.base import Reducer, State, added, count, entries, reducers, tiles, wide
+from gradscope.reducers.base import (
+    Reducer,
+    State,
+    added,
+    count,
+    entries,
+    power_sum,
+    reducers,
+    tiles,
+    wide,
+)
 from gradscope.reducers.spread import mean_of, merge_spread, start_spread, variance
 
 
 @reducers.register("sum")
 def sum_() -> Reducer:
     """Σᵢ T(gᵢ)."""
-    return Reducer(_summed(_sum), added, lambda state: entries(state, "sum"))
+    return Reducer(
+        _power_sums(1), added, lambda state: entries(state, "sum"), powers=frozenset({1})
+    )
 
 
 @reducers.register("mean")
@@ -27,7 +39,7 @@ def mean(standard_error: bool = False) -> Reducer:
             Transforms that follow see the mean and its error alike.
     """
     if not standard_error:
-        return _expectation(_sum)
+        return _expectation(_power_sums(1), 1)
 
     def result(state: State) -> dict[str, Tensor]:
         errors = {name: (v / state["n"]).sqrt() for name, v in variance(state, 1).items()}
@@ -46,7 +58,7 @@ def second_moment() -> Reducer:
     A sample's gradient is summed over its positions first and squared then (Kunstner et al. 2019,
     arXiv:1905.12558, on what the empirical Fisher is and is not).
     """
-    return _expectation(lambda block: wide(block).squared_sum())
+    return _expectation(_power_sums(2), 2)
 
 
 @reducers.register("moment")
@@ -61,31 +73,33 @@ def moment(k: int) -> Reducer:
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
+    if k == 1:
+        return _expectation(_power_sums(1), 1)
 
-    def power_sum(block: Block) -> Tensor:
-        if k == 1:
-            return _sum(block)
-        if k == 2 and not block.dtype.is_complex:
-            return wide(block).squared_sum()
-        return reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))
-
-    return _expectation(power_sum)
-
-
-def _sum(block: Block) -> Tensor:
-    return wide(block).weighted_sum()
-
-
-def _summed(of: Callable[[Block], Tensor]) -> Callable[[Gradients], State]:
     def start(gradients: Gradients) -> State:
-        sums = {f"sum:{name}": of(block) for name, block in gradients.items()}
+        sums = {f"sum:{name}": _power_sum(block, k) for name, block in gradients.items()}
+        return {"n": count(gradients), **sums}
+
+    return _expectation(start)
+
+
+def _power_sum(block: Block, k: int) -> Tensor:
+    if k == 2 and not block.dtype.is_complex:
+        return wide(block).squared_sum()
+    return reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))
+
+
+def _power_sums(power: int) -> Callable[[Gradients], State]:
+    def start(gradients: Gradients) -> State:
+        sums = {f"sum:{name}": power_sum(gradients, name, power) for name in gradients}
         return {"n": count(gradients), **sums}
 
     return start
 
 
-def _expectation(of: Callable[[Block], Tensor]) -> Reducer:
+def _expectation(start: Callable[[Gradients], State], *powers: int) -> Reducer:
     def result(state: State) -> dict[str, Tensor]:
-        return {name: total / state["n"] for name, total in entries(state, "sum").items()}
+        n = float(state["n"])
+        return {name: total / n for name, total in entries(state, "sum").items()}
 
-    return Reducer(_summed(of), added, result)
+    return Reducer(start, added, result, powers=frozenset(powers))

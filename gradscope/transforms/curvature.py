@@ -21,6 +21,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.kernels import unfused
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Problem
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, UnsupportedError
 
 Vector = Mapping[str, Tensor]
@@ -162,9 +163,11 @@ def _twice_differentiable(problem: Problem) -> Iterator[None]:
     try:
         with unfused(), sdpa_kernel(SDPBackend.MATH):
             yield
-    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
+    except GradscopeError:
         raise
     except Exception as error:  # whatever torch or the user's code raises
+        if is_shortage(error):
+            raise
         raise UnsupportedError(
             f"hvp cannot differentiate this model twice: {first_line(error)}",
             where=layer_of(error, problem.model),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
 from gradscope.core.locate import first_line
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, ModelError, SpecError
 from gradscope.transforms.base import Scope, Transform, blockwise, widened
 
@@ -105,9 +106,11 @@ def _running(name: str) -> Iterator[None]:
     """Say whose code raised."""
     try:
         yield
-    except (GradscopeError, torch.OutOfMemoryError, MemoryError):
+    except GradscopeError:
         raise
     except Exception as error:  # whatever the user's code raises
+        if is_shortage(error):
+            raise
         raise ModelError(
             f"your code raised {first_line(error)}", where=f"transform {name}"
         ) from error

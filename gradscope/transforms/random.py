@@ -2,7 +2,8 @@
 
 Each has a stream of its own of the counter-based generator Philox (Salmon et al. 2011): the key is
 a hash of seed, use and parameter, the counter begins at the sample's index. So batch size, order,
-backend, device and sharding change nothing.
+backend, device and sharding change nothing. Large matrices, whose entries belong to no sample, are
+drawn by SFC64 (Doty-Humphrey, PractRand), at twice the speed, in pieces each seeded by a hash.
 """
 
 import hashlib
@@ -26,9 +27,14 @@ def generator(seed: int, use: str, name: str, stream: int = 0) -> np.random.Gene
         name: The parameter's.
         stream: A sample's index, or the number of a row, from 0.
     """
-    text = f"{seed}\0{use}\0{name}".encode()
-    key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+    key = _hash(seed, use, name)
     return np.random.Generator(np.random.Philox(key=key, counter=(stream % 2**64) << _STREAM))
+
+
+def words(seed: int, use: str, name: str, row: int, column: int, count: int) -> np.ndarray:
+    """Return the first `count` raw words, uint64, of the stream that begins at an entry."""
+    bits = np.random.SFC64(_hash(seed, use, name, row, column))
+    return np.random.Generator(bits).integers(0, 2**64, count, np.uint64)  # raw, without the GIL
 
 
 def keys(gradients: Gradients) -> Tensor:
@@ -57,6 +63,12 @@ def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tenso
     shape = tuple(like.shape[1:])
     rows = [generator(seed, use, name, int(k)).random(shape) for k in keys]
     return _stacked(rows, (len(keys), *shape)).to(like.device)
+
+
+def _hash(*parts: str | int) -> int:
+    """Return 128 bits that belong to `parts`."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
 
 
 def _stacked(rows: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:

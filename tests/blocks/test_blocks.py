@@ -23,6 +23,8 @@ from gradscope.blocks import (
     base,
     total,
 )
+from gradscope.blocks import outer as outer_module
+from gradscope.blocks import scatter as scatter_module
 
 DTYPES = [torch.float32, torch.float64, torch.complex128]
 N = 5
@@ -251,14 +253,33 @@ def test_dot(pair):
     close(block.dot(vector), flat(values) @ vector.conj().flatten())
 
 
-def test_dots(pair):
+@pytest.mark.parametrize("size", [None, 1, 200])
+def test_pieces(pair, size, monkeypatch):
+    """Whatever their size, they make up the gradients."""
     block, values = pair
-    vectors = torch.randn(3, *block.shape, dtype=torch.float64)
-    wider = torch.promote_types(values.dtype, torch.float64)
-    found = block.dots(vectors)
-    assert found.dtype == wider
-    right = flat(values.to(wider)) @ vectors.reshape(3, -1).to(wider).T
-    close(found.to(values.dtype), right.to(values.dtype))
+    if size is not None:
+        for module in (base, outer_module, scatter_module):
+            monkeypatch.setattr(module, "TILE_BYTES", size)
+    found = torch.zeros(N, values[0].numel(), dtype=torch.promote_types(values.dtype, torch.double))
+    for samples, entries, part in block.pieces():
+        found[samples, entries] += part
+    close(found.to(values.dtype), flat(values))
+
+
+def test_pieces_of_outer_products_are_rows_of_all_samples(monkeypatch):
+    """The groups one after the other, each row of all samples 5 · 4 · 8 bytes."""
+    block, _ = outer(torch.float64, k=2, t=3, r=5, c=4, shape=(5, 8))
+    monkeypatch.setattr(outer_module, "TILE_BYTES", 2 * N * 4 * 8)
+    found = list(block.pieces())
+    assert all(samples == slice(0, N) for samples, _, _ in found)
+    starts = [entries.start // 4 for _, entries, _ in found]
+    assert starts == [0, 2, 4, 5, 7, 9]
+
+
+def test_pieces_of_a_table_leave_out_what_nothing_touches(monkeypatch):
+    monkeypatch.setattr(scatter_module, "TILE_BYTES", 1)
+    block = ScatterBlock(torch.tensor([[1, 1], [5, 1]]), torch.ones(2, 2, 3), 9)
+    assert [entries for _, entries, _ in block.pieces()] == [slice(3, 6), slice(15, 18)]
 
 
 def test_two_sided(pair):

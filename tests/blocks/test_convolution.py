@@ -1,10 +1,12 @@
-"""Convolution blocks, both ways, against autograd one sample at a time."""
+"""Convolution blocks, in all their ways, against autograd one sample at a time."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from gradscope.blocks import ConvolutionBlock, Geometry, convolution
+from gradscope.blocks import ConvolutionBlock, Geometry, convolution, ways
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -27,9 +29,21 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[0, 10**9], ids=["by kernels", "by patches"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "_PATCH_BYTES", request.param)
+WAYS = {
+    "by kernels": ("a kernel a sample", "dense"),
+    "by one grouped kernel": ("grouped kernel", "dense"),
+    "by patches": ("patches", "gram of patches", "gram"),
+    "by few patches at a time": ("patches", "dense"),
+}
+
+
+@pytest.fixture(params=WAYS, autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    small = request.param == "by few patches at a time"
+    monkeypatch.setattr(convolution, "_PATCH_BYTES", 1 if small else 10**9)
+    monkeypatch.setattr(convolution, "_FEW_PATCHES", 10**9 if "patches" in request.param else 0)
+    with ways.preferring(*WAYS[request.param]):
+        yield
 
 
 @pytest.fixture(params=[1, 2], ids=["one frame", "two frames"])

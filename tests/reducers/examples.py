@@ -19,7 +19,7 @@ from gradscope.blocks import (
     SquaredBlock,
     TotalBlock,
 )
-from gradscope.reducers import Reducer, State
+from gradscope.reducers import Reducer, State, carried
 
 N = 23
 DTYPES = [torch.float32, torch.float64, torch.complex128]
@@ -110,7 +110,7 @@ def real(gradients: Gradients, rows: Rows) -> tuple[Gradients, Rows]:
 
 def whole(reducer: Reducer, gradients: Gradients) -> dict[str, np.ndarray]:
     """Reduce all samples as one batch."""
-    return _arrays(reducer.result(reducer.start(gradients)))
+    return _arrays(reducer.result(_stored(reducer.start(gradients))))
 
 
 def split(reducer: Reducer, gradients: Gradients, seed: int) -> dict[str, np.ndarray]:
@@ -120,11 +120,15 @@ def split(reducer: Reducer, gradients: Gradients, seed: int) -> dict[str, np.nda
     cuts = sorted(chance.sample(range(1, n), chance.randint(1, min(9, n - 1))))
     parts = [slice(a, b) for a, b in pairwise([0, *cuts, n])]
     chance.shuffle(parts)
-    states = [reducer.start(gradients.select(part)) for part in parts]
+    states = [_stored(reducer.start(gradients.select(part))) for part in parts]
     while len(states) > 1:
         at = chance.randrange(len(states) - 1)
         states[at : at + 2] = [merged(reducer, *states[at : at + 2])]
     return _arrays(reducer.result(states[0]))
+
+
+def _stored(state: State) -> State:
+    return {key: carried(value) for key, value in state.items()}
 
 
 def merged(reducer: Reducer, a: State, b: State) -> State:

@@ -102,13 +102,20 @@ def test_against_numpy(text: str, dtype: torch.dtype) -> None:
     close(whole(reducer(text), grads), TABLE[text].right(rows), *tolerances(dtype))
 
 
+def split_tolerances(text: str, dtype: torch.dtype) -> tuple[float, float]:
+    """What is taken of a batch in the gradients' own precision; everything else is in float64."""
+    in_batch = ("sum", "mean", "second_moment", "moment:k=1", "gram")
+    own = dtype == torch.float32 and text in in_batch
+    return (1e-5, 1e-6) if own else (1e-12, 1e-13)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("text", TABLE)
 def test_any_split_merged_in_any_tree_gives_the_same(text: str, dtype: torch.dtype) -> None:
     grads, _ = given(text, dtype)
     right = whole(reducer(text), grads)
     for seed in range(8):
-        close(split(reducer(text), grads, seed), right, 1e-12, 1e-13)
+        close(split(reducer(text), grads, seed), right, *split_tolerances(text, dtype))
 
 
 @pytest.mark.parametrize("text", TABLE)

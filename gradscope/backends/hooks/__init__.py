@@ -6,9 +6,11 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from gradscope.backends.base import Evaluate, backends, refusing
 from gradscope.backends.hooks.graph import internals
@@ -23,7 +25,7 @@ from gradscope.backends.hooks.graph.axes import Axis
 from gradscope.backends.hooks.graph.flow import gradients_at, opened
 from gradscope.backends.hooks.graph.trace import Trace, trace
 from gradscope.backends.hooks.pullback import pull_back
-from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
@@ -87,7 +89,7 @@ class _Program:
         """Return the losses (n,) and their graph, or None where they have none."""
         if not self.stepwise:
             losses, recorded = self._forward(batch)
-            if recorded is None or internals.FUSED_RECURRENT.isdisjoint(recorded.kinds):
+            if recorded is None or not _hides_steps(recorded):
                 return losses, recorded
             self.stepwise = True
         with unfused():
@@ -147,10 +149,11 @@ class _Program:
         at = gradients_at(recorded, outputs, torch.ones_like(recorded.losses))
         axes = analysis.axes | opened(recorded, analysis.open, at)
         with torch.no_grad():  # what was saved still has its graph
+            shared: dict[Node, Any] = {}
             arrived = [
                 (edge.source, _block(recorded.kinds[edge.node], site))
                 for edge in analysis.frontier
-                if (site := _site(recorded, axes, edge, at)) is not None
+                if (site := _site(recorded, axes, edge, at, shared)) is not None
             ]
             return pull_back(recorded, arrived, self.problem.parameters)
 
@@ -166,11 +169,20 @@ class _Program:
         )
 
 
+def _hides_steps(recorded: Trace) -> bool:
+    """Whether a fused recurrent layer is among the operations that no rule knows the steps of."""
+    return any(
+        kind in internals.FUSED_RECURRENT and not recurrent.shows_its_steps(node)
+        for kind, node in zip(recorded.kinds, recorded.nodes, strict=True)
+    )
+
+
 def _site(
     recorded: Trace,
     axes: Mapping[Output, Axis],
     edge: FrontierEdge,
     at: Mapping[Output, Tensor | None],
+    shared: dict[Node, Any],
 ) -> Site | None:
     """Gather what a rule needs at a frontier edge, or None where no gradient arrived."""
     outputs = [(edge.node, j) for j in range(len(recorded.shapes[edge.node]))]
@@ -185,11 +197,13 @@ def _site(
         shape=recorded.shapes[source][output],
         gradients=gradients,
         axes=tuple(axes.get(output) for output in outputs),
+        shared=shared,
     )
 
 
 def _block(kind: str, site: Site) -> Block:
     rule = node_rules.find(kind)
-    usable = rule is not None and site.gradients[0] is not None and site.axes[0] is not None
+    one = site.gradients[0] is not None and site.axes[0] is not None
+    usable = one or kind == recurrent.KIND  # all other rules are of operations with one output
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block

@@ -7,7 +7,7 @@ import torch
 
 from gradscope.backends import hooks as package
 from gradscope.backends.hooks import hooks
-from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.blocks import Block
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
@@ -45,6 +45,7 @@ def judged() -> Iterator[None]:
         package._block = original
 
 
-@pytest.mark.parametrize("name", node_rules.names())
+# the fused LSTM layer exists in float32 only and has a table of its own, in test_recurrent.py
+@pytest.mark.parametrize("name", sorted({*node_rules.names()} - {recurrent.KIND}))
 def test_the_rule_fires_and_equals_the_fallback(name: str) -> None:
     assert FIRED.get(name, 0) > 0

@@ -5,7 +5,7 @@ value at `site.slot`, or None where it does not apply; the masked fallback then 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class Site:
         shape: The shape of the value at `slot`.
         gradients: The gradient of each of the operation's outputs, or None where it is zero.
         axes: The sample axis of each output, or None.
+        shared: By node, what a rule computes once for all of the node's edges.
     """
 
     node: Node
@@ -36,6 +37,7 @@ class Site:
     shape: tuple[int, ...]
     gradients: tuple[Tensor | None, ...]
     axes: tuple[Axis | None, ...]
+    shared: dict[Node, Any] = field(default_factory=dict)
 
     @property
     def gradient(self) -> Tensor:

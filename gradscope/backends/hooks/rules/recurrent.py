@@ -1,0 +1,103 @@
+"""A fused LSTM layer (oneDNN's): what autograd does not show of its steps is computed here.
+
+With gates z = W x + U h' + b (h' the previous state; i, f, g, o in torch's order),
+
+    c = σ(f) c' + σ(i) tanh(g),   h = σ(o) tanh(c),
+
+the gradient δ of z gives every parameter's gradient: Σₜ δₜ xₜᵀ, Σₜ δₜ h'ₜᵀ and Σₜ δₜ. The kernel
+saves inputs and outputs, so z of all steps is two matrix products, and δ one pass backwards through
+time (Hochreiter and Schmidhuber 1997; Gers et al. 2000 for the forget gate).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.graph.axes import SampleAxis
+from gradscope.backends.hooks.rules.base import Site, node_rules
+from gradscope.blocks import Block, DenseBlock, OuterBlock
+
+KIND = "MkldnnRnnLayerBackward0"
+
+_LSTM = 2  # how the kernel numbers its kinds of cells
+_INPUT_WEIGHT, _STATE_WEIGHT, _BIASES = 1, 2, (3, 4)
+
+
+def shows_its_steps(node: Node) -> bool:
+    """Whether the rule below knows what this fused recurrent layer did."""
+    return (
+        internals.kind(node) == KIND
+        and internals.saved(node, "mode") == _LSTM
+        and not internals.saved(node, "batch_sizes")
+        and internals.saved(node, "input").dtype == torch.float32
+    )
+
+
+@node_rules.register(KIND)
+def lstm(site: Site) -> Block | None:
+    """Weights and biases of one layer in one direction; the layer's values lie (t, n, ·)."""
+    known = (SampleAxis(1), SampleAxis(0), SampleAxis(0))
+    if any(a is not None and a != b for a, b in zip(site.axes, known, strict=False)):
+        return None
+    if site.node not in site.shared:
+        site.shared[site.node] = _gate_gradients(site)
+    gates, before = site.shared[site.node]
+    if site.slot == _INPUT_WEIGHT:
+        return OuterBlock.matrix(gates.transpose(0, 1), site.saved("input").transpose(0, 1))
+    if site.slot == _STATE_WEIGHT:
+        return OuterBlock.matrix(gates.transpose(0, 1), before.transpose(0, 1))
+    return DenseBlock(gates.sum(0)) if site.slot in _BIASES else None
+
+
+def _gate_gradients(site: Site) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the gates' inputs (t, n, 4h) and the states before each step."""
+    state, cell, output = (site.saved(k) for k in ("hx_", "cx_", "result0"))
+    back = site.saved("reverse")
+    before = torch.cat((output[1:], state[None]) if back else (state[None], output[:-1]))
+    recurrent = site.saved("weight1")
+    gates = site.saved("input") @ site.saved("weight0").mT
+    gates += before @ recurrent.mT
+    if site.saved("has_biases"):
+        gates += site.saved("weight2") + site.saved("weight3")
+    i, f, g, o = gates.chunk(4, 2)
+    for gate, squash in ((i, torch.sigmoid_), (f, torch.sigmoid_), (g, torch.tanh_)):
+        squash(gate)
+    torch.sigmoid_(o)
+    order = list(range(len(output)))[:: -1 if back else 1]
+    cells, earlier = _cells(i * g, f, cell, order)
+    cells.tanh_()
+    slopes = torch.cat((g * i * (1 - i), earlier * f * (1 - f), i * (1 - g * g)), 2)
+    through = (o * (1 - cells * cells), cells * o * (1 - o))
+    return _backwards(site, (slopes, *through, f), recurrent, order), before
+
+
+def _cells(new: Tensor, kept: Tensor, cell: Tensor, order: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the cell after each step and before it, (t, n, h) each."""
+    after, before = torch.empty_like(new), torch.empty_like(new)
+    for t in order:
+        before[t] = cell
+        cell = torch.addcmul(new[t], kept[t], cell, out=after[t])
+    return after, before
+
+
+def _backwards(
+    site: Site, factors: tuple[Tensor, ...], recurrent: Tensor, order: list[int]
+) -> Tensor:
+    """Return the gradient of the gates' inputs, from the last step to the first."""
+    slopes, to_cell, to_gate, kept = factors
+    steps, n, hidden = to_cell.shape
+    arriving, at_state, at_cell = site.gradients
+    found = slopes.new_empty(steps, n, 4, hidden)
+    slopes = slopes.view(steps, n, 3, hidden)
+    state = slopes.new_zeros(n, hidden) if at_state is None else at_state
+    cell = slopes.new_zeros(n, hidden) if at_cell is None else at_cell
+    for t in reversed(order):
+        if arriving is not None:
+            state = state + arriving[t]
+        cell = torch.addcmul(cell, state, to_cell[t])
+        torch.mul(slopes[t], cell.unsqueeze(1), out=found[t, :, :3])
+        torch.mul(state, to_gate[t], out=found[t, :, 3])
+        state = found[t].view(n, 4 * hidden) @ recurrent
+        cell = cell * kept[t]
+    return found.flatten(2)

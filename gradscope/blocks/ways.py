@@ -1,0 +1,131 @@
+"""Several exact ways to one answer: the fastest is found once, by measuring, and remembered.
+
+A cost model rules out what cannot win; what is left runs twice on the first batch that asks, and
+the faster is kept for every later batch of the same sizes. Small work is not measured: there the
+cost model decides. What was chosen depends on the machine, and in the last digits so does the
+answer; a stopped run that goes on therefore adopts what was chosen before.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
+_HOPELESS = 4.0  # times the cheapest prediction
+_PATIENCE = 20.0  # times the fastest so far: a first call may find out its own parts' ways
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to an answer.
+
+    Attributes:
+        seconds: What the cost model predicts, on a machine of no particular kind.
+        run: Computes the answer.
+    """
+
+    seconds: float
+    run: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a request.
+
+    Attributes:
+        request: What was asked for, of which sizes.
+        way: The name of the way that was chosen.
+        seconds: What each way that was tried took.
+    """
+
+    request: str
+    way: str
+    seconds: dict[str, float]
+
+
+_chosen: dict[str, Choice] = {}
+_preferred: ContextVar[frozenset[str]] = ContextVar("preferred", default=frozenset())
+
+
+def fastest(request: str, n: int, like: Tensor, ways: Mapping[str, Way]) -> Tensor:
+    """Return the answer by the fastest of `ways`.
+
+    Args:
+        request: What is asked for, with all sizes but n.
+        n: The number of samples; choices are kept for each power of two.
+        like: A tensor of the dtype and on the device of the work.
+        ways: At least one, by name.
+    """
+    for name in _preferred.get() & ways.keys():
+        return ways[name].run()
+    likely = min(ways, key=lambda name: ways[name].seconds)
+    if len(ways) == 1 or ways[likely].seconds < _WORTH_MEASURING:
+        return ways[likely].run()
+    kind = str(like.dtype).removeprefix("torch.")
+    key = f"{request}, n≤{power(n)}, {kind}, {like.device.type}"
+    found = _chosen.get(key)
+    if found is not None and found.way in ways:
+        return ways[found.way].run()
+    return _measured(key, ways, _HOPELESS * ways[likely].seconds, like.device)
+
+
+def power(n: int) -> int:
+    """Return the smallest power of two that is not below `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def choices() -> tuple[Choice, ...]:
+    """Return every choice of this process so far, in the order made."""
+    return tuple(_chosen.values())
+
+
+def adopt(found: Iterable[Choice]) -> None:
+    """Choose from now on as an earlier process did."""
+    _chosen.update({choice.request: choice for choice in found})
+
+
+@contextmanager
+def preferring(*names: str) -> Iterator[None]:
+    """Take the ways of these names wherever they exist."""
+    token = _preferred.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def _measured(key: str, ways: Mapping[str, Way], limit: float, device: torch.device) -> Tensor:
+    """Try every way that is not hopeless, remember the fastest, return its answer."""
+    spent: dict[str, float] = {}
+    best: Tensor | None = None
+    for name, way in ways.items():
+        if way.seconds > limit:
+            continue
+        first, answer = _timed(way.run, device)
+        if first <= _PATIENCE * min(spent.values(), default=first):
+            second, answer = _timed(way.run, device)  # the first call of a kernel sets it up
+            first = min(first, second)
+        spent[name] = first
+        if first == min(spent.values()):
+            best = answer
+    _chosen[key] = Choice(key, min(spent, key=lambda name: spent[name]), spent)
+    assert best is not None  # the cheapest way is never hopeless
+    return best
+
+
+def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
+    _finish(device)
+    begun = time.perf_counter()
+    answer = run()
+    _finish(device)
+    return time.perf_counter() - begun, answer
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,141 @@
+"""Choosing between ways, and the ways of matrix products against einsum in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope.blocks import ConvolutionBlock, DenseBlock, Geometry, OuterBlock, products, ways
+from gradscope.blocks.ways import Choice, Way, fastest
+
+
+class Clock:
+    """Ways that say how long they took, and count how often they ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+        self.seconds, self.runs = seconds, dict.fromkeys(seconds, 0)
+        monkeypatch.setattr(ways, "_timed", self._timed)
+        monkeypatch.setattr(ways, "_chosen", {})
+
+    def way(self, name: str, predicted: float = 1.0) -> Way:
+        def run() -> Tensor:
+            self.runs[name] += 1
+            self.last = name
+            return torch.tensor(float(list(self.seconds).index(name)))
+
+        return Way(predicted, run)
+
+    def _timed(self, run, device: torch.device) -> tuple[float, Tensor]:
+        answer = run()
+        return self.seconds[self.last], answer
+
+
+def asked(clock: Clock, n: int = 8, **predicted: float) -> str:
+    table = {name: clock.way(name, predicted.get(name, 1.0)) for name in clock.seconds}
+    return list(clock.seconds)[int(fastest("r", n, torch.zeros(1), table))]
+
+
+def test_the_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, slow=3.0, fast=1.0, middling=2.0)
+    assert asked(clock) == "fast"
+    assert clock.runs == {"slow": 2, "fast": 2, "middling": 2}
+    assert [asked(clock, n=n) for n in (5, 8)] == ["fast", "fast"]
+    assert clock.runs == {"slow": 2, "fast": 4, "middling": 2}
+    (choice,) = ways.choices()
+    assert choice.way == "fast"
+    assert choice.seconds == {"slow": 3.0, "fast": 1.0, "middling": 2.0}
+
+
+def test_another_size_is_another_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, a=1.0, b=2.0)
+    asked(clock, n=8)
+    clock.seconds["a"] = 3.0
+    assert asked(clock, n=9) == "b"
+    assert len(ways.choices()) == 2
+
+
+def test_what_is_hopeless_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, good=1.0, other=2.0, hopeless=0.5)
+    assert asked(clock, hopeless=100.0) == "good"
+    assert clock.runs["hopeless"] == 0
+
+
+def test_small_work_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, a=1.0, b=2.0)
+    assert asked(clock, a=2e-6, b=1e-6) == "b"
+    assert clock.runs == {"a": 0, "b": 1}
+    assert ways.choices() == ()
+
+
+def test_an_earlier_process_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, a=1.0, b=2.0)
+    asked(clock)
+    (choice,) = ways.choices()
+    ways.adopt([Choice(choice.request, "b", {})])
+    assert asked(clock) == "b"
+
+
+def test_a_preferred_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, a=1.0, b=2.0)
+    with ways.preferring("b"):
+        assert asked(clock) == "b"
+    assert asked(clock) == "a"
+
+
+@pytest.mark.parametrize("way", ["gemm", "convolution", "turned convolution"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128], ids=str)
+def test_contracted(way: str, k: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(5, k, 4, 7).to(dtype), torch.randn(5, k, 4, 3).to(dtype)
+    with ways.preferring(way):
+        found = products.contracted(left, right)
+    right_one = torch.einsum("nktr,nktc->krc", left.cdouble(), right.cdouble())
+    torch.testing.assert_close(found.cdouble(), right_one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("t", [1, 2, 127, 128, 131, 260])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_ghost_norms_of_many_positions(t: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(t)
+    left, right = torch.randn(3, t, 5, dtype=dtype), torch.randn(3, t, 4, dtype=dtype)
+    dense = torch.einsum("mtr,mtc->mrc", left, right)
+    torch.testing.assert_close(products.ghost(left, right), dense.abs().square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("way", ["gram", "dense"])
+def test_norms_of_an_outer_product_both_ways(way: str) -> None:
+    torch.manual_seed(1)
+    block = OuterBlock(torch.randn(6, 2, 9, 4).double(), torch.randn(6, 2, 9, 5).double(), (8, 5))
+    with ways.preferring(way):
+        found = block.squared_norms()
+    torch.testing.assert_close(found, block.dense().square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("entries", [3, 40_000], ids=["short rows", "long rows"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_both_sums_at_once(entries: int, weighted: bool) -> None:
+    torch.manual_seed(2)
+    values = torch.randn(7, entries)
+    w, u = (torch.rand(7), torch.rand(7)) if weighted else (None, None)
+    first, second = DenseBlock(values).sums(w, u)
+    ones = torch.ones(7)
+    for found, weights, power in ((first, w, 1), (second, u, 2)):
+        factors = (ones if weights is None else weights).double()
+        right = (factors.unsqueeze(1) * values.double() ** power).sum(0)
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bound_is_above_every_norm_and_shows_what_is_not_finite() -> None:
+    torch.manual_seed(3)
+    walk = Geometry((1, 1), (1, 1), (1, 1), (0, 0), 1, False)
+    blocks = [
+        DenseBlock(torch.randn(4, 5)),
+        OuterBlock.matrix(torch.randn(4, 3, 2), torch.randn(4, 3, 5)),
+        ConvolutionBlock(
+            torch.randn(4, 1, 2, 6, 6), torch.randn(4, 1, 3, 6, 6), (3, 2, 3, 3), walk
+        ),
+    ]
+    for block in blocks:
+        assert float(block.bound()) >= float(block.norms().max())
+        bad = block.scale(torch.tensor([1.0, torch.inf, 1.0, 1.0]))
+        assert not float(bad.bound()) < torch.inf
