@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradscope.blocks.ways import Choice
+
 SCHEMA = "gradscope.compare"
 SCHEMA_VERSION = 1
 
@@ -82,6 +84,7 @@ class Comparison:
         coupled: Whether the losses of the batch differ from those of batches of one: the samples
             depend on each other, or the model draws random numbers.
         rows: One a backend, then one an implementation or stored result.
+        ways: What was chosen where a block has several exact ways, with what each took.
     """
 
     agrees: bool
@@ -91,6 +94,7 @@ class Comparison:
     baseline_bytes: int | None
     coupled: bool
     rows: tuple[BackendRow, ...]
+    ways: tuple[Choice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return a document of plain JSON values; what is not finite becomes null."""

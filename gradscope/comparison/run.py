@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends import Backend, backends
+from gradscope.blocks.ways import choices
 from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.measure import measure
 from gradscope.comparison.oracle import double_precision, in_double_precision, oracle_of
@@ -74,6 +75,7 @@ def compare(
     with double_precision():
         oracle = oracle_of(exact, wide)
     setting = _Setting(problem, batch, exact, wide, oracle)
+    known = len(choices())
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     rows += [_other_row(label, other, setting) for label, other in others.items()]
@@ -85,6 +87,7 @@ def compare(
         baseline_bytes=peak,
         coupled=setting.oracle.coupled,
         rows=tuple(rows),
+        ways=choices()[known:],
     )
 
 

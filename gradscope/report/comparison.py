@@ -8,6 +8,7 @@ from rich.text import Text
 
 from gradscope.report.layout import Column, heading, names_table
 from gradscope.report.text import NONE, count, duration, short, size, visible
+from gradscope.report.ways import render_ways
 
 if TYPE_CHECKING:
     from gradscope.comparison import BackendRow, Comparison
@@ -23,6 +24,7 @@ _STATUS = {
 def render_comparison(comparison: "Comparison", console: Console) -> None:
     """Print a row a backend, then what disagrees, then every refusal with its remedy."""
     _print_rows(comparison, console)
+    render_ways(comparison.ways, console)
     for row in comparison.rows:
         if not all(p.agrees for p in row.parameters):
             _print_disagreement(row, console)

@@ -1,0 +1,27 @@
+"""Which of several exact ways was taken where, as `compare` and `--dry-run` tell it."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from gradscope.blocks.ways import Choice
+from gradscope.report.layout import Column, heading, names_table
+from gradscope.report.text import duration
+
+
+def render_ways(choices: Sequence[Choice], console: Console) -> None:
+    """Print a row a request: the way that was the fastest, its time, and what it was against."""
+    if not choices:
+        return
+    heading(console, "Ways that were measured")
+    columns = [
+        Column("fastest", [choice.way for choice in choices], justify="left"),
+        Column("time", [duration(choice.seconds.get(choice.way)) for choice in choices]),
+        Column("others", [_others(choice) for choice in choices], rank=1, justify="left"),
+    ]
+    names_table(console, "request", [choice.request for choice in choices], columns)
+
+
+def _others(choice: Choice) -> str:
+    rest = ((name, spent) for name, spent in choice.seconds.items() if name != choice.way)
+    return ", ".join(f"{name} {duration(spent)}" for name, spent in rest)
