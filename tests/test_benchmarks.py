@@ -26,7 +26,7 @@ from benchmarks.tasks import TASKS, available
 from benchmarks.workloads import FAMILIES, Workload, clear_of_kinks, workload
 
 CPU = torch.device("cpu")
-OURS = [method for method in METHODS.values() if method.ours]
+OURS = [m for m in METHODS.values() if m.ours and not m.compiled]
 PEERS = [m for m in METHODS.values() if m.comparable and not m.ours and not m.compiled]
 
 
@@ -63,6 +63,17 @@ def check(found: Cell) -> None:
     assert found.timing is not None
     assert found.error is not None and found.error <= TOLERANCE
     assert found.ratio is not None and 0 < found.ratio < float("inf")
+
+
+def test_gradscope_compiled_is_right_or_declines(conditions: Conditions) -> None:
+    method = METHODS["gradscope compiled"]
+    found = cell(tiny("mlp"), right_of("mlp"), "clipped", method, conditions)
+    check(found)
+    assert found.compile_seconds is not None
+    recurrent = cell(tiny("lstm"), right_of("lstm"), "norms", method, conditions)
+    assert recurrent.status == "declined"
+    assert recurrent.reason is not None and recurrent.reason.startswith("not compiled: ")
+    assert cell(tiny("mlp"), right_of("mlp"), "file", method, conditions).status == "declined"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

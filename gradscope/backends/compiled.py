@@ -18,6 +18,7 @@ from gradscope.backends.base import Evaluate
 from gradscope.backends.compilation import NotCompiledError, compiled, traced
 from gradscope.backends.vmap import per_sample, untouched
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients
+from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.problem import Problem
 
@@ -93,6 +94,10 @@ class Computed(Gradients):
     def squared_norms(self) -> dict[str, Tensor]:
         """‖gᵢ‖² (n,) for each parameter."""
         return self._squared_norms
+
+    def bounded(self) -> bool:
+        """Whether the norms show that every gradient is finite."""
+        return bool(self.norms.isfinite().all())
 
     def computed(self, key: str | None) -> State | None:
         """Return the state of a reduction, if the program has computed it."""
@@ -188,11 +193,11 @@ class _Traced(Gradients):
 
     def power_sum(self, name: str, power: int) -> Tensor:
         """Return Σᵢ gᵢ, or Σᵢ |gᵢ|² in float64 since no program looks at its range, (*shape)."""
-        block = self[name]
+        values = self[name].dense()
         if power == 1:
-            return block.weighted_sum()
-        wide = torch.complex128 if block.dtype.is_complex else torch.float64
-        return block.to(wide).squared_sum()
+            return precise(values).sum(0)
+        wide = torch.complex128 if values.is_complex() else torch.float64
+        return squares(values.to(wide)).sum(0)
 
     def asked(self, powers: frozenset[int]) -> "_Traced":
         """Return these: the compiler takes sums in one pass by itself."""

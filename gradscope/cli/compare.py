@@ -40,6 +40,7 @@ def compare(
     device: options.Device = None,
     mode: options.Mode = None,
     seed: options.Seed = None,
+    compile: options.Compile = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     dry_run: options.DryRun = False,
@@ -62,8 +63,10 @@ def compare(
         device=device,
         mode=mode,
         seed=seed,
+        compile=compile,
     )
     from gradscope.comparison import compare as run
+    from gradscope.comparison.compiled import LABEL, compiled
     from gradscope.pipeline import prepare
     from gradscope.report.comparison import render_comparison
     from gradscope.report.console import console
@@ -71,6 +74,8 @@ def compare(
     job = prepare(spec)
     rows = job.rows if spec.compute.samples else job.rows[: batch_size or _SAMPLES]
     others = _against(against or [], job, rows)
+    if spec.compute.compile:
+        others[LABEL] = compiled(spec.compute.parameters)
     if dry_run:
         typer.echo(f"would compare {', '.join(spec.compare.backends)} on {len(rows)} samples")
         return

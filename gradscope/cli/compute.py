@@ -46,6 +46,7 @@ def compute(
     device: options.Device = None,
     mode: options.Mode = None,
     seed: options.Seed = None,
+    compile: options.Compile = None,
     layout: Annotated[
         str | None,
         typer.Option(
@@ -104,6 +105,7 @@ def compute(
         device=device,
         mode=mode,
         seed=seed,
+        compile=compile,
         layout=layout,
         labels=labels,
         coupling=coupling,

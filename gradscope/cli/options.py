@@ -54,6 +54,14 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N [cpu].")
 ]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        show_default=False,
+        help="Compile gradient and reduction where that can be done; with auto, where it pays.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="For anything random [0].")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")
@@ -95,6 +103,7 @@ _PLACES = {
         key: ("compute", key)
         for key in (
             "backend",
+            "compile",
             "transform",
             "parameters",
             "samples",

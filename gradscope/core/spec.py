@@ -197,6 +197,9 @@ class ComputeSpec(_Section):
     dtype: _Dtype | None = Field(
         default=None, description="float32, float64, float16 or bfloat16 (--dtype)"
     )
+    compile: Annotated[bool, Field(strict=True)] = Field(
+        default=False, description="true or false (--compile)"
+    )
     device: Annotated[str, Field(strict=True, pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")] | None = (
         Field(default=None, description="cpu, cuda or cuda:N (--device)")
     )

@@ -2,6 +2,7 @@
 
 from gradscope.pipeline.estimate import Estimate, estimate
 from gradscope.pipeline.job import Job, prepare
-from gradscope.pipeline.run import Run, compute, start
+from gradscope.pipeline.run import Run
+from gradscope.pipeline.start import compute, start
 
 __all__ = ["Estimate", "Job", "Run", "compute", "estimate", "prepare", "start"]

@@ -44,10 +44,11 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     Raises:
         RefusedError: No backend has an exact, proved answer.
     """
-    batch = next(job.batches())
-    job.scope.evaluate(batch)
+    batch = job.load(0, min(job.batch_size, len(job.rows)))
+    job.scope.compiler.left = -(-len(job.rows) // job.batch_size)
+    job.scope.evaluate(batch, job.wanted)
     begun = time.perf_counter()
-    gradients, problem = job.scope.evaluate(batch).gradients, job.scope.problem
+    gradients, problem = job.scope.evaluate(batch, job.wanted).gradients, job.scope.problem
     shown = job.scope.labels.of(batch)
     size = 0
     for chain in job.scope.settled(job.chains, lambda: [batch]):

@@ -7,6 +7,7 @@ misspelt word costs nothing.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 import gradscope
 from gradscope import chains, labels
 from gradscope.backends.auto import candidates
+from gradscope.backends.compiled import Wanted
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
@@ -24,6 +26,7 @@ from gradscope.core.spec import RunSpec
 from gradscope.errors import SpecError
 from gradscope.losses import bound as bound_loss
 from gradscope.losses import losses, options
+from gradscope.pipeline.batch_size import BatchSize
 from gradscope.scope import Scope
 from gradscope.sources import checkpoints, code, datasets, models, sha256
 
@@ -60,12 +63,24 @@ class Job:
         """The shape of each selected parameter."""
         return {name: tuple(p.shape) for name, p in self.scope.problem.parameters.items()}
 
-    def batches(self, done: int = 0) -> Iterator[Batch]:
+    def batches(self, size: BatchSize, done: int = 0) -> Iterator[Batch]:
         """Yield the batches after the first `done` samples, on the model's device."""
-        problem = self.scope.problem
-        for start in range(done, len(self.rows), self.batch_size):
-            rows = self.rows[start : start + self.batch_size]
-            yield self.dataset.batch(rows).to(problem.device, self.dtype)
+        while done < len(self.rows):
+            load = partial(self.load, done)
+            batch = size.fitting(load, len(self.rows) - done)
+            done += len(batch)
+            yield batch
+
+    def load(self, start: int, n: int) -> Batch:
+        """Return the n samples from the selected sample `start` on, on the model's device."""
+        batch = self.dataset.batch(self.rows[start : start + n])
+        return batch.to(self.scope.problem.device, self.dtype)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is asked of every batch: the chains, and the mean gradient."""
+        asked = (chains.bind("mean"), *self.chains)
+        return chains.wanted(map(self.scope.labels.chain, asked))
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -95,19 +110,11 @@ class Job:
             mode="json", include={"backend", "coupling", "labels", "nonfinite", "layout", "seed"}
         )
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
-        parts = (
-            "chains",
-            "loss",
-            "batch_size",
-            "samples",
-            "digests",
-            "versions",
-            "device",
-            "dtype",
-        )
+        parts = ("chains", "loss", "samples", "digests", "versions", "device", "dtype")
+        coupled = ("batch_size",) if self.scope.own_loss else ()  # else a row is the same in any
         record = self.record()
         return {
-            **{key: record[key] for key in parts},
+            **{key: record[key] for key in (*parts, *coupled)},
             **compute,
             **model,
             "parameters": list(self.shapes),
@@ -180,6 +187,7 @@ def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
         compute.nonfinite,
         compute.labels,
         compute.seed,
+        compute.compile,
     )
 
 

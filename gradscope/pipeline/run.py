@@ -1,61 +1,29 @@
-"""A run: batches in, a result file out.
-
-    with start(job, path) as run:
-        for batch in run.remaining():
-            run.add(batch)
-        report = run.finish()
-
-Whoever runs it may wrap the iterator of batches; progress is no parameter of any computation.
-"""
+"""A run under way: batches in, a result file out."""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import nan
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.certificate import finite_samples
 from gradscope.chains import Chain, bind
 from gradscope.core.batch import Batch
-from gradscope.errors import OutputError
 from gradscope.labels import mean
+from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.reducers import State
+from gradscope.scope import Scope
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
-from gradscope.storage import ChainPlan, FilePlan, Rows, Writer, open_file, open_writer
+from gradscope.storage import Rows, Writer, open_file
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 _MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
-
-
-@contextmanager
-def start(
-    job: Job, path: Path, *, overwrite: bool = False, resume: bool = False
-) -> Iterator["Run"]:
-    """Open the result file and yield the run; leaving the block early keeps what is finished.
-
-    Raises:
-        OutputError: The file exists, cannot be written, or belongs to another run.
-    """
-    begun = time.perf_counter()
-    _refuse_inputs(job, path)
-    with open_writer(path, _plan(job), overwrite=overwrite, resume=resume) as writer:
-        settled = job.scope.settled(job.chains, job.batches)
-        yield Run(job, settled, path, writer, begun, dict(writer.states))
-
-
-def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:
-    """Run a job to its end."""
-    with start(job, path, overwrite=overwrite, resume=resume) as run:
-        for batch in run.remaining():
-            run.add(batch)
-        return run.finish()
 
 
 @dataclass
@@ -67,6 +35,7 @@ class Run:
         chains: Its chains, after the earlier passes that some of them need.
         path: The result file.
         writer: The open file.
+        size: How many samples are computed at a time.
         begun: When, on the performance counter.
         states: The reducers' states, by "chain:K" and "mean_gradient".
     """
@@ -75,21 +44,20 @@ class Run:
     chains: tuple[Chain, ...]
     path: Path
     writer: Writer
+    size: BatchSize
     begun: float
     states: dict[str, State] = field(default_factory=dict)
 
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not in the file yet."""
-        return self.job.batches(self.writer.completed)
+        return self.job.batches(self.size, self.writer.completed)
 
     def add(self, batch: Batch) -> None:
-        """Compute one batch and append it."""
-        evaluation = self.job.scope.evaluate(batch)
-        kept = self.job.scope.usable(batch, evaluation)
-        if kept is not None:
-            for key, chain in self._reduced():
-                self.states[key] = chain.update(self.states.get(key), *kept)
-        self.writer.append(self._rows(batch, evaluation), self.states)
+        """Compute one batch and append it, in parts where memory does not suffice for it."""
+        done = 0
+        while done < len(batch):
+            part = partial(self._add, batch, done)
+            done += self.size.fitting(part, len(batch) - done, partial(unproved, self.job.scope))
 
     def finish(self) -> RunReport:
         """Write the aggregates, verify the file and put it in its place."""
@@ -104,6 +72,19 @@ class Run:
             norm_attributes=self._mean_gradient_norms(),
         )
         return self._report()
+
+    def _add(self, batch: Batch, start: int, n: int) -> int:
+        """Compute and append n samples of a batch, or leave everything as it was."""
+        part = batch if n == len(batch) else batch.select(slice(start, start + n))
+        evaluation = self.job.scope.evaluate(part, self.job.wanted)
+        kept = self.job.scope.usable(part, evaluation)
+        states = dict(self.states)
+        if kept is not None:
+            for key, chain in self._reduced():
+                states[key] = chain.update(states.get(key), *kept)
+        self.writer.append(self._rows(part, evaluation), states)
+        self.states = states
+        return n
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
         yield _MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
@@ -145,7 +126,7 @@ class Run:
             parameters=rows,
             certificate=certificate,
             backend=str(certificate.get("backend", scope.backend)),
-            notes=(*self.job.notes, *scope.notes),
+            notes=tuple(dict.fromkeys((*self.job.notes, *scope.notes, *self.size.notes))),
             samples=len(self.job.rows),
             nonfinite=int((~finite).sum()),
             seconds=time.perf_counter() - self.begun,
@@ -155,41 +136,10 @@ class Run:
         )
 
 
-def _refuse_inputs(job: Job, path: Path) -> None:
-    """Refuse to write over what the run reads."""
-    spec = job.spec
-    code = [ref.rpartition(":")[0] for ref in (spec.model.factory, spec.loss.name) if ":" in ref]
-    for kind, source in (
-        ("checkpoint", spec.checkpoint.path),
-        ("data", spec.dataset.path),
-        *(("code", Path(place)) for place in code),
-    ):
-        if source.exists() and path.exists() and path.samefile(source):
-            raise OutputError(
-                f"the result would replace the {kind} that it is computed from",
-                where=str(path),
-                remedy="Choose another name.",
-            )
-
-
-def _plan(job: Job) -> FilePlan:
-    digests = {key: value for key, value in job.digests.items() if value is not None}
-    return FilePlan(
-        run=job.record(),
-        fingerprint=job.fingerprint(),
-        attributes={f"{key}_sha256": digests[key] for key in ("checkpoint", "dataset")},
-        n=len(job.rows),
-        parameters=job.shapes,
-        chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),
-        dtype=_stored(job.scope.problem.dtype),
-        layout=job.spec.compute.layout,
-    )
-
-
-def _stored(dtype: torch.dtype) -> np.dtype:
-    """Return the dtype of stored rows; bfloat16 is widened, which loses nothing."""
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    return torch.zeros((), dtype=wide).numpy().dtype
+def unproved(scope: Scope) -> None:
+    """Let a scope whose proof was cut short begin again, so that its next batch is proved."""
+    if scope.certificate is None:
+        scope.close()
 
 
 def _one_number(targets: object) -> Tensor | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradscope.errors import ResultFileError
 from gradscope.storage.factors import AXES, KINDS, stored_rows
+from gradscope.storage.formats import named, numpy_dtype, read_rows
 
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
 
@@ -19,8 +20,8 @@ def reading(where: str) -> Iterator[None]:
     """Turn what HDF5 raises while `where` is read into a `ResultFileError`."""
     try:
         yield
-    except (OSError, RuntimeError, KeyError) as error:
-        closed = "not a" in str(error) and "identifier" in str(error)
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        closed = "identifier" in str(error)
         raise ResultFileError(
             "the file is closed" if closed else f"its data are damaged ({_reason(error)})",
             where=where,
@@ -40,7 +41,7 @@ class StoredArray:
         name: The parameter's name.
         representation: "dense" or "factored".
         shape: (N, *shape) for rows, (*shape) for an aggregate.
-        dtype: The dtype of what is returned.
+        dtype: The dtype of what is returned: float32 also where bfloat16 is stored.
     """
 
     def __init__(self, name: str, item: h5py.HLObject) -> None:
@@ -55,12 +56,18 @@ class StoredArray:
             with reading(self._where):
                 self.representation = "factored"
                 self.shape = _factored_shape(item, self._where)
-                self.dtype = np.dtype(str(item.attrs["dtype"]))
+                self.dtype = numpy_dtype(named(str(item.attrs["dtype"])))
 
     @property
     def nbytes(self) -> int:
         """The bytes it takes in the file."""
         return sum(int(d.id.get_storage_size()) for d in self._datasets)
+
+    @property
+    def overflowed(self) -> int:
+        """How many of its numbers were finite, but are infinite in the stored format."""
+        with reading(self._where):
+            return int(self._item.attrs.get("overflowed", 0))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -113,8 +120,7 @@ class StoredArray:
         with reading(self._where):
             if isinstance(self._item, h5py.Group):
                 return stored_rows(self._item, slice(start, stop))
-            values: np.ndarray = self._item[start:stop]
-            return values
+            return read_rows(self._item, start, stop)
 
     @property
     def _datasets(self) -> list[h5py.Dataset]:

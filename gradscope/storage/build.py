@@ -1,16 +1,17 @@
-"""The structure of a new result file, laid out by the first batch."""
+"""The structure of a result file: laid out by the first batch, and the results at the end."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
 
 import h5py
-import numpy as np
+import torch
 from torch import Tensor
 
 from gradscope.storage.columns import create_column, describe
-from gradscope.storage.layout import as_numpy, create, numpy_dtype, split
+from gradscope.storage.layout import create, split
 from gradscope.storage.names import escape
 from gradscope.storage.plan import FilePlan, Rows, to_json
+from gradscope.storage.stream import Stream
 
 FORMAT, FORMAT_VERSION = "gradscope", 1
 
@@ -28,25 +29,35 @@ def build(file: h5py.File, plan: FilePlan, rows: Rows) -> None:
     file.attrs["parameters"] = to_json(plan.parameters)
     samples, norms = file.create_group("samples"), file.create_group("norms")
     for name, column in rows.samples.items():
-        create(samples, name, (plan.n,), numpy_dtype(column.dtype), None)
+        _create_table(samples, name, plan.n, column)
     for name, column in rows.norms.items():
-        dataset = create(norms, escape(name), (plan.n,), numpy_dtype(column.dtype), None)
-        describe(dataset, name, "dense")
+        describe(_create_table(norms, escape(name), plan.n, column), name, "dense")
     chains = file.create_group("chains")
     for k, chain in enumerate(plan.chains):
         group = chains.create_group(str(k))
         group.attrs["chain"] = chain.text
         group.attrs["reduced"] = chain.reduced
         for name, block in (rows.chains[k] or {}).items():
-            create_column(group, name, block, plan.n, np.dtype(plan.dtype), plan.layout)
+            create_column(group, name, block, plan.n, plan.dtype, plan.layout)
 
 
-def add_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> None:
-    """Write the aggregates {name: (*shape)} of a reduced chain."""
-    for name, value in results.items():
-        values = as_numpy(value)
-        chunks = split(values.shape, values.itemsize) if values.ndim and values.size else None
-        dataset = create(chain, escape(name), values.shape, values.dtype, chunks)
-        describe(dataset, name, "dense")
-        if values.size:
-            dataset[...] = values
+def add_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> list[tuple[Stream, Tensor]]:
+    """Create data sets for the aggregates {name: (*shape)} of a reduced chain.
+
+    Returns:
+        Each value and where it goes.
+    """
+    return [(Stream(_create_result(chain, *result)), result[1]) for result in results.items()]
+
+
+def _create_table(group: h5py.Group, name: str, n: int, column: Tensor) -> h5py.Dataset:
+    wide = torch.float32 if column.dtype == torch.bfloat16 else column.dtype
+    return create(group, name, (n,), wide, None)
+
+
+def _create_result(chain: h5py.Group, name: str, value: Tensor) -> h5py.Dataset:
+    shape = tuple(value.shape)
+    chunks = split(shape, value.itemsize) if value.dim() and value.numel() else None
+    dataset = create(chain, escape(name), shape, value.dtype, chunks)
+    describe(dataset, name, "dense")
+    return dataset

@@ -1,8 +1,7 @@
-"""Writing blocks: a column is one parameter's rows in one chain, dense or as factors."""
+"""Columns: one parameter's rows in one chain, dense or as factors."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -14,18 +13,12 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock
 from gradscope.blocks.base import TILE_BYTES
 from gradscope.storage.factors import KINDS, factor_dtype, factors_of, is_smaller
-from gradscope.storage.layout import (
-    Shape,
-    as_numpy,
-    create,
-    row_chunks,
-    stored_dtype,
-    write_rows,
-)
+from gradscope.storage.formats import name_of, stored_dtype
+from gradscope.storage.layout import Shape, create, row_chunks
 from gradscope.storage.names import escape
 from gradscope.storage.plan import Layout
-
-Prepare = Callable[[h5py.Dataset, int, int], None]
+from gradscope.storage.scratch import Scratch
+from gradscope.storage.stream import Stream
 
 
 class Column(Protocol):
@@ -34,58 +27,50 @@ class Column(Protocol):
     def fits(self, block: Block) -> bool:
         """Whether the column can hold this block's rows."""
 
-    def write(self, start: int, block: Block, prepare: Prepare) -> None:
-        """Write the block's rows from row `start` on."""
+    def parts(self, block: Block) -> Iterator[tuple[Stream, Tensor]]:
+        """Yield the block's rows and where they go, in order and in the stored format.
+
+        Each part stays as it is until the next but one is asked for.
+        """
 
 
 @dataclass(frozen=True)
 class DenseColumn:
     """Rows as they are: a data set (N, *shape)."""
 
-    dataset: h5py.Dataset
-    scratch: dict[torch.dtype, Tensor]
+    stream: Stream
+    scratch: Scratch
 
     def fits(self, block: Block) -> bool:
         """Whether the shapes agree."""
-        return bool(block.shape == self.dataset.shape[1:])
+        return block.shape == self.stream.shape[1:]
 
-    def write(self, start: int, block: Block, prepare: Prepare) -> None:
-        """Write the rows tile by tile; a dense block of the right dtype goes in one piece."""
-        prepare(self.dataset, start, start + block.n)
-        for rows, tile in self._tiles(block):
-            write_rows(self.dataset, start + rows.start, as_numpy(tile, self.dataset.dtype))
-
-    def _tiles(self, block: Block) -> Iterator[tuple[slice, Tensor]]:
-        if isinstance(block, DenseBlock) and as_numpy(block.values[:0]).dtype == self.dataset.dtype:
-            yield slice(0, block.n), block.values
+    def parts(self, block: Block) -> Iterator[tuple[Stream, Tensor]]:
+        """Yield tile after tile; a dense block of the right format goes in one piece."""
+        if isinstance(block, DenseBlock) and block.dtype == self.stream.dtype:
+            yield self.stream, block.values
             return
-        together = self.dataset.chunks[0] if self.dataset.chunks else 1
+        together = self.stream.together
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         step = max(1, TILE_BYTES // row // together) * together
         for at in range(0, block.n, step):
-            part = block.select(slice(at, at + step))
-            yield slice(at, at + part.n), part.dense(self._buffer(part))
+            tile = self._dense(block.select(slice(at, at + step)))
+            yield self.stream, _stored(tile, self.stream, self.scratch)
 
-    def _buffer(self, block: Block) -> Tensor | None:
-        """Return memory (n, *shape) that is used again: fresh pages cost five times as much."""
+    def _dense(self, block: Block) -> Tensor:
         if isinstance(block, DenseBlock):
-            return None
-        size = block.n * prod(block.shape)
-        held = self.scratch.get(block.dtype)
-        if held is None or held.numel() < size or held.device != block.device:
-            held = torch.empty(size, dtype=block.dtype, device=block.device)
-            self.scratch[block.dtype] = held
-        return held[:size].view(block.n, *block.shape)
+            return block.values
+        return block.dense(self.scratch.take((block.n, *block.shape), block.dtype, block.device))
 
 
 @dataclass(frozen=True)
 class FactoredColumn:
-    """Rows as factors: a group of two data sets."""
+    """Rows as factors: two data sets."""
 
-    group: h5py.Group
     kind: str
     shape: Shape
-    datasets: dict[str, h5py.Dataset]
+    streams: Mapping[str, Stream]
+    scratch: Scratch
 
     def fits(self, block: Block) -> bool:
         """Whether the block has factors of the same kind, sizes and nature (real, complex)."""
@@ -93,23 +78,21 @@ class FactoredColumn:
         if found is None or found[0] != self.kind or block.shape != self.shape:
             return False
         return all(
-            tuple(factor.shape[1:]) == self.datasets[name].shape[1:]
-            and factor.is_complex() == (self.datasets[name].dtype.kind == "c")
+            tuple(factor.shape[1:]) == self.streams[name].shape[1:]
+            and factor.is_complex() == self.streams[name].dtype.is_complex
             for name, factor in found[1].items()
         )
 
-    def write(self, start: int, block: Block, prepare: Prepare) -> None:
-        """Write the factors."""
+    def parts(self, block: Block) -> Iterator[tuple[Stream, Tensor]]:
+        """Yield the factors."""
         found = factors_of(block)
         assert found is not None  # it fits
         for name, factor in found[1].items():
-            dataset = self.datasets[name]
-            prepare(dataset, start, start + block.n)
-            write_rows(dataset, start, as_numpy(factor, dataset.dtype))
+            yield self.streams[name], _stored(factor, self.streams[name], self.scratch)
 
 
 def create_column(
-    chain: h5py.Group, name: str, block: Block, n: int, wanted: np.dtype, layout: Layout
+    chain: h5py.Group, name: str, block: Block, n: int, wanted: torch.dtype, layout: Layout
 ) -> None:
     """Create the place for a parameter's rows (N, ...), by the first batch's block."""
     dtype = stored_dtype(block.dtype, wanted)
@@ -122,14 +105,14 @@ def create_column(
     describe(group, name, "factored")
     group.attrs["kind"] = kind
     group.attrs["shape"] = np.array(block.shape, np.int64)
-    group.attrs["dtype"] = dtype.name
+    group.attrs["dtype"] = name_of(dtype)
     for part, factor in factors.items():
         row, format_ = tuple(factor.shape[1:]), factor_dtype(factor, wanted)
         create(group, part, (n, *row), format_, row_chunks(n, block.n, row, format_.itemsize))
 
 
 def create_dense(
-    chain: h5py.Group, name: str, shape: Shape, dtype: np.dtype, batch: int
+    chain: h5py.Group, name: str, shape: Shape, dtype: torch.dtype, batch: int
 ) -> h5py.Dataset:
     """Create a data set (N, *shape) for rows that come `batch` at a time."""
     chunks = row_chunks(shape[0], batch, shape[1:], dtype.itemsize)
@@ -145,25 +128,28 @@ def describe(item: h5py.HLObject, name: str, representation: str) -> None:
     item.attrs["representation"] = representation
 
 
-def bind_column(item: h5py.HLObject, scratch: dict[torch.dtype, Tensor]) -> Column:
-    """Return the column that is there."""
-    if isinstance(item, h5py.Dataset):
-        return DenseColumn(item, scratch)
-    kind = str(item.attrs["kind"])
-    shape = tuple(int(s) for s in item.attrs["shape"])
-    return FactoredColumn(item, kind, shape, {name: item[name] for name in KINDS[kind]})
+def bind_column(
+    file: h5py.File, path: str, streams: Mapping[str, Stream], scratch: Scratch
+) -> Column:
+    """Return the column at `path`, by the streams of its data sets."""
+    if path in streams:
+        return DenseColumn(streams[path], scratch)
+    attributes = file[path].attrs
+    kind, shape = str(attributes["kind"]), tuple(int(s) for s in attributes["shape"])
+    own = {part: streams[f"{path}/{part}"] for part in KINDS[kind]}
+    return FactoredColumn(kind, shape, own, scratch)
 
 
-def unwritten_chunks(dataset: h5py.Dataset, start: int, stop: int) -> Iterator[Shape]:
-    """Yield the offsets of chunks that rows start:stop are the first to touch, but do not fill."""
-    shape, chunks = (stop, *dataset.shape[1:]), dataset.chunks
-    first = -(-start // chunks[0]) * chunks[0]
-    axes = [range(0, s, c) for s, c in zip(shape[1:], chunks[1:], strict=True)]
-    for offset in product(range(first, stop, chunks[0]), *axes):
-        if any(o + c > s for o, c, s in zip(offset, chunks, shape, strict=True)):
-            yield offset
+def _stored(values: Tensor, stream: Stream, scratch: Scratch) -> Tensor:
+    """Return `values` in the stored format, having counted what it is too small for."""
+    if values.dtype == stream.dtype:
+        return values
+    made = scratch.take(tuple(values.shape), stream.dtype, values.device).copy_(values)
+    lost = int((made.isinf() & values.isfinite()).sum())
+    stream.mark = replace(stream.mark, overflowed=stream.mark.overflowed + lost)
+    return made
 
 
-def _saves(block: Block, wanted: np.dtype) -> bool:
+def _saves(block: Block, wanted: torch.dtype) -> bool:
     found = factors_of(block)
     return found is not None and is_smaller(block, found[1], wanted)

@@ -4,69 +4,70 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import h5py
 import numpy as np
 from torch import Tensor
 
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage import integrity, scales
 from gradscope.storage.build import add_results
+from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
 from gradscope.storage.names import escape
 from gradscope.storage.plan import to_json
 from gradscope.storage.reader import open_file
+from gradscope.storage.relayout import ASIDE
 from gradscope.storage.sidecar import Paths
-from gradscope.storage.undo import undoable
+from gradscope.storage.slots import Slots
 
 
 def complete(
     paths: Paths,
     descriptor: int,
+    disk: Disk,
+    slots: Slots,
     results: Mapping[int, Mapping[str, Tensor]],
     certificate: Mapping[str, Any],
     norm_attributes: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Turn the closed `.part`, whose rows are all there, into the final file."""
-    with undoable(paths, descriptor, keep=True):
-        with editing(descriptor) as file:
-            for k, values in results.items():
-                add_results(file[f"chains/{k}"], values)
-            for name, attributes in norm_attributes.items():
-                for key, value in attributes.items():
-                    file[f"norms/{escape(name)}"].attrs[key] = float(value)
-            for table in integrity.TABLES:
-                for column in file[table].values():
-                    column.attrs["sha256"] = integrity.column_digest(column[()])
-            scales.attach_all(file)
-            file.attrs["certificate"] = to_json(certificate)
-            file.attrs["status"] = "complete"
-        _seal(paths, descriptor)
-        _verify(paths)
-        os.fsync(descriptor)
-    paths.part.replace(paths.final)  # from here on nothing is undone
-    paths.clear()
+    """Turn the `.part`, whose rows are all there, into the final file."""
+    rows = {path: s for path, s in slots.streams.items() if not path.startswith(f"/{ASIDE}/")}
+    with editing(descriptor) as file:
+        if ASIDE in file:
+            del file[ASIDE]
+        made = [pair for k in results for pair in add_results(file[f"chains/{k}"], results[k])]
+        for path, stream in rows.items():
+            if stream.mark.overflowed:
+                file[path].attrs["overflowed"] = stream.mark.overflowed
+        for name, attributes in norm_attributes.items():
+            for key, number in attributes.items():
+                file[f"norms/{escape(name)}"].attrs[key] = float(number)
+        for table in integrity.TABLES:
+            for column in file[table].values():
+                column.attrs["sha256"] = integrity.column_digest(column[()])
+        scales.attach_all(file)
+        file.attrs["certificate"] = to_json(certificate)
+        file.attrs["status"] = "complete"
+    for stream, value in made:
+        disk.write(stream.add(value))
+    disk.wait()
+    places = [s.place for s in rows.values()] + [s.place for s, _ in made if s.place.checked]
+    integrity.write_seal(descriptor, integrity.joined(places))
+    _verify(paths)
+    os.fsync(descriptor)
+    paths.part.replace(paths.final)
+    paths.progress.unlink(missing_ok=True)
     _sync_folder(paths)
 
 
-def _seal(paths: Paths, descriptor: int) -> None:
-    with h5py.File(paths.part, "r", locking=False) as file:
-        taken = integrity.extents(file)
-    integrity.write_seal(descriptor, taken)
-
-
 def _verify(paths: Paths) -> None:
-    """Open the file as a reader does, and read its tables and the ends of every array."""
+    """Open the file as a reader does, and read its tables and the end of every array."""
     try:
         with open_file(paths.part) as file:
-            for column in (file.samples, file.norms):
-                for name in column:
-                    np.asarray(column[name])
+            for name in file.norms:
+                np.asarray(file.norms[name])
             for chain in file.chains:
                 for array in chain.values():
-                    if chain.reduced:
-                        array[...]
-                    else:
-                        array[:1], array[-1:]
+                    array[-1:]
     except ResultFileError as error:
         raise OutputError(
             f"the file just written does not verify: {error.what}",

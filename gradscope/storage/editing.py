@@ -1,4 +1,4 @@
-"""How HDF5 writes to a result file: through a file object of ours.
+"""How HDF5 writes the structure of a result file: through a file object of ours.
 
 For two reasons. HDF5 fills what it allocates with zeros; written out, that would double the work,
 so the zeros become a hole in a sparse file, which reads the same (a chunk of zeros has the
@@ -10,7 +10,6 @@ the error is held back and raised when HDF5 is done.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import h5py
 import numpy as np
@@ -62,7 +61,7 @@ class DescriptorFile:
     def write(self, data: memoryview) -> int:
         """Write `data`, or leave a hole."""
         beyond = len(data) >= _HOLE and self._position >= self._end
-        if not beyond or np.frombuffer(data, np.uint8).any():
+        if not beyond or _is_any(data):
             self._write(data, self._position)
             self._end = max(self._end, self._position + len(data))
         self._position += len(data)
@@ -90,21 +89,20 @@ class DescriptorFile:
                 self.error = error
 
 
-def open_for_writing(descriptor: int, **options: Any) -> tuple[h5py.File, DescriptorFile]:
-    """Open the HDF5 file behind `descriptor`, or begin one in an empty file."""
-    behind = DescriptorFile(descriptor)
-    mode = "r+" if os.fstat(descriptor).st_size else "w"
-    return h5py.File(behind, mode, **options), behind
-
-
 @contextmanager
 def editing(descriptor: int) -> Iterator[h5py.File]:
-    """Open the HDF5 file behind `descriptor` for a change, and close it.
+    """Open the HDF5 file behind `descriptor`, or begin one in an empty file; and close it.
 
     Raises:
         OSError: Something could not be written.
     """
-    file, behind = open_for_writing(descriptor)
-    with file:
+    behind = DescriptorFile(descriptor)
+    with h5py.File(behind, "r+" if os.fstat(descriptor).st_size else "w") as file:
         yield file
     behind.check()
+
+
+def _is_any(data: memoryview) -> bool:
+    """Whether a byte is not zero."""
+    cut = len(data) // 8 * 8
+    return bool(np.frombuffer(data[:cut], np.uint64).any() or any(data[cut:]))

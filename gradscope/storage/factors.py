@@ -1,7 +1,8 @@
 """Blocks that are stored as their factors, and back.
 
 kind "outer": left (N, k, t, r) and right (N, k, t, c); kind "scatter": index (N, t) and
-rows (N, t, d). Half precision would round twice, so such factors are kept in float32.
+rows (N, t, d). Half precision would round twice, so such factors are kept in float32, except those
+that are bfloat16 themselves: they lose nothing, and everyone reads them as float32.
 """
 
 from math import prod
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
 from gradscope.errors import ResultFileError
-from gradscope.storage.layout import stored_dtype
+from gradscope.storage.formats import as_numpy, named, read_rows, stored_dtype
 
 AXES = {  # the axes' names after the sample axis
     "left": ("k", "t", "r"),
@@ -35,28 +36,30 @@ def factors_of(block: Block) -> tuple[str, dict[str, Tensor]] | None:
     return None
 
 
-def factor_dtype(factor: Tensor, wanted: np.dtype) -> np.dtype:
+def factor_dtype(factor: Tensor, wanted: torch.dtype) -> torch.dtype:
     """Return the number format a factor is stored in."""
     if not factor.is_floating_point() and not factor.is_complex():
-        return np.dtype(np.int64)
+        return torch.int64
     dtype = stored_dtype(factor.dtype, wanted)
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    kept = dtype.itemsize > 2 or dtype == factor.dtype == torch.bfloat16
+    return dtype if kept else torch.float32
 
 
-def is_smaller(block: Block, factors: dict[str, Tensor], wanted: np.dtype) -> bool:
+def is_smaller(block: Block, factors: dict[str, Tensor], wanted: torch.dtype) -> bool:
     """Whether the factors take fewer bytes a sample than the dense rows."""
     sizes = [prod(f.shape[1:]) * factor_dtype(f, wanted).itemsize for f in factors.values()]
     return sum(sizes) < prod(block.shape) * stored_dtype(block.dtype, wanted).itemsize
 
 
 def stored_rows(group: h5py.Group, rows: slice) -> np.ndarray:
-    """Return the dense rows (n, *shape) of a factored group, computed in its factors' dtype.
+    """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype.
 
     Raises:
         ResultFileError: A scatter's index points outside its table.
     """
     kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
-    first, second = (torch.from_numpy(group[name][rows]) for name in KINDS[kind])
+    read = (read_rows(group[name], rows.start, rows.stop) for name in KINDS[kind])
+    first, second = (torch.from_numpy(factor) for factor in read)
     block: Block
     if kind == "outer":
         block = OuterBlock(first, second, shape)
@@ -68,6 +71,4 @@ def stored_rows(group: h5py.Group, rows: slice) -> np.ndarray:
                 remedy="The file is damaged; compute it again.",
             )
         block = ScatterBlock(first, second, shape[0])
-    with np.errstate(over="ignore"):  # float16's infinity is the answer, as in dense storage
-        dense: np.ndarray = block.dense().numpy().astype(str(group.attrs["dtype"]), copy=False)
-    return dense
+    return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))

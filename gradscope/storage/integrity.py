@@ -14,13 +14,12 @@ extents followed by all bytes before the seal that lie in none of them.
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 
-from gradscope.errors import ResultFileError
+from gradscope.storage.places import Place
 
 TABLES = ("samples", "norms")
 _PIECE = 2**22
@@ -28,46 +27,9 @@ _MAGIC = b"gradseal"
 _TAIL = struct.Struct("<q32s8s")
 
 
-def datasets(file: h5py.File) -> Iterator[h5py.Dataset]:
-    """Yield every data set."""
-    pending: list[h5py.Group] = [file]
-    while pending:
-        for item in pending.pop().values():
-            if isinstance(item, h5py.Group):
-                pending.append(item)
-            else:
-                yield item
-
-
-def chunk_extents(dataset: h5py.Dataset) -> np.ndarray:
-    """Return (m, 2) int64: each chunk's offset in the file and stored size.
-
-    Raises:
-        ResultFileError: The chunks are not one for each place of the grid, with its checksum.
-    """
-    found: list[tuple[int, ...]] = []
-    dataset.id.chunk_iter(
-        lambda c: found.append((c.byte_offset, c.size, c.filter_mask, *c.chunk_offset))
-    )
-    table = np.array(found, np.int64).reshape(-1, 3 + dataset.ndim)
-    places = table[:, 3:] // np.array(dataset.chunks)
-    grid = -(-np.array(dataset.shape) // np.array(dataset.chunks))
-    whole = len(table) == grid.prod() and ((places >= 0) & (places < grid)).all()
-    if not whole or len(np.unique(places, axis=0)) != len(table) or table[:, 2].any():
-        raise ResultFileError(f"chunks of {dataset.name} are missing or unchecked")
-    return table[:, :2]
-
-
-def extents(file: h5py.File) -> np.ndarray:
-    """Return (m, 2) int64, sorted and joined: offset and size of the bytes the seal leaves out."""
-    parts = [np.empty((0, 2), np.int64)]
-    for dataset in datasets(file):
-        if dataset.chunks is not None:
-            parts.append(chunk_extents(dataset))
-        elif dataset.name.split("/")[1] in TABLES:
-            place, size = dataset.id.get_offset(), dataset.id.get_storage_size()
-            parts.append(np.array([[place, size]], np.int64))
-    together = np.concatenate(parts)
+def joined(places: Sequence[Place]) -> np.ndarray:
+    """Return (m, 2) int64: offset and size of all bytes at `places`, neighbours together."""
+    together = np.concatenate([np.empty((0, 2), np.int64), *(place.extents for place in places)])
     together = together[np.argsort(together[:, 0])]
     ends = together.sum(1)
     first = np.flatnonzero(np.r_[True, together[1:, 0] != ends[:-1]][: len(together)])
@@ -106,7 +68,15 @@ def is_intact(path: Path) -> bool | None:
         if count < 0 or end < 0:
             return False
         table = os.pread(descriptor, 16 * count, end)
-        return bool(_digest(descriptor, table, end) == digest)
+        return _is_sound(table, end) and _digest(descriptor, table, end) == digest
+
+
+def _is_sound(table: bytes, size: int) -> bool:
+    """Whether the extents lie in the file one after the other, so that reading them ends."""
+    starts, lengths = np.frombuffer(table, "<i8").reshape(-1, 2).T
+    if not ((starts >= 0) & (lengths >= 0) & (starts <= size) & (lengths <= size)).all():
+        return False
+    return bool((starts + lengths <= np.append(starts[1:], size)).all())
 
 
 def _digest(descriptor: int, table: bytes, size: int) -> bytes:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import DTypeLike
+import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
+from gradscope.storage.formats import name_of
 
 Layout = Literal["auto", "dense", "factored"]
 States = Mapping[str, Mapping[str, Tensor]]
@@ -49,7 +49,7 @@ class FilePlan:
     n: int
     parameters: dict[str, tuple[int, ...]]
     chains: tuple[ChainPlan, ...]
-    dtype: DTypeLike = np.float32
+    dtype: torch.dtype = torch.float32
     layout: Layout = "auto"
 
     @property
@@ -61,7 +61,7 @@ class FilePlan:
                 "samples": self.n,
                 "parameters": self.parameters,
                 "chains": [chain.text for chain in self.chains],
-                "dtype": np.dtype(self.dtype).name,
+                "dtype": name_of(self.dtype),
                 "layout": self.layout,
             },
         }

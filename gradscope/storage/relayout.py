@@ -1,49 +1,82 @@
-"""Giving a parameter whose blocks change their structure during a run a dense layout."""
+"""Giving a parameter whose blocks change their structure during a run a dense layout.
 
-from pathlib import PurePosixPath
+The old factors stay in the file, aside, until it is completed: should the run be stopped before
+the change is recorded, they are still needed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 import h5py
-import numpy as np
+import torch
 
 from gradscope.blocks.base import TILE_BYTES
 from gradscope.storage.columns import create_dense
+from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
 from gradscope.storage.factors import stored_rows
-from gradscope.storage.layout import write_rows
+from gradscope.storage.formats import named
 from gradscope.storage.names import unescape
-from gradscope.storage.sidecar import Paths
-from gradscope.storage.undo import undoable
+from gradscope.storage.slots import Slots, bind
+from gradscope.storage.stream import Stream
 
-_ASIDE = "replaced"
+ASIDE = "replaced"
 
 
 def make_dense(
-    paths: Paths, descriptor: int, columns: list[str], completed: int, batch: int
-) -> None:
-    """Rewrite the factored groups `columns` of the closed `.part` as dense data sets."""
-    with undoable(paths, descriptor):
-        with editing(descriptor) as file:
-            aside = file.create_group(_ASIDE)
-            for k, column in enumerate(columns):
-                file.move(column, f"{aside.name}/{k}")
-                _create(file, column, aside[str(k)], batch)
-        with editing(descriptor) as file:
-            for k, column in enumerate(columns):
-                _copy(file[f"{_ASIDE}/{k}"], file[column], completed)
-            del file[_ASIDE]
+    part: Path,
+    descriptor: int,
+    disk: Disk,
+    slots: Slots,
+    columns: Sequence[str],
+    completed: int,
+    batch: int,
+) -> Slots:
+    """Make the factored groups `columns` dense data sets.
+
+    Args:
+        part: The unfinished file.
+        descriptor: The same, open.
+        disk: What writes to it.
+        slots: Its places now.
+        columns: The paths of the groups.
+        completed: The rows that are there already.
+        batch: The rows of a batch.
+
+    Returns:
+        The places from now on.
+    """
+    for path, stream in slots.streams.items():
+        if path.startswith(tuple(f"{column}/" for column in columns)):
+            disk.write(stream.held_back())
+    disk.wait()
+    with editing(descriptor) as file:
+        moved = {column: _move(file, column, batch) for column in columns}
+        made = bind(file)
+        made.return_to({path: m for path, m in slots.marks.items() if path in made.streams})
+    with h5py.File(part, "r", locking=False) as file:
+        for column, aside in moved.items():
+            _copy(file[aside], made.streams[column], completed, disk)
+        disk.wait()
+    return made
 
 
-def _create(file: h5py.File, column: str, old: h5py.Group, batch: int) -> None:
-    place = PurePosixPath(column)
+def _move(file: h5py.File, column: str, batch: int) -> str:
+    """Put a factored group aside, create a dense data set in its place; return where it went."""
+    place, aside = PurePosixPath(column), file.require_group(ASIDE)
+    moved = f"{aside.name}/{len(aside)}"
+    file.move(column, moved)
+    old = file[moved]
     n = next(iter(old.values())).shape[0]
     shape = (n, *(int(s) for s in old.attrs["shape"]))
-    chain, dtype = file[str(place.parent)], np.dtype(str(old.attrs["dtype"]))
-    create_dense(chain, unescape(place.name), shape, dtype, batch)
+    dtype = named(str(old.attrs["dtype"]))
+    create_dense(file[str(place.parent)], unescape(place.name), shape, dtype, batch)
+    return moved
 
 
-def _copy(old: h5py.Group, new: h5py.Dataset, completed: int) -> None:
-    row = max(1, new.dtype.itemsize * int(np.prod(new.shape[1:])))
-    together = new.chunks[0] if new.chunks else 1
-    step = max(1, TILE_BYTES // row // together) * together
+def _copy(old: h5py.Group, new: Stream, completed: int, disk: Disk) -> None:
+    row = max(1, new.place.size // new.shape[0])
+    step = max(1, TILE_BYTES // row // new.together) * new.together
     for at in range(0, completed, step):
-        write_rows(new, at, stored_rows(old, slice(at, min(at + step, completed))))
+        rows = stored_rows(old, slice(at, min(at + step, completed)))
+        disk.write(new.add(torch.from_numpy(rows).to(new.dtype)))

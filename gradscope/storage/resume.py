@@ -8,13 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
-
 from gradscope.errors import OutputError, ResultFileError
-from gradscope.storage import integrity, undo
-from gradscope.storage.editing import editing
-from gradscope.storage.layout import write_rows
 from gradscope.storage.plan import FilePlan
 from gradscope.storage.reader import open_file
 from gradscope.storage.sidecar import Paths, Progress
@@ -50,7 +44,7 @@ def is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> b
         ) from error
     _check_same(found, plan.identity, paths.final)
     if not paths.part.exists():
-        paths.clear()  # left by a kill right after the file took its place
+        paths.progress.unlink(missing_ok=True)  # left by a kill right after the file took its place
     return True
 
 
@@ -71,40 +65,12 @@ def start(
         )
     progress = Progress.load(paths.progress) if unfinished and resume else None
     if progress is None:
-        paths.clear()
+        paths.progress.unlink(missing_ok=True)
         os.ftruncate(descriptor, 0)
         return None
     _check_same(progress.identity, plan.identity, paths.part)
-    undo.restore(paths, descriptor)
-    mend(paths, descriptor, progress.completed)
+    progress.structure.put_back(descriptor)
     return progress
-
-
-def mend(paths: Paths, descriptor: int, completed: int) -> None:
-    """Make the chunks valid that hold rows on both sides of `completed`.
-
-    A kill can cut the writing of a chunk short, so that its checksum is wrong. The complete rows
-    in it are the same before and after that write; the others are set to zero.
-    """
-    with h5py.File(paths.part, "r", locking=False) as file:
-        torn = [
-            (dataset.name, chunk.byte_offset, chunk.size)
-            for dataset in integrity.datasets(file)
-            if dataset.chunks is not None and completed % dataset.chunks[0]
-            for chunk in [_chunk_at(dataset, completed)]
-        ]
-    if not torn:
-        return
-    places = np.array([place for _, *place in torn], np.int64)
-    with undo.undoable(paths, descriptor, places), editing(descriptor) as file:
-        for name, *_ in torn:
-            _mend_chunk(file[name], completed)
-
-
-def clear_chunk(dataset: h5py.Dataset, offset: tuple[int, ...]) -> None:
-    """Set a chunk to zeros, whose checksum is zero, without reading what is there."""
-    size = int(np.prod(dataset.chunks)) * dataset.dtype.itemsize
-    dataset.id.write_direct_chunk(offset, bytes(size + 4))
 
 
 @contextmanager
@@ -141,21 +107,6 @@ def _busy(part: Path) -> OutputError:
         where=str(part),
         remedy="Wait for it to end, or choose another name.",
     )
-
-
-def _chunk_at(dataset: h5py.Dataset, row: int) -> Any:
-    """Return the place of the chunk that holds `row`; a chunk of several rows holds all axes."""
-    rows = dataset.chunks[0]
-    return dataset.id.get_chunk_info_by_coord((row // rows * rows, *[0] * (dataset.ndim - 1)))
-
-
-def _mend_chunk(dataset: h5py.Dataset, completed: int) -> None:
-    first = completed // dataset.chunks[0] * dataset.chunks[0]
-    offset = (first, *[0] * (dataset.ndim - 1))
-    _, data = dataset.id.read_direct_chunk(offset)
-    values = np.frombuffer(data[:-4], dataset.dtype).reshape(dataset.chunks)
-    clear_chunk(dataset, offset)
-    write_rows(dataset, first, np.ascontiguousarray(values[: completed - first]))
 
 
 def _check_same(found: Any, wanted: Any, path: Path) -> None:

@@ -4,48 +4,41 @@
 parameters share them. A factored group has its own scales k, t, r, c or t, d. They hold no data.
 """
 
+from collections.abc import Iterator
+
 import h5py
 
 from gradscope.storage.factors import AXES
+from gradscope.storage.places import datasets
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable. "  # netCDF-4's own marker
 
 
 def attach_all(file: h5py.File) -> None:
-    """Name every axis of every data set under /samples, /norms and /chains."""
-    for table in ("samples", "norms"):
-        for dataset in file[table].values():
-            _attach(dataset, 0, _scale(file, "sample", dataset.shape[0]))
-    for chain in file["chains"].values():
-        for item in chain.values():
-            if isinstance(item, h5py.Dataset):
-                _attach_array(file, item, first=0 if chain.attrs["reduced"] else 1)
-            else:
-                _attach_factors(file, item)
+    """Name every axis of every data set."""
+    reduced = {k for k, chain in file["chains"].items() if chain.attrs["reduced"]}
+    made: dict[str, h5py.Dataset] = {}
+    for path, dataset in list(datasets(file)):
+        for axis, name in enumerate(_axes(path, dataset.shape, reduced)):
+            if name not in made:
+                made[name] = _create(file, name, dataset.shape[axis])
+            h5py.h5ds.attach_scale(dataset.id, made[name].id, axis)
 
 
-def _attach_array(file: h5py.File, dataset: h5py.Dataset, first: int) -> None:
-    for axis, size in enumerate(dataset.shape):
-        name = "sample" if axis < first else f"axis{axis - first}_{size}"
-        _attach(dataset, axis, _scale(file, name, size))
+def _axes(path: str, shape: tuple[int, ...], reduced: set[str]) -> Iterator[str]:
+    """Yield the path of each axis's scale."""
+    room, *parts = path.strip("/").split("/")
+    has_samples = room != "chains" or parts[0] not in reduced
+    if has_samples:
+        yield "/sample"
+    if len(parts) == 3:  # factors
+        yield from (f"{path.removesuffix(parts[2])}{axis}" for axis in AXES[parts[2]])
+    else:
+        yield from (f"/axis{k}_{size}" for k, size in enumerate(shape[has_samples:]))
 
 
-def _attach_factors(file: h5py.File, group: h5py.Group) -> None:
-    for part in [name for name in group if name in AXES]:
-        dataset = group[part]
-        _attach(dataset, 0, _scale(file, "sample", dataset.shape[0]))
-        for axis, name in enumerate(AXES[part], start=1):
-            _attach(dataset, axis, _scale(group, name, dataset.shape[axis]))
-
-
-def _scale(group: h5py.Group, name: str, size: int) -> h5py.Dataset:
-    if name in group:
-        return group[name]
+def _create(file: h5py.File, path: str, size: int) -> h5py.Dataset:
     # track_order lets the list of attached data sets grow beyond 64 KB (4,085 of them)
-    scale = group.create_dataset(name, (size,), ">f4", track_order=True)
+    scale = file.create_dataset(path, (size,), ">f4", track_order=True)
     scale.make_scale(f"{_NO_VARIABLE}{size:10d}")
     return scale
-
-
-def _attach(dataset: h5py.Dataset, axis: int, scale: h5py.Dataset) -> None:
-    dataset.dims[axis].attach_scale(scale)

@@ -1,14 +1,14 @@
-"""Small files beside `OUT.h5.part`, replaced as a whole, so that they are always one or the other.
+"""The record beside `OUT.h5.part` of what is complete, replaced as a whole: the old or the new.
 
-`OUT.h5.part.progress` says how many rows are complete and holds the reducers' states at that
-moment; `OUT.h5.part.undo` holds bytes of the `.part` that are about to be changed. Both are
-numpy's npz, whose members carry checksums.
+`OUT.h5.part.progress` holds everything a run needs to go on that is not in whole chunks of rows:
+how many rows are complete, those of them that do not fill a chunk yet, the reducers' states, and
+the file's structure. It is numpy's npz, whose members carry checksums.
 """
 
 import json
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import OutputError
-from gradscope.storage.layout import as_numpy
-from gradscope.storage.plan import States
+from gradscope.storage.formats import as_numpy
+from gradscope.storage.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,6 @@ class Paths:
         """What is complete in it."""
         return self._beside(".part.progress")
 
-    @property
-    def undo(self) -> Path:
-        """Bytes to put back if a change to it was not finished."""
-        return self._beside(".part.undo")
-
-    def clear(self) -> None:
-        """Remove the files beside `.part`."""
-        self.undo.unlink(missing_ok=True)
-        self.progress.unlink(missing_ok=True)
-
     def _beside(self, suffix: str) -> Path:
         return self.final.with_name(self.final.name + suffix)
 
@@ -60,40 +50,55 @@ class Progress:
         completed: The number of rows in the file.
         identity: `FilePlan.identity` of the run.
         states: The reducers' states after these rows.
+        tails: uint8, by the path of a data set: the rows that do not fill a chunk yet.
+        overflowed: By the path of a data set: numbers too large for its format.
+        structure: The file's structure.
     """
 
     completed: int
     identity: dict[str, Any]
     states: dict[str, dict[str, Tensor]]
+    tails: Mapping[str, np.ndarray]
+    overflowed: Mapping[str, int]
+    structure: Structure
 
     @classmethod
     def load(cls, path: Path) -> "Progress | None":
-        """Read a progress file; None when there is none."""
-        loaded = load(path)
+        """Read a progress file; None when there is none.
+
+        Raises:
+            OutputError: The file is damaged.
+        """
+        loaded = _load(path)
         if loaded is None:
             return None
         header, arrays = loaded
         states: dict[str, dict[str, Tensor]] = {owner: {} for owner in header["owners"]}
-        for (owner, key), array in zip(header["keys"], arrays, strict=True):
-            states[owner][key] = torch.from_numpy(array)
-        return cls(header["completed"], header["identity"], states)
+        for owner, key in header["keys"]:
+            states[owner][key] = torch.from_numpy(arrays.pop(0))
+        tails = {name: arrays.pop(0) for name in header["tails"]}
+        structure = Structure(header["size"], *arrays)
+        counts = header["overflowed"]
+        return cls(header["completed"], header["identity"], states, tails, counts, structure)
+
+    def save(self, path: Path) -> None:
+        """Replace the progress file, durably."""
+        keys = [(owner, key) for owner, state in self.states.items() for key in state]
+        header = {
+            "completed": self.completed,
+            "identity": self.identity,
+            "owners": list(self.states),
+            "keys": keys,
+            "tails": list(self.tails),
+            "overflowed": self.overflowed,
+            "size": self.structure.size,
+        }
+        states = (as_numpy(self.states[owner][key]) for owner, key in keys)
+        structure = (self.structure.pieces, self.structure.data)
+        _save(path, header, [*states, *self.tails.values(), *structure])
 
 
-def save_progress(
-    path: Path, completed: int, identity: dict[str, Any], states: States | None
-) -> None:
-    """Replace the progress file, durably."""
-    keys = [(owner, key) for owner, state in (states or {}).items() for key in state]
-    header = {
-        "completed": completed,
-        "identity": identity,
-        "owners": list(states or {}),
-        "keys": keys,
-    }
-    save(path, header, [as_numpy((states or {})[owner][key]) for owner, key in keys])
-
-
-def save(path: Path, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+def _save(path: Path, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write header and arrays to `path`, which is replaced only when they are on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     members = {f"a{k}": array for k, array in enumerate(arrays)}
@@ -107,12 +112,8 @@ def save(path: Path, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> No
         temporary.unlink(missing_ok=True)
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[np.ndarray]] | None:
-    """Return header and arrays, or None when the file does not exist.
-
-    Raises:
-        OutputError: The file is damaged.
-    """
+def _load(path: Path) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+    """Return header and arrays, or None when the file does not exist."""
     try:
         with np.load(path, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))

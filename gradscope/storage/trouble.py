@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
 from gradscope.storage.signals import deferred
 
@@ -25,9 +24,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         with deferred():
             yield
-    except torch.OutOfMemoryError:  # blocks may be computed as they are written
-        raise
     except (OSError, RuntimeError) as error:  # h5py raises both
+        if isinstance(error, RuntimeError) and is_shortage(error):
+            raise  # blocks may be computed as they are written
         number = _number(error)
         if number in _FULL:
             what = "the disk is full, or a limit on the file's size is reached"

@@ -1,31 +1,29 @@
 """Writing a result file: `OUT.h5.part` first, which becomes `OUT.h5` when complete and verified."""
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import h5py
-import torch
 from torch import Tensor
 
 from gradscope.errors import OutputError
 from gradscope.storage import complete
 from gradscope.storage import resume as resuming
 from gradscope.storage.build import build
-from gradscope.storage.columns import Column, bind_column, unwritten_chunks
-from gradscope.storage.editing import DescriptorFile, editing, open_for_writing
-from gradscope.storage.layout import CACHE_BYTES, as_numpy, write_rows
-from gradscope.storage.names import escape, unescape
+from gradscope.storage.commits import Commits, Kept
+from gradscope.storage.disk import Disk
+from gradscope.storage.editing import editing
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.relayout import make_dense
-from gradscope.storage.sidecar import Paths, Progress, save_progress
+from gradscope.storage.sidecar import Paths, Progress
+from gradscope.storage.slots import Slots, bind
+from gradscope.storage.structure import Structure
 from gradscope.storage.trouble import check_space, writing
 
-COMMIT_SECONDS = 1.0
-COMMIT_SHARE = 20  # a commit may take one part in so many of the time
 KEEP_BYTES = 2**26  # states up to this size are copied with every batch, for a stop in between
 
 
@@ -54,7 +52,7 @@ def open_writer(
         folder = paths.final.parent
         raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
     if resuming.is_done(paths, plan, overwrite=overwrite, resume=resume):
-        yield Writer(paths, plan, -1, Progress(plan.n, plan.identity, {}), done=True)
+        yield Writer.of_complete(paths, plan)
         return
     with ExitStack() as stack:
         with writing(paths.final):
@@ -74,27 +72,24 @@ class Writer:
     """
 
     def __init__(
-        self,
-        paths: Paths,
-        plan: FilePlan,
-        descriptor: int,
-        found: Progress | None,
-        done: bool = False,
+        self, paths: Paths, plan: FilePlan, descriptor: int, found: Progress | None
     ) -> None:
-        self.completed = 0 if found is None else found.completed
-        self.states = {} if found is None else found.states
-        self._paths, self._plan, self._descriptor = paths, plan, descriptor
-        self._identity = plan.identity
-        self._resumed, self._done, self._broken = found is not None, done, False
-        self._committed = self.completed
-        self._last_commit, self._commit_cost = time.monotonic(), 0.0
-        self._kept: States | None = self.states
-        self._file: h5py.File | None = None
-        self._behind: DescriptorFile | None = None
-        self._tables: dict[str, h5py.Dataset] = {}
-        self._norms: dict[str, h5py.Dataset] = {}
-        self._columns: list[dict[str, Column]] = []
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.completed = found.completed if found else 0
+        self.states = found.states if found else {}
+        self._paths, self._plan, self._descriptor, self._found = paths, plan, descriptor, found
+        self._disk = Disk(descriptor)
+        self._commits = Commits(paths, descriptor, plan.identity, self.completed)
+        self._slots: Slots | None = None
+        self._structure = found.structure if found else None
+        self._kept = Kept(self.completed, self.states)
+        self._done = False
+
+    @classmethod
+    def of_complete(cls, paths: Paths, plan: FilePlan) -> "Writer":
+        """Return a writer that has nothing left to do."""
+        writer = cls(paths, plan, -1, None)
+        writer.completed, writer._done = plan.n, True
+        return writer
 
     def append(self, rows: Rows, states: States | None = None) -> None:
         """Write one batch.
@@ -114,15 +109,19 @@ class Writer:
                 f"{self._plan.n} samples",
                 where=str(self._paths.final),
             )
-        with self._writing():
-            if self._file is None:
-                self._open(rows)
-            self._fit(rows)
-            self._write(rows)
+        with writing(self._paths.final):
+            slots = self._ready(rows)
+            try:
+                slots = self._fit(slots, rows)
+                slots.write(rows, self._disk)
+            except BaseException:
+                self._go_back()
+                raise
             self.completed += n
-            self._kept = _copied(states)
-            if self._due():
-                self._commit(states)
+            self._kept = Kept(self.completed, _copied(states or {}), slots.marks)
+            last = self.completed == self._plan.n and self._kept.states is None
+            if self._commits.are_due() or last:
+                self._commit(states or {})
 
     def finish(
         self,
@@ -148,135 +147,93 @@ class Writer:
                 where=str(self._paths.part),
                 remedy="Go on with --resume.",
             )
-        with self._writing():
-            self._close_file()
+        if self._commits.are_due():
+            self._commit_kept()
+        with self._commits.trusting():
             complete.complete(
-                self._paths, self._descriptor, results, certificate, norm_attributes or {}
+                self._paths,
+                self._descriptor,
+                self._disk,
+                self._ready(None),
+                results,
+                certificate,
+                norm_attributes or {},
             )
         self._done = True
 
     def close(self) -> None:
         """Keep what is complete for `resume`; remove the file when that is nothing."""
-        if self._done:
-            return
-        if not self._broken:
-            with suppress(OutputError), self._writing():  # the last commit still stands
-                if self._is_kept and self._committed < self.completed:
-                    self._commit(self._kept)
-        with suppress(OSError, RuntimeError):
-            self._close_file()
-        if self._committed == 0:
-            self._paths.clear()
+        if not self._done and self._commits.trusted:
+            with suppress(OutputError):  # the last commit still stands
+                self._commit_kept()
+        self._disk.close()
+        if not self._done and self._commits.completed == 0:
+            self._paths.progress.unlink(missing_ok=True)
             self._paths.part.unlink(missing_ok=True)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            with writing(self._paths.final):
-                yield
-        except OutputError:
-            self._broken = True
-            raise
-
-    @property
-    def _is_kept(self) -> bool:
-        return self._kept is not _NOT_KEPT
-
-    def _open(self, rows: Rows) -> None:
-        if not self._resumed and os.fstat(self._descriptor).st_size == 0:
+    def _ready(self, rows: Rows | None) -> Slots:
+        """Find the places of everything; the first batch lays them out."""
+        if self._slots is not None:
+            return self._slots
+        if self._found is None:
+            assert rows is not None  # there is a first batch
+            os.ftruncate(self._descriptor, 0)
             with editing(self._descriptor) as file:
                 build(file, self._plan, rows)
+                slots = bind(file)
+            self._structure = Structure.of(self._descriptor, slots.extents)
             check_space(self._paths.part)
-        self._bind()
+        else:
+            with h5py.File(self._paths.part, "r", locking=False) as file:
+                slots = bind(file)
+            slots.start_at(self.completed, self._found.tails, self._found.overflowed)
+        self._slots = slots
+        self._kept = replace(self._kept, marks=slots.marks)
+        return slots
 
-    def _bind(self) -> None:
-        """Open the file; its data sets stay open, so that partly filled chunks stay in memory."""
-        file, self._behind = open_for_writing(self._descriptor, rdcc_nbytes=CACHE_BYTES)
-        self._file = file
-        self._tables = dict(file["samples"].items())
-        self._norms = {unescape(name): dataset for name, dataset in file["norms"].items()}
-        self._columns = [
-            {
-                unescape(name): bind_column(item, self._scratch)
-                for name, item in file["chains"][str(k)].items()
-            }
-            for k in range(len(self._plan.chains))
-        ]
-
-    def _fit(self, rows: Rows) -> None:
+    def _fit(self, slots: Slots, rows: Rows) -> Slots:
         """Give parameters whose blocks have changed their structure a dense layout."""
-        changed = [
-            f"/chains/{k}/{escape(name)}"
-            for k, gradients in enumerate(rows.chains)
-            for name, block in (gradients or {}).items()
-            if not self._columns[k][name].fits(block)
-        ]
+        changed = slots.misfits(rows)
         if not changed:
-            return
-        self._close_file()
-        make_dense(self._paths, self._descriptor, changed, self.completed, len(rows.index))
-        check_space(self._paths.part)
-        self._bind()
+            return slots
+        try:
+            made = make_dense(
+                self._paths.part,
+                self._descriptor,
+                self._disk,
+                slots,
+                changed,
+                self.completed,
+                len(rows.index),
+            )
+            check_space(self._paths.part)
+        except BaseException:
+            assert self._structure is not None  # there are slots
+            self._structure.put_back(self._descriptor)
+            raise
+        self._slots, self._structure = made, Structure.of(self._descriptor, made.extents)
+        self._kept = replace(self._kept, marks=made.marks)
+        return made
 
-    def _write(self, rows: Rows) -> None:
-        for table, columns in ((self._tables, rows.samples), (self._norms, rows.norms)):
-            if set(table) != set(columns):
-                raise OutputError(
-                    f"this batch has the columns {sorted(columns)}, the first {sorted(table)}",
-                    where=str(self._paths.part),
-                )
-            for name, column in columns.items():
-                write_rows(table[name], self.completed, as_numpy(column, table[name].dtype))
-        for chain, gradients in zip(self._columns, rows.chains, strict=True):
-            for name, block in (gradients or {}).items():
-                chain[name].write(self.completed, block, self._prepare)
-        assert self._behind is not None
-        self._behind.check()
+    def _go_back(self) -> None:
+        """Forget a batch that was not written to its end."""
+        with suppress(OSError):
+            self._disk.wait()
+        if self._slots is not None:
+            self._slots.return_to(self._kept.marks)
 
-    def _prepare(self, dataset: h5py.Dataset, start: int, stop: int) -> None:
-        """After a kill, chunks beyond the complete rows may be cut short: never read them."""
-        if self._resumed and dataset.chunks is not None:
-            for offset in unwritten_chunks(dataset, start, stop):
-                resuming.clear_chunk(dataset, offset)
+    def _commit_kept(self) -> None:
+        if self._commits.completed < self._kept.completed and self._kept.states is not None:
+            self._commit(self._kept.states)
 
-    def _due(self) -> bool:
-        if self.completed == self._plan.n:
-            return True
-        passed = time.monotonic() - self._last_commit
-        return passed >= max(COMMIT_SECONDS, COMMIT_SHARE * self._commit_cost)
-
-    def _commit(self, states: States | None) -> None:
-        """Make the rows durable, then say so."""
-        begin = time.monotonic()
-        self._flush()
-        os.fsync(self._descriptor)
-        save_progress(self._paths.progress, self.completed, self._identity, states)
-        self._committed = self.completed
-        self._last_commit = time.monotonic()
-        self._commit_cost = self._last_commit - begin
-
-    def _flush(self) -> None:
-        if self._file is not None and self._behind is not None:
-            self._file.flush()
-            self._behind.check()
-
-    def _close_file(self) -> None:
-        file, behind = self._file, self._behind
-        self._file, self._behind = None, None
-        self._tables, self._norms, self._columns = {}, {}, []
-        if file is not None and behind is not None:
-            file.close()
-            behind.check()
+    def _commit(self, states: States) -> None:
+        assert self._structure is not None  # there are rows
+        self._commits.make(self._kept, states, self._structure)
 
 
-_NOT_KEPT: States = {}
-
-
-def _copied(states: States | None) -> States | None:
-    """Return a copy of the states, or `_NOT_KEPT` where they are large."""
-    if states is None:
-        return None
+def _copied(states: States) -> States | None:
+    """Return a copy of the states, or None where they are large."""
     size = sum(t.nbytes for state in states.values() for t in state.values())
     if size > KEEP_BYTES:
-        return _NOT_KEPT
+        return None
     return {owner: {k: t.clone() for k, t in state.items()} for owner, state in states.items()}

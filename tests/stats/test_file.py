@@ -19,7 +19,7 @@ def write(path, file):
         n=file.n,
         parameters=file.parameters,
         chains=(ChainPlan("identity", False),),
-        dtype=np.float64,
+        dtype=torch.float64,
     )
     with open_writer(path, plan) as writer:
         for rows in (slice(0, file.n // 3), slice(file.n // 3, None)):

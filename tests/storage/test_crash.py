@@ -11,6 +11,8 @@ import pytest
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import OutputError
 from gradscope.storage import Writer, integrity, open_file, open_writer
+from gradscope.storage.places import datasets, place_of
+from gradscope.storage.slots import bind
 from tests.storage.example import BATCH, DATA, PLAN, N, gradients, load, names, rows, same, write
 
 
@@ -20,7 +22,7 @@ def test_appending_changes_no_structure(tmp_path: Path) -> None:
     def structure() -> list[bytes]:
         part = tmp_path / "o.h5.part"
         with h5py.File(part, "r", locking=False) as file:
-            taken = integrity.extents(file)
+            taken = bind(file).extents
         data = part.read_bytes()
         return [data[a:b] for a, b in integrity.gaps(taken, len(data))]
 
@@ -29,32 +31,30 @@ def test_appending_changes_no_structure(tmp_path: Path) -> None:
         first = structure()
         for start in range(16, 96, BATCH):
             writer.append(rows(start, start + BATCH))
-        writer._commit({})
         assert structure() == first and len(b"".join(first)) > 10_000
 
 
 @pytest.mark.parametrize("size", [BATCH, 7])
-def test_a_chunk_cut_short_by_a_kill_is_mended(tmp_path: Path, size: int) -> None:
-    """What a kill leaves of a chunk: complete rows as they were, anything after them."""
+def test_only_whole_chunks_of_complete_rows_are_needed(tmp_path: Path, size: int) -> None:
+    """A kill may leave anything in the other chunks, and in the structure."""
     write(tmp_path / "whole.h5")
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "o.h5", stop_at=32)
     part = tmp_path / "o.h5.part"
+    data, kept = part.read_bytes(), []
     with h5py.File(part, "r", locking=False) as file:
-        places = [(d, [c.byte_offset for c in _chunks(d)]) for d in integrity.datasets(file)]
-        tails = []
-        for dataset, offsets in places:
-            if dataset.chunks is not None:
-                row = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
-                for k, offset in enumerate(offsets):
-                    kept = min(max(0, 32 - k * dataset.chunks[0]), dataset.chunks[0])
-                    if kept < dataset.chunks[0]:
-                        tails.append((offset + kept * row, offset + dataset.chunks[0] * row + 4))
-    data = bytearray(part.read_bytes())
-    for start, stop in tails:
-        data[start:stop] = b"\xa5" * (stop - start)
-    part.write_bytes(data)
-    assert len(tails) > 5
+        for _, dataset in datasets(file):
+            place, row = place_of(dataset), dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
+            if place.checked:
+                count = 32 // dataset.chunks[0] if dataset.chunks[0] > 1 else len(place.offsets)
+                kept += place.extents[:count].tolist()
+            else:
+                kept.append((int(place.offsets[0]), 32 * row))
+    spoilt = bytearray(b"\xa5" * len(data))
+    for start, length in kept:
+        spoilt[start : start + length] = data[start : start + length]
+    assert len(kept) > 5
+    part.write_bytes(spoilt + b"more")
     write(tmp_path / "o.h5", size=size, resume=True)
     found, wanted = load(tmp_path / "o.h5"), load(tmp_path / "whole.h5")
     if size == BATCH:
@@ -63,32 +63,8 @@ def test_a_chunk_cut_short_by_a_kill_is_mended(tmp_path: Path, size: int) -> Non
         np.testing.assert_array_equal(found[key], wanted[key])
 
 
-def _chunks(dataset: h5py.Dataset) -> list[h5py.h5d.StoreInfo]:
-    if dataset.chunks is None:
-        return []
-    found: list[h5py.h5d.StoreInfo] = []
-    dataset.id.chunk_iter(found.append)
-    return sorted(found, key=lambda c: c.chunk_offset)
-
-
 class _StoppedError(Exception):
     """In place of a kill: nothing of ours runs afterwards."""
-
-
-def test_a_kill_while_a_chunk_is_mended_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "whole.h5")
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "o.h5", stop_at=32)
-    _without_clean_up(monkeypatch)
-    with monkeypatch.context() as patch, pytest.raises(_StoppedError):
-        patch.setattr("gradscope.storage.resume.write_rows", _raise)
-        write(tmp_path / "o.h5", resume=True)
-    assert "o.h5.part.undo" in names(tmp_path)
-    monkeypatch.undo()
-    write(tmp_path / "o.h5", resume=True)
-    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +78,11 @@ def test_a_stop_while_finishing_loses_nothing(
     write(tmp_path / "whole.h5")
     with monkeypatch.context() as patch:
         if not cleanly:
-            _without_clean_up(patch)
+            _commit_always(patch)
+            patch.setattr(Writer, "close", lambda writer: writer._disk.close())
         patch.setattr(f"gradscope.storage.{step}", _raise)
         with pytest.raises(_StoppedError):
             write(tmp_path / "o.h5")
-    assert ("o.h5.part.undo" in names(tmp_path)) is not cleanly
     with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
         assert writer.completed == N
     write(tmp_path / "o.h5", resume=True)
@@ -118,9 +94,9 @@ def _raise(*_: object, **__: object) -> None:
     raise _StoppedError
 
 
-def _without_clean_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("gradscope.storage.undo.restore", lambda *_: None)
-    patch.setattr(Writer, "close", Writer._close_file)
+def _commit_always(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("gradscope.storage.commits.COMMIT_SECONDS", 0.0)
+    patch.setattr("gradscope.storage.commits.COMMIT_SHARE", 0)
 
 
 def test_a_stop_after_a_change_of_layout(tmp_path: Path) -> None:
@@ -140,10 +116,10 @@ _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from gradscope.blocks import DenseBlock
-from gradscope.storage import writer
+from gradscope.storage import commits
 from tests.storage.example import gradients, write
 
-writer.COMMIT_SECONDS, writer.COMMIT_SHARE = 0.0, 0
+commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0
 random.seed(int(sys.argv[2]))
 
 def make(start, stop):
@@ -185,7 +161,7 @@ _FULL = """
 import os, resource, signal, sys
 from pathlib import Path
 from gradscope.errors import OutputError
-from gradscope.storage import open_writer, writer as module
+from gradscope.storage import commits as module, open_writer
 from tests.storage.example import PLAN, batches, rows, write
 
 module.COMMIT_SECONDS, module.COMMIT_SHARE = 0.0, 0

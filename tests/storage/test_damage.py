@@ -38,23 +38,40 @@ def test_a_flipped_byte_anywhere_is_an_error(tmp_path: Path, good: bytes) -> Non
             assert same(found, wanted), f"byte {at}"
 
 
-def test_a_flipped_byte_in_a_row_harms_only_its_chunk(tmp_path: Path, good: bytes) -> None:
+@pytest.mark.parametrize(
+    ("parameter", "part"), [("w", ""), ("emb", "/rows"), ("layer.weight", "/left")]
+)
+def test_a_flipped_byte_in_a_row_harms_only_its_chunk(
+    tmp_path: Path, good: bytes, parameter: str, part: str
+) -> None:
     path = tmp_path / "o.h5"
     path.write_bytes(good)
-    wanted = load(path)["chains/0/w"]
+    wanted = load(path)[f"chains/0/{parameter}"]
     with h5py.File(path) as file:
-        dataset = file["chains/0/w"]
+        dataset = file[f"chains/0/{parameter}{part}"]
         rows = dataset.chunks[0]
-        place = dataset.id.get_chunk_info_by_coord((0, 0, 0)).byte_offset
+        place = dataset.id.get_chunk_info(0).byte_offset
     data = bytearray(good)
     data[place + 5] ^= 4
     path.write_bytes(data)
     with open_file(path) as file:
         with pytest.raises(ResultFileError, match="data are damaged") as caught:
-            file.chains[0]["w"][0]
-        assert "/chains/0/w" in str(caught.value)
-        if rows < file.n:
-            np.testing.assert_array_equal(file.chains[0]["w"][rows:], wanted[rows:])
+            file.chains[0][parameter][0]
+        assert f"/chains/0/{parameter}" in str(caught.value)
+        np.testing.assert_array_equal(file.chains[0][parameter][rows:], wanted[rows:])
+
+
+def test_a_seal_whose_table_claims_petabytes_is_refused_at_once(
+    tmp_path: Path, good: bytes
+) -> None:
+    path, count = tmp_path / "o.h5", int.from_bytes(good[-48:-40], "little")
+    for k in range(2 * count):
+        for byte in (6, 7):
+            data = bytearray(good)
+            data[-48 - 16 * count + 8 * k + byte] ^= 0x81
+            path.write_bytes(data)
+            with pytest.raises(ResultFileError, match="changed"):
+                open_file(path)
 
 
 def _missing(path: Path, good: bytes) -> None:

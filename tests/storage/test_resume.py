@@ -46,8 +46,8 @@ def test_states_too_large_to_copy_are_kept_from_the_last_commit(
     path, total = tmp_path / "o.h5", torch.zeros(3)
     with pytest.raises(KeyboardInterrupt), open_writer(path, PLAN) as writer:
         for start, seconds in ((0, 0.0), (16, 60.0)):  # the second batch is not committed
-            monkeypatch.setattr("gradscope.storage.writer.COMMIT_SECONDS", seconds)
-            monkeypatch.setattr("gradscope.storage.writer.COMMIT_SHARE", 0)
+            monkeypatch.setattr("gradscope.storage.commits.COMMIT_SECONDS", seconds)
+            monkeypatch.setattr("gradscope.storage.commits.COMMIT_SHARE", 0)
             writer.append(rows(start, start + 16), {"chain:1": {"n": total}})
             total += 1
         raise KeyboardInterrupt
@@ -117,7 +117,7 @@ OTHERS: list[tuple[FilePlan, str]] = [
     (replace(PLAN, fingerprint={"checkpoint": "c1", "options": {"seed": 4}}), "options.seed is 3"),
     (replace(PLAN, fingerprint={"checkpoint": "c1"}), "options is {'seed': 3}"),
     (replace(PLAN, n=99), "stored.samples is 100 there, 99 here"),
-    (replace(PLAN, dtype=np.float64), "stored.dtype is 'float32' there, 'float64' here"),
+    (replace(PLAN, dtype=torch.float64), "stored.dtype is 'float32' there, 'float64' here"),
 ]
 
 

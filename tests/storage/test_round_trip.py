@@ -145,7 +145,9 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
 def test_number_formats(tmp_path: Path, stored: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     made = torch.randn(9, 3, 4, dtype=dtype, generator=generator)
-    plan = FilePlan({}, {}, {}, 9, {"w": (3, 4)}, (ChainPlan("identity", False),), stored)
+    plan = FilePlan(
+        {}, {}, {}, 9, {"w": (3, 4)}, (ChainPlan("identity", False),), getattr(torch, stored)
+    )
     found = Gradients({"w": DenseBlock(made)})
     at = torch.arange(9)
     with open_writer(tmp_path / "o.h5", plan) as writer:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.storage import open_writer
-from gradscope.storage.editing import DescriptorFile
+from gradscope.storage import disk, open_writer
 from gradscope.storage.signals import deferred
+from gradscope.storage.stream import Piece
 from tests.storage.example import PLAN, load, rows, same, write
 
 
@@ -45,18 +45,18 @@ def test_ctrl_c_within_a_write_keeps_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "whole.h5")
-    plain = DescriptorFile._write
+    plain = disk._write_run
 
-    def interrupted(self: DescriptorFile, data: memoryview, position: int) -> None:
+    def interrupted(descriptor: int, run: list[Piece]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        plain(self, data, position)
+        plain(descriptor, run)
 
     with (
         pytest.raises(KeyboardInterrupt),
         open_writer(tmp_path / "o.h5", PLAN) as writer,
         monkeypatch.context() as patch,
     ):
-        patch.setattr(DescriptorFile, "_write", interrupted)
+        patch.setattr(disk, "_write_run", interrupted)
         writer.append(rows(0, 16), writer.states)
     with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
         assert writer.completed == 16
