@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope import chains
 from gradscope.blocks import Gradients
-from gradscope.chains import Chain, bind
+from gradscope.chains import Chain, bind, binding
 from gradscope.transforms import Vector
 from tests.blocks.test_blocks import dense, kept, outer, scatter, summed
 
@@ -119,6 +118,6 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rows], None]:
 
     def put(values: Rows) -> None:
         vector = Vector({k: torch.from_numpy(np.asarray(v)) for k, v in values.items()}, "stored")
-        monkeypatch.setattr(chains, "stored_vector", lambda reference: vector)
+        monkeypatch.setattr(binding, "stored_vector", lambda reference: vector)
 
     return put

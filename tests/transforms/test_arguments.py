@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradscope import chains
-from gradscope.chains import bind
+from gradscope.chains import bind, binding
 from gradscope.errors import SpecError
 from gradscope.transforms import Scope, Vector, transforms
 from tests.transforms.rows import Rows, everything, run, stored
@@ -110,7 +110,7 @@ def test_first_passes_of_different_vectors_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A quoted argument may hold the sign that parts stages."""
-    monkeypatch.setattr(chains, "stored_vector", lambda reference: Vector({}, reference))
+    monkeypatch.setattr(binding, "stored_vector", lambda reference: Vector({}, reference))
     texts = [f'precondition:with="v.h5:square | mean{tail}" | center' for tail in ("", " | abs")]
     waiting = chains.waiting([bind(text) for text in texts])
     assert list(waiting) == [text.replace("center", "mean") for text in texts]
