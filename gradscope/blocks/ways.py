@@ -6,11 +6,12 @@ cost model decides. What was chosen depends on the machine, and in the last digi
 answer; a stopped run that goes on therefore adopts what was chosen before.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -87,6 +88,18 @@ def choices() -> tuple[Choice, ...]:
 def adopt(found: Iterable[Choice]) -> None:
     """Choose from now on as an earlier process did."""
     _chosen.update({choice.request: choice for choice in found})
+
+
+def stored() -> dict[str, Tensor]:
+    """Return all choices so far as a tensor of bytes, to be stored beside what they led to."""
+    text = json.dumps([asdict(choice) for choice in _chosen.values()])
+    return {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def restored(state: Mapping[str, Tensor]) -> tuple[Choice, ...]:
+    """Return the choices that `stored` gave."""
+    text = bytes(state["json"].cpu().tolist()).decode()
+    return tuple(Choice(**choice) for choice in json.loads(text))
 
 
 @contextmanager
