@@ -18,14 +18,19 @@ def layer_norm(site: Site) -> Block:
 
 @node_rules.register("NativeGroupNormBackward0")
 def group_norm(site: Site) -> Block:
-    """Group normalisation: channels on axis 1, statistics for each sample and group."""
+    """Group normalisation: channels on axis 1, statistics for each sample and group.
+
+    Σₜ b (x − mean) rstd = rstd (Σₜ b x − mean Σₜ b), as torch's own kernel takes it.
+    """
     if site.slot == 2:
         return _channels(site, site.gradient)
     values, groups = site.saved("input"), site.saved("group")
-    grouped = values.reshape(values.shape[0], groups, -1)
+    shift, product = (
+        t.flatten(2).sum(2).unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
+        for t in (site.gradient, site.gradient * values)
+    )
     mean, rstd = (site.saved(k).reshape(-1, groups, 1) for k in ("result1", "result2"))
-    standard = ((grouped - mean) * rstd).reshape(values.shape)
-    return _channels(site, site.gradient * standard)
+    return _channels(site, ((product - mean * shift) * rstd).flatten(1))
 
 
 @node_rules.register("NativeBatchNormBackward0")
