@@ -22,6 +22,7 @@ from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_deterministic, require_independent
 from gradscope.core.problem import Problem
+from gradscope.core.scalar import summed
 from gradscope.errors import CertificateError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -241,9 +242,8 @@ def _total_gradient(losses: Tensor, problem: Problem) -> Mapping[str, Tensor]:
     if not losses.requires_grad:
         return {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
     gradients = torch.autograd.grad(
-        losses,
+        summed(losses),
         parameters,
-        grad_outputs=torch.ones_like(losses),
         allow_unused=True,
         materialize_grads=True,
     )

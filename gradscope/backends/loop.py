@@ -10,6 +10,7 @@ from gradscope.backends.base import Evaluate, backends, refusing
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
+from gradscope.core.scalar import summed
 
 
 @backends.register("loop")
@@ -42,9 +43,8 @@ def one_sample(problem: Problem, sample: Batch) -> tuple[Tensor, dict[str, Tenso
         return loss, {k: torch.zeros_like(p) for k, p in problem.parameters.items()}
     with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
         gradients = torch.autograd.grad(
-            losses,
+            summed(losses),
             list(problem.parameters.values()),
-            grad_outputs=torch.ones_like(losses),  # also where the caller is under no_grad
             allow_unused=True,
             materialize_grads=True,
         )

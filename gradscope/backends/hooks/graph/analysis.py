@@ -19,6 +19,7 @@ from gradscope.backends.hooks.graph.axes import (
     support,
 )
 from gradscope.backends.hooks.graph.trace import Trace
+from gradscope.core.scalar import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 
 Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
@@ -209,12 +210,9 @@ def _layouts(
 def _single_loss_gradients(
     trace: Trace, outputs: list[Output], sample: int
 ) -> tuple[Tensor | None, ...]:
-    one_hot = torch.zeros_like(trace.losses)
-    one_hot[sample] = 1
     edges = [internals.edge(trace.nodes[node], output) for node, output in outputs]
-    return torch.autograd.grad(
-        trace.losses, edges, grad_outputs=one_hot, retain_graph=True, allow_unused=True
-    )
+    loss = summed(trace.losses[sample : sample + 1])
+    return torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
 
 
 def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:

@@ -9,6 +9,7 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Output
 from gradscope.backends.hooks.graph.axes import OwnedAxis, owned
 from gradscope.backends.hooks.graph.trace import Trace
+from gradscope.core.scalar import summed
 from gradscope.errors import UnsupportedError
 
 
@@ -23,9 +24,8 @@ def gradients_at(
         weights: (n,).
     """
     gradients = torch.autograd.grad(
-        trace.losses,
+        summed(trace.losses, weights),
         [internals.edge(trace.nodes[node], output) for node, output in outputs],
-        grad_outputs=weights,
         retain_graph=True,
         allow_unused=True,
     )
