@@ -34,7 +34,7 @@ FLOORS = {
 }
 
 HOMES = {
-    "h5py": {"storage"},
+    "h5py": {"storage", "sources"},  # result files; and data of the user's, in data_hdf5
     "rich": {"report"},
     "typer": {"cli"},
     "matplotlib": {"report"},

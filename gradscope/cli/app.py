@@ -11,10 +11,15 @@ from typing import Annotated
 
 import typer
 
+from gradscope.cli.check import check
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
+from gradscope.cli.export import export
+from gradscope.cli.init import init
 from gradscope.cli.listing import list_
+from gradscope.cli.merge import merge
 from gradscope.cli.stats import stats
+from gradscope.cli.streams import written
 from gradscope.errors import GradscopeError
 
 app = typer.Typer(
@@ -24,9 +29,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(init)
+app.command()(check)
 app.command()(compute)
+app.command()(merge)
 app.command()(compare)
 app.command()(stats)
+app.command()(export)
 app.command("list")(list_)
 
 
@@ -38,7 +47,8 @@ def main() -> None:
     """Run the command line and exit with the code of DESIGN's table."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app()
+        with written():
+            app()
     except GradscopeError as error:
         from gradscope.report.console import console
         from gradscope.report.errors import render_error

@@ -20,6 +20,8 @@ def compare(
     dataset: options.Data = None,
     config: options.Config = None,
     model: options.Model = None,
+    key: options.Key = None,
+    unsafe_pickle: options.UnsafePickle = None,
     loss: options.Loss = None,
     backends: Annotated[
         str | None,
@@ -54,6 +56,8 @@ def compare(
         checkpoint=checkpoint,
         dataset=dataset,
         model=model,
+        key=key,
+        unsafe_pickle=unsafe_pickle,
         loss=loss,
         backends=None if backends is None else [b.strip() for b in backends.split(",")],
         parameters=parameters,

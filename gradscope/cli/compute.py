@@ -1,5 +1,6 @@
 """`gradscope compute`: a checkpoint and a data set in, a result file out."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradscope.cli import options
+from gradscope.core.shards import this_worker
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
+    from gradscope.core.shards import Worker
+    from gradscope.core.spec import RunSpec
     from gradscope.pipeline import Job
     from gradscope.stats import RunReport
 
@@ -25,6 +29,8 @@ def compute(
     ] = None,
     config: options.Config = None,
     model: options.Model = None,
+    key: options.Key = None,
+    unsafe_pickle: options.UnsafePickle = None,
     loss: options.Loss = None,
     transform: Annotated[
         list[str] | None,
@@ -41,7 +47,16 @@ def compute(
     ] = None,
     parameters: options.Parameters = None,
     samples: options.Samples = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Only part I, from 0, of N; workers of torchrun take theirs by themselves.",
+        ),
+    ] = None,
     batch_size: options.BatchSize = None,
+    memory: options.Memory = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     mode: options.Mode = None,
@@ -51,6 +66,14 @@ def compute(
         str | None,
         typer.Option(
             "--layout", metavar="auto|dense|factored", help="How rows are stored [dense]."
+        ),
+    ] = None,
+    compression: Annotated[
+        str | None,
+        typer.Option(
+            "--compression",
+            metavar="gzip|zstd|blosc2[:LEVEL]",
+            help="Compress rows [they are stored as they are].",
         ),
     ] = None,
     verify: Annotated[
@@ -90,23 +113,29 @@ def compute(
     dry_run: options.DryRun = False,
 ) -> None:
     """Compute per-sample gradients, transform them, and write an HDF5 file."""
+    worker = None if shard is not None else this_worker(os.environ)
     spec = options.run_spec(
         config,
         checkpoint=checkpoint,
         dataset=dataset,
         model=model,
+        key=key,
+        unsafe_pickle=unsafe_pickle,
         loss=loss,
         transform=transform,
         backend=backend,
         parameters=parameters,
         samples=samples,
+        shard=shard if worker is None else str(worker.shard),
         batch_size=batch_size,
+        memory=memory,
         dtype=dtype,
         device=device,
         mode=mode,
         seed=seed,
         compile=compile,
         layout=layout,
+        compression=compression,
         labels=labels,
         coupling=coupling,
         nonfinite=nonfinite,
@@ -116,6 +145,10 @@ def compute(
         raise SpecError("no result file is named", remedy="Give -o OUT.h5, or --dry-run.")
     if resume and overwrite:
         raise SpecError("--resume and --overwrite contradict each other", remedy="Give one.")
+    if worker is not None:
+        spec = _of_worker(spec, worker)
+        resume = resume or worker.restarted
+        quiet = quiet or worker.shard.index > 0
     from gradscope.pipeline import prepare
 
     job = prepare(spec)
@@ -123,28 +156,50 @@ def compute(
         _plan(job, output, json)
         return
     assert output is not None
+    output = job.place(output)
+    _check_room(job, output, overwrite=overwrite, quiet=quiet or json)
     report = _run(job, output, resume=resume, overwrite=overwrite, quiet=quiet or json)
     _show(report, json, quiet)
-    if report.nonfinite:
+    if report.nonfinite and job.shard is None:  # of shards, merge says so: others wait for these
         raise typer.Exit(NONFINITE)
+
+
+def _of_worker(spec: "RunSpec", worker: "Worker") -> "RunSpec":
+    """Give a worker its own GPU."""
+    device = worker.device(spec.compute.device)
+    compute = spec.compute.model_copy(update={"device": device})
+    return spec.model_copy(update={"compute": compute})
+
+
+def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> None:
+    """Before a large run, say what it will write; refuse what does not fit."""
+    from gradscope.pipeline import preflight
+    from gradscope.report.console import console
+    from gradscope.report.plan import render_room
+
+    room = preflight(job, output, overwrite=overwrite)
+    if room is not None and not quiet:
+        render_room(room, console(stderr=True))
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
     from gradscope.pipeline import start
     from gradscope.report.progress import track
 
-    finished = 0
+    run = None
     try:
         with start(job, output, resume=resume, overwrite=overwrite) as run:
-            finished = run.writer.completed
-            total = len(job.rows) - finished
+            if not quiet:
+                for note in run.notes:
+                    typer.echo(note, err=True)
+            total = len(job.rows) - run.writer.completed
             for batch in track(run.remaining(), total, quiet=quiet):
                 run.add(batch)
-                finished += len(batch)
             return run.finish()
     except Exception:
         raise
     except BaseException:  # Ctrl-C or SIGTERM
+        finished = 0 if run is None else run.writer.completed
         if not finished:
             typer.echo("stopped before the first batch was finished; nothing was written", err=True)
         else:
@@ -167,6 +222,7 @@ def _plan(job: "Job", output: Path | None, json: bool) -> None:
         options.print_json(found.to_json())
     else:
         render_plan(found, console())
+    found.room.require(output or Path.cwd())
 
 
 def _show(report: "RunReport", json: bool, quiet: bool) -> None:

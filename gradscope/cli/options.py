@@ -9,7 +9,8 @@ import typer
 from gradscope.core.spec import RunSpec, resolve
 
 Checkpoint = Annotated[
-    Path | None, typer.Argument(show_default=False, help="A file with the model's weights.")
+    Path | None,
+    typer.Argument(show_default=False, help="A file with the model's weights, or its folder."),
 ]
 Data = Annotated[
     Path | None,
@@ -22,7 +23,25 @@ Config = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="FILE.py:FACTORY", help="A function that returns the model."),
+    typer.Option(
+        "--model",
+        metavar="FILE.py:FACTORY",
+        help="A function that returns the model; or checkpoint: the model that CHECKPOINT holds.",
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key", metavar="KEY", help="Where in CHECKPOINT the weights are, such as ema.module."
+    ),
+]
+UnsafePickle = Annotated[
+    bool | None,
+    typer.Option(
+        "--unsafe-pickle/--no-unsafe-pickle",
+        show_default=False,
+        help="Load CHECKPOINT even if it can execute code: pickled objects, programs.",
+    ),
 ]
 Loss = Annotated[
     str | None,
@@ -46,6 +65,14 @@ Samples = Annotated[
 ]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", help="Samples computed at a time.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="What a run may take beside model and data, such as 2GB; it sets the batch size.",
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -94,6 +121,8 @@ def run_spec(config: Path | None, **flags: Any) -> RunSpec:
 
 _PLACES = {
     "checkpoint": ("checkpoint", "path"),
+    "key": ("checkpoint", "key"),
+    "unsafe_pickle": ("checkpoint", "unsafe_pickle"),
     "dataset": ("dataset", "path"),
     "model": ("model", "factory"),
     "mode": ("model", "mode"),
@@ -107,11 +136,14 @@ _PLACES = {
             "transform",
             "parameters",
             "samples",
+            "shard",
             "batch_size",
+            "memory",
             "dtype",
             "device",
             "seed",
             "layout",
+            "compression",
             "labels",
             "coupling",
             "nonfinite",

@@ -1,18 +1,46 @@
-"""`gradscope stats`: what is in a result file."""
+"""`gradscope stats`: what is in a result file, what changed between two, how a training went."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradscope.cli import options
+from gradscope.errors import SpecError
+
+if TYPE_CHECKING:
+    from gradscope.stats import Difference, History, Summary
+
+_HISTORY = ".jsonl"
 
 
 def stats(
-    file: Annotated[Path, typer.Argument(metavar="OUT.h5", help="A result file.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="OUT.h5 [OTHER.h5]",
+            help="A result file, two to compare, or the history of a training (*.jsonl).",
+        ),
+    ],
     top: Annotated[
         int, typer.Option("--top", metavar="K", min=1, help="How many samples to list.")
     ] = 10,
+    nearest: Annotated[
+        int | None,
+        typer.Option("--nearest", metavar="I", help="List the neighbours of sample I."),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", metavar="RATE", help="The learning rate, for a batch size."),
+    ] = None,
+    clip: Annotated[
+        list[float] | None,
+        typer.Option("--clip", metavar="NORM", help="Say how many samples it clips; repeatable."),
+    ] = None,
+    rows: Annotated[
+        bool,
+        typer.Option("--rows/--no-rows", help="Whether to read the stored gradients."),
+    ] = True,
     json: options.Json = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw to a png, svg or pdf.")
@@ -21,23 +49,55 @@ def stats(
         Path | None, typer.Option("--html", metavar="FILE", help="Write one page with everything.")
     ] = None,
 ) -> None:
-    """Summarise a result file: norms, parameters, the samples with the largest gradients."""
-    from gradscope.report.console import console
-    from gradscope.report.stats import render_stats
-    from gradscope.stats import summarize
-    from gradscope.storage import open_file
-
-    with open_file(file) as opened:
-        summary = summarize(opened, top=top)
+    """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
+    found = _found(files, top, nearest, lr, clip or [], rows)
     if plot is not None:
         from gradscope.report.plots import plot_stats
 
-        plot_stats(summary, plot)
+        plot_stats(found, plot)
     if html is not None:
         from gradscope.report.html import write_html
 
-        write_html(summary, html)
+        write_html(found, html)
     if json:
-        options.print_json(summary.to_json())
+        options.print_json(found.to_json())
     else:
-        render_stats(summary, console())
+        from gradscope.report.console import console
+        from gradscope.report.results import render
+
+        render(found, console())
+
+
+def _found(
+    files: list[Path],
+    top: int,
+    nearest: int | None,
+    lr: float | None,
+    clip: list[float],
+    rows: bool,
+) -> "Summary | Difference | History":
+    asked = [
+        name
+        for name, value in (("--nearest", nearest), ("--lr", lr), ("--clip", clip or None))
+        if value is not None
+    ]
+    history = any(file.suffix == _HISTORY for file in files)
+    if len(files) > 2 or (history and len(files) > 1):
+        raise SpecError(
+            f"{len(files)} files were given",
+            remedy="Give one result file, two to compare, or one history (*.jsonl).",
+        )
+    if asked and (history or len(files) == 2):
+        raise SpecError(f"{asked[0]} is for one result file", remedy="Leave it out.")
+    from gradscope.stats import difference, read_history, summarize
+    from gradscope.storage import open_file
+
+    if history:
+        return read_history(files[0])
+    with open_file(files[0]) as first:
+        if len(files) == 1:
+            return summarize(
+                first, top=top, learning_rate=lr, clip=clip, nearest=nearest, rows=rows
+            )
+        with open_file(files[1]) as second:
+            return difference(first, second, top=top, rows=rows)

@@ -78,7 +78,7 @@ def _cuda_peak(device: torch.device, result: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _resident_peak(device: torch.device, result: list[int]) -> Iterator[None]:
-    _release_freed_memory()
+    release_freed_memory()
     start = _resident()
     if start is None:
         yield
@@ -94,7 +94,7 @@ def _resident_peak(device: torch.device, result: list[int]) -> Iterator[None]:
         result.append(max(0, peak - start))
 
 
-def _release_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Give freed memory back to the system, or reusing it would not show (glibc only)."""
     try:
         ctypes.CDLL(None).malloc_trim(0)

@@ -48,8 +48,17 @@ def combined(problems: list[SpecError]) -> SpecError:
     unique = list({(p.where, p.what): p for p in problems}.values())
     if len(unique) == 1:
         return unique[0]
-    lines = [f"{p.where}: {p.what}. {p.remedy}" for p in unique]
-    return SpecError(f"{len(lines)} settings are wrong:", remedy="\n".join(lines))
+    return SpecError(
+        f"{len(unique)} settings are wrong:", remedy="\n".join(map(_in_one_line, unique))
+    )
+
+
+def _in_one_line(problem: SpecError) -> str:
+    """Return an error as a line of a list; a remedy that is a picture stands below it."""
+    place = "" if problem.where is None else f"{problem.where}: "
+    remedy = problem.remedy or ""
+    between = "\n" if "\n" in remedy else " "
+    return f"{place}{problem.what}.{between}{remedy}".rstrip()
 
 
 def _complaint(

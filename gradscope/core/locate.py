@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from gradscope.core.batch import Batch
+from gradscope.core.hints import hint
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, ModelError
 
@@ -32,10 +34,14 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def user_code(model: nn.Module) -> Iterator[None]:
-    """Turn what the user's model or loss raises into a `ModelError` that names the layer.
+def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
+    """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
 
     Running out of memory is not the model's fault and passes through unchanged.
+
+    Args:
+        model: Whose layers there are.
+        batch: What it is given.
     """
     try:
         yield
@@ -44,8 +50,9 @@ def user_code(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         if is_shortage(error):
             raise
+        sample, remedy = hint(error, batch)
         raise ModelError(
             f"the model or its loss raised {first_line(error)}",
-            where=layer_of(error, model),
-            remedy="Check that the data fit the model: shapes, dtypes and the order of inputs.",
+            where=", ".join(filter(None, (layer_of(error, model), sample))) or None,
+            remedy=remedy,
         ) from error

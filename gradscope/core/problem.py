@@ -108,7 +108,7 @@ class Problem:
             ModelError: The model or the loss raised.
         """
         statistics = self._frozen_statistics()
-        with self._scratch_state(), statistics, torch.enable_grad(), user_code(self.model):
+        with self._scratch_state(), statistics, torch.enable_grad(), user_code(self.model, batch):
             return self._checked(self._raw(self.model, batch), len(batch))
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -142,7 +142,8 @@ class Problem:
             RefusedError: The model cannot be copied.
         """
         try:
-            model = copy.deepcopy(self.model)
+            with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
+                model = copy.deepcopy(self.model)
         except Exception as error:  # deepcopy runs the user's code
             if is_shortage(error):
                 raise
@@ -150,7 +151,8 @@ class Problem:
                 f"the model cannot be copied for the cross-check in {dtype}: {error}",
                 remedy="Give the model a working __deepcopy__, or switch verification off.",
             ) from error
-        for p in model.parameters():
+        for p, own in zip(model.parameters(), self.model.parameters(), strict=True):
+            p.requires_grad_(own.requires_grad)
             p.grad = None
         # .to would drop the imaginary parts of complex tensors
         model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
@@ -214,7 +216,8 @@ class Problem:
                 yield
         finally:
             for module, buffers in owners:
-                module._buffers.update(buffers)
+                for key, value in buffers.items():  # a TorchScript module's table has no update
+                    module._buffers[key] = value
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from gradscope.core.grammar import Stage, arguments
 from gradscope.errors import SpecError
 
 REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
+HELD = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)

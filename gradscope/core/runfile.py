@@ -18,6 +18,7 @@ from gradscope.errors import SpecError
 MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
 
 _PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
+_PATH_TABLES = (("dataset", "files"), ("dataset", "tokenizer"))
 _REFERENCES = (("model", "factory"), ("loss", "name"))
 
 
@@ -154,6 +155,13 @@ def _anchored(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
                 table[key] = f"{base / file}{str(value)[len(file) :]}"
         elif str(value):
             table[key] = base / value
+    for section, key in _PATH_TABLES:
+        table = result.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), Mapping):
+            table[key] = {
+                name: base / value if isinstance(value, str | Path) and str(value) else value
+                for name, value in table[key].items()
+            }
     return result
 
 

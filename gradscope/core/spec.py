@@ -5,99 +5,18 @@
 Nothing is loaded here, and torch is not imported.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from gradscope.core import settings
 from gradscope.core.complaints import combined, complaints
 from gradscope.core.grammar import Stage
-from gradscope.core.references import REFERENCE_FORMS, function_of, parse_loss, split_reference
+from gradscope.core.references import HELD, REFERENCE_FORMS, function_of, parse_loss
 from gradscope.core.runfile import gather, merge
-from gradscope.errors import SpecError
-
-_SAMPLES = re.compile(r"([0-9]{0,18}):([0-9]{0,18})")
-
-
-def parse_samples(text: str) -> slice:
-    """Return the slice that "A:B", "A:", ":B" or ":" stands for, counted from 0.
-
-    Raises:
-        SpecError: It has another form, or B is not beyond A.
-    """
-    match = _SAMPLES.fullmatch(text)
-    start, stop = (int(n) if n else None for n in match.groups()) if match else (0, 0)
-    if stop is not None and stop <= (start or 0):
-        raise SpecError(
-            f"found {text!r}",
-            where="samples",
-            remedy="Accepted: A:B with 0 ≤ A < B, from sample A up to, not including, sample B.",
-        )
-    return slice(start, stop)
-
-
-def _path(value: Any) -> Path:
-    text = str(value) if isinstance(value, str | Path) else ""
-    text.encode()  # a UnicodeEncodeError is a ValueError: the run is recorded as UTF-8
-    if not text or "\0" in text:
-        raise ValueError("not a path")
-    return Path(text)
-
-
-def _reference(value: str) -> str:
-    _as_value_error(split_reference, value)
-    return value
-
-
-def _loss(value: str) -> str:
-    if function_of(value) is None and value.partition(":")[0].endswith(".py"):
-        raise ValueError("a file without a function")
-    return value
-
-
-def _samples(value: str) -> str:
-    _as_value_error(parse_samples, value)
-    return value
-
-
-def _as_value_error(check: Any, value: str) -> None:
-    try:
-        check(value)
-    except SpecError as error:
-        raise ValueError(error.what) from error
-
-
-def _shape(value: tuple[int, ...]) -> tuple[int, ...]:
-    if 0 in value or value.count(-1) > 1:
-        raise ValueError("not a shape")
-    return value
-
-
-def _recordable(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(value, default=str)  # dates are written as text
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    return value
-
-
-def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(value)) < len(value):
-        raise ValueError("repeated")
-    return value
-
-
-_Text = Annotated[str, Field(strict=True, min_length=1)]
-_Path = Annotated[Path, PlainValidator(_path)]
-_Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]
-_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Shape = Annotated[tuple[_Size, ...], AfterValidator(_shape)]
-_Dtype = Literal["float32", "float64", "float16", "bfloat16"]
-_Integer = Literal["bool", "uint8", "int8", "int16", "int32", "int64"]
-_ArrayDtype = _Dtype | _Integer | Literal["complex64", "complex128"]
+from gradscope.core.settings import parse_samples as parse_samples
 
 
 class _Section(BaseModel):
@@ -107,10 +26,11 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """Which model: a function of the user's that returns an nn.Module."""
 
-    factory: Annotated[_Text, AfterValidator(_reference)] = Field(
-        description=f"{REFERENCE_FORMS}, a function that returns the model (--model)"
+    factory: settings.Reference = Field(
+        description=f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model "
+        "that the checkpoint itself holds (--model)"
     )
-    kwargs: Annotated[dict[_Text, Any], AfterValidator(_recordable)] = Field(
+    kwargs: settings.Table = Field(
         default={}, description="a table of the factory's keyword arguments"
     )
     mode: Literal["eval", "train"] = Field(default="eval", description="eval or train (--mode)")
@@ -119,35 +39,98 @@ class ModelSpec(_Section):
 class CheckpointSpec(_Section):
     """Which weights."""
 
-    path: _Path = Field(description="the path of a file with the weights (CHECKPOINT)")
+    path: settings.SomePath = Field(
+        description="the path of a file with the weights, or of the folder that holds it "
+        "(CHECKPOINT)"
+    )
+    key: settings.Text | None = Field(
+        default=None, description='where in it the weights are, such as "ema.module" (--key)'
+    )
+    unsafe_pickle: settings.Switch = Field(
+        default=False,
+        description="true or false: the file may execute code as it is loaded (--unsafe-pickle)",
+    )
 
 
 class DatasetSpec(_Section):
     """Which arrays of which file, and how they are made into tensors."""
 
-    path: _Path = Field(
-        description="the path of a data file, or of a dataset spec ending in .toml (DATASET)"
+    path: settings.SomePath = Field(
+        description="the path of a data file or folder, of a dataset spec ending in .toml, or "
+        "FILE.py:FACTORY, a function that returns a torch Dataset (DATASET)"
     )
-    inputs: Annotated[tuple[_Text, ...] | dict[_Text, _Text], Field(min_length=1)] = Field(
+    kwargs: settings.Table = Field(
+        default={}, description="a table of the keyword arguments of FILE.py:FACTORY"
+    )
+    files: dict[settings.Text, settings.SomePath] = Field(
+        default={}, description="a table from an array's name to another file that holds it"
+    )
+    columns: dict[settings.Text, settings.Text | settings.Texts] = Field(
+        default={},
+        description="a table from an array's name to a column, or to a list of columns that stand "
+        'side by side in it, such as ["age", "pixel*", "table[0:3]"]',
+    )
+    inputs: Annotated[
+        tuple[settings.Text, ...] | dict[settings.Text, settings.Text], Field(min_length=1)
+    ] = Field(
         default=("inputs",),
         description='a list of array names, or a table {keyword = "array"}; at least one',
     )
-    targets: tuple[_Text, ...] = Field(
+    targets: tuple[settings.Text, ...] = Field(
         default=("targets",), description="a list of array names, [] for none"
     )
-    dtype: dict[_Text, _ArrayDtype] = Field(
+    dtype: dict[settings.Text, settings.ArrayDtype] = Field(
         default={},
         description="a table from an array's name to one of float32, float64, float16, bfloat16, "
         "bool, uint8, int8, int16, int32, int64, complex64, complex128",
     )
-    scale: dict[_Text, _Number] = Field(
+    scale: dict[settings.Text, settings.Number] = Field(
         default={}, description="a table from an array's name to the finite number it is times"
     )
-    reshape: dict[_Text, _Shape] = Field(
+    reshape: dict[settings.Text, settings.Shape] = Field(
         default={},
         description="a table from an array's name to the shape of one sample, such as [1, 8, 8]; "
         "one entry may be -1",
     )
+    classes: dict[settings.Text, settings.Names] = Field(
+        default={}, description="a table from an array of texts to the list of texts for 0, 1, ..."
+    )
+    tokenizer: dict[settings.Text, settings.SomePath] = Field(
+        default={},
+        description="a table from an array of texts to a tokenizer.json, or the folder of a "
+        "Hugging Face tokenizer",
+    )
+    pad: dict[settings.Text, settings.Number] = Field(
+        default={},
+        description="a table from an array of sequences to the number that fills them up; the "
+        "array NAME_mask says which entries are a sample's own",
+    )
+    length: dict[settings.Text, settings.Count] = Field(
+        default={},
+        description="a table from an array of sequences to the length they are cut or padded to",
+    )
+    id: settings.Text | None = Field(
+        default=None,
+        description="the name of an array with one number or text a sample, no two the same",
+    )
+    select: settings.Text | Annotated[tuple[settings.Place, ...], Field(min_length=1)] | None = (
+        Field(
+            default=None,
+            description="a list of positions of samples, or the name of an array of booleans",
+        )
+    )
+
+    @property
+    def factory(self) -> str | None:
+        """FILE.py:FACTORY, or None where the data lie in a file."""
+        text = str(self.path)
+        return text if function_of(text) == text and ".py:" in text else None
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """All files and folders that are read."""
+        place = self.path if self.factory is None else Path(str(self.path).rpartition(":")[0])
+        return (place, *self.files.values(), *self.tokenizer.values())
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -159,11 +142,11 @@ class DatasetSpec(_Section):
 class LossSpec(_Section):
     """Which loss."""
 
-    name: Annotated[_Text, AfterValidator(_loss)] = Field(
+    name: settings.LossName = Field(
         description=f"a loss that `gradscope list losses` shows, or {REFERENCE_FORMS}; "
         ":key=value,... may follow (--loss)"
     )
-    kwargs: Annotated[dict[_Text, Any], AfterValidator(_recordable)] = Field(
+    kwargs: settings.Table = Field(
         default={}, description="a table of the loss's arguments: numbers, text, lists of numbers"
     )
 
@@ -180,34 +163,39 @@ class LossSpec(_Section):
 class ComputeSpec(_Section):
     """What is computed, and how."""
 
-    backend: _Text = Field(default="auto", description="a backend's name (--backend)")
-    transform: Annotated[tuple[_Text, ...], Field(min_length=1)] = Field(
+    backend: settings.Text = Field(default="auto", description="a backend's name (--backend)")
+    transform: settings.Texts = Field(
         default=("identity",),
         description='a list of chains such as ["clip:max_norm=1.0 | mean"] (--transform)',
     )
-    parameters: Annotated[tuple[_Text, ...], Field(min_length=1)] | None = Field(
+    parameters: settings.Texts | None = Field(
         default=None, description='a list of globs such as ["head.*"] (--parameters)'
     )
-    samples: Annotated[_Text, AfterValidator(_samples)] | None = Field(
+    samples: settings.Samples | None = Field(
         default=None, description='"A:B" with 0 ≤ A < B, either may be left out (--samples)'
     )
-    batch_size: Annotated[int, Field(strict=True, ge=1, lt=2**40)] | None = Field(
+    shard: settings.Part | None = Field(
+        default=None, description='"I/N" with 0 ≤ I < N: part I, from 0, of N (--shard)'
+    )
+    batch_size: settings.Count | None = Field(
         default=None, description="an integer of at least 1 (--batch-size)"
     )
-    dtype: _Dtype | None = Field(
+    memory: settings.Memory | None = Field(
+        default=None, description='a size such as "2GB", "500MB" or "1.5GiB" (--memory)'
+    )
+    dtype: settings.Dtype | None = Field(
         default=None, description="float32, float64, float16 or bfloat16 (--dtype)"
     )
-    compile: Annotated[bool, Field(strict=True)] = Field(
-        default=False, description="true or false (--compile)"
+    compile: settings.Switch = Field(default=False, description="true or false (--compile)")
+    device: settings.Device | None = Field(
+        default=None, description="cpu, cuda or cuda:N (--device)"
     )
-    device: Annotated[str, Field(strict=True, pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")] | None = (
-        Field(default=None, description="cpu, cuda or cuda:N (--device)")
-    )
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(
-        default=0, description="an integer from 0 to 2^63 - 1 (--seed)"
-    )
+    seed: settings.Seed = Field(default=0, description="an integer from 0 to 2^63 - 1 (--seed)")
     layout: Literal["auto", "dense", "factored"] = Field(
         default="dense", description="auto, dense or factored (--layout)"
+    )
+    compression: settings.Compressed | None = Field(
+        default=None, description="gzip, zstd or blosc2; :LEVEL may follow (--compression)"
     )
     labels: Literal["data", "sampled", "exact"] = Field(
         default="data", description="data, sampled or exact (--labels)"
@@ -226,7 +214,7 @@ class ComputeSpec(_Section):
 class CompareSpec(_Section):
     """What `gradscope compare` runs."""
 
-    backends: Annotated[tuple[_Text, ...], Field(min_length=1), AfterValidator(_distinct)] = Field(
+    backends: settings.Names = Field(
         default=("loop", "hooks", "vmap", "expand"),
         description="a list of backends' names, each once (--backends)",
     )
@@ -244,6 +232,11 @@ class RunSpec(_Section):
     loss: LossSpec = Field(description="a table [loss]")
     compute: ComputeSpec = Field(default=ComputeSpec(), description="a table [compute]")
     compare: CompareSpec = Field(default=CompareSpec(), description="a table [compare]")
+    _places: dict[tuple[str, ...], str] = PrivateAttr({})
+
+    def place(self, section: str, key: str) -> str | None:
+        """Return "FILE: section.key" of a setting that a file made, else None."""
+        return self._places.get((section, key))
 
 
 def resolve(config: Path | None, overrides: Mapping[str, Any]) -> RunSpec:
@@ -269,6 +262,11 @@ def resolve(config: Path | None, overrides: Mapping[str, Any]) -> RunSpec:
         problems += complaints(failure, RunSpec, merged, origin, missing=missing)
     if problems:
         raise combined(problems)
+    spec._places = {
+        parts: f"{layer.source}: {layer.key(parts)}"
+        for parts, layer in origin.items()
+        if layer is not layers[-1]  # the command line
+    }
     return spec
 
 

@@ -1,8 +1,22 @@
 """From a run spec to a result file: prepare a job, run it, report."""
 
 from gradscope.pipeline.estimate import Estimate, estimate
+from gradscope.pipeline.inspection import Inspection, inspect
 from gradscope.pipeline.job import Job, prepare
+from gradscope.pipeline.preflight import Room, preflight
 from gradscope.pipeline.run import Run
 from gradscope.pipeline.start import compute, start
 
-__all__ = ["Estimate", "Job", "Run", "compute", "estimate", "prepare", "start"]
+__all__ = [
+    "Estimate",
+    "Inspection",
+    "Job",
+    "Room",
+    "Run",
+    "compute",
+    "estimate",
+    "inspect",
+    "preflight",
+    "prepare",
+    "start",
+]

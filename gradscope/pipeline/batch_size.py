@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from gradscope.comparison.measure import release_freed_memory
 from gradscope.core.locate import first_line
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import RefusedError
@@ -61,6 +62,7 @@ class BatchSize:
                     raise
                 self._halve(n, error)
             gc.collect()  # a traceback may hold on to what the attempt had computed
+            release_freed_memory()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if again is not None:

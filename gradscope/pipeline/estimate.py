@@ -1,12 +1,18 @@
 """What a run would cost, found by running its first batch and writing nothing."""
 
-import shutil
-import time
 from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from gradscope.pipeline.batch_size import BatchSize
+from gradscope.pipeline.choice import choose, too_large
+from gradscope.pipeline.footprint import Meter
 from gradscope.pipeline.job import Job
+from gradscope.pipeline.memory import available
+from gradscope.pipeline.preflight import Room, tried
+from gradscope.pipeline.rehearsal import forgotten
 
 
 @dataclass(frozen=True)
@@ -19,9 +25,10 @@ class Estimate:
         backend: What was chosen on the first batch.
         notes: Why.
         chains: In canonical spelling.
-        bytes: What the file would hold in the dense layout.
-        free: Bytes free where it would be written.
-        seconds: For all batches, from the time of the second evaluation of the first one.
+        room: What the file would take, what there is for it, and how long computing takes: from
+            the second evaluation of the first batch.
+        memory: Bytes taken at the peak, above the loaded model and data; None if unknown.
+        available: Bytes of memory that there are for it; None if unknown.
     """
 
     samples: int
@@ -29,53 +36,58 @@ class Estimate:
     backend: str
     notes: tuple[str, ...]
     chains: tuple[str, ...]
-    bytes: int
-    free: int
-    seconds: float
+    room: Room
+    memory: int | None
+    available: int | None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
-        return {"schema": "gradscope.plan", "version": 1, **asdict(self)}
+        own = asdict(self)
+        del own["room"]
+        return {"schema": "gradscope.plan", "version": 1, **own, **self.room.to_json()}
 
 
 def estimate(job: Job, path: Path | None) -> Estimate:
     """Evaluate, prove and time the first batch.
 
     Raises:
+        SpecError: The memory budget does not hold a single sample.
         RefusedError: No backend has an exact, proved answer.
     """
-    batch = job.load(0, min(job.batch_size, len(job.rows)))
-    job.scope.compiler.left = -(-len(job.rows) // job.batch_size)
-    job.scope.evaluate(batch, job.wanted)
-    begun = time.perf_counter()
-    gradients, problem = job.scope.evaluate(batch, job.wanted).gradients, job.scope.problem
-    shown = job.scope.labels.of(batch)
-    size = 0
-    for chain in job.scope.settled(job.chains, lambda: [batch]):
-        if chain.reducer is None:
-            rows = chain.rows(gradients, problem, shown).dense()
-            per_sample = sum(r.nbytes for r in rows.values()) / len(batch)
-            size += round(per_sample * len(job.rows))
-        else:
-            size += sum(
-                t.nbytes
-                for t in chain.result(chain.update(None, gradients, problem, shown)).values()
-            )
-    seconds = time.perf_counter() - begun
-    folder = Path.cwd() if path is None else path.absolute().parent
+    meter, there = Meter(job), available(job.scope.problem.device)
+    choice = choose(job)
+    memory, notes = _memory(job, meter, min(choice.samples, len(job.rows)), there)
+    size = BatchSize(choice.samples, fixed=job.scope.own_loss)
+    room = size.fitting(partial(_first_batch, job, path), len(job.rows))
     return Estimate(
         samples=len(job.rows),
-        batch_size=job.batch_size,
+        batch_size=size.samples,
         backend=job.scope.backend,
-        notes=(*job.notes, *job.scope.notes),
+        notes=tuple(
+            dict.fromkeys((*job.notes, *choice.notes, *notes, *job.scope.notes, *size.notes))
+        ),
         chains=tuple(chain.text for chain in job.chains),
-        bytes=size + _light_table(job),
-        free=shutil.disk_usage(folder).free if folder.is_dir() else 0,
-        seconds=seconds * len(job.rows) / len(batch),
+        room=room,
+        memory=memory,
+        available=there,
     )
 
 
-def _light_table(job: Job) -> int:
-    """Bytes of /samples and /norms: index, target, loss, norm, finite, a norm a parameter."""
-    size = job.scope.problem.dtype.itemsize
-    return len(job.rows) * (8 + 8 + size + size + 1 + size * len(job.shapes))
+def _memory(
+    job: Job, meter: Meter, n: int, there: int | None
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the peak for batches of n samples: rehearsed, if that seems to fit."""
+    budget = inf if there is None else there
+    with forgotten(job.scope):
+        found = meter.footprint(max(1, n // 2), budget)  # n itself comes as new as in a run
+        if found is None:
+            return None, ()
+        if found.peak(n) > budget:
+            return found.peak(n), (too_large(n, found, budget, "there is"),)
+        peaks = [meter.peak(n) or found.peak(n) for _ in range(2)]  # they differ a little
+        return max(peaks), ()
+
+
+def _first_batch(job: Job, path: Path | None, n: int) -> Room:
+    job.scope.compiler.left = -(-len(job.rows) // n)
+    return tried(job, path, n)

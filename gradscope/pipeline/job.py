@@ -6,7 +6,7 @@ misspelt word costs nothing.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,18 +17,23 @@ from torch import nn
 
 import gradscope
 from gradscope import chains, labels
-from gradscope.backends.auto import candidates
 from gradscope.backends.compiled import Wanted
 from gradscope.core.batch import Batch
+from gradscope.core.compressions import Compression, parse_compression
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
+from gradscope.core.shards import Shard, parse_shard
 from gradscope.core.spec import RunSpec
 from gradscope.errors import SpecError
-from gradscope.losses import bound as bound_loss
-from gradscope.losses import losses, options
+from gradscope.losses import options
 from gradscope.pipeline.batch_size import BatchSize
+from gradscope.pipeline.names import resolve_names
+from gradscope.pipeline.overlap import ahead
+from gradscope.pipeline.shards import require_one_pass
+from gradscope.pipeline.transfer import to_device
 from gradscope.scope import Scope
-from gradscope.sources import checkpoints, code, datasets, models, sha256
+from gradscope.sources import CheckpointReport, code, datasets, load_model, sha256
+from gradscope.storage import require_compression
 
 _BATCH_BYTES = 2**28  # dense gradients of one batch, when the batch size is left to us
 _BATCH_SAMPLES = 256
@@ -42,8 +47,10 @@ class Job:
         spec: The resolved run spec.
         chains: Bound, in the order given.
         scope: Model, loss and backend.
+        checkpoint: What was loaded into the model.
         dataset: Where the samples come from.
         rows: The positions of the selected samples in it.
+        whole: Those of the run that this is a shard of; the same as `rows` if it is none.
         batch_size: Samples a batch.
         digests: SHA-256 of checkpoint and data, and of the user's code.
         notes: What was noticed while loading.
@@ -52,11 +59,22 @@ class Job:
     spec: RunSpec
     chains: tuple[chains.Chain, ...]
     scope: Scope
+    checkpoint: CheckpointReport
     dataset: datasets.Dataset
     rows: range
+    whole: range
     batch_size: int
     digests: dict[str, str | None]
     notes: tuple[str, ...]
+
+    @property
+    def shard(self) -> Shard | None:
+        """Which part of a run this is, if it is not the whole."""
+        return None if self.spec.compute.shard is None else parse_shard(self.spec.compute.shard)
+
+    def place(self, output: Path) -> Path:
+        """Return where the result goes: a shard's next to the file of the whole run."""
+        return output if self.shard is None else self.shard.place(output)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -64,17 +82,24 @@ class Job:
         return {name: tuple(p.shape) for name, p in self.scope.problem.parameters.items()}
 
     def batches(self, size: BatchSize, done: int = 0) -> Iterator[Batch]:
-        """Yield the batches after the first `done` samples, on the model's device."""
-        while done < len(self.rows):
-            load = partial(self.load, done)
-            batch = size.fitting(load, len(self.rows) - done)
-            done += len(batch)
-            yield batch
+        """Yield the batches after the first `done` samples; the next is loaded in the meantime."""
+        return ahead(self._loaded(size, done), self.scope.problem.device)
 
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
-        batch = self.dataset.batch(self.rows[start : start + n])
-        return batch.to(self.scope.problem.device, self.dtype)
+        batch = self.dataset.batch(self.rows[start : start + n]).to(None, self.dtype)
+        return to_device(batch, self.scope.problem.device)
+
+    def _loaded(self, size: BatchSize, done: int) -> Iterator[Batch]:
+        while done < len(self.rows):
+            batch = size.fitting(partial(self.load, done), len(self.rows) - done)
+            done += len(batch)
+            yield batch
+
+    @property
+    def compression(self) -> Compression | None:
+        """How rows are compressed in the result file."""
+        return _compression(self.spec)
 
     @property
     def wanted(self) -> Wanted:
@@ -91,7 +116,7 @@ class Job:
     def record(self) -> dict[str, Any]:
         """Return the whole run as plain data, for the result file."""
         problem = self.scope.problem
-        return {
+        record = {
             "spec": self.spec.model_dump(mode="json"),
             "chains": [chain.text for chain in self.chains],
             "loss": {"name": self.spec.loss.stage.name, **options(self.scope.problem.loss)},
@@ -103,6 +128,9 @@ class Job:
             "dtype": str(problem.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+        if self.shard is not None:
+            record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
+        return record
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
@@ -110,13 +138,21 @@ class Job:
             mode="json", include={"backend", "coupling", "labels", "nonfinite", "layout", "seed"}
         )
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
-        parts = ("chains", "loss", "samples", "digests", "versions", "device", "dtype")
-        coupled = ("batch_size",) if self.scope.own_loss else ()  # else a row is the same in any
+        data = self.spec.dataset.model_dump(
+            mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True
+        )
+        parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
+        if self.scope.own_loss:
+            parts.append("batch_size")  # else a row is the same in any
+        if self.shard is not None:
+            parts.append("shard")
         record = self.record()
         return {
-            **{key: record[key] for key in (*parts, *coupled)},
+            **{key: record[key] for key in parts},
+            "device": self.scope.problem.device.type,  # workers have one each
             **compute,
             **model,
+            "dataset": data,  # its files are told by their digest
             "parameters": list(self.shapes),
         }
 
@@ -128,43 +164,62 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument does not fit.
         InputError: Something cannot be read, or does not fit together.
     """
-    bound = tuple(chains.bind(text) for text in spec.compute.transform)
-    candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
-    loss = _loss(spec)
+    bound, loss = resolve_names(spec)
     labels.require(spec.compute.labels, loss, bound)
+    if spec.compute.shard is not None:
+        require_one_pass(bound)
+    _require_choice(spec)
+    require_compression(_compression(spec))
     torch.manual_seed(spec.compute.seed)
-    model = models.build(spec.model.factory, spec.model.kwargs, spec.model.mode)
-    loaded = checkpoints.load_into(model, spec.checkpoint.path)
-    model = _placed(model, spec)
+    loaded = load_model(spec.model, spec.checkpoint)
+    model = _placed(loaded.model, spec)
     dataset = datasets.open_dataset(spec.dataset)
-    rows = dataset.rows(spec.compute.samples)
+    whole = dataset.rows(spec.compute.samples)
     scope = _scope(model, loss, spec)
+    batch_size = spec.compute.batch_size or _batch_size(scope, dataset, whole)
     return Job(
         spec=spec,
         chains=bound,
         scope=scope,
+        checkpoint=loaded.checkpoint,
         dataset=dataset,
-        rows=rows,
-        batch_size=spec.compute.batch_size or _batch_size(scope, dataset, rows),
+        rows=_rows(spec, whole, batch_size),
+        whole=whole,
+        batch_size=batch_size,
         digests={
-            "checkpoint": loaded.sha256,
+            "checkpoint": loaded.checkpoint.sha256,
             "dataset": dataset.sha256,
-            "model": code.source_digest(code.load_function(spec.model.factory, "model factory")),
+            "model": loaded.digest,
             "loss": code.source_digest(loss) if ":" in spec.loss.stage.name else None,
-            "stages": _stages_digest(bound),
+            "stages": stages_digest(bound),
         },
-        notes=loaded.notes,
+        notes=(*loaded.notes, *dataset.notes),
     )
 
 
-def _loss(spec: RunSpec) -> Loss:
-    stage = spec.loss.stage
-    if ":" in stage.name:
-        return bound_loss(code.load_function(stage.name, "loss"), stage)
-    return bound_loss(losses.get(stage.name), stage)
+def _compression(spec: RunSpec) -> Compression | None:
+    asked = spec.compute.compression
+    return None if asked is None else parse_compression(asked)
 
 
-def _stages_digest(bound: tuple[chains.Chain, ...]) -> str | None:
+def _require_choice(spec: RunSpec) -> None:
+    """Check that the batch size may be chosen by memory, if that is asked for."""
+    chosen = spec.compute.memory is not None and spec.compute.batch_size is None
+    if chosen and spec.compute.coupling == "own-loss":
+        raise SpecError(
+            "with own-loss coupling the answer depends on which samples share a batch, so memory "
+            "is not to choose the batch size",
+            where="memory",
+            remedy="Give --batch-size.",
+        )
+
+
+def _rows(spec: RunSpec, whole: range, batch_size: int) -> range:
+    shard = spec.compute.shard
+    return whole if shard is None else parse_shard(shard).rows(whole, batch_size)
+
+
+def stages_digest(bound: tuple[chains.Chain, ...]) -> str | None:
     """Return one SHA-256 over the files that stages name: the user's own code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
     own = (code.load_function(s.name, "stage") for s in stages if ".py:" in s.name)

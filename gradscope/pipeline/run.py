@@ -1,7 +1,7 @@
 """A run under way: batches in, a result file out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan
@@ -17,13 +17,15 @@ from gradscope.core.batch import Batch
 from gradscope.labels import mean
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
+from gradscope.pipeline.overlap import Appending
 from gradscope.reducers import State
 from gradscope.scope import Scope
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
-from gradscope.storage import Rows, Writer, open_file
+from gradscope.storage import Rows, open_file
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
-_MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
+MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
+SMALL_STATES = 2**24  # bytes of reducers' states that every file keeps, to be merged with others
 
 
 @dataclass
@@ -37,15 +39,17 @@ class Run:
         writer: The open file.
         size: How many samples are computed at a time.
         begun: When, on the performance counter.
+        notes: What was noticed before it began.
         states: The reducers' states, by "chain:K" and "mean_gradient".
     """
 
     job: Job
     chains: tuple[Chain, ...]
     path: Path
-    writer: Writer
+    writer: Appending
     size: BatchSize
     begun: float
+    notes: tuple[str, ...] = ()
     states: dict[str, State] = field(default_factory=dict)
 
     def remaining(self) -> Iterator[Batch]:
@@ -69,7 +73,8 @@ class Run:
                 if chain.reducer is not None and f"chain:{k}" in self.states
             },
             certificate=NOT_VERIFIED if certificate is None else certificate.to_json(),
-            norm_attributes=self._mean_gradient_norms(),
+            norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
+            states=self._kept_states(),
         )
         return self._report()
 
@@ -82,39 +87,23 @@ class Run:
         if kept is not None:
             for key, chain in self._reduced():
                 states[key] = chain.update(states.get(key), *kept)
-        self.writer.append(self._rows(part, evaluation), states)
+        rows = rows_of(self.job, self.chains, part, evaluation)
+        self.writer.append(rows, states)
         self.states = states
         return n
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
-        yield _MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
+        yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
         for k, chain in enumerate(self.chains):
             if chain.reducer is not None:
                 yield f"chain:{k}", chain
 
-    def _rows(self, batch: Batch, evaluation: Evaluation) -> Rows:
-        gradients, problem = evaluation.gradients, self.job.scope.problem
-        shown = self.job.scope.labels.of(batch)  # the table keeps the data's own targets
-        squared = gradients.squared_norms
-        return Rows(
-            index=batch.index,
-            loss=mean(evaluation.losses, shown),
-            norm=mean(gradients.norms, shown),
-            finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
-            target=_one_number(batch.targets),
-            norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
-            chains=tuple(
-                None if chain.reducer is not None else chain.rows(gradients, problem, shown)
-                for chain in self.chains
-            ),
-        )
-
-    def _mean_gradient_norms(self) -> dict[str, dict[str, float]]:
-        state = self.states.get(_MEAN_GRADIENT)
-        if state is None:  # no sample is finite
-            return {name: {"mean_gradient_norm": nan} for name in self.job.shapes}
-        mean = bind("mean").result(state)
-        return {name: {"mean_gradient_norm": float(g.norm())} for name, g in mean.items()}
+    def _kept_states(self) -> dict[str, State]:
+        """Return the states that go into the file: a shard's, and others where they are small."""
+        size = sum(t.nbytes for state in self.states.values() for t in state.values())
+        if self.job.shard is None and size > SMALL_STATES:
+            return {}
+        return {owner.removeprefix("chain:"): state for owner, state in self.states.items()}
 
     def _report(self) -> RunReport:
         scope = self.job.scope
@@ -126,7 +115,9 @@ class Run:
             parameters=rows,
             certificate=certificate,
             backend=str(certificate.get("backend", scope.backend)),
-            notes=tuple(dict.fromkeys((*self.job.notes, *scope.notes, *self.size.notes))),
+            notes=tuple(
+                dict.fromkeys((*self.job.notes, *self.notes, *scope.notes, *self.size.notes))
+            ),
             samples=len(self.job.rows),
             nonfinite=int((~finite).sum()),
             seconds=time.perf_counter() - self.begun,
@@ -134,6 +125,37 @@ class Run:
             bytes=self.path.stat().st_size,
             chains=tuple(chain.text for chain in self.job.chains),
         )
+
+
+def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
+    """Return what is stored of a batch, not computed where a block can do it later."""
+    gradients, problem = evaluation.gradients, job.scope.problem
+    shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
+    squared = gradients.squared_norms
+    return Rows(
+        index=batch.index,
+        loss=mean(evaluation.losses, shown),
+        norm=mean(gradients.norms, shown),
+        finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
+        target=_one_number(batch.targets),
+        id=job.dataset.ids(batch.index),
+        norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
+        chains=tuple(
+            None if chain.reducer is not None else chain.rows(gradients, problem, shown)
+            for chain in chains
+        ),
+    )
+
+
+def mean_gradient_norms(
+    states: Mapping[str, State], names: Iterable[str]
+) -> dict[str, dict[str, float]]:
+    """Return ‖mean gᵢ‖ of each parameter, for /norms."""
+    state = states.get(MEAN_GRADIENT)
+    if state is None:  # no sample is finite
+        return {name: {"mean_gradient_norm": nan} for name in names}
+    means = bind("mean").result(state)
+    return {name: {"mean_gradient_norm": float(g.norm())} for name, g in means.items()}
 
 
 def unproved(scope: Scope) -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from gradscope.errors import OutputError
 from gradscope.pipeline.batch_size import BatchSize
+from gradscope.pipeline.choice import Choice, choose
 from gradscope.pipeline.job import Job
+from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import Run, unproved
 from gradscope.stats import RunReport
 from gradscope.storage import ChainPlan, FilePlan, open_writer
@@ -28,13 +30,20 @@ def start(
 ) -> Iterator["Run"]:
     """Open the result file and yield the run; leaving the block early keeps what is finished.
 
+    A shard that is there is gone on with, or found to be finished, unless it is to be overwritten:
+    when a worker is lost, all of them are started again.
+
     Raises:
         OutputError: The file exists, cannot be written, or belongs to another run.
     """
     begun = time.perf_counter()
+    resume = resume or (job.shard is not None and not overwrite)
     _refuse_inputs(job, path)
-    with open_writer(path, _plan(job), overwrite=overwrite, resume=resume) as writer:
-        size = BatchSize(job.batch_size, fixed=job.scope.own_loss)
+    plan = file_plan(job)
+    with open_writer(path, plan, overwrite=overwrite, resume=resume) as writer:
+        choice = Choice(1) if writer.completed == len(job.rows) else choose(job)
+        plan.run["batch_size"] = choice.samples  # the file is laid out with the first batch
+        size = BatchSize(choice.samples, fixed=job.scope.own_loss)
         job.scope.compiler.left = -(-len(job.rows) // size.samples)
         chains = size.fitting(
             lambda n: job.scope.settled(job.chains, lambda: job.batches(size)),
@@ -42,7 +51,9 @@ def start(
             again=partial(unproved, job.scope),
         )
         job.scope.compiler.left = -(-(len(job.rows) - writer.completed) // size.samples)
-        yield Run(job, chains, path, writer, size, begun, dict(writer.states))
+        dense = job.spec.compute.layout == "dense"
+        with Behind(writer, job.scope.problem.device, dense=dense) as behind:
+            yield Run(job, chains, path, behind, size, begun, choice.notes, dict(writer.states))
 
 
 def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:
@@ -58,8 +69,8 @@ def _refuse_inputs(job: Job, path: Path) -> None:
     spec = job.spec
     code = [ref.rpartition(":")[0] for ref in (spec.model.factory, spec.loss.name) if ":" in ref]
     for kind, source in (
-        ("checkpoint", spec.checkpoint.path),
-        ("data", spec.dataset.path),
+        *(("checkpoint", source) for source in job.checkpoint.files),
+        *(("data", source) for source in spec.dataset.sources),
         *(("code", Path(place)) for place in code),
     ):
         if source.exists() and path.exists() and path.samefile(source):
@@ -70,7 +81,8 @@ def _refuse_inputs(job: Job, path: Path) -> None:
             )
 
 
-def _plan(job: Job) -> FilePlan:
+def file_plan(job: Job) -> FilePlan:
+    """Return what the result file will hold."""
     digests = {key: value for key, value in job.digests.items() if value is not None}
     return FilePlan(
         run=job.record(),
@@ -81,4 +93,5 @@ def _plan(job: Job) -> FilePlan:
         chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),
         dtype=job.scope.problem.dtype,
         layout=job.spec.compute.layout,
+        compression=job.compression,
     )

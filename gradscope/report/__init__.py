@@ -10,12 +10,14 @@ from gradscope.report.errors import render_error
 from gradscope.report.html import write_html
 from gradscope.report.plots import plot_stats
 from gradscope.report.progress import track
+from gradscope.report.results import render
 from gradscope.report.run import render_run
 from gradscope.report.stats import render_stats
 
 __all__ = [
     "console",
     "plot_stats",
+    "render",
     "render_comparison",
     "render_error",
     "render_run",

@@ -1,4 +1,6 @@
-"""A histogram as bars of text."""
+"""Bars and sparklines of text."""
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -7,6 +9,8 @@ from gradscope.report.text import short
 from gradscope.stats import Histogram
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_PLAIN_LEVELS = "_.-=+*#@"
 _WIDEST = 100
 
 
@@ -19,6 +23,20 @@ def bar(share: float, width: int, ascii_only: bool = False) -> str:
         return "#" * ((eighths + 7) // 8)
     whole, rest = divmod(eighths, 8)
     return "█" * whole + (_EIGHTHS[rest] if rest else "")
+
+
+def sparkline(values: Sequence[float | None], width: int, ascii_only: bool = False) -> str:
+    """Return one letter a value, from the least to the largest; evenly thinned to `width`.
+
+    What is unknown is a space.
+    """
+    levels = _PLAIN_LEVELS if ascii_only else _LEVELS
+    if len(values) > width > 1:
+        values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    step = (high - low) / (len(levels) - 1) or 1.0
+    return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)
 
 
 def print_histogram(console: Console, histogram: Histogram) -> None:

@@ -1,29 +1,35 @@
-"""A summary as one self-contained page: no network, light and dark, everything escaped."""
+"""A result as one self-contained page: no network, light and dark, everything escaped."""
 
 import io
+import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from gradscope.errors import OutputError
-from gradscope.report import plots
-from gradscope.report.certificate import unused, verdict
-from gradscope.report.page import page
-from gradscope.report.text import NONE, count, percent, shape, short, size, visible
-from gradscope.stats import Summary
+from rich.text import Text
 
-Cell = tuple[str, float | None]  # what is shown, and what it is sorted by if that is a number
+from gradscope.errors import OutputError
+from gradscope.report import plots, results
+from gradscope.report.formulas import formulas
+from gradscope.report.layout import whole
+from gradscope.report.page import page
+from gradscope.report.panels import Panel
+from gradscope.report.results import Result
+from gradscope.report.sections import Section, Spark, Table
+from gradscope.report.stats import warnings
+from gradscope.report.text import NONE, short, visible
+from gradscope.stats import Difference, Histogram, Summary
 
 _INK = "#010203"  # in the picture, to be replaced by the page's own text colour
 
 
-def write_html(summary: Summary, path: str | Path) -> None:
+def write_html(found: Result, path: str | Path) -> None:
     """Write the page; it has pictures when matplotlib is installed.
 
     Raises:
         OutputError: The file cannot be written.
     """
-    text = render_html(summary)
+    text = render_html(found)
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -32,130 +38,149 @@ def write_html(summary: Summary, path: str | Path) -> None:
         ) from error
 
 
-def render_html(summary: Summary) -> str:
+def render_html(found: Result) -> str:
     """Return the page."""
-    name = Path(summary.file.path).name
-    sections = [
-        _facts(summary),
-        _picture(summary),
-        _table("Parameters", *_parameters(summary)),
-        _table("Samples with the largest gradients", *_samples(summary)),
+    places = [f.path for f in found.files] if isinstance(found, Difference) else [_path(found)]
+    names = " and ".join(Path(place).name for place in places)
+    told = warnings(found) if isinstance(found, Summary) else []
+    parts = [
+        "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in told),
+        _section("Run", _facts(results.facts(found)) + _records(found)),
+        _pictures(plots.panels(found)) if plots.available() else "",
+        *(_section(s.title, _content(s), s.key) for s in results.sections(found)),
     ]
-    return page(f"{_safe(name)}: gradient statistics", _safe(summary.file.path), sections)
+    return page(f"{_safe(names)}: gradient statistics", _safe(", ".join(places)), parts)
+
+
+def _path(found: Result) -> str:
+    assert not isinstance(found, Difference)  # it has two
+    return found.file.path if isinstance(found, Summary) else found.path
 
 
 def _safe(text: object) -> str:
     return escape(visible(str(text)))
 
 
-def _facts(summary: Summary) -> str:
-    file, noise = summary.file, summary.noise_scale
-    rows = [
-        ("samples", f"{file.samples:,}"),
-        ("not finite, left out", _nonfinite(summary)),
-        ("parameters", f"{file.parameters:,} ({file.entries:,} entries)"),
-        ("size", size(file.bytes)),
-        ("backend", file.backend or "not recorded"),
-        ("certificate", verdict(file.certificate).plain),
-        ("unused parameters", unused(file.certificate) or "none recorded"),
-        *(("chain", chain.text) for chain in file.chains),
-    ]
-    for name, values in (("loss", summary.loss), ("norm", summary.norm)):
-        if values is not None:
-            text = f"mean {short(values.mean)}, std {short(values.std)}"
-            rows.append((name, f"{text}, from {short(values.min)} to {short(values.max)}"))
-    if summary.norm is not None:
-        shares = summary.norm.percentiles.items()
-        rows.append(("norm percentiles", ", ".join(f"{k}%: {short(v)}" for k, v in shares)))
-    if noise.simple is not None:
-        parts = f"{short(noise.trace_covariance)} / {short(noise.gradient_norm_squared)}"
-        rows.append(("gradient noise scale", f"{short(noise.simple)} samples ({parts})"))
+def _section(title: str, content: str, key: str = "") -> str:
+    lines = formulas(key)
+    if lines:
+        items = "".join(f"<li>{_safe(line)}</li>" for line in lines)
+        content += f"<details><summary>Formulas</summary><ul>{items}</ul></details>"
+    return f"<section><h2>{_safe(title)}</h2>\n{content}</section>"
+
+
+def _content(section: Section) -> str:
+    parts = []
+    if section.facts:
+        parts.append(_facts([(k, v) for k, v in section.facts if not isinstance(v, Spark)]))
+    if section.pairs:
+        items = "".join(
+            f"<div><dt>{_safe(label)}</dt><dd>{_safe(value)}</dd></div>"
+            for label, value in section.pairs
+        )
+        parts.append(f'<dl class="pairs">{items}</dl>')
+    if section.histogram is not None:
+        parts.append(_bins(section.histogram))
+    if section.table is not None:
+        parts.append(_table(section.title, section.table))
+    notes = [note.plain if isinstance(note, Text) else note for note in section.notes]
+    parts += [f"<p>{_safe(note)}</p>" for note in notes]
+    return "\n".join(parts)
+
+
+def _facts(rows: Sequence[tuple[str, str | Text]]) -> str:
+    """Return labels with values; a label stands once for the values that follow without one."""
+    items: list[str] = []
+    for label, value in rows:
+        plain = value.plain if isinstance(value, Text) else value
+        term = f"<dt>{_safe(label)}</dt>" if label or not items else ""
+        items.append(f"{term}<dd>{_safe(plain)}</dd>")
+    return f"<dl>\n{chr(10).join(items)}\n</dl>"
+
+
+def _records(found: Result) -> str:
+    """Return the certificates and runs as recorded, behind a click."""
+    if isinstance(found, Summary):
+        files = [("", found.file)]
+    elif isinstance(found, Difference):
+        files = list(zip((" of the first", " of the second"), found.files, strict=True))
     else:
-        rows.append(("gradient noise scale", f"undefined: {noise.flag}"))
-    items = "\n".join(f"<dt>{_safe(label)}</dt><dd>{_safe(value)}</dd>" for label, value in rows)
-    return f"<section><h2>File</h2><dl>\n{items}\n</dl></section>"
-
-
-def _nonfinite(summary: Summary) -> str:
-    found = summary.nonfinite
-    listed = ", ".join(map(str, found.index)) + (", ..." if found.count > len(found.index) else "")
-    return f"{count(found.count, 'sample')}: {listed}" if found.count else "none"
-
-
-def _picture(summary: Summary) -> str:
-    if not plots.available():
         return ""
+    parts = []
+    for of, file in files:
+        for name, record in (("Certificate", file.certificate), ("Run", file.run)):
+            if record:
+                text = _kept(json.dumps(record, ensure_ascii=False, indent=2))
+                parts.append(
+                    f"<details><summary>{name}{of}, as recorded</summary>"
+                    f'<pre tabindex="0">{text}</pre></details>'
+                )
+    return "\n".join(parts)
+
+
+def _kept(text: str) -> str:
+    return escape(visible(text, keep="\n"))
+
+
+def _pictures(panels: Sequence[Panel]) -> str:
+    figures = "\n".join(f"<figure>{_picture(panel)}</figure>" for panel in panels)
+    return _section("Pictures", f'<div class="pictures">\n{figures}\n</div>')
+
+
+def _picture(panel: Panel) -> str:
     buffer = io.BytesIO()
-    plots.save(plots.figure(summary, ink=_INK), buffer, "svg", transparent=True)
+    plots.save(plots.picture(panel, _INK), buffer, "svg", transparent=True)
     svg = buffer.getvalue().decode("utf-8")
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    label = "Norm distribution, norm against loss, and mean norm and signal to noise by parameter"
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    return f"<section><h2>Pictures</h2>\n{svg}</section>"
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_safe(panel.label)}"', 1)
 
 
-def _parameters(summary: Summary) -> tuple[list[str], list[list[Cell]]]:
-    titles = [
-        "parameter", "shape", "entries", "mean norm", "largest norm", "norm of mean", "share",
-        "signal to noise",
-    ]  # fmt: skip
-    rows: list[list[Cell]] = [
-        [
-            (row.name, None),
-            (shape(row.shape), None),
-            (f"{row.entries:,}", row.entries),
-            _number(row.mean_norm),
-            _number(row.max_norm),
-            _number(row.mean_gradient_norm),
-            (percent(row.share), row.share),
-            _number(row.signal_to_noise),
-        ]
-        for row in summary.parameters
+def _bins(found: Histogram) -> str:
+    """Return the bins in numbers behind a click, since there is a picture."""
+    names = [
+        f"{short(low)} to {short(high)}"
+        for low, high in zip(found.edges, found.edges[1:], strict=False)
     ]
-    return titles, rows
+    counts = list(found.counts)
+    if found.zeros:
+        names, counts = ["zero", *names], [found.zeros, *counts]
+    table = _table("Bins", Table([whole("samples", counts)], "norm", names))
+    return f"<details><summary>Bins</summary>{table}</details>"
 
 
-def _samples(summary: Summary) -> tuple[list[str], list[list[Cell]]]:
-    rows: list[list[Cell]] = [
-        [
-            (str(row.index), row.index),
-            _number(row.norm),
-            _number(row.times_median),
-            _number(row.loss),
-            _target(row.target),
-        ]
-        for row in summary.samples
-    ]
-    return ["index", "norm", "times median", "loss", "target"], rows
-
-
-def _number(value: float | None) -> Cell:
-    return short(value), value
-
-
-def _target(value: bool | int | float | str | None) -> Cell:
-    if value is None or isinstance(value, str):
-        return value or NONE, None
-    return short(value) if isinstance(value, float) else str(value), value
-
-
-def _table(title: str, titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def _table(label: str, table: Table) -> str:
     """Return a table; its headings are buttons that sort it."""
-    head = "".join(
-        f'<th scope="col"><button type="button">{_safe(text)}</button></th>' for text in titles
-    )
-    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    label = _safe(title)
+    names = [] if table.names is None else [_heading(table.title)]
+    heads = [_heading(column.title, column.values is not None) for column in table.columns]
+    head = "".join(names + heads)
+    body = "\n".join(f"<tr>{row}</tr>" for row in _rows(table))
     return (
-        f"<section><h2>{label}</h2>"
-        f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div></section>"
+        f'<div class="wide" tabindex="0" role="region" aria-label="{_safe(label)}"><table>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
 
 
-def _cell(cell: Cell) -> str:
-    text, value = cell
-    if value is None and text != NONE:
+def _heading(title: str, number: bool = False) -> str:
+    if not title:
+        return "<td></td>"
+    kind = ' class="number"' if number else ""
+    return f'<th scope="col"{kind}><button type="button">{_safe(title)}</button></th>'
+
+
+def _rows(table: Table) -> list[str]:
+    columns = []
+    if table.names is not None:
+        columns.append([f'<th scope="row">{_safe(name)}</th>' for name in table.names])
+    for column in table.columns:
+        values = column.values or [None] * len(column.cells)
+        number = column.values is not None
+        cells = zip(column.cells, values, strict=True)
+        columns.append([_cell(str(text), value, number) for text, value in cells])
+    return ["".join(cells) for cells in zip(*columns, strict=True)]
+
+
+def _cell(text: str, value: float | None, number: bool) -> str:
+    if not number and text != NONE:
         return f"<td>{_safe(text)}</td>"
     sort = "" if value is None else f' data-value="{float(value)!r}"'
     return f'<td class="number"{sort}>{_safe(text)}</td>'

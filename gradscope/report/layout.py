@@ -1,6 +1,6 @@
 """Tables that fit the width there is, and use more of it when there is more."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradscope.report.text import fit_names, visible
+from gradscope.report.text import fit_names, short, visible
 
 _GAP = 2
 _NARROW = 40
@@ -27,18 +27,35 @@ class Column:
         cells: One a row, already safe to show.
         rank: 0 always stays; the others are hidden highest first when the width is short.
         justify: Numbers go right.
+        values: The numbers behind the cells, to sort by; None where they are words.
     """
 
     title: str
     cells: Sequence[str | Text]
     rank: int = 0
     justify: Literal["left", "right"] = "right"
+    values: Sequence[float | None] | None = None
 
     @property
     def width(self) -> int:
         """The cells it needs."""
         texts = [c.plain if isinstance(c, Text) else c for c in self.cells]
         return max(map(cell_len, [*self.title.split(), *texts]), default=1)
+
+
+def numbers(
+    title: str,
+    values: Sequence[float | None],
+    rank: int = 0,
+    show: Callable[[float | None], str] = short,
+) -> Column:
+    """Return a column of numbers, shown by `show`."""
+    return Column(title, [show(value) for value in values], rank, values=values)
+
+
+def whole(title: str, values: Sequence[int], rank: int = 0) -> Column:
+    """Return a column of whole numbers."""
+    return Column(title, [f"{value:,}" for value in values], rank, values=values)
 
 
 def heading(console: Console, title: str) -> None:

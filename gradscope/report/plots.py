@@ -1,25 +1,22 @@
-"""Pictures of a summary with matplotlib (the extra gradscope[plot]), without a display."""
+"""Pictures with matplotlib (the extra gradscope[plot]), without a display."""
 
 import warnings
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gradscope.errors import OutputError, SpecError
-from gradscope.report.text import count, fit_names, short
-from gradscope.stats import ParameterRow, Summary
+from gradscope.report.panels import Panel, summary_panels
+from gradscope.report.panels_over import difference_panels, history_panels
+from gradscope.report.results import Result
+from gradscope.stats import Difference, Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_BLUE, _ORANGE = "#3d85c6", "#d9772b"  # readable on white and on black
-_MOST_PARAMETERS = 40
-_MOST_LABELS = 5
-_NAME = 32
-_RASTER = 400  # more points than this are one picture in an SVG
+_WIDTH = 5.4  # inches of a picture
 
 
 def available() -> bool:
@@ -27,8 +24,8 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def plot_stats(summary: Summary, path: str | Path) -> None:
-    """Write the pictures of a summary, in the format that the suffix of `path` says.
+def plot_stats(found: Result, path: str | Path) -> None:
+    """Write all pictures of a result as one, in the format that the suffix of `path` says.
 
     Raises:
         SpecError: The suffix is unknown, or matplotlib is not installed.
@@ -41,7 +38,7 @@ def plot_stats(summary: Summary, path: str | Path) -> None:
             where=str(path),
             remedy=f"Supported: {', '.join(SUFFIXES)}.",
         )
-    drawn = figure(summary)
+    drawn = figure(found)
     try:
         save(drawn, target, target.suffix.lower()[1:])
     except OSError as error:
@@ -50,41 +47,45 @@ def plot_stats(summary: Summary, path: str | Path) -> None:
         ) from error
 
 
-def figure(summary: Summary, ink: str = "black") -> "Figure":
-    """Draw distribution, norm against loss, and signal and noise of each parameter.
+def panels(found: Result) -> list[Panel]:
+    """Return the pictures of a result."""
+    if isinstance(found, Summary):
+        return summary_panels(found)
+    if isinstance(found, Difference):
+        return difference_panels(found)
+    return history_panels(found)
+
+
+def figure(found: Result, ink: str = "black") -> "Figure":
+    """Draw all pictures, two a row.
 
     Args:
-        summary: What to draw.
+        found: What to draw.
         ink: The colour of text and axes.
 
     Raises:
         SpecError: matplotlib is not installed.
     """
-    if not available():
-        raise SpecError(
-            "pictures need matplotlib, which is not installed",
-            remedy="Install the extra: pip install 'gradscope[plot]'.",
-        )
-    from matplotlib.figure import Figure
+    every = panels(found)
+    pairs = [every[k : k + 2] for k in range(0, len(every), 2)]
+    heights = [max(panel.height for panel in pair) for pair in pairs]
+    drawn = _figure(2 * _WIDTH, sum(heights))
+    rows: Any = drawn.subfigures(len(pairs), 1, height_ratios=heights, squeeze=False)
+    for row, pair in zip(rows[:, 0], pairs, strict=True):
+        for axes, panel in zip(row.subplots(1, 2, squeeze=False)[0], pair, strict=False):
+            panel.draw(axes)
+        for axes in row.axes:
+            _paint(axes, ink)
+        if len(pair) == 1:
+            row.axes[1].set_axis_off()
+    return drawn
 
-    rows = _shown(summary.parameters)
-    lower = max(1.6, 0.9 + 0.2 * len(rows))
-    drawn = Figure(figsize=(10, 3.6 + lower), layout="constrained")
-    parts: Any = drawn.subfigures(2, 1, height_ratios=[3.6, lower])
-    above, below = parts
-    left, right = above.subplots(1, 2)
-    _distribution(left, summary)
-    _against_loss(right, summary)
-    norms, signals = below.subplots(1, 2, sharey=True)
-    some = len(rows) < len(summary.parameters)
-    which = f" ({len(rows)} of {len(summary.parameters)}, largest share)" if some else ""
-    norms.set_yticks(range(len(rows)), fit_names([row.name for row in rows], _NAME), fontsize=8)
-    norms.invert_yaxis()
-    for label in norms.get_yticklabels():
-        label.set_parse_math(False)  # a name is no formula
-    _bars(norms, f"Mean norm{which}", [row.mean_norm for row in rows], _BLUE)
-    _bars(signals, f"Signal to noise{which}", [row.signal_to_noise for row in rows], _ORANGE)
-    for axes in (left, right, norms, signals):
+
+def picture(panel: Panel, ink: str) -> "Figure":
+    """Draw one picture by itself."""
+    drawn = _figure(_WIDTH, panel.height)
+    panel.draw(drawn.subplots())
+    for axes in drawn.axes:
         _paint(axes, ink)
     return drawn
 
@@ -102,98 +103,15 @@ def save(drawn: "Figure", target: Path | IO[bytes], kind: str, transparent: bool
         )
 
 
-def _shown(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
-    """Return the rows with the largest share, in the model's order."""
-    order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
-    return [rows[k] for k in sorted(order[:_MOST_PARAMETERS])]
-
-
-def _distribution(axes: "Axes", summary: Summary) -> None:
-    axes.set_title("Gradient norms")
-    axes.set_xlabel("norm of a sample's gradient")
-    axes.set_ylabel("samples")
-    norm = summary.norm
-    if norm is None or not norm.histogram.counts:
-        _empty(axes, "every norm is zero" if norm is not None else "no finite sample")
-        return
-    found = norm.histogram
-    if found.edges[0] == found.edges[-1]:
-        axes.bar([short(found.edges[0])], found.counts, color=_BLUE, width=0.3)
-        axes.set_xlim(-1, 1)
-    else:
-        axes.stairs(found.counts, found.edges, fill=True, color=_BLUE)
-        if found.scale == "log":
-            axes.set_xscale("log")
-        if found.edges[0] <= norm.median:
-            axes.axvline(norm.median, color=_ORANGE, label=f"median {short(norm.median)}")
-            axes.legend(frameon=False, loc="upper left")
-    if found.zeros:
-        axes.set_title(f"Gradient norms ({count(found.zeros, 'zero')} not shown)")
-
-
-def _against_loss(axes: "Axes", summary: Summary) -> None:
-    axes.set_title("Norm against loss")
-    axes.set_xlabel("loss")
-    axes.set_ylabel("norm")
-    cloud = summary.points
-    loss, norm = _largest(summary) if cloud is None else (cloud.loss, cloud.norm)
-    if not norm:
-        _empty(axes, "no finite sample")
-        return
-    if cloud is not None and len(norm) < cloud.of:
-        axes.set_title(f"Norm against loss ({len(norm):,} of {cloud.of:,} samples)")
-    dense = len(norm) > _RASTER
-    axes.scatter(loss, norm, s=9, alpha=0.5, color=_BLUE, linewidths=0, rasterized=dense)
-    _log_when_wide(axes.set_xscale, loss)
-    _log_when_wide(axes.set_yscale, norm)
-    _label_largest(axes, summary)
-
-
-def _label_largest(axes: "Axes", summary: Summary) -> None:
-    """Mark the largest norms, with labels in a row above, in the order of loss."""
-    rows = [(r.loss, r.norm, r.index) for r in summary.samples[:_MOST_LABELS] if r.loss is not None]
-    axes.set_title(axes.get_title(), pad=20)
-    for k, (loss, norm, index) in enumerate(sorted(rows)):
-        axes.scatter(loss, norm, s=22, color=_ORANGE, linewidths=0)
-        axes.annotate(
-            str(index),
-            (loss, norm),
-            xytext=((k + 1) / (len(rows) + 1), 1.02),
-            textcoords="axes fraction",
-            ha="center",
-            fontsize=8,
-            arrowprops={"arrowstyle": "-", "color": _ORANGE, "linewidth": 0.6},
+def _figure(width: float, height: float) -> "Figure":
+    if not available():
+        raise SpecError(
+            "pictures need matplotlib, which is not installed",
+            remedy="Install the extra: pip install 'gradscope[plot]'.",
         )
+    from matplotlib.figure import Figure
 
-
-def _largest(summary: Summary) -> tuple[list[float], list[float]]:
-    """Return loss and norm of the listed samples, for a summary read back from JSON."""
-    rows = [row for row in summary.samples if row.loss is not None]
-    return [row.loss for row in rows if row.loss is not None], [row.norm for row in rows]
-
-
-def _log_when_wide(set_scale: Any, values: Sequence[float]) -> None:
-    """Use a logarithmic axis when all values are positive and span over two decades."""
-    if min(values) > 0 and max(values) / 100 > min(values):
-        set_scale("log")
-
-
-def _bars(axes: "Axes", title: str, values: Sequence[float | None], color: str) -> None:
-    axes.set_title(title)
-    axes.barh(range(len(values)), [value or 0.0 for value in values], color=color, height=0.7)
-    positive = [value for value in values if value]
-    if positive:
-        _log_when_wide(axes.set_xscale, positive)
-    if axes.get_xscale() == "log":
-        axes.set_xlim(left=min(positive) / 2)
-    for k, value in enumerate(values):
-        if value is None:
-            side = axes.get_yaxis_transform()
-            axes.text(0.01, k, "undefined", transform=side, va="center", fontsize=7)
-
-
-def _empty(axes: "Axes", text: str) -> None:
-    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _paint(axes: "Axes", ink: str) -> None:

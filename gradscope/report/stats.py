@@ -1,40 +1,51 @@
-"""`gradscope stats` on a terminal."""
+"""`gradscope stats` of one result file, in sections."""
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from gradscope.report.bars import print_histogram
 from gradscope.report.certificate import unused, verdict
-from gradscope.report.layout import Column, facts, heading, names_table, plain_table
-from gradscope.report.text import count, fit_names, percent, shape, short, size, visible
-from gradscope.stats import Distribution, NoiseScale, ParameterRow, SampleRow, Summary
-from gradscope.stats.summary import FileFacts
-
-_WIDEST_TARGET = 24
+from gradscope.report.layout import Column, facts, numbers, whole
+from gradscope.report.sections import Fact, Section, Table, print_sections, print_table
+from gradscope.report.stats_batch import batch, clipping, directions
+from gradscope.report.stats_samples import alike, neighbours, samples
+from gradscope.report.text import count, percent, shape, short, size, visible
+from gradscope.stats import ParameterRow, Summary
+from gradscope.stats.checks import TOLERANCE
 
 
 def render_stats(summary: Summary, console: Console) -> None:
     """Print the whole summary, from what the file is to its largest samples."""
-    print_file(summary.file, console)
-    if summary.nonfinite.count:
-        print_nonfinite(summary, console)
-    if summary.norm is not None:
-        print_norms(summary, summary.norm, console)
-    print_noise_scale(summary.noise_scale, console)
-    heading(console, "Parameters")
-    print_parameters(summary.parameters, console)
-    if summary.samples:
-        heading(console, "Samples with the largest gradients")
-        print_samples(summary.samples, console)
+    console.print(Text(visible(summary.file.path), style="bold"), overflow="fold")
+    facts(console, file_facts(summary))
+    for line in warnings(summary):
+        console.print()
+        console.print(Text(line, style="bold red"))
+    print_sections(sections(summary), console)
 
 
-def print_file(file: FileFacts, console: Console) -> None:
-    """Print what the file is."""
-    console.print(Text(visible(file.path), style="bold"), overflow="fold")
+def sections(summary: Summary) -> list[Section]:
+    """Return everything but what the file is."""
+    return [
+        *_norms(summary),
+        *clipping(summary),
+        batch(summary),
+        *directions(summary),
+        Section("Parameters", "parameters", table=parameter_table(summary.parameters)),
+        *_classes(summary),
+        *_spectrum(summary),
+        _chains(summary),
+        *_missing(summary),
+        *alike(summary),
+        *neighbours(summary),
+        *samples(summary),
+    ]
+
+
+def file_facts(summary: Summary) -> list[tuple[str, str | Text]]:
+    """Return what the file is."""
+    file = summary.file
     rows: list[tuple[str, str | Text]] = [
         ("samples", f"{file.samples:,}"),
         ("parameters", f"{file.parameters:,} ({file.entries:,} entries)"),
@@ -42,95 +53,118 @@ def print_file(file: FileFacts, console: Console) -> None:
         ("backend", file.backend or "not recorded"),
         ("certificate", verdict(file.certificate)),
     ]
+    if file.labels != "data":
+        rows.append(("labels", file.labels))
     if (names := unused(file.certificate)) is not None:
         rows.append(("unused", names))
     rows += [("chain" if not k else "", chain.text) for k, chain in enumerate(file.chains)]
-    facts(console, rows)
+    return rows
 
 
-def print_nonfinite(summary: Summary, console: Console) -> None:
-    """Say which samples are not finite."""
+def warnings(summary: Summary) -> list[str]:
+    """Return what is wrong: samples that are not finite, identities that do not hold."""
+    lines = []
     n, index = summary.nonfinite.count, summary.nonfinite.index
-    listed = ", ".join(map(str, index)) + (", ..." if n > len(index) else "")
-    text = f"{count(n, 'sample')} not finite and left out below"
-    console.print()
-    console.print(Text(f"{text}: {listed}" if index else text, style="bold red"))
-
-
-def print_norms(summary: Summary, norm: Distribution, console: Console) -> None:
-    """Print loss and norm in numbers, then the histogram of norms."""
-    heading(console, "Loss and gradient norm")
-    loss = summary.loss
-    columns = [
-        Column("", ["loss", "norm"], justify="left"),
-        Column("mean", [short(loss.mean if loss else None), short(norm.mean)]),
-        Column("std", [short(loss.std if loss else None), short(norm.std)], rank=1),
-        Column("min", [short(loss.min if loss else None), short(norm.min)]),
-        Column("max", [short(loss.max if loss else None), short(norm.max)]),
+    if n:
+        listed = ", ".join(map(str, index)) + (", ..." if n > len(index) else "")
+        text = f"{count(n, 'sample')} not finite and left out below"
+        lines.append(f"{text}: {listed}" if index else text)
+    return lines + [
+        f"does not hold to {TOLERANCE:g}: {c.name} ({short(c.left)} and {short(c.right)})"
+        for c in summary.checks
+        if not c.passed
     ]
-    plain_table(console, columns)
-    heading(console, "Percentiles of the norm")
-    print_percentiles(norm.percentiles, console)
-    heading(console, "Histogram of the norm")
-    print_histogram(console, norm.histogram)
-
-
-def print_percentiles(percentiles: Mapping[str, float], console: Console) -> None:
-    """Print the percentiles side by side, in as many lines as the width needs."""
-    pairs = [(f"{key}%", short(value)) for key, value in percentiles.items()]
-    cell = max(max(map(len, pair)) for pair in pairs) + 2
-    lines = math.ceil(len(pairs) / max(1, (console.width + 2) // cell))
-    step = math.ceil(len(pairs) / lines)
-    for start in range(0, len(pairs), step):
-        part = pairs[start : start + step]
-        for texts, style in zip(zip(*part, strict=True), ("dim", ""), strict=True):
-            line = "".join(f"{text:>{cell}}" for text in texts)[2:]
-            console.print(Text(line, style=style), soft_wrap=True)
-
-
-def print_noise_scale(noise: NoiseScale, console: Console) -> None:
-    """Print how large a batch is worth."""
-    heading(console, "Gradient noise scale")
-    simple = f"{short(noise.simple)} samples" if noise.simple is not None else "undefined"
-    rows: list[tuple[str, str | Text]] = [
-        ("trace of covariance", short(noise.trace_covariance)),
-        ("gradient norm squared", short(noise.gradient_norm_squared)),
-        ("simple (their ratio)", simple),
-    ]
-    if noise.flag is not None:
-        rows.append(("", Text(noise.flag, style="yellow")))
-    facts(console, rows)
 
 
 def print_parameters(rows: Sequence[ParameterRow], console: Console) -> None:
     """Print a table with one row a parameter."""
+    print_table(parameter_table(rows), console)
+
+
+def parameter_table(rows: Sequence[ParameterRow]) -> Table:
+    """Return a row a parameter."""
     columns = [
         Column("shape", [shape(r.shape) for r in rows], rank=2),
-        Column("entries", [f"{r.entries:,}" for r in rows], rank=5),
-        Column("mean norm", [short(r.mean_norm) for r in rows]),
-        Column("largest norm", [short(r.max_norm) for r in rows], rank=1),
-        Column("norm of mean", [short(r.mean_gradient_norm) for r in rows], rank=4),
-        Column("share", [percent(r.share) for r in rows], rank=3),
-        Column("SNR", [short(r.signal_to_noise) for r in rows]),
+        whole("entries", [r.entries for r in rows], rank=6),
+        numbers("mean norm", [r.mean_norm for r in rows]),
+        numbers("largest norm", [r.max_norm for r in rows], rank=1),
+        numbers("norm of mean", [r.mean_gradient_norm for r in rows], rank=5),
+        numbers("share", [r.share for r in rows], rank=3, show=percent),
+        numbers("SNR", [r.signal_to_noise for r in rows]),
+        numbers("noise scale", [r.noise_scale for r in rows], rank=4),
     ]
-    names_table(console, "parameter", [r.name for r in rows], columns)
+    if any(r.opposing is not None for r in rows):
+        columns.append(numbers("opposed", [r.opposing for r in rows], rank=7, show=percent))
+    return Table(columns, "parameter", [r.name for r in rows])
 
 
-def print_samples(rows: Sequence[SampleRow], console: Console) -> None:
-    """Print a table with one row a sample."""
+def _norms(summary: Summary) -> list[Section]:
+    loss, norm = summary.loss, summary.norm
+    if norm is None:
+        return []
+    both = [loss, norm]
     columns = [
-        Column("index", [str(r.index) for r in rows]),
-        Column("norm", [short(r.norm) for r in rows]),
-        Column("times median", [short(r.times_median) for r in rows], rank=1),
-        Column("loss", [short(r.loss) for r in rows]),
+        Column("", ["loss", "norm"], justify="left"),
+        numbers("mean", [None if m is None else m.mean for m in both]),
+        numbers("std", [None if m is None else m.std for m in both], rank=1),
+        numbers("min", [None if m is None else m.min for m in both]),
+        numbers("max", [None if m is None else m.max for m in both]),
     ]
-    if any(r.target is not None for r in rows):
-        targets = fit_names([_target(r.target) for r in rows], _WIDEST_TARGET)
-        columns.append(Column("target", targets, rank=2))
-    plain_table(console, columns)
+    pairs = [(f"{key}%", short(value)) for key, value in norm.percentiles.items()]
+    return [
+        Section("Loss and gradient norm", "norm", table=Table(columns)),
+        Section("Percentiles of the norm", pairs=pairs),
+        Section("Histogram of the norm", histogram=norm.histogram),
+    ]
 
 
-def _target(value: Any) -> str:
-    if value is None:
-        return short(None)
-    return short(value) if isinstance(value, float) else str(value)
+def _classes(summary: Summary) -> list[Section]:
+    found = summary.classes
+    if found is None:
+        return []
+    rows = found.rows
+    columns = [
+        whole("samples", [r.samples for r in rows], rank=1),
+        numbers("mean loss", [r.mean_loss for r in rows], rank=2),
+        numbers("mean norm", [r.mean_norm for r in rows]),
+    ]
+    if any(r.mean_cosine is not None for r in rows):
+        columns.append(numbers("mean cosine", [r.mean_cosine for r in rows]))
+        columns.append(numbers("opposed", [r.opposing for r in rows], rank=3, show=percent))
+    if any(r.cosine is not None for r in rows):
+        columns.append(numbers("cosine of mean", [r.cosine for r in rows], rank=4))
+        columns.append(numbers("noise", [r.trace_covariance for r in rows]))
+    notes = []
+    if found.between is not None and found.within is not None and found.between + found.within:
+        share = found.between / (found.between + found.within)
+        notes.append(f"{percent(share)} of the noise lies between the classes, the rest within.")
+    table = Table(columns, "class", [str(r.target) for r in rows])
+    return [Section("Classes", "classes", table=table, notes=notes)]
+
+
+def _spectrum(summary: Summary) -> list[Section]:
+    found = summary.spectrum
+    if found is None or found.effective_rank is None:
+        return []
+    rows: list[Fact] = [
+        ("effective rank", short(found.effective_rank)),
+        ("directions for 90%", f"{found.directions_for_90}"),
+        ("from", f"{found.source}, {found.samples:,} of {count(found.of, 'sample')}"),
+    ]
+    return [Section("Spectrum of the gradients", "spectrum", rows)]
+
+
+def _chains(summary: Summary) -> Section:
+    rows: list[Fact] = [(f"{summary.fisher.kind} Fisher, trace", short(summary.fisher.trace))]
+    for gap in summary.jensen:
+        share = "undefined" if gap.gap is None else percent(gap.gap)
+        text = f"{visible(gap.transform)}: E[T(g)] is {share} off T(E[g])"
+        rows.append(("Jensen gap", f"{text}, cosine {short(gap.cosine)}"))
+    return Section("Expectations", "expectations", rows)
+
+
+def _missing(summary: Summary) -> list[Section]:
+    if not summary.missing:
+        return []
+    notes = [f"{missing.what}: {missing.needs}" for missing in summary.missing]
+    return [Section("Not in this file", notes=notes)]

@@ -4,17 +4,20 @@ from gradscope.sources.checkpoints import CheckpointReport, load_into
 from gradscope.sources.code import load_function, source_digest
 from gradscope.sources.datasets import Dataset, open_dataset
 from gradscope.sources.digests import sha256
+from gradscope.sources.loading import LoadedModel, load_model
 from gradscope.sources.models import build
 from gradscope.sources.readers import checkpoint_readers, dataset_readers
 
 __all__ = [
     "CheckpointReport",
     "Dataset",
+    "LoadedModel",
     "build",
     "checkpoint_readers",
     "dataset_readers",
     "load_function",
     "load_into",
+    "load_model",
     "open_dataset",
     "sha256",
     "source_digest",

@@ -1,20 +1,25 @@
 """Weights from a file into a model: found, checked against the model, and loaded whole or not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from gradscope.errors import CheckpointError
 from gradscope.sources import checkpoint_formats  # noqa: F401 (it registers the readers)
+from gradscope.sources.checkpoint_contents import find_state_dict
+from gradscope.sources.checkpoint_folders import weights_in
+from gradscope.sources.checkpoint_shards import files_of
 from gradscope.sources.code import user_file
-from gradscope.sources.digests import sha256
-from gradscope.sources.fit import covers, fitted, listed
+from gradscope.sources.digests import sha256, sha256_of_all
+from gradscope.sources.fit import fitted
+from gradscope.sources.listing import listed
 from gradscope.sources.readers import checkpoint_readers, find_checkpoint_reader
 
-_REMEDY = "Save model.state_dict()."
+TRUSTED = ("torch", "torch-legacy", "pickle")  # what unsafe_pickle lets execute code
 
 
 @dataclass(frozen=True)
@@ -24,29 +29,37 @@ class CheckpointReport:
     Attributes:
         path: The file.
         format: The reader's name.
-        sha256: The file's SHA-256.
+        sha256: The file's SHA-256; of several files, one over the list of theirs.
         tensors: How many tensors were loaded.
-        key: Where in the file the state dict was; None at the top level.
+        key: Where in the file the state dict was, dotted; "" at the top level.
+        dropped: Names that were left out.
         prefix: What was taken off every name, "" if nothing.
         casts: "name: float64 -> float32" for each tensor that was cast.
         tied: Names that the file lacks and whose tensor came under another name.
+        others: Further notes.
+        files: Every file that was read.
     """
 
     path: Path
     format: str
     sha256: str
     tensors: int
-    key: str | None = None
+    key: str = ""
+    dropped: tuple[str, ...] = ()
     prefix: str = ""
     casts: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence for each thing done that the user may not expect."""
-        notes = []
-        if self.key is not None:
+        notes = list(self.others)
+        if self.key:
             notes.append(f"The weights are those under {self.key!r} of the checkpoint.")
+        if self.dropped:
+            notes.append(f"Left out of the checkpoint, as no weights: {listed(self.dropped)}.")
         if self.prefix:
             notes.append(f"The prefix {self.prefix!r} was taken off all names in the checkpoint.")
         if self.casts:
@@ -56,54 +69,94 @@ class CheckpointReport:
         return tuple(notes)
 
 
-def load_into(model: nn.Module, path: Path) -> CheckpointReport:
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint as it was read.
+
+    Attributes:
+        path: The file, where a folder was given the one in it.
+        format: The reader's name.
+        sha256: The file's SHA-256; of several files, one over the list of theirs.
+        value: What it holds.
+        files: Every file that was read.
+        notes: What was done.
+    """
+
+    path: Path
+    format: str
+    sha256: str
+    value: Any
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read(path: Path, *, unsafe_pickle: bool = False) -> Content:
+    """Read a checkpoint: a file, an index of several, or the folder that holds either.
+
+    Args:
+        path: The kind of a file is found by content.
+        unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
+
+    Raises:
+        CheckpointError: It cannot be read or is refused.
+    """
+    file = weights_in(path) if path.is_dir() else path
+    notes = [] if file == path else [f"The weights of the folder are those in {file.name}."]
+    name = find_checkpoint_reader(file)
+    with located(file):
+        if unsafe_pickle and name in TRUSTED:
+            from gradscope.sources.checkpoint_code import read_trusted
+
+            value = read_trusted(file, name)
+            notes.append("The checkpoint was trusted to execute code (--unsafe-pickle).")
+        else:
+            value = checkpoint_readers.get(name)(file)
+    files = files_of(file) if name == "index" else (file,)
+    digest = sha256(file) if len(files) == 1 else sha256_of_all(files)
+    return Content(file, name, digest, value, files, tuple(notes))
+
+
+def load_into(
+    model: nn.Module, path: Path, *, key: str | None = None, unsafe_pickle: bool = False
+) -> CheckpointReport:
     """Load a checkpoint into a model: every tensor of both must fit, or nothing is loaded.
 
     Args:
         model: The model; its parameters and buffers are overwritten.
-        path: A safetensors file or one of torch.save; the kind is found by content.
+        path: A file, an index of several, or the folder that holds either.
+        key: Where in it the state dict is, dotted; found by the model's names when None.
+        unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
 
     Raises:
         CheckpointError: The file cannot be read or is refused, or it does not fit the model.
     """
-    name = find_checkpoint_reader(path)
-    try:
-        digest = sha256(path)
-        key, state = _state_dict(checkpoint_readers.get(name)(path), model)
-        fit = fitted(model, state)
+    content = read(path, unsafe_pickle=unsafe_pickle)
+    with located(content.path):
+        found = find_state_dict(content.value, model, key)
+        fit = fitted(model, found.state)
         with user_file("the model's own load_state_dict"):
             model.load_state_dict(fit.state, strict=True)
+    return CheckpointReport(
+        content.path,
+        content.format,
+        content.sha256,
+        len(fit.state) - len(fit.tied),
+        found.key,
+        fit.dropped,
+        fit.prefix,
+        fit.casts,
+        fit.tied,
+        content.notes,
+        content.files,
+    )
+
+
+@contextmanager
+def located(path: Path) -> Iterator[None]:
+    """Put the file into a `CheckpointError` that names none."""
+    try:
+        yield
     except CheckpointError as error:
         if error.where is None:
             error.at(str(path))
         raise
-    return CheckpointReport(path, name, digest, len(state), key, fit.prefix, fit.casts, fit.tied)
-
-
-def _state_dict(content: Any, model: nn.Module) -> tuple[str | None, Mapping[str, Any]]:
-    """Find the state dict: all of the content, or what is under the one key that fits."""
-    if isinstance(content, Tensor):
-        raise CheckpointError("it holds a single tensor, not a state dict", remedy=_REMEDY)
-    if not isinstance(content, Mapping):
-        kind = type(content).__name__
-        raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_REMEDY)
-    if _has_tensors(content):
-        return None, content
-    every = [k for k, v in content.items() if isinstance(v, Mapping) and _has_tensors(v)]
-    found = [k for k in every if covers(content[k], model)] or every
-    if len(found) > 1:
-        raise CheckpointError(
-            f"there is a state dict under each of {listed(found)}",
-            remedy="Save the one you mean to a file of its own.",
-        )
-    if not found:
-        keys = [repr(key) for key in content]
-        raise CheckpointError(
-            f"there is no state dict in it; its keys are: {listed(keys) or 'none'}",
-            remedy=f"{_REMEDY} It may stand under a key, such as 'model' or 'state_dict'.",
-        )
-    return found[0], content[found[0]]
-
-
-def _has_tensors(content: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in content.values())

@@ -112,7 +112,7 @@ def _import_file(path: Path, kind: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with user_file(f"{kind} {path}"), _importable(path.parent):
+        with user_file(f"{kind} {path}"), importable(path.parent):
             exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -122,7 +122,7 @@ def _import_file(path: Path, kind: str) -> ModuleType:
 
 def _import(name: str, kind: str) -> ModuleType:
     what = f"{kind} {name}"
-    with user_file(what), _importable(Path.cwd()):
+    with user_file(what), importable(Path.cwd()):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -136,7 +136,8 @@ def _import(name: str, kind: str) -> ModuleType:
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def importable(folder: Path) -> Iterator[None]:
+    """Let modules of a folder be imported: first in line here, last in line afterwards."""
     text = str(folder)
     for other, modules in _neighbours.items():
         if other != text:

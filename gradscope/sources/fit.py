@@ -1,6 +1,6 @@
 """Whether a state dict fits a model, tensor by tensor; nothing is loaded here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from gradscope.errors import CheckpointError
 from gradscope.sources.code import user_file
 from gradscope.sources.conversion import dtype_name
+from gradscope.sources.listing import listed
 
 PREFIXES = ("module.", "_orig_mod.", "model.")  # DataParallel's, torch.compile's, Lightning's
+_COUNTER = "n_averaged"  # what torch's AveragedModel has beside the names that begin with module.
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,14 @@ class Fit:
 
     Attributes:
         state: {name: tensor}, the model's names and dtypes.
-        prefix: What was taken off every name, "" if nothing.
+        dropped: Names that were left out, as they belong to no model.
+        prefix: What was taken off every other name, "" if nothing.
         casts: "name: float64 -> float32" for each tensor that was cast.
         tied: Names that came under another name of the same tensor.
     """
 
     state: dict[str, Any]
+    dropped: tuple[str, ...]
     prefix: str
     casts: tuple[str, ...]
     tied: tuple[str, ...]
@@ -40,7 +44,9 @@ def fitted(model: nn.Module, state: Mapping[Any, Any]) -> Fit:
     """
     with user_file("the model's own state_dict"):
         expected: dict[str, Any] = model.state_dict()
-    prefix, values = _stripped(state, expected)
+    _check_text(state)
+    kept = _without_counter(state, expected)
+    prefix, values = _stripped(kept, expected)
     values, tied = _with_tied(values, expected)
     _check_names(values, expected)
     _check_shapes(values, expected)
@@ -49,37 +55,72 @@ def fitted(model: nn.Module, state: Mapping[Any, Any]) -> Fit:
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
-    _check_finite(cast, expected, {k for k, _ in model.named_parameters(remove_duplicate=False)})
-    return Fit(cast, prefix, casts, tied)
+    check_finite(cast, expected, {k for k, _ in model.named_parameters(remove_duplicate=False)})
+    dropped = tuple(name for name in state if name not in kept)
+    return Fit(cast, dropped, prefix, casts, tied)
 
 
-def covers(state: Mapping[Any, Any], model: nn.Module) -> bool:
-    """Whether a mapping names everything that the model's state dict has, prefixes aside."""
+def shared(state: Mapping[Any, Any], model: nn.Module) -> float:
+    """Return the share of the model's names that a mapping has, prefixes aside."""
     if not all(isinstance(name, str) for name in state):
-        return False
+        return 0.0
     with user_file("the model's own state_dict"):
         expected: dict[str, Any] = model.state_dict()
-    _, values = _stripped(state, expected)
-    return expected.keys() <= values.keys()
+    _, values = _stripped(_without_counter(state, expected), expected)
+    return len(expected.keys() & values.keys()) / max(1, len(expected))
 
 
-def listed(names: Iterable[str], limit: int = 10) -> str:
-    """Return the first names, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+def check_finite(
+    values: Mapping[str, Any], expected: Mapping[str, Any], parameters: set[str]
+) -> None:
+    """Refuse values that are not finite, but for buffers that hold what the model's own hold.
+
+    Args:
+        values: {name: tensor}, what is loaded.
+        expected: {name: tensor}, what the model holds itself.
+        parameters: Which of them are parameters.
+
+    Raises:
+        CheckpointError: A value is not finite.
+    """
+    wrong = []
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        bad = ~torch.isfinite(value)
+        if name not in parameters:  # an attention mask holds -inf, as the new model's own does
+            bad &= value != expected[name].to(value.device)
+        if bad.any():
+            wrong.append(f"{name} ({int(bad.sum())} of {value.numel()})")
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors hold values that are not finite: {listed(wrong)}",
+            remedy="Take a checkpoint from before the training diverged.",
+        )
 
 
-def _stripped(
-    state: Mapping[Any, Any], expected: Mapping[str, Any]
-) -> tuple[str, Mapping[str, Any]]:
-    """Take prefixes off that every name has, as far as it makes more of the names fit."""
+def _without_counter(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out the counter of averaged weights, where that is clearly what it is."""
+    others = [name for name in state if name != _COUNTER]
+    averaged = _COUNTER in state and _COUNTER not in expected and others
+    if not averaged or not all(name.startswith(PREFIXES[0]) for name in others):
+        return state
+    return {name: state[name] for name in others}
+
+
+def _check_text(state: Mapping[Any, Any]) -> None:
     odd = [repr(name) for name in state if not isinstance(name, str)]
     if odd:
         raise CheckpointError(
             f"these names in the state dict are not text: {listed(odd)}",
             remedy="Save model.state_dict() as it is.",
         )
+
+
+def _stripped(
+    state: Mapping[str, Any], expected: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any]]:
+    """Take prefixes off that every name has, as far as it makes more of the names fit."""
     prefix, current = "", state
     candidates = [(prefix, current)]
     while common := [p for p in PREFIXES if all(k.startswith(p) and k != p for k in current)]:
@@ -170,22 +211,3 @@ def _check_dtypes(values: Mapping[str, Any], expected: Mapping[str, Any]) -> tup
             remedy="Only floating-point numbers are cast, and only to floating-point numbers.",
         )
     return tuple(casts)
-
-
-def _check_finite(
-    values: Mapping[str, Any], expected: Mapping[str, Any], parameters: set[str]
-) -> None:
-    wrong = []
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            continue
-        bad = ~torch.isfinite(value)
-        if name not in parameters:  # an attention mask holds -inf, as the new model's own does
-            bad &= value != expected[name].to(value.device)
-        if bad.any():
-            wrong.append(f"{name} ({int(bad.sum())} of {value.numel()})")
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} tensors hold values that are not finite: {listed(wrong)}",
-            remedy="Take a checkpoint from before the training diverged.",
-        )

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from gradscope.errors import ModelError
 from gradscope.sources.code import load_function, user_file
+from gradscope.sources.listing import listed
 
 
 def build(
@@ -36,7 +37,7 @@ def build(
     _check_arguments(function, kwargs, where)
     with user_file(where):
         model = function(**kwargs)
-    _check(model, where)
+    require_trainable(model, where)
     with user_file(where):
         model.train(mode == "train")
     return model  # type: ignore[no-any-return]  # checked to be an nn.Module
@@ -58,7 +59,12 @@ def _check_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> No
         ) from error
 
 
-def _check(model: Any, where: str) -> None:
+def require_trainable(model: Any, where: str) -> None:
+    """Refuse what is no model, or has nothing to differentiate by.
+
+    Raises:
+        ModelError: It is neither.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"the factory returned {type(model).__name__}, not a torch.nn.Module",
@@ -88,3 +94,22 @@ def _check(model: Any, where: str) -> None:
             where=where,
             remedy="Leave requires_grad set on the parameters whose gradients you want.",
         )
+
+
+def notes_on(model: nn.Module) -> tuple[str, ...]:
+    """Return what the user should know of a model: tied parameters, frozen ones."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [" = ".join(group) for group in names.values() if len(group) > 1]
+    every = dict(model.named_parameters())
+    frozen = [name for name, parameter in every.items() if not parameter.requires_grad]
+    notes = []
+    if tied:
+        notes.append(f"Tied, so one parameter under its first name: {listed(tied)}.")
+    if frozen:
+        notes.append(
+            f"Frozen, so without gradients: {len(frozen)} of {len(every)} parameters "
+            f"({listed(frozen)})."
+        )
+    return tuple(notes)

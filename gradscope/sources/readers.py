@@ -5,38 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from gradscope.core.registry import Registry
 from gradscope.errors import CheckpointError, DatasetError, InputError
+from gradscope.sources.data_columns import Arrays
 
 HEAD = 4096  # bytes that are looked at to tell what a file is
-
-
-class Column(Protocol):
-    """An array with the sample axis first; a tensor is one, and so may be a part of a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, ...)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its rows."""
-
-    def __getitem__(self, rows: slice, /) -> torch.Tensor:
-        """Return some rows (n, ...)."""
-
-
-class Arrays(Protocol):
-    """The arrays of a data file."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What there is."""
-
-    def load(self, name: str) -> Column:
-        """Return one of them."""
 
 
 class CheckpointReader(Protocol):
@@ -135,8 +108,8 @@ def _head(path: Path, error: type[InputError]) -> bytes:
 
 _MAGIC = {
     b"\x89HDF": "an HDF5 file",
-    b"\x1f\x8b": "a gzip archive",
     b"\x93NUMPY": "a single numpy array (.npy)",
+    b"\x1f\x8b": "a gzip archive",
     b"\x80": "a Python pickle, which could execute code and is never loaded",
     b"PK\x03\x04": "a zip archive",
     b"PK\x05\x06": "an empty zip archive",

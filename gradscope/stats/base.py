@@ -44,16 +44,30 @@ class Record(BaseModel):
         return cls.model_validate(document)
 
 
+class Interval(Record):
+    """A confidence interval.
+
+    Attributes:
+        low: Its lower end; None where it has none.
+        high: Its upper end, likewise.
+    """
+
+    low: float | None
+    high: float | None
+
+
 class Source(Protocol):
     """What statistics need of a result file; `gradscope.storage.GradientFile` has it.
 
     `samples` holds index, loss, norm and finite, each (N,), and target where there is one;
     `norms` maps a parameter's name to ‖gᵢ‖ of that parameter, (N,); `norm_attributes` maps it
-    to {"mean_gradient_norm": ‖mean gᵢ‖ over the finite samples}.
+    to {"mean_gradient_norm": ‖mean gᵢ‖ over the finite samples}. A chain has `text`, `reduced` and
+    its arrays by name.
     """
 
     path: Any
     n: int
+    attributes: Any
     run: Any
     certificate: Any
     parameters: Any

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from gradscope.errors import ResultFileError
 from gradscope.stats.base import Floats, Mask, Record, Source, number, ratio, wide
+from gradscope.stats.noise import noise_scale
+from gradscope.stats.table import mean_gradient_norm
 
 
 class ParameterRow(Record):
@@ -22,6 +22,9 @@ class ParameterRow(Record):
         share: Σᵢ‖gᵢ‖² of this parameter over that of all parameters, between 0 and 1.
         mean_gradient_norm: ‖G‖ with G = mean gᵢ.
         signal_to_noise: ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), plug-in; None where the noise is not positive.
+        noise_scale: B_simple of this parameter alone, in samples; None where it does not exist.
+        entry_signal_to_noise: The mean over entries of Gⱼ² / (E[gⱼ²] − Gⱼ²); None without rows.
+        opposing: The share of samples with ⟨gᵢ, G⟩ < 0, likewise.
     """
 
     name: str
@@ -32,10 +35,19 @@ class ParameterRow(Record):
     share: float | None
     mean_gradient_norm: float | None
     signal_to_noise: float | None
+    noise_scale: float | None = None
+    entry_signal_to_noise: float | None = None
+    opposing: float | None = None
 
 
 def parameter_row(
-    name: str, shape: Sequence[int], norms: Floats, mean_gradient_norm: float, total: float
+    name: str,
+    shape: Sequence[int],
+    norms: Floats,
+    mean_gradient_norm: float,
+    total: float,
+    entry: float | None = None,
+    opposing: float | None = None,
 ) -> ParameterRow:
     """Summarise one parameter.
 
@@ -45,6 +57,8 @@ def parameter_row(
         norms: ‖gᵢ‖ (N,) of the finite samples.
         mean_gradient_norm: ‖G‖ over the same samples.
         total: Σᵢ‖gᵢ‖² over all parameters.
+        entry: The mean signal to noise of its entries, where known.
+        opposing: The share of samples opposed to its mean, where known.
     """
     signal, squares = mean_gradient_norm**2, np.square(norms)
     some = norms.size > 0
@@ -57,11 +71,26 @@ def parameter_row(
         share=ratio(squares.sum(), total),
         mean_gradient_norm=number(mean_gradient_norm),
         signal_to_noise=ratio(signal, squares.mean() - signal) if some else None,
+        noise_scale=noise_scale(norms, number(signal)).simple,
+        entry_signal_to_noise=entry,
+        opposing=opposing,
     )
 
 
-def parameter_rows(file: Source, finite: Mask) -> tuple[ParameterRow, ...]:
-    """Summarise every parameter of `file` over its `finite` samples (N,), in the file's order."""
+def parameter_rows(
+    file: Source,
+    finite: Mask,
+    entry: Mapping[str, float | None] | None = None,
+    opposing: Mapping[str, float] | None = None,
+) -> tuple[ParameterRow, ...]:
+    """Summarise every parameter of `file`, in the file's order.
+
+    Args:
+        file: The file.
+        finite: Which samples are taken (N,).
+        entry: The mean signal to noise of each parameter's entries, where known.
+        opposing: The share of samples opposed to each parameter's mean, where known.
+    """
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
         total = float(np.square(wide(file.samples["norm"])[finite]).sum())
         return tuple(
@@ -71,22 +100,8 @@ def parameter_rows(file: Source, finite: Mask) -> tuple[ParameterRow, ...]:
                 wide(file.norms[name])[finite],  # read one by one: they may be many
                 mean_gradient_norm(file, name),
                 total,
+                (entry or {}).get(name),
+                (opposing or {}).get(name),
             )
             for name, shape in file.parameters.items()
         )
-
-
-def mean_gradient_norm(file: Source, name: str) -> float:
-    """Return ‖G‖ of the parameter `name` as recorded.
-
-    Raises:
-        ResultFileError: It is not recorded.
-    """
-    attributes: Mapping[str, Any] = file.norm_attributes.get(name, {})
-    if "mean_gradient_norm" not in attributes:
-        raise ResultFileError(
-            f"the norm of the mean gradient of {name!r} is not recorded",
-            where=str(file.path),
-            remedy="Compute the file again with this version of gradscope.",
-        )
-    return float(attributes["mean_gradient_norm"])

@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gradscope.stats.base import Floats, Mask, Record, Source, number, ratio, wide
+from gradscope.stats.base import Floats, Record, number, ratio
+from gradscope.stats.table import Positions, Table
 
 
 class SampleRow(Record):
@@ -17,6 +17,7 @@ class SampleRow(Record):
         norm: ‖gᵢ‖ over all parameters.
         target: Its target, when that is one number or text a sample.
         times_median: norm over the median norm; None where that is zero.
+        cosine: With the mean gradient, or in a list of neighbours with theirs; None if unknown.
     """
 
     index: int
@@ -24,6 +25,7 @@ class SampleRow(Record):
     norm: float
     target: bool | int | float | str | None
     times_median: float | None
+    cosine: float | None = None
 
 
 class Points(Record):
@@ -40,44 +42,56 @@ class Points(Record):
     of: int
 
 
-def largest(file: Source, finite: Mask, top: int) -> tuple[SampleRow, ...]:
-    """Return the `top` finite samples with the largest norms, largest first."""
-    rows = np.flatnonzero(finite)
-    norms = wide(file.samples["norm"])[rows]
-    median = float(np.median(norms)) if rows.size else 0.0
-    chosen = rows[_order(norms)[:top]]
-    targets = file.samples.get("target")
+def largest(
+    table: Table, values: Floats, top: int, cosines: Floats | None
+) -> tuple[SampleRow, ...]:
+    """Return the `top` samples with the largest `values` (n,), largest first."""
+    order = _order(np.where(np.isnan(values), -np.inf, values))
+    return sample_rows(table, order[:top], cosines)
+
+
+def opposed(table: Table, dots: Floats, top: int, cosines: Floats | None) -> tuple[SampleRow, ...]:
+    """Return the `top` samples with the most negative ⟨gᵢ, G⟩: a step along G costs them most."""
+    order = _order(-dots)
+    return sample_rows(table, order[dots[order] < 0][:top], cosines)
+
+
+def sample_rows(table: Table, places: Positions, cosines: Floats | None) -> tuple[SampleRow, ...]:
+    """Return a row for each of `places` in the table."""
+    median = float(np.median(table.norm)) if table.n else 0.0
     return tuple(
         SampleRow(
-            index=int(file.samples["index"][i]),
-            loss=number(file.samples["loss"][i]),
-            norm=float(file.samples["norm"][i]),
-            target=None if targets is None else _scalar(targets[i]),
-            times_median=ratio(file.samples["norm"][i], median),
+            index=int(table.index[k]),
+            loss=number(table.loss[k]),
+            norm=float(table.norm[k]),
+            target=None if table.target is None else scalar(table.target[k]),
+            times_median=ratio(table.norm[k], median),
+            cosine=None if cosines is None else number(cosines[k]),
         )
-        for i in chosen
+        for k in places
     )
 
 
-def points(file: Source, finite: Mask, limit: int) -> Points:
-    """Return at most `limit` finite samples: half the largest norms, half evenly spread."""
-    loss, norm = wide(file.samples["loss"]), wide(file.samples["norm"])
-    rows = np.flatnonzero(finite & np.isfinite(loss))
+def points(table: Table, limit: int) -> Points:
+    """Return at most `limit` samples: half the largest norms, half evenly spread."""
+    rows = np.flatnonzero(np.isfinite(table.loss))
     if rows.size > limit:
-        order = _order(norm[rows])
+        order = _order(table.norm[rows])
         even = np.linspace(limit // 2, rows.size - 1, limit - limit // 2).astype(np.int64)
-        kept = rows[np.concatenate([order[: limit // 2], order[even]])]
-    else:
-        kept = rows
-    return Points(loss=tuple(loss[kept]), norm=tuple(norm[kept]), of=int(rows.size))
+        rows = rows[np.concatenate([order[: limit // 2], order[even]])]
+    return Points(
+        loss=tuple(map(float, table.loss[rows])),
+        norm=tuple(map(float, table.norm[rows])),
+        of=int(np.isfinite(table.loss).sum()),
+    )
 
 
-def _order(norms: Floats) -> NDArray[np.int64]:
-    """Return positions by falling norm; equal ones keep their order."""
-    return np.argsort(-norms, kind="stable")
+def _order(values: Floats) -> Positions:
+    """Return places by falling value; equal ones keep their order."""
+    return np.argsort(-values, kind="stable")
 
 
-def _scalar(value: Any) -> bool | int | float | str | None:
+def scalar(value: Any) -> bool | int | float | str | None:
     """Return a target as a plain value; None when it is an array or not finite."""
     if np.ndim(value):
         return None

@@ -1,76 +1,65 @@
 """`summarize`: what a result file says, from the file alone."""
 
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from gradscope.errors import SpecError
-from gradscope.stats.base import Json, Mask, Record, Source, number, wide
+from gradscope.stats.alike import Duplicates, Nearest, by_gram, by_norms, by_rows
+from gradscope.stats.alike import nearest as nearest_samples
+from gradscope.stats.base import Record, Source
+from gradscope.stats.batches import BatchTests, Cabs, batch_tests, cabs
+from gradscope.stats.checks import Check, identities
+from gradscope.stats.classes import Classes, Groups, classes, groups
+from gradscope.stats.clipping import Clipping, clipping
+from gradscope.stats.directions import Directions, cosines, directions
 from gradscope.stats.distribution import Distribution, Moments, distribution, moments
+from gradscope.stats.entries import Entries, Signal, signal, stored_entries, total
+from gradscope.stats.facts import FileFacts, NonFinite, facts, nonfinite
+from gradscope.stats.fisher import Fisher, fisher
+from gradscope.stats.jensen import Gap, jensen
 from gradscope.stats.noise import NoiseScale, noise_scale
+from gradscope.stats.products import Missing, Products, missing, products
 from gradscope.stats.rows import ParameterRow, parameter_rows
-from gradscope.stats.samples import Points, SampleRow, largest, points
+from gradscope.stats.samples import Points, SampleRow, largest, opposed, points
+from gradscope.stats.spectrum import Spectrum, cosine_matrix, spectrum
+from gradscope.stats.stored import rows_of
+from gradscope.stats.table import Table, finite_samples, mean_gradient_squared
 
 _POINTS = 4000
-
-
-class ChainFacts(Record):
-    """One chain of the file."""
-
-    text: str
-    reduced: bool
-
-
-class FileFacts(Record):
-    """What the file is.
-
-    Attributes:
-        path: As it was opened.
-        bytes: Its size.
-        samples: N, finite or not.
-        parameters: How many.
-        entries: Of all parameters together.
-        chains: In the file's order.
-        backend: Which one computed it, as recorded.
-        certificate: As recorded.
-    """
-
-    path: str
-    bytes: int | None
-    samples: int
-    parameters: int
-    entries: int
-    chains: tuple[ChainFacts, ...]
-    backend: str | None
-    certificate: Json
-
-
-class NonFinite(Record):
-    """Samples whose loss or gradient is not finite; all other statistics leave them out.
-
-    Attributes:
-        count: How many.
-        index: The first of them, as positions in the data set.
-    """
-
-    count: int
-    index: tuple[int, ...]
 
 
 class Summary(Record):
     """The statistics of one result file. docs/statistics.md has every formula.
 
+    What needs products of gradients is None where the file has none, and `missing` says so.
+
     Attributes:
         file: Facts of the file.
-        loss: None when no sample is finite; likewise norm.
+        loss: None when no sample is finite; likewise norm and clipping.
         norm: ‖gᵢ‖ over all parameters.
+        clipping: Which clipping norm clips whom.
         noise_scale: How large a batch is worth.
+        batch_tests: Whether N samples are a batch large enough.
+        cabs: The batch size for a learning rate.
+        signal: Signal to noise, and the early-stopping evidence.
+        directions: Whether samples agree with the mean gradient.
         parameters: One row each, in the model's order.
+        classes: One row each, where the targets are classes.
         samples: Those with the largest norms, largest first.
-        nonfinite: Those left out.
-        points: For pictures; not part of the JSON form.
+        largest_losses: Those with the largest losses.
+        most_opposed: Those with the most negative ⟨gᵢ, G⟩.
+        nearest: The neighbours of one sample, if asked for.
+        duplicates: Pairs of equal gradients.
+        spectrum: How many directions the gradients take.
+        fisher: The trace of the Fisher.
+        jensen: How far E[T(g)] is from T(E[g]).
+        nonfinite: Samples left out.
+        checks: Identities between these numbers.
+        missing: What could not be taken, and what it needs.
+        points: For pictures; not part of the JSON form. Likewise `cosines`, a matrix of samples.
     """
 
     schema_: Literal["gradscope.stats"] = Field(
@@ -80,73 +69,139 @@ class Summary(Record):
     file: FileFacts
     loss: Moments | None
     norm: Distribution | None
+    clipping: Clipping | None
     noise_scale: NoiseScale
+    batch_tests: BatchTests
+    cabs: Cabs
+    signal: Signal
+    directions: Directions | None
     parameters: tuple[ParameterRow, ...]
+    classes: Classes | None
     samples: tuple[SampleRow, ...]
+    largest_losses: tuple[SampleRow, ...]
+    most_opposed: tuple[SampleRow, ...] | None
+    nearest: Nearest | None
+    duplicates: Duplicates | None
+    spectrum: Spectrum | None
+    fisher: Fisher
+    jensen: tuple[Gap, ...]
     nonfinite: NonFinite
+    checks: tuple[Check, ...]
+    missing: tuple[Missing, ...]
     points: Points | None = Field(default=None, exclude=True, repr=False)
+    cosines: tuple[tuple[float, ...], ...] | None = Field(default=None, exclude=True, repr=False)
 
 
-def summarize(file: Source, top: int = 10) -> Summary:
+def summarize(
+    file: Source,
+    top: int = 10,
+    learning_rate: float | None = None,
+    clip: Sequence[float] = (),
+    nearest: int | None = None,
+    rows: bool = True,
+) -> Summary:
     """Compute the statistics of an open result file.
 
     Args:
         file: A `GradientFile`.
-        top: How many of the largest samples to list.
+        top: How many samples to list in each list.
+        learning_rate: For the batch size of CABS.
+        clip: Clipping norms whose share is wanted.
+        nearest: A sample, by its position in the data set, whose neighbours are wanted.
+        rows: Whether to read stored gradients, once or twice over.
 
     Raises:
-        SpecError: `top` is negative.
-        ResultFileError: The file lacks something it must have.
+        SpecError: An argument is out of its range.
+        ResultFileError: The file lacks something it must have, or is damaged.
     """
+    _check(top, learning_rate, clip)
+    with np.errstate(all="ignore"):  # what overflows becomes None
+        table = Table.of(file)
+        big, members = mean_gradient_squared(file), groups(table)
+        place = None if nearest is None else table.place(nearest)
+        found = products(file, table, big, members, place, rows)
+        parts = _entries(file, found)
+        known = None if found.dots is None else cosines(found.dots, table.norm, big)
+        by_class = (
+            None
+            if members is None
+            else classes(table, members, known, found.group_squares, found.dots)
+        )
+        tests = batch_tests(table.norm, big, found.dots)
+        return Summary(
+            file=facts(file),
+            loss=moments(table.loss),
+            norm=distribution(table.norm),
+            clipping=clipping(table.norm, clip),
+            noise_scale=noise_scale(table.norm, big, found.dots),
+            batch_tests=tests,
+            cabs=cabs(table.norm, table.loss, big, learning_rate),
+            signal=signal(table.norm, big, None if parts is None else total(parts.values())),
+            directions=None if known is None else directions(str(found.source), known),
+            parameters=_parameters(file, parts, found),
+            classes=by_class,
+            samples=largest(table, table.norm, top, known),
+            largest_losses=largest(table, table.loss, top, known),
+            most_opposed=None if found.dots is None else opposed(table, found.dots, top, known),
+            nearest=_nearest(table, found, place, top),
+            duplicates=_duplicates(file, table, found),
+            spectrum=None
+            if found.gram is None
+            else spectrum(str(found.pairs), found.gram, table.n),
+            fisher=fisher(file, table),
+            jensen=jensen(file),
+            nonfinite=nonfinite(file, table, top),
+            checks=identities(file, table, big, tests, found, by_class),
+            missing=missing(file, found, members, parts is not None, rows),
+            points=points(table, _POINTS),
+            cosines=_matrix(found, members),
+        )
+
+
+def _entries(file: Source, found: Products) -> dict[str, Entries] | None:
+    if found.swept is None:
+        return stored_entries(file)
+    return {name: part.entries for name, part in found.swept.parts.items()}
+
+
+def _parameters(
+    file: Source, parts: dict[str, Entries] | None, found: Products
+) -> tuple[ParameterRow, ...]:
+    return parameter_rows(
+        file,
+        finite_samples(file),
+        {name: entries.mean_ratio for name, entries in (parts or {}).items()},
+        {} if found.swept is None else {k: v.opposing for k, v in found.swept.parts.items()},
+    )
+
+
+def _matrix(found: Products, members: Groups | None) -> tuple[tuple[float, ...], ...] | None:
+    if found.gram is None or found.among is None:
+        return None
+    return cosine_matrix(found.gram, None if members is None else members.of[found.among])
+
+
+def _nearest(table: Table, found: Products, place: int | None, top: int) -> Nearest | None:
+    if place is None or found.probed is None:
+        return None
+    source = str(found.pairs)
+    return nearest_samples(table, source, source in ("rows", "gram"), place, found.probed, top)
+
+
+def _duplicates(file: Source, table: Table, found: Products) -> Duplicates | None:
+    rows = rows_of(file)
+    if table.n < 2:
+        return None
+    if found.swept is not None and rows is not None:
+        return by_rows(rows, table, found.swept.sketch)
+    return by_norms(file, table) if found.whole is None else by_gram(found.whole, table)
+
+
+def _check(top: int, rate: float | None, clip: Sequence[float]) -> None:
     if top < 0:
         raise SpecError(f"the number of samples to list must not be negative, not {top}")
-    norms = wide(file.samples["norm"])
-    finite: Mask = np.asarray(file.samples["finite"], dtype=bool) & np.isfinite(norms)
-    rows = parameter_rows(file, finite)
-    return Summary(
-        file=_facts(file),
-        loss=moments(wide(file.samples["loss"])[finite]),
-        norm=distribution(norms[finite]),
-        noise_scale=noise_scale(norms[finite], _mean_gradient_squared(rows)),
-        parameters=rows,
-        samples=largest(file, finite, top),
-        nonfinite=_nonfinite(file, finite, top),
-        points=points(file, finite, _POINTS),
-    )
-
-
-def _facts(file: Source) -> FileFacts:
-    path = Path(file.path)
-    sizes = [int(np.prod(shape, dtype=np.int64)) for shape in file.parameters.values()]
-    return FileFacts(
-        path=str(path),
-        bytes=path.stat().st_size if path.is_file() else None,
-        samples=file.n,
-        parameters=len(sizes),
-        entries=sum(sizes),
-        chains=tuple(ChainFacts(text=c.text, reduced=c.reduced) for c in file.chains),
-        backend=_backend(dict(file.run), dict(file.certificate)),
-        certificate=file.certificate,
-    )
-
-
-def _backend(run: dict[str, Any], certificate: dict[str, Any]) -> str | None:
-    """Return the backend that computed the file: the one proved, else the one asked for."""
-    for place in (certificate, run, run.get("compute") or {}):
-        if isinstance(place.get("backend"), str):
-            return str(place["backend"])
-    return None
-
-
-def _mean_gradient_squared(rows: tuple[ParameterRow, ...]) -> float | None:
-    """Return ‖G‖² over all parameters."""
-    norms = [row.mean_gradient_norm for row in rows]
-    known = [norm for norm in norms if norm is not None]
-    return number(sum(norm**2 for norm in known)) if len(known) == len(norms) else None
-
-
-def _nonfinite(file: Source, finite: Mask, top: int) -> NonFinite:
-    rows = np.flatnonzero(~finite)
-    return NonFinite(
-        count=int(rows.size), index=tuple(int(file.samples["index"][i]) for i in rows[:top])
-    )
+    if rate is not None and not 0 < rate < float("inf"):
+        raise SpecError(f"a learning rate is a positive number, not {rate:g}")
+    for norm in clip:
+        if not 0 < norm < float("inf"):
+            raise SpecError(f"a clipping norm is a positive number, not {norm:g}")

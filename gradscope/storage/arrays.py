@@ -8,6 +8,7 @@ from types import EllipsisType
 import h5py
 import numpy as np
 
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import ResultFileError
 from gradscope.storage.factors import AXES, KINDS, stored_rows
 from gradscope.storage.formats import named, numpy_dtype, read_rows
@@ -20,7 +21,16 @@ def reading(where: str) -> Iterator[None]:
     """Turn what HDF5 raises while `where` is read into a `ResultFileError`."""
     try:
         yield
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except ResultFileError as error:
+        raise error if error.where else error.at(where) from error.__cause__
+    except (OSError, RuntimeError, KeyError, ValueError, MemoryError) as error:
+        if is_shortage(error):
+            raise ResultFileError(
+                f"memory does not suffice for what is to be read ({_reason(error)})",
+                where=where,
+                remedy="Read fewer rows at a time. If one is too much, the file may claim more "
+                "than any run has written.",
+            ) from error
         closed = "identifier" in str(error)
         raise ResultFileError(
             "the file is closed" if closed else f"its data are damaged ({_reason(error)})",

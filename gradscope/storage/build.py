@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from math import prod
 
 import h5py
 import torch
 from torch import Tensor
 
 from gradscope.storage.columns import create_column, describe
-from gradscope.storage.layout import create, split
+from gradscope.storage.layout import Array, create, split
 from gradscope.storage.names import escape
-from gradscope.storage.plan import FilePlan, Rows, to_json
+from gradscope.storage.plan import FilePlan, Rows, States, to_json
 from gradscope.storage.stream import Stream
 
 FORMAT, FORMAT_VERSION = "gradscope", 1
@@ -18,6 +19,18 @@ FORMAT, FORMAT_VERSION = "gradscope", 1
 
 def build(file: h5py.File, plan: FilePlan, rows: Rows) -> None:
     """Create all groups and data sets with a sample axis."""
+    describe_run(file, plan)
+    for name, column in rows.samples.items():
+        _create_table(file["samples"], name, plan.n, column)
+    for name, column in rows.norms.items():
+        describe(_create_table(file["norms"], escape(name), plan.n, column), name, "dense")
+    for k in range(len(plan.chains)):
+        for name, block in (rows.chains[k] or {}).items():
+            create_column(file[f"chains/{k}"], name, block, plan)
+
+
+def describe_run(file: h5py.File, plan: FilePlan) -> None:
+    """Record what the run is, and create the groups of an unfinished file."""
     file.attrs["format"] = FORMAT
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["status"] = "incomplete"
@@ -27,18 +40,12 @@ def build(file: h5py.File, plan: FilePlan, rows: Rows) -> None:
     file.attrs["run"] = to_json(plan.run)
     file.attrs["identity"] = to_json(plan.identity)
     file.attrs["parameters"] = to_json(plan.parameters)
-    samples, norms = file.create_group("samples"), file.create_group("norms")
-    for name, column in rows.samples.items():
-        _create_table(samples, name, plan.n, column)
-    for name, column in rows.norms.items():
-        describe(_create_table(norms, escape(name), plan.n, column), name, "dense")
-    chains = file.create_group("chains")
+    for name in ("samples", "norms", "chains"):
+        file.create_group(name)
     for k, chain in enumerate(plan.chains):
-        group = chains.create_group(str(k))
+        group = file.create_group(f"chains/{k}")
         group.attrs["chain"] = chain.text
         group.attrs["reduced"] = chain.reduced
-        for name, block in (rows.chains[k] or {}).items():
-            create_column(group, name, block, plan.n, plan.dtype, plan.layout)
 
 
 def add_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> list[tuple[Stream, Tensor]]:
@@ -50,14 +57,41 @@ def add_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> list[tuple[
     return [(Stream(_create_result(chain, *result)), result[1]) for result in results.items()]
 
 
+def add_states(file: h5py.File, states: States) -> list[tuple[Stream, Tensor]]:
+    """Create data sets for the reducers' states {owner: {key: tensor}}, in /states.
+
+    Returns:
+        Each tensor and where it goes.
+    """
+    made = []
+    for owner, state in states.items():
+        group = file.require_group(f"states/{owner}")
+        made += add_results(group, state)
+    return made
+
+
 def _create_table(group: h5py.Group, name: str, n: int, column: Tensor) -> h5py.Dataset:
+    return create(group, name, table_array(n, column))
+
+
+def table_array(n: int, column: Tensor) -> Array:
+    """Return how a column (N,) of the light table will be stored, by its first rows.
+
+    Rows (n, w) of bytes are texts.
+    """
+    if column.dim() == 2:
+        return Array((n,), column.dtype, None, text=int(column.shape[1]))
     wide = torch.float32 if column.dtype == torch.bfloat16 else column.dtype
-    return create(group, name, (n,), wide, None)
+    return Array((n,), wide, None)
+
+
+def result_array(shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    """Return how an aggregate of that shape will be stored."""
+    chunks = split(shape, dtype.itemsize) if shape and prod(shape) > 0 else None
+    return Array(shape, dtype, chunks)
 
 
 def _create_result(chain: h5py.Group, name: str, value: Tensor) -> h5py.Dataset:
-    shape = tuple(value.shape)
-    chunks = split(shape, value.itemsize) if value.dim() and value.numel() else None
-    dataset = create(chain, escape(name), shape, value.dtype, chunks)
+    dataset = create(chain, escape(name), result_array(tuple(value.shape), value.dtype))
     describe(dataset, name, "dense")
     return dataset

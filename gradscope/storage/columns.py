@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock
 from gradscope.blocks.base import TILE_BYTES
+from gradscope.core.compressions import Compression
 from gradscope.storage.factors import KINDS, factor_dtype, factors_of, is_smaller
 from gradscope.storage.formats import name_of, stored_dtype
-from gradscope.storage.layout import Shape, create, row_chunks
+from gradscope.storage.layout import Array, Shape, create, row_chunks
 from gradscope.storage.names import escape
-from gradscope.storage.plan import Layout
+from gradscope.storage.plan import FilePlan, Layout
 from gradscope.storage.scratch import Scratch
 from gradscope.storage.stream import Stream
 
@@ -91,34 +92,80 @@ class FactoredColumn:
             yield self.streams[name], _stored(factor, self.streams[name], self.scratch)
 
 
-def create_column(
-    chain: h5py.Group, name: str, block: Block, n: int, wanted: torch.dtype, layout: Layout
-) -> None:
-    """Create the place for a parameter's rows (N, ...), by the first batch's block."""
+def arrays_of(
+    block: Block,
+    n: int,
+    wanted: torch.dtype,
+    layout: Layout,
+    compression: Compression | None = None,
+) -> tuple[str | None, dict[str, Array]]:
+    """Return how a parameter's rows (N, ...) will be stored, by the first batch's block.
+
+    Returns:
+        The kind of factors and their arrays by name; or None, and the dense array under "".
+    """
     dtype = stored_dtype(block.dtype, wanted)
-    found = factors_of(block)
-    if found is None or layout == "dense" or (layout == "auto" and not _saves(block, wanted)):
-        create_dense(chain, name, (n, *block.shape), dtype, block.n)
-        return
+    found = None if layout == "dense" else factors_of(block)  # patches need not be made
+    if found is None or (layout == "auto" and not _saves(block, wanted)):
+        return None, {"": rows_array((n, *block.shape), dtype, block.n, compression)}
     kind, factors = found
+    return kind, {
+        part: rows_array(
+            (n, *factor.shape[1:]), factor_dtype(factor, wanted), block.n, compression
+        )
+        for part, factor in factors.items()
+    }
+
+
+def create_column(chain: h5py.Group, name: str, block: Block, plan: FilePlan) -> None:
+    """Create the place for a parameter's rows (N, ...), by the first batch's block."""
+    kind, arrays = arrays_of(block, plan.n, plan.dtype, plan.layout, plan.compression)
+    if kind is None:
+        create_dense(chain, name, arrays[""])
+    else:
+        dtype = stored_dtype(block.dtype, plan.dtype)
+        create_factors(chain, name, kind, block.shape, dtype, arrays)
+
+
+def create_factors(
+    chain: h5py.Group,
+    name: str,
+    kind: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    arrays: Mapping[str, Array],
+) -> None:
+    """Create the places for a parameter's factors; shape and dtype are those of the dense rows."""
+    group = factors_group(chain, name, kind, shape, dtype)
+    for part, array in arrays.items():
+        create(group, part, array)
+
+
+def factors_group(
+    chain: h5py.Group, name: str, kind: str, shape: Shape, dtype: torch.dtype
+) -> h5py.Group:
+    """Create the group for a parameter's factors."""
     group = chain.create_group(escape(name))
     describe(group, name, "factored")
     group.attrs["kind"] = kind
-    group.attrs["shape"] = np.array(block.shape, np.int64)
+    group.attrs["shape"] = np.array(shape, np.int64)
     group.attrs["dtype"] = name_of(dtype)
-    for part, factor in factors.items():
-        row, format_ = tuple(factor.shape[1:]), factor_dtype(factor, wanted)
-        create(group, part, (n, *row), format_, row_chunks(n, block.n, row, format_.itemsize))
+    return group
 
 
-def create_dense(
-    chain: h5py.Group, name: str, shape: Shape, dtype: torch.dtype, batch: int
-) -> h5py.Dataset:
-    """Create a data set (N, *shape) for rows that come `batch` at a time."""
-    chunks = row_chunks(shape[0], batch, shape[1:], dtype.itemsize)
-    dataset = create(chain, escape(name), shape, dtype, chunks)
+def create_dense(chain: h5py.Group, name: str, array: Array) -> h5py.Dataset:
+    """Create the place for dense rows (N, *shape)."""
+    dataset = create(chain, escape(name), array)
     describe(dataset, name, "dense")
     return dataset
+
+
+def rows_array(
+    shape: Shape, dtype: torch.dtype, batch: int, compression: Compression | None = None
+) -> Array:
+    """Return the array of rows (N, ...) that come `batch` at a time."""
+    chunks = row_chunks(shape[0], batch, shape[1:], dtype.itemsize)
+    return Array(shape, dtype, chunks, compression=compression)
 
 
 def describe(item: h5py.HLObject, name: str, representation: str) -> None:

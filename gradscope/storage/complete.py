@@ -9,11 +9,12 @@ from torch import Tensor
 
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage import integrity, scales
-from gradscope.storage.build import add_results
+from gradscope.storage.build import add_results, add_states
 from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
 from gradscope.storage.names import escape
-from gradscope.storage.plan import to_json
+from gradscope.storage.places import place_of
+from gradscope.storage.plan import States, to_json
 from gradscope.storage.reader import open_file
 from gradscope.storage.relayout import ASIDE
 from gradscope.storage.sidecar import Paths
@@ -28,6 +29,7 @@ def complete(
     results: Mapping[int, Mapping[str, Tensor]],
     certificate: Mapping[str, Any],
     norm_attributes: Mapping[str, Mapping[str, float]],
+    states: States,
 ) -> None:
     """Turn the `.part`, whose rows are all there, into the final file."""
     rows = {path: s for path, s in slots.streams.items() if not path.startswith(f"/{ASIDE}/")}
@@ -35,6 +37,7 @@ def complete(
         if ASIDE in file:
             del file[ASIDE]
         made = [pair for k in results for pair in add_results(file[f"chains/{k}"], results[k])]
+        made += add_states(file, states)
         for path, stream in rows.items():
             if stream.mark.overflowed:
                 file[path].attrs["overflowed"] = stream.mark.overflowed
@@ -45,13 +48,15 @@ def complete(
             for column in file[table].values():
                 column.attrs["sha256"] = integrity.column_digest(column[()])
         scales.attach_all(file)
+        packed = [place_of(file[path]) for path, stream in rows.items() if stream.place.packed]
         file.attrs["certificate"] = to_json(certificate)
         file.attrs["status"] = "complete"
     for stream, value in made:
         disk.write(stream.add(value))
     disk.wait()
-    places = [s.place for s in rows.values()] + [s.place for s, _ in made if s.place.checked]
-    integrity.write_seal(descriptor, integrity.joined(places))
+    places = [s.place for s in rows.values() if not s.place.packed]
+    places += [s.place for s, _ in made if s.place.checked]
+    integrity.write_seal(descriptor, integrity.joined([*places, *packed]))
     _verify(paths)
     os.fsync(descriptor)
     paths.part.replace(paths.final)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from gradscope.storage.checksum import fletcher32
+from gradscope.storage.packer import Packer
 from gradscope.storage.stream import Piece
 
 THREADS = 2
@@ -17,9 +18,14 @@ _AT_ONCE = 2**18  # less is not worth a thread
 
 
 class Disk:
-    """Writes pieces to a file, in the background."""
+    """Writes pieces to a file, in the background; those to be compressed, at once.
+
+    Attributes:
+        packer: What compresses.
+    """
 
     def __init__(self, descriptor: int) -> None:
+        self.packer = Packer(descriptor)
         self._descriptor = descriptor
         self._pool = ThreadPoolExecutor(THREADS, "gradscope-disk")
         self._last: list[Future[None]] = []
@@ -31,6 +37,10 @@ class Disk:
             OSError: Something could not be written.
         """
         before, self._last = self._last, []
+        for piece in pieces:
+            if piece.path:
+                self.packer.write(piece)
+        pieces = [piece for piece in pieces if not piece.path]
         if sum(len(piece.data) for piece in pieces) < _AT_ONCE:
             for run in _runs(pieces):
                 _write_run(self._descriptor, run)
@@ -46,7 +56,10 @@ class Disk:
             OSError: Something could not be written.
         """
         last, self._last = self._last, []
-        _finish(last)
+        try:
+            _finish(last)
+        finally:
+            self.packer.flush()
 
     def close(self) -> None:
         """Let what was begun come to its end, whatever becomes of it."""

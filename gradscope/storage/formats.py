@@ -37,7 +37,9 @@ def named(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ResultFileError(f"there is no number format {name!r}")
+        raise ResultFileError(
+            f"there is no number format {name!r}", remedy="The file is damaged; compute it again."
+        )
     return dtype
 
 
@@ -75,8 +77,19 @@ def h5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
     return made
 
 
+def text_type(size: int) -> h5py.h5t.TypeID:
+    """Return the HDF5 type of UTF-8 texts of at most `size` bytes, zeros behind a text."""
+    made = h5py.h5t.C_S1.copy()
+    made.set_size(size)
+    made.set_cset(h5py.h5t.CSET_UTF8)
+    made.set_strpad(h5py.h5t.STR_NULLPAD)
+    return made
+
+
 def format_of(dataset: h5py.Dataset) -> torch.dtype:
-    """Return the format of a data set's numbers."""
+    """Return the format of a data set's numbers; texts are bytes."""
+    if dataset.dtype.kind == "S":
+        return torch.uint8
     if _is_bfloat16(dataset):
         return torch.bfloat16
     return torch.from_numpy(np.empty(0, dataset.dtype)).dtype

@@ -71,6 +71,14 @@ def is_intact(path: Path) -> bool | None:
         return _is_sound(table, end) and _digest(descriptor, table, end) == digest
 
 
+def seal_of(path: Path) -> bytes:
+    """Return the SHA-256 of a sealed file's seal, which tells it from any other."""
+    with path.open("rb") as file:
+        file.seek(-_TAIL.size, os.SEEK_END)
+        digest: bytes = _TAIL.unpack(file.read())[1]
+    return digest
+
+
 def _is_sound(table: bytes, size: int) -> bool:
     """Whether the extents lie in the file one after the other, so that reading them ends."""
     starts, lengths = np.frombuffer(table, "<i8").reshape(-1, 2).T

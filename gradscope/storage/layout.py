@@ -4,17 +4,54 @@ Every data set with a sample axis is allocated in full before the first row is w
 on only data bytes change and no structure. Chunks are near 1 MiB, and each carries a checksum.
 """
 
+from dataclasses import dataclass
 from math import ceil, prod
 
 import h5py
 import torch
 
-from gradscope.storage.formats import h5_type
+from gradscope.core.compressions import Compression
+from gradscope.storage.checksum import CHECKSUM_BYTES
+from gradscope.storage.compression import set_filters
+from gradscope.storage.formats import h5_type, text_type
 
 CHUNK_BYTES = 2**20
 SMALL_CHUNK = 2**14  # below this, several batches share a chunk
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Array:
+    """A data set as it is to be.
+
+    Attributes:
+        shape: Of all of it.
+        dtype: Of its numbers.
+        chunks: The shape of a chunk, None where it lies in one piece.
+        text: The bytes of each entry where they are texts, not numbers.
+        compression: Of its chunks.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    chunks: Shape | None
+    text: int | None = None
+    compression: Compression | None = None
+
+    @property
+    def pieces(self) -> int:
+        """The number of chunks."""
+        if self.chunks is None:
+            return 0
+        return prod(-(-size // c) for size, c in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes it takes in the file, not compressed: whole chunks and their checksums."""
+        if self.chunks is None:
+            return prod(self.shape) * (self.text or self.dtype.itemsize)
+        return self.pieces * (prod(self.chunks) * self.dtype.itemsize + CHECKSUM_BYTES)
 
 
 def row_chunks(n: int, batch: int, row: Shape, itemsize: int) -> Shape | None:
@@ -46,17 +83,17 @@ def split(shape: Shape, itemsize: int) -> Shape:
     return tuple(chunk)
 
 
-def create(
-    group: h5py.Group, name: str, shape: Shape, dtype: torch.dtype, chunks: Shape | None
-) -> h5py.Dataset:
-    """Create a data set, allocated at once; with chunks, each has a Fletcher-32 checksum."""
+def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
+    """Create a data set whose chunks have checksums; allocated at once unless it is compressed."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    if chunks is not None:
-        plist.set_chunk(chunks)
-        plist.set_fletcher32()
+    if array.chunks is not None:
+        plist.set_chunk(array.chunks)
+        set_filters(plist, array.compression)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    shape = array.shape
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    made = h5py.h5d.create(group.id, name.encode(), h5_type(dtype), space, plist, links)
+    kind = h5_type(array.dtype) if array.text is None else text_type(array.text)
+    made = h5py.h5d.create(group.id, name.encode(), kind, space, plist, links)
     return h5py.Dataset(made)

@@ -7,7 +7,7 @@ of a data set cut along its rows, or one row where rows themselves are cut.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import h5py
@@ -15,6 +15,9 @@ import numpy as np
 
 from gradscope.errors import ResultFileError
 from gradscope.storage.checksum import CHECKSUM_BYTES
+from gradscope.storage.compression import is_compressed
+
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Place:
         line: Bytes of a line.
         size: Bytes of the data set.
         checked: Whether each piece has a checksum behind it.
+        packed: The pieces are compressed: those that are there lie anywhere, of any size.
+        sizes: (m,) int64, the stored bytes of each piece where they are compressed.
     """
 
     offsets: np.ndarray
@@ -34,10 +39,14 @@ class Place:
     line: int
     size: int
     checked: bool
+    packed: bool = False
+    sizes: np.ndarray | None = None
 
     @property
     def extents(self) -> np.ndarray:
         """Offset and stored size of each piece, (m, 2) int64."""
+        if self.sizes is not None:
+            return np.stack([self.offsets, self.sizes], 1)
         stored = self.piece + (CHECKSUM_BYTES if self.checked else 0)
         return np.stack([self.offsets, np.full_like(self.offsets, stored)], 1)
 
@@ -59,12 +68,18 @@ def place_of(dataset: h5py.Dataset) -> Place:
         ResultFileError: Its chunks are not one for each place of the grid, with its checksum.
     """
     item, chunks = dataset.id.get_type().get_size(), dataset.chunks
-    size = dataset.id.get_storage_size() if chunks is None else prod(dataset.shape) * item
+    if dataset.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL:
+        return Place(np.empty(0, np.int64), 0, 0, 0, checked=False)  # elsewhere
     if chunks is None:
+        size = dataset.id.get_storage_size()
         offsets = np.array([dataset.id.get_offset()] if size else [], np.int64)
         return Place(offsets, size, size, size, checked=False)
+    size = prod(dataset.shape) * item
     cut = next((axis for axis, c in enumerate(chunks) if c > 1), len(chunks) - 1)
     inner = prod(dataset.shape[cut + 1 :]) * item
+    if is_compressed(dataset):
+        line = dataset.shape[cut] * inner
+        return _packed(dataset, Place(_NONE, chunks[cut] * inner, line, size, False, packed=True))
     offsets = _offsets(dataset)
     return Place(offsets, chunks[cut] * inner, dataset.shape[cut] * inner, size, checked=True)
 
@@ -81,6 +96,14 @@ def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
                 yield inner, h5py.Dataset(item)
             else:
                 pending.append((inner, item))
+
+
+def _packed(dataset: h5py.Dataset, place: Place) -> Place:
+    """Return the place with those chunks that are there."""
+    found: list[tuple[int, int]] = []
+    dataset.id.chunk_iter(lambda chunk: found.append((chunk.byte_offset, chunk.size)))
+    table = np.array(found, np.int64).reshape(-1, 2)
+    return replace(place, offsets=table[:, 0], sizes=table[:, 1])
 
 
 def _offsets(dataset: h5py.Dataset) -> np.ndarray:

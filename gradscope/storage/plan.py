@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
+from gradscope.core.compressions import Compression
 from gradscope.storage.formats import name_of
 
 Layout = Literal["auto", "dense", "factored"]
@@ -41,6 +42,7 @@ class FilePlan:
         chains: The chains, in the order given.
         dtype: The number format of the chains' rows.
         layout: Whether rows are stored as factors: where smaller, never, or wherever possible.
+        compression: Of rows.
     """
 
     run: dict[str, Any]
@@ -51,6 +53,7 @@ class FilePlan:
     chains: tuple[ChainPlan, ...]
     dtype: torch.dtype = torch.float32
     layout: Layout = "auto"
+    compression: Compression | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -63,6 +66,7 @@ class FilePlan:
                 "chains": [chain.text for chain in self.chains],
                 "dtype": name_of(self.dtype),
                 "layout": self.layout,
+                "compression": None if self.compression is None else str(self.compression),
             },
         }
         plain: dict[str, Any] = json.loads(to_json(facts))
@@ -79,6 +83,8 @@ class Rows:
         norm: (n,), the raw gradient's L2 norm over all parameters.
         finite: (n,) bool.
         target: (n,), where a target is one number a sample; anything else is not stored.
+        id: The samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with
+            zeros behind a name, w the same for all batches.
         norms: {parameter: (n,)}, the raw gradient's L2 norm.
         chains: The transformed rows of each chain; None for a reduced chain.
     """
@@ -88,6 +94,7 @@ class Rows:
     norm: Tensor
     finite: Tensor
     target: Tensor | None = None
+    id: Tensor | None = None
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     chains: tuple[Gradients | None, ...] = ()
 
@@ -97,6 +104,8 @@ class Rows:
         table = {"index": self.index, "loss": self.loss, "norm": self.norm, "finite": self.finite}
         if self.target is not None and self.target.shape == self.index.shape:
             table["target"] = self.target
+        if self.id is not None:
+            table["id"] = self.id
         return table
 
 

@@ -11,7 +11,8 @@ import h5py
 import torch
 
 from gradscope.blocks.base import TILE_BYTES
-from gradscope.storage.columns import create_dense
+from gradscope.storage.columns import create_dense, rows_array
+from gradscope.storage.compression import compression_of
 from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
 from gradscope.storage.factors import stored_rows
@@ -70,7 +71,9 @@ def _move(file: h5py.File, column: str, batch: int) -> str:
     n = next(iter(old.values())).shape[0]
     shape = (n, *(int(s) for s in old.attrs["shape"]))
     dtype = named(str(old.attrs["dtype"]))
-    create_dense(file[str(place.parent)], unescape(place.name), shape, dtype, batch)
+    compression = compression_of(next(iter(old.values())))
+    array = rows_array(shape, dtype, batch, compression)
+    create_dense(file[str(place.parent)], unescape(place.name), array)
     return moved
 
 

@@ -22,10 +22,13 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that 
 def is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> bool:
     """Whether the complete file of this very run is there already.
 
+    With both `overwrite` and `resume`, what is of another run is replaced, and the rest gone on
+    with.
+
     Raises:
         OutputError: A file is there that is not to be replaced.
     """
-    if overwrite or not paths.final.exists():
+    if not paths.final.exists() or (overwrite and not resume):
         return False
     if not resume:
         raise OutputError(
@@ -37,11 +40,15 @@ def is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> b
         with open_file(paths.final) as file:
             found = file.identity
     except ResultFileError as error:
+        if overwrite:
+            return False
         raise OutputError(
             f"a file of another kind is in the way: {error.what}",
             where=str(paths.final),
             remedy="Choose another name, or give --overwrite.",
         ) from error
+    if overwrite and found != plan.identity:
+        return False
     _check_same(found, plan.identity, paths.final)
     if not paths.part.exists():
         paths.progress.unlink(missing_ok=True)  # left by a kill right after the file took its place
@@ -64,6 +71,8 @@ def start(
             remedy="Give --resume to go on with it, or --overwrite to start again.",
         )
     progress = Progress.load(paths.progress) if unfinished and resume else None
+    if overwrite and progress is not None and progress.identity != plan.identity:
+        progress = None
     if progress is None:
         paths.progress.unlink(missing_ok=True)
         os.ftruncate(descriptor, 0)
@@ -110,20 +119,23 @@ def _busy(part: Path) -> OutputError:
 
 
 def _check_same(found: Any, wanted: Any, path: Path) -> None:
-    differences = list(_differences(found, wanted, ""))
-    if differences:
+    different = list(differences(found, wanted, ""))
+    if different:
         raise OutputError(
-            "this is another run: " + "; ".join(differences),
+            "this is another run: " + "; ".join(different),
             where=str(path),
             remedy="Repeat the first run's options to resume it, or give --overwrite.",
         )
 
 
-def _differences(found: Any, wanted: Any, key: str) -> Iterator[str]:
+def differences(found: Any, wanted: Any, key: str) -> Iterator[str]:
     """Yield what differs, by dotted key: there, here."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in {**found, **wanted}:
             inner = f"{key}.{name}" if key else name
-            yield from _differences(found.get(name), wanted.get(name), inner)
+            yield from differences(found.get(name), wanted.get(name), inner)
+    elif found != wanted and key.startswith("digests."):
+        there, here = (str(digest)[:12] for digest in (found, wanted))
+        yield f"{key.removeprefix('digests.')} has changed (SHA-256 {there}… there, {here}… here)"
     elif found != wanted:
         yield f"{key} is {found!r} there, {wanted!r} here"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import h5py
 
 from gradscope.storage.factors import AXES
+from gradscope.storage.integrity import TABLES
 from gradscope.storage.places import datasets
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable. "  # netCDF-4's own marker
@@ -28,10 +29,10 @@ def attach_all(file: h5py.File) -> None:
 def _axes(path: str, shape: tuple[int, ...], reduced: set[str]) -> Iterator[str]:
     """Yield the path of each axis's scale."""
     room, *parts = path.strip("/").split("/")
-    has_samples = room != "chains" or parts[0] not in reduced
+    has_samples = room in TABLES or (room == "chains" and parts[0] not in reduced)
     if has_samples:
         yield "/sample"
-    if len(parts) == 3:  # factors
+    if room == "chains" and len(parts) == 3:  # factors
         yield from (f"{path.removesuffix(parts[2])}{axis}" for axis in AXES[parts[2]])
     else:
         yield from (f"/axis{k}_{size}" for k, size in enumerate(shape[has_samples:]))

@@ -11,7 +11,7 @@ from gradscope.storage import integrity
 from gradscope.storage.columns import Column, bind_column
 from gradscope.storage.disk import Disk
 from gradscope.storage.names import escape, unescape
-from gradscope.storage.places import datasets
+from gradscope.storage.places import datasets, place_of
 from gradscope.storage.plan import Rows
 from gradscope.storage.scratch import Scratch
 from gradscope.storage.stream import Mark, Stream
@@ -34,9 +34,25 @@ class Slots:
     chains: tuple[dict[str, Column], ...]
 
     @property
+    def packed(self) -> bool:
+        """Whether some rows are compressed."""
+        return any(stream.place.packed for stream in self.streams.values())
+
+    @property
     def extents(self) -> np.ndarray:
-        """The bytes of the file that are rows, offsets and sizes (m, 2) int64."""
+        """The bytes of the file that are rows, offsets and sizes (m, 2) int64.
+
+        Of compressed rows those that were there when the places were found.
+        """
         return integrity.joined([stream.place for stream in self.streams.values()])
+
+    def found_again(self, file: h5py.File) -> np.ndarray:
+        """Return the extents with those compressed rows that are in the file by now."""
+        places = [
+            place_of(file[path]) if stream.place.packed else stream.place
+            for path, stream in self.streams.items()
+        ]
+        return integrity.joined(places)
 
     @property
     def marks(self) -> dict[str, Mark]:

@@ -24,12 +24,16 @@ class Piece:
         data: (m,) uint8; it stays as it is until it is written.
         length: Bytes of the whole chunk, zeros after the data.
         checked: Whether a checksum goes behind it.
+        path: Of the data set, where HDF5 is to compress the piece and find a place for it.
+        start: Where in the bytes of the data set it begins.
     """
 
     offset: int
     data: np.ndarray
     length: int
     checked: bool
+    path: str = ""
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Stream:
         self.shape = tuple(int(s) for s in dataset.shape)
         self.dtype: torch.dtype = format_of(dataset)
         self.place: Place = place_of(dataset)
+        self._path = str(dataset.name)
         self.mark = Mark() if mark is None else mark
 
     @property
@@ -80,7 +85,7 @@ class Stream:
             room = self.place.room(position)
             part, data = data[:room], data[room:]
             whole = np.concatenate([tail, part]) if len(tail) else part
-            if len(part) == room or not self.place.checked:
+            if len(part) == room or not (self.place.checked or self.place.packed):
                 found.append(self._piece(position - len(tail), whole))
                 tail = whole[:0]
             else:
@@ -95,5 +100,7 @@ class Stream:
         return [self._piece(mark.position - len(mark.tail), mark.tail)] if len(mark.tail) else []
 
     def _piece(self, start: int, data: np.ndarray) -> Piece:
+        if self.place.packed:
+            return Piece(-1, data, self.place.piece, checked=False, path=self._path, start=start)
         within = 0 if self.place.checked else start
         return Piece(self.place.offset(start) + within, data, self.place.piece, self.place.checked)

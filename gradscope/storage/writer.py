@@ -128,6 +128,7 @@ class Writer:
         results: Mapping[int, Mapping[str, Tensor]],
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
+        states: States | None = None,
     ) -> None:
         """Complete the file: verify it, and put it in its final place.
 
@@ -135,6 +136,7 @@ class Writer:
             results: {chain: {name: (*shape)}} for the reduced chains.
             certificate: Stored as JSON.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
+            states: {owner: {key: tensor}}, for /states: what files are merged from.
 
         Raises:
             OutputError: Rows are missing, or the file cannot be completed.
@@ -158,12 +160,13 @@ class Writer:
                 results,
                 certificate,
                 norm_attributes or {},
+                states or {},
             )
         self._done = True
 
     def close(self) -> None:
         """Keep what is complete for `resume`; remove the file when that is nothing."""
-        if not self._done and self._commits.trusted:
+        if not self._done and self._commits.trusted and not self._disk.packer.failed:
             with suppress(OutputError):  # the last commit still stands
                 self._commit_kept()
         self._disk.close()
@@ -211,7 +214,9 @@ class Writer:
             assert self._structure is not None  # there are slots
             self._structure.put_back(self._descriptor)
             raise
-        self._slots, self._structure = made, Structure.of(self._descriptor, made.extents)
+        with h5py.File(self._paths.part, "r", locking=False) as file:
+            extents = made.found_again(file)
+        self._slots, self._structure = made, Structure.of(self._descriptor, extents)
         self._kept = replace(self._kept, marks=made.marks)
         return made
 
@@ -227,7 +232,11 @@ class Writer:
             self._commit(self._kept.states)
 
     def _commit(self, states: States) -> None:
-        assert self._structure is not None  # there are rows
+        assert self._structure is not None and self._slots is not None  # there are rows
+        if self._slots.packed:  # chunks have come, and the structure with them
+            with h5py.File(self._paths.part, "r", locking=False) as file:
+                extents = self._slots.found_again(file)
+            self._structure = Structure.of(self._descriptor, extents)
         self._commits.make(self._kept, states, self._structure)
 
 

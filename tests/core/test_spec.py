@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradscope.core.references import split_reference
 from gradscope.core.spec import RunSpec, load, parse_samples, resolve
 from gradscope.errors import SpecError
+from gradscope.sources.draft import quoted
 
 RUN = """
 [model]
@@ -145,7 +146,7 @@ def test_the_settings_can_be_written_down_and_read_again(tmp_path: Path) -> None
     spec = load(write(tmp_path, run))
     assert spec.model.kwargs["made"] == date(2024, 1, 2)
     again = RunSpec.model_validate_json(spec.model_dump_json())
-    assert again.model_copy(update={"model": spec.model}) == spec
+    assert again.model_copy(update={"model": spec.model}).model_dump() == spec.model_dump()
 
 
 def test_all_errors_are_told_at_once_with_file_key_and_what_is_accepted(tmp_path: Path) -> None:
@@ -400,3 +401,96 @@ def test_files_named_in_chains_are_relative_to_the_run_file(tmp_path):
     )
     assert anchored(found, tmp_path / "elsewhere") == found
     assert anchored("a | | b", tmp_path) == "a | | b"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("unsafe_pickle", '"yes"'), ("unsafe_pickle", "1"), ("key", '""'), ("key", "3")],
+)
+def test_a_trust_is_given_in_so_many_words(tmp_path: Path, key: str, value: str) -> None:
+    text = RUN.replace('path = "weights.pt"', f'path = "weights.pt"\n{key} = {value}')
+    assert f"checkpoint.{key}: found" in message(write(tmp_path, text))
+
+
+def test_the_checkpoint_itself_may_be_the_model(tmp_path: Path) -> None:
+    spec = load(write(tmp_path, RUN.replace("model.py:build", "checkpoint")))
+    assert spec.model.factory == "checkpoint"
+    assert spec.checkpoint.unsafe_pickle is False
+    assert "or checkpoint, the model" in message(
+        write(tmp_path, RUN.replace("model.py:build", "checkpont"))
+    )
+
+
+def test_a_setting_knows_the_file_that_made_it(tmp_path: Path) -> None:
+    (tmp_path / "data.toml").write_text('path = "d.npz"\n')
+    text = RUN.replace('path = "data.npz"', 'spec = "data.toml"') + "[compute]\nseed = 1\n"
+    config = write(tmp_path, text)
+    spec = resolve(config, {"compute": {"backend": "loop"}, "loss": {"name": "l1"}})
+    assert spec.place("compute", "seed") == f"{config}: compute.seed"
+    assert spec.place("dataset", "path") == f"{tmp_path / 'data.toml'}: path"
+    assert spec.place("compute", "backend") is None  # the command line
+    assert spec.place("loss", "name") is None
+    assert spec.place("compute", "dtype") is None  # nobody
+
+
+_words = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=6)
+_toml_values = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | _words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def as_toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{quoted(k)} = {as_toml(v)}" for k, v in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return repr(value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kwargs=st.dictionaries(_words, _toml_values, max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+    parameters=st.none() | st.lists(_words, min_size=1, max_size=3),
+    arrays=st.lists(_words, min_size=1, max_size=3, unique=True),
+)
+def test_what_is_written_is_what_is_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    kwargs: dict,
+    seed: int,
+    parameters: list[str] | None,
+    arrays: list[str],
+) -> None:
+    compute = {"seed": seed} | ({} if parameters is None else {"parameters": parameters})
+    document = tomllib.loads(RUN) | {"compute": compute}
+    document["model"]["kwargs"] = kwargs
+    document["dataset"]["inputs"] = arrays
+    path = tmp_path_factory.getbasetemp() / "written.toml"
+    path.write_text(
+        "".join(f"{quoted(k)} = {as_toml(v)}\n" for k, v in document.items()), encoding="utf-8"
+    )
+    spec = load(path)
+    assert spec.model.kwargs == kwargs
+    assert spec.compute.seed == seed
+    assert spec.compute.parameters == (None if parameters is None else tuple(parameters))
+    assert spec.dataset.inputs == tuple(arrays)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from([*SECTIONS, "version", "x"]), _toml_values, max_size=4))
+def test_any_document_gives_a_spec_error_that_names_the_file(
+    tmp_path_factory: pytest.TempPathFactory, document: dict
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    text = "".join(f"{quoted(k)} = {as_toml(v)}\n" for k, v in document.items())
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=r"any\.toml: ") as caught:  # no loss is ever named
+        load(path)
+    assert caught.value.remedy

@@ -157,7 +157,8 @@ def test_unusual_files(file, width):
 
 def test_bars_are_in_proportion():
     file = FakeFile({"w": np.repeat([1.0, 50.0], [30, 10])[:, None]}, np.ones(40))
-    lines = screen(render_stats, summarize(file), 80).splitlines()
+    text = screen(render_stats, summarize(file), 80).split("Histogram of the norm")[1]
+    lines = text.split("\n\n")[0].splitlines()
     bars = [line.count("█") for line in lines if "█" in line]
     assert len(bars) == 2
     assert bars[0] == pytest.approx(3 * bars[1], abs=3)

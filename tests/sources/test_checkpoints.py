@@ -1,11 +1,13 @@
 """Checkpoints: loaded whole into a model that they fit, or refused in our own words."""
 
+import argparse
 import hashlib
 import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -103,6 +105,68 @@ def test_a_state_dict_under_a_key(tmp_path: Path, key: str) -> None:
     assert repr(key) in report.notes[0]
 
 
+def test_a_checkpoint_may_hold_what_training_leaves_beside_the_weights(tmp_path: Path) -> None:
+    """None of it can execute anything, though torch refuses some of it on its own."""
+    content = {
+        "epoch": torch.tensor(3),  # a tensor beside the state dict
+        "best": np.float64(0.5),
+        "losses": np.arange(3.0),
+        "config": argparse.Namespace(lr=0.1, folder=tmp_path),
+        "random": {"numpy": np.random.default_rng(0).bit_generator.state, "torch": torch.ones(3)},
+        "vocabulary": {"a": 0, "b": 1},
+        "model_state_dict": state(),
+        "optimizer": torch.optim.Adam(trained().parameters()).state_dict(),
+    }
+    for kind in ("torch", "torch-legacy"):
+        assert check(saved(tmp_path, content, kind), state()).key == "model_state_dict"
+
+
+def test_a_lightning_checkpoint(tmp_path: Path) -> None:
+    content = {
+        "epoch": 1,
+        "global_step": 10,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": {f"model.{k}": v for k, v in state().items()},
+        "optimizer_states": [],
+        "hyper_parameters": {"width": 3},
+        "loops": {"fit_loop": {"state_dict": {}}},
+    }
+    report = check(saved(tmp_path, content), state())
+    assert (report.key, report.prefix) == ("state_dict", "model.")
+
+
+def test_averaged_weights_of_torch(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(trained(), use_buffers=True)
+    report = check(saved(tmp_path, averaged.state_dict()), state())
+    assert (report.dropped, report.prefix) == (("n_averaged",), "module.")
+    assert "n_averaged" in report.notes[0]
+
+
+def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
+    average = {k: v * 2 for k, v in state().items()}
+    content = {"model": state(), "ema": {"decay": 0.9, "module": average}}
+    path = saved(tmp_path, content)
+    assert "under each of model, ema.module" in refusal(path)
+    net = model()
+    assert load_into(net, path, key="ema.module").key == "ema.module"
+    torch.testing.assert_close(dict(net.state_dict()), average, rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="Did you mean 'ema.module'"):
+        load_into(net, path, key="emma.module")
+
+
+def test_the_state_dict_of_this_model_is_found_among_others(tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Conv2d(1, 1, 1)).state_dict()
+    content = {"generator": other, "discriminator": state(), "steps": 3}
+    assert check(saved(tmp_path, content), state()).key == "discriminator"
+
+
+def test_a_table_that_holds_itself_is_no_loop(tmp_path: Path) -> None:
+    content: dict[str, object] = {f"k{k}": {} for k in range(2000)}
+    for value in content.values():
+        value |= dict.fromkeys(content, content)
+    assert "no state dict of the model" in refusal(saved(tmp_path, content))
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
 def test_a_prefix_is_taken_off_and_told(tmp_path: Path, prefix: str) -> None:
     report = check(saved(tmp_path, {prefix + k: v for k, v in state().items()}), state())
@@ -188,7 +252,7 @@ def edited(**changes: object) -> Callable[[], dict]:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (lambda: {}, "no state dict in it; its keys are: none"),
+        (lambda: {}, "no state dict of the model in it; its keys are: none"),
         (lambda: {"epoch": 3, "lr": 0.1}, "its keys are: 'epoch', 'lr'"),
         (lambda: torch.ones(3), "a single tensor"),
         (lambda: [torch.ones(3)], "holds a list"),
@@ -272,6 +336,17 @@ def test_a_flipped_bit_in_a_torch_archive(tmp_path: Path) -> None:
     assert "checksum" in refusal(path)
 
 
+def test_a_part_that_is_marked_as_a_folder(tmp_path: Path) -> None:
+    """torch would leave the tensor's memory as it happens to be; no checksum covers the mark."""
+    path = saved(tmp_path, state())
+    whole = bytearray(path.read_bytes())
+    at = whole.rfind(b"archive/data/0".replace(b"archive", path.stem.encode()))
+    entry = whole.rfind(b"PK\1\2", 0, at)
+    whole[entry + 38] ^= 0x10  # the external attributes
+    path.write_bytes(whole)
+    assert "is marked as a folder" in refusal(path)
+
+
 def test_any_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     """In a torch archive, of which every part has a checksum."""
     path = saved(tmp_path, state())
@@ -299,7 +374,7 @@ def zipped(**parts: bytes) -> Callable[[Path], object]:
     ("write", "expected"),
     [
         (lambda p: None, "no such file"),
-        (lambda p: p.mkdir(), "this is a directory"),
+        (lambda p: p.mkdir(), "no weights are in this folder; it is empty"),
         (lambda p: p.write_bytes(b""), "the file is empty"),
         (lambda p: p.write_text("<!DOCTYPE html><html><body>404</body></html>"), "an HTML page"),
         (lambda p: p.write_text("\n <html>not found</html>"), "an HTML page"),

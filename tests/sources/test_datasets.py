@@ -240,17 +240,17 @@ def claims_too_much(path: Path) -> None:
     ("write", "expected"),
     [
         (lambda p: None, "no such file"),
-        (lambda p: p.mkdir(), "this is a directory"),
+        (lambda p: p.mkdir(), "this directory holds no data"),
         (lambda p: p.write_bytes(b""), "the file is empty"),
-        (lambda p: p.write_text("a,b,c\n" * 9), "this is a text file"),
+        (lambda p: p.write_text("Dear reader,\nthis is no table.\n" * 9), "this is a text file"),
         (lambda p: p.write_text("<html><body>Not found</body></html>"), "an HTML page"),
         (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "git-LFS pointer"),
         (lambda p: p.write_bytes(b"\x80\x04" + bytes(40)), "a Python pickle"),
-        (single_array, "a single numpy array"),
+        (single_array, "It holds: data."),
         (lambda p: torch.save({"a": torch.ones(2)}, p), "holds no numpy arrays"),
         (not_npz, "holds no numpy arrays"),
         (no_array_inside, "is no numpy array"),
-        (claims_too_much, "more memory than there is"),
+        (claims_too_much, "claims 320,000,000,000,000,000 bytes of numbers, there are 192"),
     ],
 )
 def test_a_file_that_holds_no_data(

@@ -7,6 +7,7 @@ from torch import nn
 
 from gradscope.errors import ModelError
 from gradscope.sources import build
+from gradscope.sources.models import notes_on
 
 FILE = """
 import torch
@@ -78,3 +79,35 @@ def test_a_factory_that_gives_no_model(file: Path, name: str, kwargs: dict, expe
 def test_the_factorys_arguments_are_told(file: Path) -> None:
     with pytest.raises(ModelError, match="It takes: width: int = 2"):
         build(f"{file}:good", {"wide": 3})
+
+
+def test_tied_and_frozen_parameters_are_told() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), nn.Linear(4, 2))
+    assert notes_on(model) == ()
+    model[1].weight = model[0].weight
+    model[2].requires_grad_(False)
+    tied, frozen = notes_on(model)
+    assert tied == "Tied, so one parameter under its first name: 0.weight = 1.weight."
+    assert frozen == "Frozen, so without gradients: 2 of 3 parameters (2.weight, 2.bias)."
+
+
+def test_a_module_may_not_be_imported_and_its_own_error_is_shown(tmp_path: Path) -> None:
+    for text, told in (
+        ("import no_such_package_gs", "ModuleNotFoundError: No module named 'no_such_package_gs'"),
+        ("def build(:", "SyntaxError"),
+        ("import sys; sys.exit(3)", "your code called sys.exit(3)"),
+        ("raise KeyboardInterrupt", None),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ):
+        path = tmp_path / "bad.py"
+        path.write_text(f"# a line\n{text}\n")
+        if told is None:
+            with pytest.raises(KeyboardInterrupt):
+                build(f"{path}:build", {})
+            continue
+        with pytest.raises(ModelError) as caught:
+            build(f"{path}:build", {})
+        assert told in str(caught.value)
+        assert "gradscope/" not in (caught.value.remedy or "")  # none of our own frames
+        if "exit" not in told:
+            assert "line 2" in str(caught.value.remedy)

@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True)
-class FakeChain:
-    text: str
-    reduced: bool = False
+class FakeChain(dict):
+    """Arrays by name, as `StoredChain` has them."""
+
+    def __init__(self, text: str, arrays: dict[str, np.ndarray] | None = None, reduced=False):
+        super().__init__(arrays or {})
+        self.text, self.reduced = text, reduced
 
 
 @dataclass(frozen=True)
 class FakeFile:
-    """The attributes of `GradientFile` that statistics use."""
+    """The attributes of `GradientFile` that statistics use; rows are stored unless told not to."""
 
     gradients: dict[str, np.ndarray]  # (N, *shape) each, float64
     loss: np.ndarray
@@ -24,10 +26,13 @@ class FakeFile:
     run: dict[str, Any] = field(default_factory=lambda: {"backend": "hooks"})
     certificate: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
-    chains: tuple[FakeChain, ...] = (
-        FakeChain("identity"),
-        FakeChain("clip:max_norm=1 | mean", True),
-    )
+    rows: bool = True
+    more: tuple[FakeChain, ...] = ()
+
+    @property
+    def chains(self) -> tuple[FakeChain, ...]:
+        rows = (FakeChain("identity", self.gradients),) if self.rows else ()
+        return (*rows, *self.more)
 
     @property
     def n(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.stats import RunReport, Summary, summarize
-from tests.stats.fakes import FakeFile, fake
+from tests.stats.fakes import FakeChain, FakeFile, fake
 
 
 @pytest.fixture
@@ -132,7 +132,9 @@ def test_one_sample_has_no_spread():
 def test_file_facts(tmp_path):
     path = tmp_path / "out.h5"
     path.write_bytes(b"x" * 1234)
-    facts = summarize(fake(5, path=str(path), certificate={"error": float("nan")})).file
+    clipped = FakeChain("clip:max_norm=1 | mean", reduced=True)
+    given = {"path": str(path), "certificate": {"error": float("nan")}, "more": (clipped,)}
+    facts = summarize(fake(5, **given)).file
     assert (facts.samples, facts.parameters, facts.entries) == (5, 4, 36 + 4 + 30 + 1)
     assert facts.bytes == 1234
     assert [(c.text, c.reduced) for c in facts.chains] == [
@@ -149,24 +151,32 @@ def test_json_round_trip():
     document = json.loads(text)
     assert (document["schema"], document["version"]) == ("gradscope.stats", 1)
     assert "points" not in document
-    assert Summary.from_json(document) == summary.model_copy(update={"points": None})
+    assert Summary.from_json(document) == summary.model_copy(
+        update={"points": None, "cosines": None}
+    )
 
 
 def test_json_names_are_stable():
-    document = summarize(fake(5)).to_json()
+    document = summarize(fake(12)).to_json()
     assert list(document) == [
-        "schema", "version", "file", "loss", "norm", "noise_scale", "parameters", "samples",
-        "nonfinite",
+        "schema", "version", "file", "loss", "norm", "clipping", "noise_scale", "batch_tests",
+        "cabs", "signal", "directions", "parameters", "classes", "samples", "largest_losses",
+        "most_opposed", "nearest", "duplicates", "spectrum", "fisher", "jensen", "nonfinite",
+        "checks", "missing",
     ]  # fmt: skip
     assert list(document["parameters"][0]) == [
         "name", "shape", "entries", "mean_norm", "max_norm", "share", "mean_gradient_norm",
-        "signal_to_noise",
+        "signal_to_noise", "noise_scale", "entry_signal_to_noise", "opposing",
     ]  # fmt: skip
     assert set(document["norm"]) == {"mean", "std", "min", "max", "percentiles", "histogram"}
     assert set(document["norm"]["percentiles"]) == {"1", "5", "25", "50", "75", "90", "95", "99"}
-    assert set(document["samples"][0]) == {"index", "loss", "norm", "target", "times_median"}
+    assert set(document["clipping"]["by_share"]) == {"1", "5", "10", "50"}
+    assert set(document["samples"][0]) == {
+        "index", "loss", "norm", "target", "times_median", "cosine"
+    }  # fmt: skip
     assert set(document["noise_scale"]) == {
-        "trace_covariance", "gradient_norm_squared", "simple", "flag"
+        "trace_covariance", "gradient_norm_squared", "simple", "flag", "simple_interval",
+        "trace_covariance_interval", "gradient_norm_squared_interval",
     }  # fmt: skip
 
 

@@ -99,6 +99,7 @@ def write(
             {1: {k.removeprefix("sum:"): v for k, v in means.items()}},
             {"verdict": "exact"},
             {name: {"mean_gradient_norm": 0.5 + len(name)} for name in plan.parameters},
+            {"1": states.get("chain:1", {})},
         )
 
 

@@ -243,11 +243,11 @@ HOSTILE: list[tuple[Callable[[h5py.File], None], str]] = [
     (_unchecked, "without checksums"),
     (_filter, "filters"),
     (_attribute, "attribute 'table'"),
-    (_factors, "do not make an array"),
+    (_factors, "are not the parameters"),
     (_index, "outside the table"),
     (_no_tables, "index"),
     (_document, "not a JSON document"),
-    (_shapes, "not those of a result file"),
+    (_shapes, "does not hold shapes"),
 ]
 
 

@@ -41,8 +41,8 @@ def test_the_tables_name_everything(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "o.h5") as file:
 
         def visit(path: str, item: h5py.HLObject) -> None:
-            general = re.sub(r"^chains/\d+", "chains/K", path)
-            general = re.sub(r"^(norms|chains/K)/[^/]+", r"\1/NAME", general)
+            general = re.sub(r"^(chains|states)/\d+", r"\1/K", path)
+            general = re.sub(r"^(norms|chains/K|states/K)/[^/]+", r"\1/NAME", general)
             paths.add("/" + re.sub(r"^axis\d+_\d+", "axisJ_S", general))
             attributes.update(item.attrs)
 
@@ -50,5 +50,7 @@ def test_the_tables_name_everything(tmp_path: Path) -> None:
         attributes.update(file.attrs)
     scales = {f"/chains/K/NAME/{axis}" for axis in "ktrcd"}
     assert "/chains/K/NAME/{k,t,r,c,d}" in known
-    assert paths - scales - known <= {"/samples", "/norms", "/chains"}
+    assert "/states/K/NAME" in paths
+    known = {path.replace("/KEY", "/NAME") for path in known}
+    assert paths - scales - known <= {"/samples", "/norms", "/chains", "/states", "/states/K"}
     assert attributes - known == {"CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST"}

@@ -128,8 +128,8 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
         made = make(0, N)
         norms = {k: v.sqrt() for k, v in made.squared_norms.items()}
         at = torch.arange(N)
-        w.append(Rows(at, at * 1.0, made.norms, at > -1, None, norms, (made, None)))
-        w.finish({1: {name: torch.ones(2) for name in NAMES}}, {}, {})
+        w.append(Rows(at, at * 1.0, made.norms, at > -1, norms=norms, chains=(made, None)))
+        w.finish({1: {name: torch.ones(7, 5) for name in NAMES}}, {}, {})
     with open_file(tmp_path / "o.h5") as file:
         assert list(file.chains[0]) == list(file.norms) == list(file.chains[1]) == NAMES
         for k, name in enumerate(NAMES):

@@ -1,0 +1,58 @@
+"""`gradscope export`: numbers of a result file, in other programs' formats."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradscope.cli import options
+
+
+def export(
+    file: Annotated[Path, typer.Argument(metavar="RESULT.h5", help="A result file.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE|FOLDER",
+            help="Its ending is the format: .npy, .safetensors, .parquet or .csv (the sample "
+            "table); a folder takes one .npy a parameter.",
+        ),
+    ],
+    chain: Annotated[
+        str | None,
+        typer.Option("--chain", metavar="K|TEXT", help="Its number from 0, or its text [0]."),
+    ] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter",
+            metavar="GLOB",
+            help="Only parameters of these names; repeatable. In a table: their norms, too.",
+        ),
+    ] = None,
+    samples: options.Samples = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Write rows, aggregates or the sample table of a result file for other programs."""
+    from gradscope.core.spec import parse_samples
+    from gradscope.report.console import console
+    from gradscope.report.export import render_export
+    from gradscope.storage import export as write
+    from gradscope.storage import open_file
+
+    chosen = None if samples is None else parse_samples(samples)
+    with open_file(file) as opened:
+        found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
+    if json:
+        options.print_json(
+            {
+                "schema": "gradscope.export",
+                "version": 1,
+                "files": [vars(one) for one in found],
+            }
+        )
+    else:
+        render_export(found, console())

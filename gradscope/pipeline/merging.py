@@ -1,0 +1,209 @@
+"""Merging: the files of one run become the file that one process would have written.
+
+    with merging(paths, output) as under_way:
+        for part in under_way.remaining():
+            under_way.add(part)
+        report = under_way.finish()
+
+Whoever runs it may wrap the iterator of files, as for a run.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradscope.chains import Chain
+from gradscope.core.compressions import parse_compression
+from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
+from gradscope.pipeline.stored_chains import reduced_chains
+from gradscope.reducers import State, reducers
+from gradscope.reducers.base import Merge as MergeStates
+from gradscope.storage import (
+    ChainPlan,
+    FilePlan,
+    Joiner,
+    Part,
+    Parts,
+    check_parts,
+    open_file,
+    open_joiner,
+)
+from gradscope.storage.formats import named
+
+_USUAL_BATCH = 256
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged.
+
+    Attributes:
+        path: The file that was written.
+        bytes: Its size.
+        files: How many it was made from.
+        virtual: Whether the rows stay in them.
+        samples: N.
+        nonfinite: How many of them are not finite.
+        chains: In canonical spelling.
+        certificate: The first file's, or that of a file that was not verified.
+        seconds: Wall time.
+    """
+
+    path: str
+    bytes: int
+    files: int
+    virtual: bool
+    samples: int
+    nonfinite: int
+    chains: tuple[str, ...]
+    certificate: Mapping[str, Any]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data under a versioned schema."""
+        return {"schema": "gradscope.merge", "version": 1, **asdict(self)}
+
+
+@dataclass
+class Merge:
+    """A merge under way.
+
+    Attributes:
+        parts: The files, checked.
+        chains: The reduced chains, by number.
+        path: The file that is written.
+        joiner: The same, open.
+        begun: When, on the performance counter.
+        virtual: Whether rows stay in the files.
+        states: The reducers' states so far, by chain number and "mean_gradient".
+    """
+
+    parts: Parts
+    chains: Mapping[int, Chain]
+    path: Path
+    joiner: Joiner
+    begun: float
+    virtual: bool = False
+    states: dict[str, State] = field(default_factory=dict)
+
+    def remaining(self) -> Iterator[Part]:
+        """Yield the files, in the order of their samples."""
+        yield from self.parts.files
+
+    def add(self, part: Part) -> None:
+        """Copy the rows of the next file, and merge its reducers' states with those so far."""
+        for owner, state in self.joiner.add(part).items():
+            merged = self._merge_of(owner)
+            before = self.states.get(owner)
+            self.states[owner] = state if before is None else merged(before, state)
+
+    def finish(self) -> MergeReport:
+        """Write the aggregates, verify the file and put it in its place."""
+        self.joiner.finish(
+            results={
+                k: chain.result(self.states[str(k)])
+                for k, chain in self.chains.items()
+                if str(k) in self.states
+            },
+            norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
+            states=self.states,
+        )
+        with open_file(self.path) as file:
+            nonfinite = int(np.count_nonzero(~file.samples["finite"].astype(bool)))
+        return MergeReport(
+            path=str(self.path),
+            bytes=self.path.stat().st_size,
+            files=len(self.parts.files),
+            virtual=self.virtual,
+            samples=len(self.parts),
+            nonfinite=nonfinite,
+            chains=tuple(text for text, _ in self.parts.chains),
+            certificate=self.parts.certificate,
+            seconds=time.perf_counter() - self.begun,
+        )
+
+    def _merge_of(self, owner: str) -> MergeStates:
+        if owner == MEAN_GRADIENT:
+            return reducers.get("mean")().merge
+        reducer = self.chains[int(owner)].reducer
+        assert reducer is not None  # of reduced chains only
+        return reducer.merge
+
+
+@contextmanager
+def merging(
+    paths: Iterable[Path],
+    output: Path,
+    *,
+    overwrite: bool = False,
+    virtual: bool = False,
+    code: Iterable[Path] = (),
+) -> Iterator[Merge]:
+    """Check that files are the parts of one run, and yield their merge.
+
+    Leaving the block early leaves nothing behind.
+
+    Args:
+        paths: The files, in any order.
+        output: The file of the whole run.
+        overwrite: Replace a file that is there.
+        virtual: Leave the rows where they are, and refer to them.
+        code: Python files that chains name and that may be run.
+
+    Raises:
+        ResultFileError: A file cannot be read or is of another run; samples are missing or twice.
+        RefusedError: The parts cannot be merged exactly, or only with code that may not be run.
+        OutputError: The file exists or cannot be written.
+    """
+    begun = time.perf_counter()
+    parts = check_parts(paths)
+    chains = reduced_chains(parts, code)
+    plan = _plan(parts)
+    batch = plan.run.get("batch_size", _USUAL_BATCH)
+    with open_joiner(output, plan, parts, batch, overwrite=overwrite, virtual=virtual) as joiner:
+        yield Merge(parts, chains, output, joiner, begun, virtual)
+
+
+def merge(
+    paths: Iterable[Path],
+    output: Path,
+    *,
+    overwrite: bool = False,
+    virtual: bool = False,
+    code: Iterable[Path] = (),
+) -> MergeReport:
+    """Merge files; see `merging`."""
+    with merging(paths, output, overwrite=overwrite, virtual=virtual, code=code) as under_way:
+        for part in under_way.remaining():
+            under_way.add(part)
+        return under_way.finish()
+
+
+def _plan(parts: Parts) -> FilePlan:
+    """Return what one process would have planned to write."""
+    samples = [parts.start, parts.stop]
+    facts = {k: v for k, v in parts.identity.items() if k not in ("stored", "shard")}
+    stored = parts.identity["stored"]
+    compression = stored.get("compression")
+    run = deepcopy(parts.run) | {"samples": samples}
+    compute = run.get("spec", {}).get("compute", {})
+    if run.pop("shard", None) is None:
+        compute["samples"] = f"{parts.start}:{parts.stop}"
+    compute["shard"] = None
+    return FilePlan(
+        run=run,
+        fingerprint=facts | {"samples": samples},
+        attributes=parts.attributes,
+        n=len(parts),
+        parameters=parts.parameters,
+        chains=tuple(ChainPlan(text, reduced) for text, reduced in parts.chains),
+        dtype=named(stored["dtype"]),
+        layout=stored["layout"],
+        compression=None if compression is None else parse_compression(compression),
+    )

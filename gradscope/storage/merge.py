@@ -1,0 +1,251 @@
+"""Joining the files of one run: `OUT.h5.part` first, as for any result file."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.errors import OutputError, ResultFileError
+from gradscope.storage import complete, resume
+from gradscope.storage.build import describe_run
+from gradscope.storage.contents import ArraysByName, stored_column
+from gradscope.storage.disk import Disk
+from gradscope.storage.editing import editing
+from gradscope.storage.merge_copy import copied, multiplied
+from gradscope.storage.merge_forms import Form, create_columns, in_table
+from gradscope.storage.merge_parts import Part, Parts
+from gradscope.storage.merge_virtual import create_virtual
+from gradscope.storage.opening import opened_again
+from gradscope.storage.plan import FilePlan, States
+from gradscope.storage.sidecar import Paths
+from gradscope.storage.slots import Slots, bind
+from gradscope.storage.stream import Piece, Stream
+from gradscope.storage.trouble import check_space, writing
+
+Owned = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
+
+
+@contextmanager
+def open_joiner(
+    path: Path,
+    plan: FilePlan,
+    parts: Parts,
+    batch: int,
+    *,
+    overwrite: bool = False,
+    virtual: bool = False,
+) -> Iterator["Joiner"]:
+    """Open the file of a whole run for its parts; unless it gets finished, nothing stays behind.
+
+    Args:
+        path: The final file.
+        plan: The run, as if it had been one.
+        parts: Its files.
+        batch: The samples of a batch, on which the chunks of the new file depend.
+        overwrite: Replace a file that is there.
+        virtual: Leave the rows where they are, and refer to them.
+
+    Raises:
+        RefusedError: The rows cannot be referred to, because their forms differ.
+        OutputError: The file cannot be written, is there already or is one of the parts.
+    """
+    paths = Paths(path)
+    _require_free(paths, parts, overwrite)
+    with ExitStack() as stack:
+        with writing(path):
+            descriptor = stack.enter_context(resume.locked(paths.part))
+        _require_none_unfinished(paths, descriptor, overwrite)
+        joiner = Joiner(paths, descriptor, parts, virtual=virtual)
+        stack.callback(joiner.close)
+        joiner.lay_out(plan, batch)
+        yield joiner
+
+
+class Joiner:
+    """The file of a whole run, which is put together from parts."""
+
+    def __init__(self, paths: Paths, descriptor: int, parts: Parts, *, virtual: bool) -> None:
+        self._paths, self._descriptor = paths, descriptor
+        self._parts, self._virtual = parts, virtual
+        self._disk = Disk(descriptor)
+        self._slots: Slots | None = None
+        self._done = False
+
+    def lay_out(self, plan: FilePlan, batch: int) -> None:
+        """Create all groups and data sets with a sample axis.
+
+        Raises:
+            OutputError: They cannot be written, or there is not enough space.
+        """
+        with writing(self._paths.final):
+            os.ftruncate(self._descriptor, 0)
+            with editing(self._descriptor) as file:
+                describe_run(file, plan)
+                forms = self._parts.forms
+                if self._virtual:
+                    create_virtual(file, self._parts, self._paths.final.parent)
+                    forms = {path: form for path, form in forms.items() if in_table(path)}
+                create_columns(file, forms, plan.n, min(batch, plan.n))
+                self._slots = bind(file)
+            check_space(self._paths.part)
+
+    def add(self, part: Part) -> Owned:
+        """Copy the rows of the next part, and return its reducers' states.
+
+        Raises:
+            ResultFileError: It is damaged, has changed meanwhile or has no states.
+            OutputError: It cannot be copied.
+        """
+        with opened_again(part.path, part.seal) as file, part.path.open("rb") as source:
+            _require_order(file, part)
+            states = _states(file, part)
+            for pieces in self._pieces(file, source.fileno()):
+                with writing(self._paths.final):
+                    self._disk.write(pieces)
+        with writing(self._paths.final):
+            self._disk.wait()
+        return states
+
+    def finish(
+        self,
+        results: Mapping[int, Mapping[str, Tensor]],
+        norm_attributes: Mapping[str, Mapping[str, float]],
+        states: States,
+    ) -> None:
+        """Complete the file: verify it, and put it in its final place.
+
+        Args:
+            results: {chain: {name: (*shape)}} for the reduced chains.
+            norm_attributes: {parameter: {attribute: value}}, for /norms.
+            states: {owner: {key: tensor}}, the whole run's.
+
+        Raises:
+            OutputError: It cannot be completed.
+        """
+        assert self._slots is not None  # it is laid out
+        certificate = self._parts.certificate
+        with writing(self._paths.final):
+            complete.complete(
+                self._paths,
+                self._descriptor,
+                self._disk,
+                self._slots,
+                results,
+                certificate,
+                norm_attributes,
+                states,
+            )
+        self._done = True
+
+    def close(self) -> None:
+        """Remove the file unless it is complete."""
+        with suppress(OSError):
+            self._disk.wait()
+        self._disk.close()
+        if not self._done:
+            self._paths.part.unlink(missing_ok=True)
+
+    def _pieces(self, file: h5py.File, source: int) -> Iterator[list[Piece]]:
+        """Yield what is to be written of a part, column by column."""
+        assert self._slots is not None  # it is laid out
+        streams = self._slots.streams
+        for path, form in self._parts.forms.items():
+            if in_table(path):
+                column = stored_column(file[path])
+                values = column.view(np.uint8) if column.dtype.kind == "S" else column
+                yield streams[path].add(torch.from_numpy(values))
+            elif self._virtual:
+                _count_overflowed(file, path, streams)
+            else:
+                yield from _rows(file, path, form, source, streams)
+
+
+def _rows(
+    file: h5py.File, path: str, form: Form, source: int, streams: Mapping[str, Stream]
+) -> Iterator[list[Piece]]:
+    """Yield one column's rows in the form that all parts have in common."""
+    item = file[path]
+    if isinstance(item, h5py.Dataset):
+        yield from copied(item, source, streams[path])
+    elif form.kind is None:
+        yield from multiplied(item, streams[path])
+    else:
+        for name in form.parts:
+            yield from copied(item[name], source, streams[f"{path}/{name}"])
+
+
+def _count_overflowed(file: h5py.File, path: str, streams: Mapping[str, Stream]) -> None:
+    """Add what a file says of rows that stay in it."""
+    item = file[path]
+    for place in [path] if isinstance(item, h5py.Dataset) else [f"{path}/{name}" for name in item]:
+        if place in streams:
+            mark = streams[place].mark
+            lost = int(file[place].attrs.get("overflowed", 0))
+            streams[place].mark = replace(mark, overflowed=mark.overflowed + lost)
+
+
+def _states(file: h5py.File, part: Part) -> Owned:
+    """Read the reducers' states.
+
+    Raises:
+        ResultFileError: They are damaged, or were not kept.
+    """
+    kept = file.get("states", {})
+    if not kept and bool(np.any(stored_column(file["samples/finite"]))):
+        raise ResultFileError(
+            "the file holds no states of reducers, which are kept in shards and where small",
+            where=str(part.path),
+            remedy="Compute it as a shard: --shard I/N.",
+        )
+    return {
+        owner: {key: torch.from_numpy(array[...]) for key, array in ArraysByName(state, []).items()}
+        for owner, state in kept.items()
+    }
+
+
+def _require_order(file: h5py.File, part: Part) -> None:
+    """Check that a file has the samples that it says, in their order."""
+    if not np.array_equal(stored_column(file["samples/index"]), np.arange(part.start, part.stop)):
+        raise ResultFileError(
+            f"its samples are not {part.start:,} to {part.stop:,}, as it says",
+            where=str(part.path),
+            remedy="Compute it again, and merge then.",
+        )
+
+
+def _require_free(paths: Paths, parts: Parts, overwrite: bool) -> None:
+    """Check that the final file may be written."""
+    folder = paths.final.absolute().parent
+    if not folder.is_dir():
+        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    if not paths.final.exists():
+        return
+    if any(paths.final.samefile(part.path) for part in parts.files):
+        raise OutputError(
+            "the result would replace a file that it is made from",
+            where=str(paths.final),
+            remedy="Choose another name.",
+        )
+    if not overwrite:
+        raise OutputError(
+            "the file exists already",
+            where=str(paths.final),
+            remedy="Choose another name, or give --overwrite.",
+        )
+
+
+def _require_none_unfinished(paths: Paths, descriptor: int, overwrite: bool) -> None:
+    """Check that no unfinished run is in the way; an unfinished merge has nothing worth keeping."""
+    if paths.progress.exists() and os.fstat(descriptor).st_size and not overwrite:
+        raise OutputError(
+            "an unfinished file of a stopped run is there",
+            where=str(paths.part),
+            remedy="Choose another name, or give --overwrite to give it up.",
+        )
+    paths.progress.unlink(missing_ok=True)

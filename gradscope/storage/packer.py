@@ -1,0 +1,64 @@
+"""Writing compressed chunks, through HDF5.
+
+How large a compressed chunk is shows when it is there, so its place cannot be known beforehand.
+HDF5 finds one, and its structure changes with every chunk: what a run needs to go on is the
+structure as it was at the last commit, and chunks that are complete are never written again.
+"""
+
+from contextlib import AbstractContextManager
+from math import prod
+
+import h5py
+import numpy as np
+
+from gradscope.storage.editing import editing
+from gradscope.storage.stream import Piece
+
+
+class Packer:
+    """Compresses pieces and writes them to the HDF5 file behind a descriptor.
+
+    Attributes:
+        failed: Whether something was not written: the structure is then that of the last commit
+            only.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.failed = False
+        self._descriptor = descriptor
+        self._editing: AbstractContextManager[h5py.File] | None = None
+        self._file: h5py.File | None = None
+        self._open: dict[str, h5py.Dataset] = {}
+
+    def write(self, piece: Piece) -> None:
+        """Compress one piece, which is a whole chunk, and write it."""
+        if self._file is None:
+            self._editing = editing(self._descriptor)
+            self._file = self._editing.__enter__()
+        if piece.path not in self._open:
+            self._open[piece.path] = self._file[piece.path]
+        dataset = self._open[piece.path]
+        kind = dataset.id.get_type()
+        first = np.unravel_index(piece.start // kind.get_size(), dataset.shape)
+        chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
+        count = tuple(int(min(c, size - at)) for at, c, size in chunk)
+        missing = prod(count) * kind.get_size() - len(piece.data)
+        data = np.concatenate([piece.data, np.zeros(missing, np.uint8)]) if missing else piece.data
+        inside = dataset.id.get_space()
+        inside.select_hyperslab(tuple(int(at) for at in first), count)
+        dataset.id.write(h5py.h5s.create_simple(count), inside, data, kind)
+
+    def flush(self) -> None:
+        """Return when everything is in the file.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        context, self._editing, self._file = self._editing, None, None
+        self._open.clear()
+        if context is not None:
+            try:
+                context.__exit__(None, None, None)
+            except OSError:
+                self.failed = True
+                raise

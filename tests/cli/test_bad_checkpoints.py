@@ -1,0 +1,195 @@
+"""Bad checkpoints through the command line: one clear error, nothing written, nothing executed."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests.cli.forked import Forked, Outcome
+
+MODEL = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+"""
+
+
+class Payload:
+    """Writes a file as it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return (os.system, ("touch executed",))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "override"])
+def forked(request: pytest.FixtureRequest) -> Iterator[Forked]:
+    """Commands as they are, and with torch's variable that switches its protection off."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        with Forked() as process:
+            yield process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    random = np.random.default_rng(0)
+    inputs = random.standard_normal((8, 4)).astype("float32")
+    np.savez(tmp_path / "data.npz", inputs=inputs, targets=random.integers(0, 3, 8))
+    return tmp_path
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    return dict(net().state_dict()) | changes
+
+
+def compute(forked: Forked, folder: Path, *more: str, checkpoint: str = "w.pt") -> Outcome:
+    words = ["compute", checkpoint, "data.npz", "--loss", "cross_entropy", "-o", "out.h5"]
+    if "--model" not in more:
+        words += ["--model", "model.py:build"]
+    return forked.run(*words, *more, cwd=folder)
+
+
+def saved(content: object) -> Callable[[Path], object]:
+    return lambda path: torch.save(content, path)
+
+
+def flipped(path: Path) -> None:
+    torch.save(state(), path)
+    content = bytearray(path.read_bytes())
+    content[content.find(state()["0.weight"].numpy().tobytes()) + 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut(parts: int, writer: Callable[[dict, Path], object] = torch.save) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        writer(state(), path)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) * parts // 10])
+
+    return write
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+def outside(path: Path) -> None:
+    safetensors.torch.save_file(state(), path.parent.parent / "elsewhere.safetensors")
+    table = dict.fromkeys(state(), "../elsewhere.safetensors")
+    path.write_text(json.dumps({"weight_map": table}))
+
+
+def short_of_a_shard(path: Path) -> None:
+    path.write_text(json.dumps({"weight_map": dict.fromkeys(state(), "gone.safetensors")}))
+
+
+def claiming(path: Path) -> None:
+    header = b'{"0.weight":{"dtype":"F32","shape":[99999,99999],"data_offsets":[0,39999200004]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda p: None, "there is no such file"),
+    "folder": (lambda p: p.mkdir(), "no weights are in this folder"),
+    "empty": (lambda p: p.touch(), "the file is empty"),
+    **{f"cut {k}0%": (cut(k), "damaged or cut off") for k in range(1, 10)},
+    "cut safetensors": (cut(5, safetensors.torch.save_file), "damaged or cut off"),
+    "flipped bit": (flipped, "the checksum of its part"),
+    "text page": (text("<!doctype html><title>404</title>" * 3), "an HTML page"),
+    "plain text": (text("this is no checkpoint\n" * 3), "a text file"),
+    "LFS pointer": (text("version https://git-lfs.github.com/spec/v1\noid sha256:0"), "git-LFS"),
+    "module": (saved(net()), "it holds more than tensors"),
+    "payload": (saved(Payload()), "it holds more than tensors"),
+    "payload inside": (saved(state() | {"x": Payload()}), "it holds more than tensors"),
+    "bare pickle": (
+        lambda p: p.write_bytes(pickle.dumps(Payload())),
+        "a Python pickle, which could execute code",
+    ),
+    "missing key": (saved({k: v for k, v in state().items() if k != "0.bias"}), "1 missing (0.b"),
+    "extra keys": (saved(state(**{f"x{k}": torch.ones(1) for k in range(12)})), "x9 and 2 more"),
+    "other shape": (saved(state(**{"0.bias": torch.ones(4)})), "(4,) here, (5,) in the model"),
+    "other dtype": (saved(state(**{"0.bias": torch.ones(5).long()})), "int64 -> float32"),
+    "mixed prefix": (
+        saved({("module." if "0" in k else "") + k: v for k, v in state().items()}),
+        "Not every name begins with 'module.'",
+    ),
+    "two state dicts": (saved({"model": state(), "ema": state()}), "under each of model, ema"),
+    "NaN": (saved(state(**{"0.bias": torch.full((5,), torch.nan)})), "not finite: 0.bias (5 of 5)"),
+    "missing shard": (short_of_a_shard, "1 of its 1 files are missing: gone.safetensors"),
+    "index outside": (outside, "which is no file of its own folder"),
+    "huge header": (claiming, "damaged or cut off"),
+    "huge length": (lambda p: p.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "claims"),
+    "no numbers": (saved({"epoch": 3}), "no state dict of the model"),
+    "odd names": (saved({"[red]\x1b[31m": torch.ones(1)}), "[red]\\x1b[31m"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_clear_error(forked: Forked, folder: Path, name: str) -> None:
+    write, words = BAD[name]
+    write(folder / "w.pt")
+    before = sorted(folder.iterdir())
+    done = compute(forked, folder)
+    assert done.code == 3, done.err
+    assert words in done.err
+    assert f"{folder}/w.pt" in done.err
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") >= 2  # a remedy
+    assert "Traceback" not in done.err and "weights_only" not in done.err
+    assert not done.out
+    assert sorted(folder.iterdir()) == before  # nothing written, nothing executed
+
+
+def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path) -> None:
+    torch.save(net(), folder / "w.pt")
+    done = compute(forked, folder, "--unsafe-pickle")
+    assert done.code == 0, done.err
+    assert "was trusted to execute code" in done.out
+    done = compute(forked, folder, "--unsafe-pickle", "--model", "checkpoint", "--overwrite")
+    assert done.code == 0, done.err
+    torch.save(state() | {"x": Payload()}, folder / "w.pt")
+    compute(forked, folder, "--unsafe-pickle", "--overwrite")
+    assert (folder / "executed").exists()  # the payload is a real one
+
+
+def test_a_key_is_chosen(forked: Forked, folder: Path) -> None:
+    torch.save({"model": state(), "ema": state()}, folder / "w.pt")
+    assert compute(forked, folder, "--key", "ema").code == 0
+    wrong = compute(forked, folder, "--key", "emma", "--overwrite")
+    assert wrong.code == 3
+    assert "Did you mean 'ema'?" in wrong.err
+
+
+def test_a_checkpoint_that_is_no_model(forked: Forked, folder: Path) -> None:
+    torch.save(state(), folder / "w.pt")
+    done = compute(forked, folder, "--model", "checkpoint")
+    assert done.code == 3
+    assert "holds weights, not the model they belong to" in done.err
+
+
+def test_no_part_of_the_checkpoint_is_written_over(forked: Forked, folder: Path) -> None:
+    safetensors.torch.save_file(state(), folder / "part.safetensors")
+    table = dict.fromkeys(state(), "part.safetensors")
+    (folder / "w.pt").write_text(json.dumps({"weight_map": table}))
+    before = (folder / "part.safetensors").read_bytes()
+    done = compute(forked, folder, "-o", "part.safetensors", "--overwrite")
+    assert done.code == 6
+    assert "would replace the checkpoint" in done.err
+    assert (folder / "part.safetensors").read_bytes() == before

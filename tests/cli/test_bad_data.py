@@ -1,0 +1,298 @@
+"""Bad data through the command line: one clear error, the right exit code, nothing written."""
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.cli.forked import Forked, Outcome
+
+N = 12
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(N, 4)).astype(np.float32)
+Y = RANDOM.integers(0, 3, N)
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def averaged(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(4), 0)])
+
+
+def raising():
+    raise ValueError("no such folder")
+"""
+
+SPEC = 'path = "data.npz"\n'
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    with Forked() as process:
+        yield process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    return tmp_path
+
+
+def compute(forked: Forked, folder: Path, data: str, *more: str) -> Outcome:
+    words = ["compute", "weights.pt", data, "--model", "model.py:build", "-o", "out.h5"]
+    if "--loss" not in more:
+        words += ["--loss", "cross_entropy"]
+    return forked.run(*words, *more, cwd=folder)
+
+
+def good(path: Path, **changes: np.ndarray) -> None:
+    np.savez(path / "data.npz", **({"inputs": X, "targets": Y} | changes))
+
+
+def with_spec(path: Path, text: str) -> None:
+    good(path)
+    (path / "dataset.toml").write_text(SPEC + text)
+
+
+def compressed(path: Path) -> bytes:
+    np.savez_compressed(path / "data.npz", inputs=X, targets=Y)
+    return (path / "data.npz").read_bytes()
+
+
+def bomb(path: Path) -> None:
+    """A member that claims 8 exabytes, and compresses to nothing."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f8", "fortran_order": False, "shape": (2**30, 2**30)}
+    )
+    with zipfile.ZipFile(path / "data.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("inputs.npy", header.getvalue() + bytes(10**7))
+        archive.writestr("targets.npy", header.getvalue())
+
+
+def member_sizes(path: Path) -> None:
+    """The directory of the archive claims more bytes than a member has."""
+    good(path)
+    whole = bytearray((path / "data.npz").read_bytes())
+    at = whole.rfind(b"PK\x01\x02")
+    whole[at + 20 : at + 28] = (2**31).to_bytes(4, "little") * 2
+    (path / "data.npz").write_bytes(bytes(whole))
+
+
+def elsewhere(path: Path) -> None:
+    """An HDF5 array that lies in another file."""
+    (path / "secret.bin").write_bytes(X.tobytes())
+    with h5py.File(path / "data.h5", "w") as file:
+        file.create_dataset(
+            "inputs", X.shape, "f4", external=[(str(path / "secret.bin"), 0, X.nbytes)]
+        )
+        file["targets"] = Y
+
+
+def huge_hdf5(path: Path) -> None:
+    """An HDF5 array that claims 64 petabytes and stores nothing."""
+    with h5py.File(path / "data.h5", "w") as file:
+        file.create_dataset("inputs", (2**51, 4), "f8", chunks=(2**20, 4), compression="gzip")
+        file["targets"] = Y
+
+
+def hostile_header(path: Path) -> None:
+    """A safetensors header that claims more than the file."""
+    text = json.dumps(
+        {"inputs": {"dtype": "F32", "shape": [2**40, 4], "data_offsets": [0, 2**44]}}
+    ).encode()
+    (path / "data.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def two_ids(path: Path) -> None:
+    good(path, key=np.r_[0:11, 3])
+    (path / "dataset.toml").write_text(SPEC + 'id = "key"\n')
+
+
+def ragged(path: Path) -> None:
+    rows = [{"inputs": [1.0] * (2 + k % 3), "targets": 0} for k in range(N)]
+    (path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def objects(path: Path) -> None:
+    np.savez(path / "data.npz", inputs=np.array([X, None], object), targets=Y)
+
+
+def one_array(path: Path) -> None:
+    with (path / "data.npy").open("wb") as file:
+        np.save(file, X)
+
+
+Case = tuple[Callable[[Path], object], str, list[str], int, str]
+CASES: dict[str, Case] = {
+    "unknown key": (
+        lambda p: with_spec(p, 'target = ["targets"]\n'),
+        "dataset.toml", [], 2, "Did you mean 'targets'?",
+    ),
+    "wrong type": (lambda p: with_spec(p, "pad = 3\n"), "dataset.toml", [], 2, "dataset.toml: pad"),
+    "absent column": (
+        lambda p: np.savez(p / "data.npz", images=X, targets=Y),
+        "data.npz", [], 3, "there is no array 'inputs'",
+    ),
+    "unequal lengths": (
+        lambda p: good(p, targets=Y[:9]), "data.npz", [], 3, "inputs 12, targets 9",
+    ),
+    "no samples": (
+        lambda p: good(p, inputs=X[:0], targets=Y[:0]), "data.npz", [], 3, "there are no samples",
+    ),
+    "slice out of range": (good, "data.npz", ["--samples", "5:99"], 3, "holds 12 samples"),
+    "slice of no form": (good, "data.npz", ["--samples", "5-9"], 2, "A:B"),
+    "duplicate ids": (two_ids, "dataset.toml", [], 3, "samples 3 and 11 are both 3"),
+    "object arrays": (objects, "data.npz", [], 3, "Python objects"),
+    "unsized": (lambda p: None, "model.py:Unsized", [], 3, "__len__"),
+    "raising": (lambda p: None, "model.py:raising", [], 3, "ValueError: no such folder"),
+    "no factory": (lambda p: None, "model.py:nothing", [], 3, "there is no 'nothing'"),
+    "label out of range": (lambda p: good(p, targets=Y + 5), "data.npz", [], 3, "sample 0: "),
+    "integers for floats": (
+        lambda p: good(p, inputs=np.arange(N * 4).reshape(N, 4)),
+        "data.npz", [], 3, 'dtype = { NAME = "float32" }',
+    ),
+    "wrong width": (lambda p: good(p, inputs=X[:, :3]), "data.npz", [], 3, "shapes"),
+    "ragged": (ragged, "data.jsonl", [], 3, "[dataset] pad"),
+    "scalar loss": (
+        good, "data.npz", ["--loss", "model.py:averaged"], 2, "reduction='none'",
+    ),
+    "missing": (lambda p: None, "data.npz", [], 3, "there is no such file"),
+    "a directory": (lambda p: (p / "data.npz").mkdir(), "data.npz", [], 3, "directory"),
+    "empty": (lambda p: (p / "data.npz").touch(), "data.npz", [], 3, "the file is empty"),
+    "a text page": (
+        lambda p: (p / "data.npz").write_text("Not found.\nSorry!\n"),
+        "data.npz", [], 3, "this is a text file",
+    ),
+    "an LFS pointer": (
+        lambda p: (p / "data.npz").write_text("version https://git-lfs.github.com/spec/v1\noid x"),
+        "data.npz", [], 3, "git lfs pull",
+    ),
+    "truncated": (
+        lambda p: (p / "data.npz").write_bytes(compressed(p)[:300]), "data.npz", [], 3, "cut off",
+    ),
+    "a bit flipped": (
+        lambda p: (p / "data.npz").write_bytes(
+            (whole := compressed(p))[:90] + bytes([whole[90] ^ 1]) + whole[91:]
+        ),
+        "data.npz", [], 3, "data.npz",
+    ),
+    "zip bomb": (bomb, "data.npz", [], 3, "bytes of numbers"),
+    "zip member sizes": (member_sizes, "data.npz", [], 3, "data.npz"),
+    "pickle": (
+        lambda p: (p / "data.npz").write_bytes(b"\x80\x04" + bytes(30)),
+        "data.npz", [], 3, "never loaded",
+    ),
+    "one array": (one_array, "data.npy", [], 3, "It holds: data"),
+    "not in this file": (elsewhere, "data.h5", [], 3, "other files"),
+    "petabytes": (huge_hdf5, "data.h5", [], 3, "of which 0 are stored"),
+    "hostile header": (hostile_header, "data.safetensors", [], 3, "data.safetensors"),
+    "words for numbers": (
+        lambda p: (p / "data.csv").write_text("inputs,targets\na,1\nb,2\n"),
+        "data.csv", [], 3, "it holds text, such as 'a', 'b'",
+    ),
+    "uneven lines": (
+        lambda p: (p / "data.csv").write_text("inputs,targets\n" + "1,2\n" * 30 + "1\n"),
+        "data.csv", [], 3, "line 32 has 1 fields",
+    ),
+    "no object": (
+        lambda p: (p / "data.jsonl").write_text('{"inputs": 1, "targets": 2}\n{"in'),
+        "data.jsonl", [], 3, "line 2 is no JSON object",
+    ),
+    "odd names": (
+        lambda p: np.savez(p / "data.npz", **{"[red]x\x1b[31m": X, "targets": Y}),
+        "data.npz", [], 3, "[red]x\\x1b[31m",
+    ),
+    "no tokenizer": (
+        lambda p: with_spec(p, 'tokenizer = { targets = "nowhere" }\n'),
+        "dataset.toml", [], 3, "holds numbers, not texts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_data(name: str, forked: Forked, folder: Path) -> None:
+    prepare, data, more, code, mentioned = CASES[name]
+    prepare(folder)
+    before = sorted(folder.rglob("*"))
+    done = compute(forked, folder, data, *more)
+    assert done.code == code, done.err
+    assert done.out == ""
+    assert mentioned in done.err
+    assert "Traceback" not in done.err
+    assert done.err.startswith("error: ")
+    assert len(done.err.strip().splitlines()) >= 2  # what it is, and what to do
+    assert "\x1b" not in done.err
+    after = {p for p in folder.rglob("*") if "__pycache__" not in p.parts}
+    assert after == set(before)
+
+
+def test_a_row_that_is_not_finite_is_flagged_alone(forked: Forked, folder: Path) -> None:
+    inputs = X.copy()
+    inputs[7, 2] = np.nan
+    good(folder, inputs=inputs)
+    done = compute(forked, folder, "data.npz")
+    assert done.code == 7, done.err
+    with h5py.File(folder / "out.h5") as file:
+        assert np.flatnonzero(~file["samples/finite"][:].astype(bool)).tolist() == [7]
+
+
+def test_data_that_changed_before_resume(forked: Forked, folder: Path) -> None:
+    good(folder)
+    assert compute(forked, folder, "data.npz").code == 0
+    before = (folder / "out.h5").read_bytes()
+    good(folder, inputs=X + 1)
+    done = compute(forked, folder, "data.npz", "--resume")
+    assert done.code == 6
+    assert "this is another run" in done.err
+    assert "dataset has changed (SHA-256 " in done.err
+    assert "Traceback" not in done.err
+    assert (folder / "out.h5").read_bytes() == before
+
+
+@pytest.mark.parametrize(("text", "expected"), [('"name"', None), ('"key"', None)])
+def test_ids_are_stored(forked: Forked, folder: Path, text: str, expected: None) -> None:
+    names = [f"sample {k} {'é' * (k % 3)}" for k in range(N)]
+    lines = ["a,b,c,d,label,name,key"]
+    lines += [
+        f"{','.join(map(str, x))},{y},{name},{10 * k}"
+        for k, (x, y, name) in enumerate(zip(X.tolist(), Y, names, strict=True))
+    ]
+    (folder / "data.csv").write_text("\n".join(lines))
+    (folder / "dataset.toml").write_text(
+        f'path = "data.csv"\nid = {text}\ncolumns = {{ inputs = ["[0:4]"], targets = "label" }}\n'
+    )
+    done = compute(forked, folder, "dataset.toml", "--batch-size", "5", "--samples", "1:12")
+    assert done.code == 0, done.err
+    with h5py.File(folder / "out.h5") as file:
+        found = file["samples/id"]
+        if text == '"name"':
+            assert [t.decode() for t in found[:]] == names[1:]
+            assert found.asstr()[0] == names[1]
+        else:
+            assert found[:].tolist() == [10 * k for k in range(1, N)]
+    import gradscope
+
+    with gradscope.open(folder / "out.h5") as result:
+        assert str(result.samples["id"][0]) == (names[1] if text == '"name"' else "10")

@@ -1,0 +1,157 @@
+"""Bad models and run files through the command line: one clear error, and nothing written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.cli.forked import Forked, Outcome
+
+GOOD = "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+MODELS: dict[str, tuple[str | None, int, str]] = {
+    "no file": (None, 3, "model.py: cannot be read"),
+    "no function": ("def biuld(): pass", 3, "Did you mean 'biuld'?"),
+    "no call": ("build = 3", 3, "'build' is an int, not a function"),
+    "raises on import": ("1 / 0", 3, "ZeroDivisionError: division by zero"),
+    "exits on import": ("import sys; sys.exit(7)", 3, "your code called sys.exit(7)"),
+    "no syntax": ("def build(:", 3, "SyntaxError"),
+    "absent package": ("import no_such_gs", 3, "No module named 'no_such_gs'"),
+    "raises": ("def build(): raise KeyError('k')", 3, "your code raised KeyError: 'k'"),
+    "exits": ("import os\ndef build(): raise SystemExit", 3, "your code called sys.exit(None)"),
+    "nothing": ("def build(): pass", 3, "returned NoneType, not a torch.nn.Module"),
+    "weights": ("def build(): return {}", 3, "returned dict, not a torch.nn.Module"),
+    "no parameters": (
+        "from torch import nn\ndef build(): return nn.ReLU()",
+        3,
+        "the model has no parameter at all",
+    ),
+    "frozen": (
+        f"{GOOD}old = build\ndef build(): return old().requires_grad_(False)",
+        3,
+        "the model has no trainable parameter",
+    ),
+    "needs arguments": ("def build(width): pass", 3, "missing a required argument: 'width'"),
+    "prints": (f"print('hello')\n{GOOD}", 0, "hello"),
+}
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    with Forked() as process:
+        yield process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    np.savez(tmp_path / "d.npz", inputs=np.ones((6, 4), "float32"), targets=np.arange(6) % 3)
+    (tmp_path / "model.py").write_text(GOOD)
+    return tmp_path
+
+
+def compute(forked: Forked, folder: Path, *more: str) -> Outcome:
+    words = ["compute", "w.pt", "d.npz", "--model", "model.py:build", "--loss", "cross_entropy"]
+    return forked.run(*words, "-o", "out.h5", *more, cwd=folder)
+
+
+def assert_clear(done: Outcome, code: int, words: str, folder: Path) -> None:
+    assert done.code == code, done.err
+    assert words in done.err.replace("\n", ". ")
+    assert "gradscope/" not in done.err  # none of our own frames
+    if code:
+        assert done.err.startswith("error: ")
+        assert not done.out
+        assert not (folder / "out.h5").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bad_model_file(forked: Forked, folder: Path, name: str) -> None:
+    content, code, words = MODELS[name]
+    path = folder / "model.py"
+    path.unlink() if content is None else path.write_text(content)
+    assert_clear(compute(forked, folder), code, words, folder)
+
+
+def test_names_with_odd_characters_are_shown_not_obeyed(forked: Forked, folder: Path) -> None:
+    (folder / "model.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.register_module('[bold] a\\x1b[31m/b|c', nn.Linear(4, 3))\n"
+        "    def forward(self, x): return next(iter(self.children()))(x)\n"
+        "def build(): return Net()\n"
+    )
+    weights = {f"[bold] a\x1b[31m/b|c.{k}": v for k, v in nn.Linear(4, 3).state_dict().items()}
+    torch.save(weights, folder / "w.pt")
+    done = compute(forked, folder)
+    assert done.code in (0, 6), done.err  # stored, or refused for its name
+    assert "\x1b" not in done.out + done.err
+    assert "[bold] a\\x1b[31m/b|c" in done.out + done.err
+
+
+RUN = """
+[model]
+factory = "model.py:build"
+[checkpoint]
+path = "w.pt"
+[dataset]
+path = "d.npz"
+[loss]
+name = "cross_entropy"
+"""
+
+RUNS: dict[str, tuple[bytes, str]] = {
+    "not TOML": (b"{'a': 1}", "run.toml: not valid TOML"),
+    "not text": (bytes(range(256)), "run.toml: not"),
+    "empty": (b"", "run.toml: model.factory: missing"),
+    "100 MB": (b"# nothing here\n" * 7_000_000, "larger than 1,000,000 bytes"),
+    "unknown key": (f"{RUN}[compute]\nbatchsize = 3".encode(), "Did you mean 'batch_size'?"),
+    "unknown table": (f"{RUN}[computer]".encode(), "computer: unknown key. Did you mean 'compute'"),
+    "wrong type": (f"{RUN}[compute]\nseed = 1.5".encode(), "compute.seed: found 1.5. Accepted"),
+    "wrong word": (f"{RUN}[compute]\nverify = 'no'".encode(), "first, always or never"),
+    "unknown backend": (f"{RUN}[compute]\nbackend = 'hook'".encode(), "Did you mean 'hooks'"),
+    "unknown stage": (f"{RUN}[compute]\ntransform = ['meen']".encode(), "Did you mean 'mean'"),
+    "unknown loss": (RUN.replace("cross_en", "cross_an").encode(), "Did you mean 'cross_entropy'"),
+    "trust as text": (
+        RUN.replace('"w.pt"', '"w.pt"\nunsafe_pickle = "yes"').encode(),
+        "checkpoint.unsafe_pickle: found 'yes'. Accepted: true or false",
+    ),
+    "another version": (b"version = 2\n" + RUN.encode(), "version: found 2. Accepted: 1"),
+    "no samples": (f"{RUN}[compute]\nsamples = '3:3'".encode(), "compute.samples: found '3:3'"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_bad_run_file(forked: Forked, folder: Path, name: str) -> None:
+    content, words = RUNS[name]
+    (folder / "run.toml").write_bytes(content)
+    done = forked.run("compute", "--config", "run.toml", "-o", "out.h5", cwd=folder)
+    assert_clear(done, 2, words, folder)
+    assert "run.toml" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--resume", "--overwrite"), "contradict each other"),
+        (("--labels", "exact", "--loss", "mse"), "labels"),
+        (("--coupling", "own-loss", "--backend", "hooks"), "own-loss"),
+        (("--backend", "hook"), "Did you mean 'hooks'?"),
+        (("-t", "clip:max_nrm=1 | mean"), "Did you mean 'max_norm'?"),
+        (("-t", "mean | mean"), "mean"),
+        (("--parameters", "none.*"), "no trainable parameter matches 'none.*'"),
+        (("--device", "cuda:99"), "there is no device 'cuda:99'"),
+        (("--batch-size", "0"), "compute.batch_size: found 0"),
+        (("--mode", "test"), "Accepted: eval or train"),
+        (("--loss", "cross_entropy:label_smoothing=2"), "from 0 to 1"),
+    ],
+)
+def test_options_that_contradict_or_do_not_exist(
+    forked: Forked, folder: Path, options: tuple[str, ...], words: str
+) -> None:
+    assert_clear(compute(forked, folder, *options), 2, words, folder)

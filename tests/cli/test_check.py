@@ -1,0 +1,107 @@
+"""`gradscope check`: everything is loaded and the first batch proved; nothing is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.cli.conftest import SAMPLES, Gradscope
+from tests.cli.test_compute import digits_rows
+
+
+def test_what_is_said_is_true(gradscope: Gradscope, digits: Path) -> None:
+    done = gradscope("check", "--config", digits, "--batch-size", "32", "--json")
+    assert (done.code, done.err) == (0, "")
+    document = json.loads(done.out)
+    assert document["schema"] == "gradscope.check"
+    assert document["certificate"]["verified"] is True
+    assert document["certificate"]["samples"] == 32
+    rows = digits_rows(32)
+    norms = np.sqrt(sum((g.reshape(32, -1) ** 2).sum(1) for g in rows.values()))
+    found = document["first_batch"]
+    assert (found["samples"], found["nonfinite"]) == (32, 0)
+    np.testing.assert_allclose(found["norm"][::2], [norms.min(), norms.max()], rtol=1e-4)
+    numbers = sum(g[0].size for g in rows.values())
+    assert (document["model"]["parameters"], document["model"]["numbers"]) == (len(rows), numbers)
+    assert document["checkpoint"]["tensors"] == len(rows)
+    assert document["dataset"]["samples"] == 1797
+    assert document["plan"]["samples"] == 1797
+
+
+@pytest.mark.parametrize("name", ["digits_mlp", "poisson_pinn", "text_transformer"])
+def test_it_is_shown_and_nothing_is_written(
+    gradscope: Gradscope, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = gradscope("check", "--config", SAMPLES / name / "run.toml")
+    assert done.code == 0, done.err
+    for words in ("weights", "certificate", "passed", "The first batch", "nothing was written"):
+        assert words in done.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_proof_is_made_even_if_the_run_file_wants_none(
+    gradscope: Gradscope, tmp_path: Path, digits: Path
+) -> None:
+    folder = shutil.copytree(digits.parent, tmp_path / "digits")
+    run = folder / "run.toml"
+    run.write_text(run.read_text().replace("[compute]", '[compute]\nverify = "never"'))
+    done = gradscope("check", "--config", run, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["certificate"]["verified"] is True
+
+
+def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_finite(
+    gradscope: Gradscope, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))\n"
+        "    net[2].weight = net[0].weight\n"
+        "    net[3].bias.requires_grad_(False)\n"
+        "    return net\n"
+    )
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    net[2].weight = net[0].weight
+    torch.save({"state_dict": net.state_dict()}, tmp_path / "w.ckpt")
+    inputs = np.random.default_rng(0).standard_normal((20, 4)).astype("float32")
+    inputs[3] = np.nan
+    np.savez(tmp_path / "d.npz", inputs=inputs, targets=np.zeros((20, 2), "float32"))
+    done = gradscope(
+        "check", tmp_path / "w.ckpt", tmp_path / "d.npz",
+        "--model", f"{tmp_path}/model.py:build", "--loss", "mse", "--json",
+    )  # fmt: skip
+    assert done.code == 7, done.err
+    document = json.loads(done.out)
+    notes = " ".join(document["plan"]["notes"])
+    assert "0.weight = 2.weight" in notes
+    assert "1 of 5 parameters (3.bias)" in notes
+    assert "under 'state_dict'" in notes
+    assert document["first_batch"]["nonfinite"] == 1
+
+
+def test_all_wrong_names_are_told_at_once_with_file_and_key(
+    gradscope: Gradscope, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[model]\nfactory = "m.py:f"\n[checkpoint]\npath = "w"\n[dataset]\npath = "d"\n'
+        '[loss]\nname = "mes"\n[compute]\nbackend = "hoks"\n'
+        'transform = ["mean", "clip | maen"]\n[compare]\nbackends = ["lop"]\n'
+    )
+    done = gradscope("check", "--config", run, "--backend", "vmpa")
+    assert done.code == 2
+    for line in (
+        "4 settings are wrong",
+        f"{run}: compute.transform[1]: ",
+        "unknown backend 'vmpa'. Did you mean 'vmap'?",
+        f"{run}: compare.backends: unknown backend 'lop'. Did you mean 'loop'?",
+        f"{run}: loss.name: unknown loss 'mes'. Did you mean 'mse'?",
+    ):
+        assert line in done.err, line
+    assert f"{run}: compute.backend" not in done.err  # the command line's

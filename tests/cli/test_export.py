@@ -1,0 +1,77 @@
+"""`gradscope export` from the outside."""
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.cli.conftest import Gradscope
+
+
+@pytest.fixture
+def result(gradscope: Gradscope, digits: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "out.h5"
+    options = ["--config", digits, "--samples", "100:160", "-q", "-o", out]
+    assert gradscope("compute", *options, "-t", "identity", "-t", "square | mean").code == 0
+    return out
+
+
+def test_rows_and_aggregates(gradscope: Gradscope, result: Path, tmp_path: Path) -> None:
+    rows, means = tmp_path / "rows.npy", tmp_path / "means.safetensors"
+    arguments = ["--parameter", "0.weight", "--samples", "110:120"]
+    done = gradscope("export", result, "-o", rows, *arguments)
+    assert done.code == 0, done.err
+    assert "0.weight 10x64x64" in done.out
+    done = gradscope("export", result, "-o", means, "--chain", "square|mean", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["schema"] == "gradscope.export"
+    assert document["files"][0]["bytes"] == means.stat().st_size
+    with h5py.File(result) as file:
+        np.testing.assert_array_equal(np.load(rows), file["chains/0/0.weight"][10:20])
+        found = load_file(means)
+        assert set(found) == set(file["chains/1"])
+        for name, values in found.items():
+            np.testing.assert_array_equal(values, file[f"chains/1/{name}"])
+
+
+def test_a_table(gradscope: Gradscope, result: Path, tmp_path: Path) -> None:
+    out = tmp_path / "samples.csv"
+    done = gradscope("export", result, "-o", out)
+    assert done.code == 0, done.err
+    assert "60 samples, 5 columns" in done.out
+    lines = out.read_text().splitlines()
+    assert lines[0].split(",") == ["finite", "index", "loss", "norm", "target"]
+    assert lines[1].startswith("true,100,")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["out.h5", "-o", "x.npy", "--chain", "7"], 2, "0 (identity)"),
+        (["out.h5", "-o", "x.npy", "--samples", "nine"], 2, "A:B"),
+        (["out.h5", "-o", "nowhere/x.csv"], 6, "nowhere"),
+        (["out.h5", "-o", "out.h5"], 6, "taken from"),
+        (["missing.h5", "-o", "x.csv"], 3, "missing.h5"),
+        (["out.h5"], 2, "output"),
+    ],
+)
+def test_bad_input(
+    gradscope: Gradscope,
+    result: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = result.read_bytes()
+    done = gradscope("export", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err and "Traceback" not in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["out.h5"]
+    assert result.read_bytes() == before

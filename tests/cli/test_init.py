@@ -1,0 +1,200 @@
+"""`gradscope init`: a run file that says what was guessed, and runs as it is where it can."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradscope.core.spec import load
+from gradscope.sources.draft import quoted
+from tests.cli.conftest import SAMPLES, Gradscope
+
+MODEL = """
+raise_on_import = 1 / 0 if __name__ == "never" else None
+from torch import nn
+def helper(): pass
+def build(): return nn.Linear(4, 3)
+"""
+
+
+def project(folder: Path, model: str | None = MODEL, **arrays: np.ndarray) -> tuple[Path, Path]:
+    folder.mkdir(exist_ok=True, parents=True)
+    if model is not None:
+        (folder / "model.py").write_text(model)
+    torch.save(nn.Linear(4, 3).state_dict(), folder / "w.pt")
+    default = {"x": np.ones((9, 4), "float32"), "y": np.arange(9) % 3}
+    np.savez(folder / "d.npz", **(arrays or default))
+    return folder / "w.pt", folder / "d.npz"
+
+
+def test_a_run_file_that_runs_as_it_is(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint, data = project(tmp_path / "project")
+    run = tmp_path / "runs" / "run.toml"
+    run.parent.mkdir()
+    done = gradscope("init", checkpoint, data, "-o", run)
+    assert done.code == 0, done.err
+    assert "guessed" in run.read_text()
+    document = tomllib.loads(run.read_text())
+    assert document["model"]["factory"] == "../project/model.py:build"  # relative to the file
+    assert document["dataset"] == {
+        "path": "../project/d.npz",
+        "inputs": ["x"],
+        "targets": ["y"],
+    }
+    assert document["loss"]["name"] == "cross_entropy"
+    assert gradscope("compute", "--config", run, "-o", tmp_path / "o.h5").code == 0
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert file["chains/0/weight"].shape == (9, 3, 4)
+
+
+@pytest.mark.parametrize("sample", ["digits_mlp", "sunspots_lstm", "text_transformer"])
+def test_the_sample_models(gradscope: Gradscope, tmp_path: Path, sample: str) -> None:
+    folder = SAMPLES / sample
+    run = tmp_path / "run.toml"
+    weights = next(p for p in folder.iterdir() if p.stem == "weights")
+    done = gradscope("init", weights, folder / "data.npz", "-o", run, "--json")
+    assert (done.code, done.err) == (0, "")
+    document = json.loads(done.out)
+    assert (document["schema"], document["missing"]) == ("gradscope.init", [])
+    given = tomllib.loads((folder / "dataset.toml").read_text())
+    spec = load(run)
+    assert (list(spec.dataset.inputs), list(spec.dataset.targets)) == (
+        given["inputs"],
+        given["targets"],
+    )
+    file, _, name = spec.model.factory.rpartition(":")
+    assert (Path(file).resolve(), name) == ((folder / "model.py").resolve(), "build")
+
+
+FLOATS = np.ones((9, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "inputs", "targets", "loss"),
+    [
+        ({"x": FLOATS, "y": FLOATS}, ("x",), ("y",), "mse"),
+        ({"x": FLOATS, "is_y": np.ones(9, bool)}, ("x",), ("is_y",), "bce_with_logits"),
+        ({"a": FLOATS, "b": FLOATS, "label": np.ones(9, int)}, ("a", "b"), ("label",), None),
+        ({"x": FLOATS, "id": np.arange(9), "y": np.arange(9)}, ("x",), ("y",), None),
+        ({"x": FLOATS, "y": np.arange(9), "mean": np.ones(4)}, ("x",), ("y",), None),
+        ({"x": FLOATS}, ("x",), (), "mse"),
+        ({"y": FLOATS}, ("y",), (), "mse"),
+        (
+            {"input_ids": np.ones((9, 4), int), "attention_mask": np.ones((9, 4), int)},
+            {"attention_mask": "attention_mask", "input_ids": "input_ids"},
+            ("input_ids",),
+            "causal_lm",
+        ),
+    ],
+)
+def test_what_is_guessed_of_arrays(
+    gradscope: Gradscope, tmp_path: Path, arrays: Any, inputs: Any, targets: Any, loss: str | None
+) -> None:
+    checkpoint, data = project(tmp_path, **arrays)
+    done = gradscope("init", checkpoint, data, "-o", tmp_path / "run.toml")
+    assert done.code == 0, done.err
+    spec = load(tmp_path / "run.toml")
+    assert (spec.dataset.inputs, spec.dataset.targets) == (inputs, targets)
+    assert spec.loss.name == (loss or "cross_entropy")
+
+
+def test_without_a_factory_an_example_is_marked(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint, data = project(tmp_path, None)
+    (tmp_path / "broken.py").write_text("def build(:")
+    done = gradscope("init", checkpoint, data, "--json")
+    assert json.loads(done.out)["missing"] == ["model.factory"]
+    assert "AN EXAMPLE" in (tmp_path / "run.toml").read_text()
+    load(tmp_path / "run.toml")
+
+
+def test_a_hugging_face_folder_is_its_own_model(gradscope: Gradscope, tmp_path: Path) -> None:
+    from tests.sources.test_checkpoints_hugging_face import saved
+
+    saved(tmp_path / "gpt2")
+    np.savez(tmp_path / "d.npz", input_ids=np.arange(24).reshape(6, 4) % 11)
+    run = tmp_path / "run.toml"
+    assert gradscope("init", tmp_path / "gpt2", tmp_path / "d.npz", "-o", run).code == 0
+    assert load(run).model.factory == "checkpoint"
+    done = gradscope("check", "--config", run, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["model"]["class"] == "GPT2LMHeadModel"
+
+
+def test_two_state_dicts_are_told(gradscope: Gradscope, tmp_path: Path) -> None:
+    checkpoint, data = project(tmp_path)
+    state = nn.Linear(4, 3).state_dict()
+    torch.save({"model": state, "ema": dict(state)}, checkpoint)
+    run = tmp_path / "run.toml"
+    assert gradscope("init", checkpoint, data, "-o", run).code == 0
+    assert load(run).checkpoint.key == "model"
+    assert "one of model, ema" in run.read_text()
+
+
+def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path: Path) -> None:
+    checkpoint, _ = project(tmp_path)
+    (tmp_path / "d.toml").write_text('path = "d.npz"\ninputs = ["x"]\ntargets = ["y"]\n')
+    run = tmp_path / "run.toml"
+    options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper"]
+    assert gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run).code == 0
+    document = tomllib.loads(run.read_text())
+    assert document["dataset"] == {"spec": "d.toml"}
+    assert document["model"]["factory"] == "my.models:net"
+    assert document["loss"]["name"] == "model.py:helper"
+    assert load(run).dataset.targets == ("y",)
+
+
+def test_what_is_there_is_kept(gradscope: Gradscope, tmp_path: Path) -> None:
+    checkpoint, data = project(tmp_path)
+    run = tmp_path / "run.toml"
+    run.write_text("mine")
+    assert gradscope("init", checkpoint, data, "-o", run).code == 6
+    assert run.read_text() == "mine"
+    assert gradscope("init", checkpoint, data, "-o", run, "--overwrite").code == 0
+    assert load(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("none.pt", "d.npz"), 3, "none.pt: there is no such file"),
+        (("w.pt", "none.npz"), 3, "none.npz: there is no such file"),
+        (("w.pt", "d.npz", "--model", "model.py"), 2, "model.factory: found 'model.py'"),
+        (("w.pt", "d.npz", "-o", "none/run.toml"), 6, "cannot be written"),
+        (("pickle.pt", "d.npz"), 3, "could execute code"),
+    ],
+)
+def test_what_cannot_be_done_writes_nothing(
+    gradscope: Gradscope,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    project(tmp_path)
+    (tmp_path / "pickle.pt").write_bytes(b"\x80\x04" + bytes(30))
+    before = sorted(tmp_path.iterdir())
+    done = gradscope("init", *options)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "text", ['a"b', "a\\b", "a\nb", "a\x7fb", "\x00", "é 日 \U0001f600", "\u202e"]
+)
+def test_any_name_is_written_as_toml(text: str) -> None:
+    assert tomllib.loads(f"x = {quoted(text)}") == {"x": text}

@@ -1,0 +1,75 @@
+"""`gradscope compute --memory` from the outside."""
+
+import json
+from pathlib import Path
+
+import h5py
+import pytest
+
+from tests.cli.conftest import Gradscope
+from tests.pipeline.project import SAMPLES, write
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[object]:
+    """A model whose run takes next to nothing beside what is loaded when it first runs."""
+    (tmp_path / "project").mkdir()
+    folder = write(tmp_path / "project")
+    names = [folder / "weights.pt", folder / "data.npz", "--model", f"{folder}/model.py:build"]
+    return ["compute", *names, "--loss", f"{folder}/model.py:loss"]
+
+
+def test_the_batch_size_follows(
+    gradscope: Gradscope, arguments: list[object], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.h5"
+    done = gradscope(*arguments, "--memory", "2 GB", "-o", out)
+    assert done.code == 0, done.err
+    assert "--memory" in done.out
+    with h5py.File(out) as file:
+        run = json.loads(file.attrs["run"])
+    assert run["batch_size"] == SAMPLES
+    assert run["spec"]["compute"]["memory"] == "2 GB"
+    resumed = gradscope(*arguments, "--memory", "1GB", "-o", out, "--resume")
+    assert resumed.code == 0, resumed.err  # how much is computed at a time is no other run
+
+
+def test_a_plan_tells_the_memory(
+    gradscope: Gradscope, arguments: list[object], tmp_path: Path
+) -> None:
+    done = gradscope(*arguments, "--dry-run", "--json", "-o", tmp_path / "out.h5")
+    assert (done.code, done.err) == (0, "")
+    plan = json.loads(done.out)
+    assert plan["schema"] == "gradscope.plan"
+    assert 0 < plan["memory"] < plan["available"]
+    shown = gradscope(*arguments, "--dry-run")
+    assert "beside model and data" in shown.out
+    assert "available" in shown.out
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--memory", "much"], "1.5GiB"),
+        (["--memory", "1KB"], "single sample"),
+        (["--memory", "1GB", "--coupling", "own-loss"], "--batch-size"),
+    ],
+)
+def test_what_is_no_budget(
+    gradscope: Gradscope, arguments: list[object], tmp_path: Path, options: list[str], said: str
+) -> None:
+    done = gradscope(*arguments, *options, "-o", tmp_path / "out.h5")
+    assert done.code == 2, done.err
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_batch_size_beyond_the_budget_is_told_before_it_runs(
+    gradscope: Gradscope, arguments: list[object], tmp_path: Path
+) -> None:
+    options = ["--memory", "1MB", "--batch-size", "60"]
+    done = gradscope(*arguments, *options, "-o", tmp_path / "out.h5")
+    assert done.code == 0, done.err
+    assert "batches of 60 samples take about" in done.err

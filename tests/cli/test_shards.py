@@ -1,0 +1,366 @@
+"""Many workers: their files, merged, are the file of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from gradscope.storage import open_file
+from tests.cli.conftest import Gradscope
+from tests.pipeline import project
+
+CHAINS = (
+    "identity",
+    "clip:max_norm=1 | mean",
+    "mean:standard_error=true | scale:by=2",
+    "var | norm:p=1",
+    "histogram:bins=8",
+    "quantile:q=0.3",
+    "abs | max",
+    "project:dim=6,seed=1 | gram",
+    "noise:std=0.1 | second_moment",
+    "norm",
+)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """A run of 60 samples in batches of 7."""
+    folder = project.write(tmp_path)
+    chains = [word for chain in CHAINS for word in ("-t", chain)]
+    return [
+        *("compute", f"{folder}/weights.pt", f"{folder}/data.npz"),
+        *("--model", f"{folder}/model.py:build", "--loss", f"{folder}/model.py:loss"),
+        *("--batch-size", "7", "--dtype", "float64", *chains),
+    ]
+
+
+def contents(path: Path) -> dict[str, np.ndarray]:
+    with h5py.File(path) as file:
+        found: dict[str, np.ndarray] = {}
+        rooms = ("samples", "norms", "chains")
+        for room in rooms:
+            file[room].visititems(
+                lambda name, item, room=room: (
+                    found.update({f"{room}/{name}": item[...]})
+                    if isinstance(item, h5py.Dataset)
+                    else None
+                )
+            )
+        return found
+
+
+def assert_same_run(path: Path, whole: Path) -> None:
+    """Rows to the last bit, aggregates to 1e-12; and the same words."""
+    found, wanted = contents(path), contents(whole)
+    assert list(found) == list(wanted)
+    for key, value in wanted.items():
+        if key.startswith(("samples", "norms", "chains/0", "chains/9")):
+            assert found[key].tobytes() == value.tobytes(), key
+        else:
+            np.testing.assert_allclose(found[key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+    with open_file(path) as file, open_file(whole) as single:
+        assert file.run == single.run
+        assert file.identity == single.identity
+        assert file.attributes == single.attributes
+        for name, numbers in single.norm_attributes.items():
+            assert file.norm_attributes[name] == pytest.approx(numbers, rel=1e-12)
+
+
+def shard(gradscope: Gradscope, options: list[str], out: Path, index: int, count: int) -> Path:
+    done = gradscope(*options, "--shard", f"{index}/{count}", "-o", out)
+    assert done.code == 0, done.err
+    return out.with_name(f"{out.stem}.shard-{index}-of-{count}.h5")
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_shards_equal_the_single_run(
+    gradscope: Gradscope, options: list[str], tmp_path: Path, count: int
+) -> None:
+    out = tmp_path / "o.h5"
+    assert gradscope(*options, "-o", tmp_path / "whole.h5").code == 0
+    files = [shard(gradscope, options, out, k, count) for k in range(count)]
+    assert not out.exists()
+    done = gradscope("merge", *files[::-1], "-o", out)
+    assert done.code == 0, done.err
+    assert f"60 samples of {count} files" in done.out
+    assert_same_run(out, tmp_path / "whole.h5")
+    first = project.expected(tmp_path)["first.weight"]
+    np.testing.assert_allclose(contents(out)["chains/0/first.weight"], first, rtol=1e-9)
+    assert gradscope(*options, "-o", out, "--resume", "-q").code == 0  # it is this very run
+
+
+def test_what_merge_takes_and_says(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "o.h5"
+    files = [shard(gradscope, options, out, k, 3) for k in range(3)]
+    (tmp_path / "o.shard-9-of-10.h5.part").write_bytes(b"")
+    document = json.loads(gradscope("merge", tmp_path, "-o", out, "--json").out)
+    assert (document["schema"], document["version"]) == ("gradscope.merge", 1)
+    assert (document["files"], document["samples"], document["nonfinite"]) == (3, 60, 0)
+    assert document["path"] == str(out) and document["bytes"] == out.stat().st_size
+    assert document["certificate"]["verified"] and not document["virtual"]
+    refused = gradscope("merge", *files, "-o", out)
+    assert refused.code == 6 and "--overwrite" in refused.err
+    done = gradscope("merge", tmp_path / "o.shard-*.h5", "-o", out, "--overwrite", "-q")
+    assert done == (0, "", "")
+    done = gradscope("merge", tmp_path, "--virtual", "-o", tmp_path / "v.h5")
+    assert done.code == 0 and "virtual: its rows stay in 3 files" in done.out
+    with open_file(out) as copied, open_file(tmp_path / "v.h5") as virtual:
+        rows, same = (f.chains[0]["last.weight"][...] for f in (copied, virtual))
+        np.testing.assert_array_equal(rows, same)
+    files[1].unlink()
+    refused = gradscope("stats", tmp_path / "v.h5")
+    assert refused.code == 3 and "is missing" in refused.err and str(files[1]) in refused.err
+
+
+def test_what_merge_refuses(gradscope: Gradscope, options: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "o.h5"
+    files = [shard(gradscope, options, out, k, 3) for k in range(3)]
+    other = shard(gradscope, [*options, "--seed", "5"], tmp_path / "p.h5", 1, 3)
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for arguments, words in (
+        ([files[0], files[2]], "samples are missing: 21 to 42 (shard 1)"),
+        ([*files, files[1]], "samples 21 to 42 are in two files"),
+        ([files[0], other, files[2]], "seed is 0 there, 5 here"),
+        ([tmp_path / "no.h5"], "there is no such file"),
+        ([tmp_path / "empty"], "the folder holds no shards"),
+        ([tmp_path / "q*.h5"], "no file matches"),
+        ([tmp_path / "data.npz"], "not an HDF5 file"),
+    ):
+        done = gradscope("merge", *arguments, "-o", out)
+        assert (done.code, done.out) == (3, ""), arguments
+        assert words in done.err
+        assert sorted(tmp_path.iterdir()) == before
+    assert gradscope("merge", *files).code == 2  # no -o
+
+
+def test_a_finished_shard_is_left_alone(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "o.h5"
+    path = shard(gradscope, options, out, 1, 2)
+    before = path.stat()
+    assert shard(gradscope, options, out, 1, 2).stat() == before
+    refused = gradscope(*options, "--seed", "5", "--shard", "1/2", "-o", out)
+    assert refused.code == 6 and "seed is 0 there, 5 here" in refused.err
+    assert path.stat() == before
+    redone = gradscope(*options, "--seed", "5", "--shard", "1/2", "-o", out, "--overwrite")
+    assert redone.code == 0 and path.stat().st_ino != before.st_ino
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--shard", "2/2"], 2, "0 ≤ I < N"),
+        (["--shard", "1/10"], 2, "are 9 batches, too few for 10 shards"),
+        (["--shard", "0/2", "-t", "center | var"], 4, "a part of them has only its own"),
+        (["--shard", "0/2", "-t", "cosine:to=mean"], 4, "compute 'mean' in shards"),
+    ],
+)
+def test_what_no_shard_can_do(
+    gradscope: Gradscope, options: list[str], tmp_path: Path, more: list[str], code: int, words: str
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = gradscope(*options, *more, "-o", tmp_path / "o.h5")
+    assert done.code == code and words in " ".join(done.err.split())
+    assert [p for p in sorted(tmp_path.iterdir()) if p.name != "__pycache__"] == before
+
+
+def test_workers_of_torchrun(
+    gradscope: Gradscope, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o.h5"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        done = gradscope(*options, "-o", out)
+        assert done.code == 0 and bool(done.out) == (rank == 0)  # one of them speaks
+    assert gradscope(*options, "--shard", "0/1", "-o", tmp_path / "own.h5").code == 0
+    monkeypatch.setenv("RANK", "2")
+    refused = gradscope(*options, "-o", out)
+    assert refused.code == 2 and "RANK='2' and WORLD_SIZE='2'" in refused.err
+    assert {p.name for p in tmp_path.glob("*.h5")} == {
+        "o.shard-0-of-2.h5",
+        "o.shard-1-of-2.h5",
+        "own.shard-0-of-1.h5",
+    }
+    monkeypatch.delenv("WORLD_SIZE")
+    assert gradscope("merge", tmp_path / "own.shard-0-of-1.h5", "-o", tmp_path / "w.h5").code == 0
+    assert gradscope("merge", *tmp_path.glob("o.shard*"), "-o", out).code == 0
+    assert_same_run(out, tmp_path / "w.h5")
+
+
+def test_restarted_workers_replace_what_is_of_another_run(
+    gradscope: Gradscope, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --overwrite: the old run's shard is replaced, the new run's is left alone."""
+    out = tmp_path / "o.h5"
+    old = [shard(gradscope, [*options, "--seed", "5"], out, k, 2) for k in range(2)]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert gradscope(*options, "-o", out, "--overwrite").code == 0
+    new = old[0].stat()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        assert gradscope(*options, "-o", out, "--overwrite").code == 0
+    assert old[0].stat() == new
+    assert gradscope("merge", *old, "-o", out).code == 0
+
+
+KILLED = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+from torch import nn
+
+
+class Slow(nn.Linear):
+    """Worker 1 is killed once, when some of its rows are complete."""
+
+    def forward(self, x):
+        rank, folder = os.environ.get("RANK"), Path(__file__).parent
+        if rank is not None:
+            time.sleep(0.05)
+        if rank == "1" and list(folder.glob("*-1-of-2.h5.part.progress")):
+            killed = folder / "killed"
+            if not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def build():
+    return Slow(5, 3)
+
+
+def loss(outputs, targets):
+    return outputs.cos().sum(1) * targets
+'''
+
+
+def test_a_worker_killed_under_torchrun(tmp_path: Path) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    (tmp_path / "slow.py").write_text(KILLED)
+    weights = {"weight": torch.randn(3, 5, generator=generator), "bias": torch.zeros(3)}
+    torch.save(weights, tmp_path / "slow.pt")
+    inputs = torch.randn(200, 5, generator=generator).numpy()
+    np.savez(tmp_path / "slow.npz", inputs=inputs, targets=inputs[:, 0] + 2)
+    words = [
+        *("compute", tmp_path / "slow.pt", tmp_path / "slow.npz", "--batch-size", "4"),
+        *("--model", f"{tmp_path}/slow.py:build", "--loss", f"{tmp_path}/slow.py:loss"),
+        *("-t", "identity", "-t", "mean", "-t", "var", "--dtype", "float64"),
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+
+    def run(*command: Any) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, command)],
+            env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    told = run(*torchrun, "--max-restarts", 1, "-m", "gradscope", *words, "-o", "o.h5")
+    assert (tmp_path / "killed").exists() and "exitcode: -9" in told
+    run("gradscope", "merge", "o.shard-0-of-2.h5", "o.shard-1-of-2.h5", "-o", "o.h5")
+    run("gradscope", *words, "-o", "whole.h5")
+    found, wanted = contents(tmp_path / "o.h5"), contents(tmp_path / "whole.h5")
+    assert list(found) == list(wanted)
+    for key, value in wanted.items():
+        if key.startswith(("samples", "norms", "chains/0")):
+            assert found[key].tobytes() == value.tobytes(), key
+        np.testing.assert_allclose(found[key], value, rtol=1e-12, atol=1e-15, err_msg=key)
+    slope = -np.sin(inputs.astype(float) @ weights["weight"].double().numpy().T)
+    bias = slope * (inputs[:, :1] + np.float32(2)).astype(float)
+    np.testing.assert_allclose(found["chains/0/bias"], bias, rtol=1e-6, atol=1e-7)
+
+
+def test_ordinary_files_of_neighbouring_samples(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    for samples in ("5:26", "26:40", "5:40"):
+        path = tmp_path / f"{samples.replace(':', '-')}.h5"
+        assert gradscope(*options, "--samples", samples, "-o", path).code == 0
+    files = [tmp_path / "5-26.h5", tmp_path / "26-40.h5"]
+    assert gradscope("merge", *files, "-o", tmp_path / "o.h5").code == 0
+    assert_same_run(tmp_path / "o.h5", tmp_path / "5-40.h5")
+
+
+def test_ordinary_files_whose_mean_came_first(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    for samples, path in zip(("0:7", "7:14"), paths, strict=True):
+        words = [*options, "-t", "center | var", "--samples", samples, "-o", path]
+        assert gradscope(*words).code == 0
+    done = gradscope("merge", *paths, "-o", tmp_path / "o.h5")
+    assert done.code == 4 and "has only its own" in done.err
+
+
+def test_samples_that_are_not_finite(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    """One shard has none that is finite, and no state to merge."""
+    with np.load(tmp_path / "data.npz") as data:
+        inputs, targets = data["inputs"], data["targets"]
+    inputs[:14] = np.nan
+    np.savez(tmp_path / "data.npz", inputs=inputs, targets=targets)
+    out, options = tmp_path / "o.h5", [*options, "--backend", "vmap"]
+    files = [shard(gradscope, options, out, k, 4) for k in range(4)]  # each exits with 0
+    merged = gradscope("merge", *files, "-o", out)
+    assert merged.code == 7 and "14 of 60 samples" in merged.out
+    whole = gradscope(*options, "-o", tmp_path / "whole.h5")
+    assert whole.code == 7
+    assert_same_run(out, tmp_path / "whole.h5")
+
+
+OWN = """
+import torch
+import gradscope
+from pathlib import Path
+
+Path(__file__).with_name("ran").touch()
+
+@gradscope.reducer
+def largest():
+    def start(gradients):
+        return {"norm": gradients.norms.max().double()}
+    def merge(a, b):
+        return {"norm": torch.maximum(a["norm"], b["norm"])}
+    return gradscope.Reducer(start, merge, lambda state: state)
+"""
+
+
+def test_code_of_ones_own_runs_only_when_it_is_named(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    code, out = tmp_path / "own.py", tmp_path / "o.h5"
+    code.write_text(OWN)
+    words = [*options, "-t", f"{code}:largest"]
+    files = [shard(gradscope, words, out, k, 2) for k in range(2)]
+    (tmp_path / "ran").unlink()
+    refused = gradscope("merge", *files, "-o", out)
+    assert refused.code == 4 and "--code" in refused.err
+    assert not (tmp_path / "ran").exists() and not out.exists()
+    assert gradscope("merge", *files, "-o", out, "--code", code).code == 0
+    with open_file(out) as file:
+        assert float(file.chains[-1]["norm"][...]) == file.samples["norm"].max()
+    code.write_text(OWN.replace("maximum", "minimum"))
+    refused = gradscope("merge", *files, "-o", out, "--code", code, "--overwrite")
+    assert refused.code == 4 and "not the code that the run had" in refused.err

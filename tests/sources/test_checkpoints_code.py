@@ -1,0 +1,205 @@
+"""Checkpoints that can execute code: loaded only when the user said so; then also as the model."""
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradscope
+from gradscope.core.spec import CheckpointSpec, ModelSpec
+from gradscope.errors import CheckpointError, ModelError
+from gradscope.sources import LoadedModel, load_into, load_model
+from tests.sources.test_checkpoints import WROTE, Payload, legacy, model, state, trained
+
+INPUTS = torch.linspace(-1, 1, 10).reshape(5, 2)
+TARGETS = torch.linspace(0, 1, 15).reshape(5, 3)
+
+
+def pickled(content: object, path: Path) -> None:
+    path.write_bytes(pickle.dumps(content))
+
+
+def scripted(content: nn.Module, path: Path) -> None:
+    torch.jit.script(content).save(path)
+
+
+def traced(content: nn.Module, path: Path) -> None:
+    torch.jit.trace(content, INPUTS).save(path)
+
+
+def exported(content: nn.Module, path: Path, sizes: Any = ({0: torch.export.Dim.DYNAMIC},)) -> None:
+    torch.export.save(torch.export.export(content, (INPUTS,), dynamic_shapes=sizes), path)
+
+
+MODULES: dict[str, Callable[[Any, Path], None]] = {
+    "saved": torch.save,
+    "legacy": legacy,
+    "pickled": pickled,
+    "scripted": scripted,
+    "traced": traced,
+    "exported": exported,
+}
+quiet = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:`isinstance.treespec:FutureWarning"
+)
+
+
+def held(path: Path, mode: str = "eval", **kwargs: Any) -> LoadedModel:
+    spec = CheckpointSpec(path=path, **{"unsafe_pickle": True} | kwargs)
+    return load_model(ModelSpec(factory="checkpoint", mode=mode), spec)
+
+
+def written(folder: Path, how: str, content: nn.Module | None = None) -> Path:
+    path = folder / ("model.pt2" if how == "exported" else "model.bin")
+    MODULES[how](trained().eval() if content is None else content, path)
+    return path
+
+
+@quiet
+@pytest.mark.parametrize("how", MODULES)
+def test_without_the_flag_it_is_refused_with_a_remedy(tmp_path: Path, how: str) -> None:
+    path = written(tmp_path, how)
+    for load in (lambda: load_into(model(), path), lambda: held(path, unsafe_pickle=False)):
+        with pytest.raises(CheckpointError) as caught:
+            load()
+        assert "--unsafe-pickle" in str(caught.value.remedy)
+
+
+@quiet
+@pytest.mark.parametrize("how", MODULES)
+def test_with_the_flag_it_gives_the_weights(tmp_path: Path, how: str) -> None:
+    net = model()
+    report = load_into(net, written(tmp_path, how), unsafe_pickle=True)
+    torch.testing.assert_close(dict(net.state_dict()), state(), rtol=0, atol=0)
+    assert any("--unsafe-pickle" in note for note in report.notes)
+
+
+@quiet
+@pytest.mark.parametrize("how", MODULES)
+def test_with_the_flag_it_is_the_model(tmp_path: Path, how: str) -> None:
+    loaded = held(written(tmp_path, how))
+    expected = gradscope.per_sample_gradients(trained().eval(), "mse", INPUTS, TARGETS)
+    found = gradscope.per_sample_gradients(loaded.model, "mse", INPUTS, TARGETS)
+    torch.testing.assert_close(found, expected)
+    assert gradscope.compare(loaded.model, "mse", INPUTS, TARGETS).agrees
+    assert loaded.digest is None  # the checkpoint alone describes the model
+
+
+@quiet
+@pytest.mark.parametrize("how", ["saved", "scripted"])
+def test_the_mode_is_the_one_asked_for(tmp_path: Path, how: str) -> None:
+    path = written(tmp_path, how)
+    assert not held(path).model.training
+    assert held(path, "train").model.training
+
+
+def test_a_program_stays_in_the_mode_of_its_export(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="stays in the mode in which it was exported"):
+        held(written(tmp_path, "exported"), "train")
+
+
+def test_a_program_for_one_batch_size_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    exported(trained().eval(), path, None)
+    with pytest.raises(CheckpointError, match="exported for batches of 5 only"):
+        held(path)
+
+
+def test_a_module_under_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"epoch": 3, "model": trained(), "ema": model()}, path)
+    with pytest.raises(CheckpointError, match="several models, under 'model', 'ema'"):
+        held(path)
+    assert dict(held(path, key="model").model.state_dict()).keys() == state().keys()
+    net = model()
+    assert load_into(net, path, key="model", unsafe_pickle=True).key == "model"
+    torch.testing.assert_close(dict(net.state_dict()), state(), rtol=0, atol=0)
+
+
+def test_weights_alone_are_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(state(), path)
+    with pytest.raises(CheckpointError, match="holds weights, not the model"):
+        held(path)
+
+
+@quiet
+def test_a_model_without_parameters_or_with_bad_ones(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no parameter at all"):
+        held(written(tmp_path, "saved", nn.ReLU()))
+    broken = trained()
+    with torch.no_grad():
+        broken[0].weight[0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"not finite: 0\.weight \(1 of 6\)"):
+        held(written(tmp_path, "saved", broken))
+
+
+def test_arguments_without_a_factory(tmp_path: Path) -> None:
+    spec = CheckpointSpec(path=written(tmp_path, "saved"), unsafe_pickle=True)
+    with pytest.raises(ModelError, match="no factory that takes the arguments"):
+        load_model(ModelSpec(factory="checkpoint", kwargs={"width": 3}), spec)
+
+
+def test_the_flag_executes_and_nothing_else_does(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"state_dict": state(), "x": Payload()}, path)
+    with pytest.raises(CheckpointError):
+        load_into(model(), path)
+    assert not WROTE
+    load_into(model(), path, unsafe_pickle=True)
+    assert WROTE == ["executed"]
+    WROTE.clear()
+
+
+def test_a_class_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "gs_gone.py"
+    source.write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import gs_gone
+
+    path = tmp_path / "m.pt"
+    torch.save(gs_gone.Net(2, 2), path)
+    monkeypatch.undo()
+    del sys.modules["gs_gone"]
+    with pytest.raises(CheckpointError, match="needs a name that is not here"):
+        held(path)
+    monkeypatch.chdir(tmp_path)  # the folder of that module
+    assert held(path).model.in_features == 2
+
+
+class Leaving:
+    def __reduce__(self) -> tuple:
+        return (sys.exit, ("bye",))
+
+
+def test_code_that_exits(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"a": Leaving()}, path)
+    with pytest.raises(CheckpointError, match=r"its code called sys\.exit\('bye'\)"):
+        held(path)
+
+
+@pytest.mark.parametrize("how", ["saved", "legacy", "pickled", "exported"])
+def test_a_damaged_file_is_told(tmp_path: Path, how: str) -> None:
+    path = written(tmp_path, how)
+    whole = path.read_bytes()
+    for size in (len(whole) // 3, len(whole) - 20):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"damaged or cut off|is not here"):
+            held(path)
+
+
+def test_a_flipped_bit_in_a_program(tmp_path: Path) -> None:
+    path = written(tmp_path, "exported")
+    content = bytearray(path.read_bytes())
+    at = content.find(state()["0.weight"].numpy().tobytes())
+    assert at > 0
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged or cut off"):
+        held(path)

@@ -1,0 +1,217 @@
+"""Hugging Face folders as models: local files, our own readers, no code of the folder."""
+
+import builtins
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import gradscope
+from gradscope.core.spec import CheckpointSpec, ModelSpec
+from gradscope.errors import CheckpointError, InputError, ModelError
+from gradscope.sources import LoadedModel, load_model, sha256
+
+GPT2 = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+BERT = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 16, "max_position_embeddings": 8, "num_labels": 3}
+
+
+def saved(folder: Path, kind: str = "gpt2") -> Any:
+    """Save a small model with random weights, and return it."""
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    made: Any = (
+        GPT2LMHeadModel(GPT2Config(**GPT2))
+        if kind == "gpt2"
+        else BertForSequenceClassification(BertConfig(**BERT))
+    )
+    made.eval().save_pretrained(folder)
+    return made
+
+
+def held(folder: Path, **kwargs: Any) -> LoadedModel:
+    return load_model(ModelSpec(factory="checkpoint", kwargs=kwargs), CheckpointSpec(path=folder))
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(path)), path)
+
+
+def configured(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+TOKENS = torch.arange(24).reshape(6, 4).remainder(11)
+
+
+def batch_of_one(model: Any, inputs: Mapping[str, Tensor], loss: Any) -> dict[str, list[Tensor]]:
+    """Every sample's gradient, one backward pass each, by the model as transformers built it."""
+    parameters = dict(model.named_parameters())
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for i in range(len(next(iter(inputs.values())))):
+        one = {key: value[i : i + 1] for key, value in inputs.items()}
+        found = torch.autograd.grad(
+            loss(model(**one).logits, i), list(parameters.values()), allow_unused=True
+        )
+        for (name, parameter), g in zip(parameters.items(), found, strict=True):
+            rows[name].append(torch.zeros_like(parameter) if g is None else g)
+    return rows
+
+
+def test_a_language_model_answers_with_logits_and_its_gradients_are_right(tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    loaded = held(tmp_path)
+    assert not loaded.model.training
+    torch.testing.assert_close(loaded.model(TOKENS), source(TOKENS).logits, rtol=0, atol=0)
+    assert loaded.digest == sha256(tmp_path / "config.json")
+    assert held(tmp_path / "model.safetensors").digest == loaded.digest  # the file in the folder
+    assert any("Tied" in note and "lm_head.weight" in note for note in loaded.notes)
+    found = gradscope.per_sample_gradients(loaded.model, "causal_lm", {"input_ids": TOKENS}, TOKENS)
+
+    def loss(logits: Tensor, i: int) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits[0, :-1], TOKENS[i, 1:])
+
+    rows = batch_of_one(source, {"input_ids": TOKENS}, loss)
+    assert found.keys() == rows.keys()
+    for name, g in found.items():
+        torch.testing.assert_close(g, torch.stack(rows[name]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_classifier_with_a_mask(tmp_path: Path) -> None:
+    source = saved(tmp_path, "bert")
+    model, mask = held(tmp_path).model, torch.ones_like(TOKENS)
+    mask[2:, 3] = 0
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    inputs = {"input_ids": TOKENS, "attention_mask": mask}
+    found = gradscope.per_sample_gradients(model, "cross_entropy", inputs, labels)
+
+    def loss(logits: Tensor, i: int) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits[0], labels[i])
+
+    rows = batch_of_one(source, inputs, loss)
+    for name, g in found.items():
+        torch.testing.assert_close(g, torch.stack(rows[name]), rtol=1e-4, atol=1e-6)
+
+
+def test_names_of_the_published_file_are_mapped(tmp_path: Path) -> None:
+    """As in the published gpt2: without the head's prefix, with masks that the model has not."""
+    source = saved(tmp_path)
+
+    def old(content: dict[str, Tensor]) -> dict[str, Tensor]:
+        content = {k.removeprefix("transformer."): v for k, v in content.items()}
+        return content | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+
+    rewritten(tmp_path, old)
+    model = held(tmp_path).model
+    torch.testing.assert_close(dict(model.state_dict()), dict(source.state_dict()), rtol=0, atol=0)
+
+
+def test_what_the_model_does_not_use_is_told(tmp_path: Path) -> None:
+    saved(tmp_path)
+    rewritten(tmp_path, lambda content: content | {"extra.weight": torch.ones(2)})
+    assert any(
+        "does not use these of the checkpoint: extra.weight" in n for n in held(tmp_path).notes
+    )
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_pickled_weights_are_read_by_our_own_reader(tmp_path: Path, shards: bool) -> None:
+    source = saved(tmp_path)
+    content = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(content)
+    parts = [names[::2], names[1::2]] if shards else [names]
+    table = {}
+    for k, part in enumerate(parts):
+        file = f"pytorch_model-{k}.bin" if shards else "pytorch_model.bin"
+        torch.save({name: content[name] for name in part}, tmp_path / file)
+        table |= dict.fromkeys(part, file)
+    if shards:
+        index = tmp_path / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": table}))
+    model = held(tmp_path).model
+    torch.testing.assert_close(dict(model.state_dict()), dict(source.state_dict()), rtol=0, atol=0)
+
+
+def missing(folder: Path) -> None:
+    rewritten(folder, lambda c: {k: v for k, v in c.items() if "ln_f" not in k})
+
+
+def of_other_shape(folder: Path) -> None:
+    rewritten(folder, lambda c: c | {"transformer.ln_f.weight": torch.ones(3)})
+
+
+def not_finite(folder: Path) -> None:
+    rewritten(folder, lambda c: c | {"transformer.ln_f.weight": torch.full((8,), torch.nan)})
+
+
+def remote(folder: Path) -> None:
+    (folder / "mine.py").write_text("raise SystemExit('executed')")
+    configured(folder, auto_map={"AutoModelForCausalLM": "mine.Net"}, model_type="mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "error"),
+    [
+        (missing, "2 weights of the model are missing: transformer.ln_f.bias", CheckpointError),
+        (of_other_shape, "ln_f.weight: (3,) here, (8,) in the model", CheckpointError),
+        (not_finite, "not finite: transformer.ln_f.weight (8 of 8)", CheckpointError),
+        (remote, "needs code of its own, which is never executed", ModelError),
+        (lambda f: configured(f, attn_implementation="a/b"), "needs code of its own", ModelError),
+        (lambda f: configured(f, architectures=[]), "it names no architecture", ModelError),
+        (lambda f: configured(f, architectures=["AutoModel"]), "no model 'AutoModel'", ModelError),
+        (lambda f: configured(f, architectures=["Nope"]), "no model 'Nope'", ModelError),
+        (lambda f: configured(f, architectures=[3]), "no model 3", ModelError),
+        (lambda f: configured(f, model_type="nope"), "cannot build the model", ModelError),
+        (lambda f: configured(f, n_head=3), "cannot build the model", ModelError),
+        (lambda f: configured(f, quantization_config={}), "are quantized", ModelError),
+        (lambda f: (f / "config.json").write_text("[]"), "is no table", ModelError),
+        (lambda f: (f / "config.json").write_text("{"), "is no JSON", ModelError),
+        (lambda f: (f / "config.json").write_text("[" * 99_999), "is no JSON", ModelError),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "is empty", CheckpointError),
+        (lambda f: (f / "model.safetensors").unlink(), "no weights are in this", CheckpointError),
+    ],
+)
+def test_a_folder_that_is_refused(
+    tmp_path: Path, change: Any, expected: str, error: type[InputError]
+) -> None:
+    saved(tmp_path)
+    change(tmp_path)
+    with pytest.raises(error) as caught:
+        held(tmp_path)
+    assert expected in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_arguments_choose_the_class_and_replace_values_of_the_config(tmp_path: Path) -> None:
+    saved(tmp_path)
+    base = held(tmp_path, architecture="GPT2Model", attn_implementation="eager")
+    assert type(base.model).__name__ == "GPT2Model"
+    with pytest.raises(ModelError, match="no value 'n_heads'"):
+        held(tmp_path, n_heads=4)
+
+
+def test_without_transformers_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "transformers":
+            raise ModuleNotFoundError("No module named 'transformers'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModelError, match=r"gradscope\[hf\]"):
+        held(tmp_path)

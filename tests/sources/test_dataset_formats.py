@@ -1,0 +1,463 @@
+"""Every data format against the arrays it was written from; each slice, in any order."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+import torch
+from PIL import Image
+
+from gradscope.core.spec import DatasetSpec
+from gradscope.errors import DatasetError
+from gradscope.sources import Dataset, dataset_readers, open_dataset
+
+N = 700  # more than the records between two remembered places of a text file
+RANDOM = np.random.default_rng(1)
+TABLE = RANDOM.normal(size=(N, 3))
+LABELS = RANDOM.integers(0, 9, N)
+NAMES = [f"{'é' * (k % 3)}sample {k}, line\n{k % 7}" for k in range(N)]
+RAGGED = [RANDOM.integers(1, 50, RANDOM.integers(1, 9)) for _ in range(N)]
+SLICES = [(0, N), (300, 301), (255, 520), (0, 1), (N - 1, N), (3, 40)]
+
+
+def opened(path: Path, **spec: Any) -> Dataset:
+    return open_dataset(DatasetSpec(path=path, **spec))
+
+
+def failure(path: Path, **spec: Any) -> str:
+    with pytest.raises(DatasetError) as caught:
+        data = opened(path, **spec)
+        data.batch(range(len(data)))
+    assert str(path) in str(caught.value)
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def npz(path: Path) -> None:
+    np.savez(path, inputs=TABLE, targets=LABELS)
+
+
+def npz_compressed(path: Path) -> None:
+    np.savez_compressed(path, inputs=TABLE, targets=LABELS)
+
+
+def npy_folder(path: Path) -> None:
+    path.mkdir()
+    np.save(path / "inputs.npy", TABLE)
+    np.save(path / "targets.npy", LABELS)
+
+
+def npy_fields(path: Path) -> None:
+    rows = np.zeros(N, [("inputs", "<f8", (3,)), ("targets", ">i4")])
+    rows["inputs"], rows["targets"] = TABLE, LABELS
+    np.save(path, rows)
+
+
+def tensors(path: Path) -> None:
+    safetensors.numpy.save_file({"inputs": TABLE, "targets": LABELS}, path)
+
+
+def hdf5(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("inputs", data=TABLE, chunks=(64, 3), compression="gzip")
+        file["targets"] = LABELS
+
+
+def jsonl(path: Path) -> None:
+    lines = [
+        json.dumps({"inputs": list(x), "targets": int(y)})
+        for x, y in zip(TABLE, LABELS, strict=True)
+    ]
+    path.write_text("\n".join(lines))
+
+
+def arrow_table() -> pa.Table:
+    return pa.table({"inputs": list(TABLE), "targets": LABELS})
+
+
+def parquet(path: Path) -> None:
+    pq.write_table(arrow_table(), path, row_group_size=150)
+
+
+def parquet_shards(path: Path) -> None:
+    path.mkdir()
+    for k in range(3):
+        pq.write_table(arrow_table().slice(k * 250, 250), path / f"part-{k}.parquet")
+
+
+def arrow_file(path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, arrow_table().schema) as writer:
+        writer.write_table(arrow_table(), max_chunksize=128)
+
+
+def stream(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+
+
+def hugging_face(path: Path) -> None:
+    """As Dataset.save_to_disk(num_shards=2) writes it."""
+    path.mkdir()
+    files = [f"data-0000{k}-of-00002.arrow" for k in range(2)]
+    stream(path / files[0], arrow_table().slice(0, 411))
+    stream(path / files[1], arrow_table().slice(411))
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": f} for f in files]}))
+    (path / "dataset_info.json").write_text("{}")
+
+
+WRITERS = {
+    "data.npz": npz,
+    "packed.npz": npz_compressed,
+    "npy": npy_folder,
+    "fields.npy": npy_fields,
+    "data.safetensors": tensors,
+    "data.h5": hdf5,
+    "data.jsonl": jsonl,
+    "data.parquet": parquet,
+    "parquet": parquet_shards,
+    "data.arrow": arrow_file,
+    "data.stream": lambda path: stream(path, arrow_table()),
+    "saved": hugging_face,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_format_gives_back_what_was_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    WRITERS[name](path)
+    data = opened(path)
+    assert len(data) == N
+    for start, stop in SLICES:
+        batch = data.batch(range(start, stop))
+        np.testing.assert_array_equal(batch.inputs.numpy(), TABLE[start:stop])
+        np.testing.assert_array_equal(batch.targets.numpy(), LABELS[start:stop])
+        assert batch.targets.dtype == torch.int64
+    np.testing.assert_array_equal(data.batch(range(5, N, 99)).inputs.numpy(), TABLE[5:N:99])
+    assert data.sha256 != opened(other(tmp_path, name)).sha256
+
+
+def other(folder: Path, name: str) -> Path:
+    """The same data but for one number."""
+    inside = folder / "other"
+    inside.mkdir()
+    kept = TABLE[0, 0]
+    TABLE[0, 0] += 1
+    try:
+        WRITERS[name](inside / name)
+    finally:
+        TABLE[0, 0] = kept
+    return inside / name
+
+
+def csv_text(separator: str = ",", header: bool = True, end: str = "\n") -> str:
+    def quoted(text: str) -> str:
+        return f'"{text}"'
+
+    lines = [["a", "b", "c", "label", "name"]] if header else []
+    for row, label, name in zip(TABLE, LABELS, NAMES, strict=True):
+        lines.append([*map(repr, row.tolist()), str(label), *([quoted(name)] if header else [])])
+    return "".join(separator.join(line) + end for line in lines)
+
+
+@pytest.mark.parametrize(("separator", "end"), [(",", "\n"), (";", "\n"), ("\t", "\r\n")])
+def test_csv(tmp_path: Path, separator: str, end: str) -> None:
+    path = tmp_path / "data.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        file.write(csv_text(separator, end=end))
+    columns = {"inputs": ["a", "[1:3]"], "targets": "label", "one": ["label"], "far": "[3]"}
+    data = opened(path, columns=columns, targets=["targets", "one", "far", "b"], id="name")
+    assert len(data) == N
+    for start, stop in SLICES:
+        batch = data.batch(range(start, stop))
+        np.testing.assert_array_equal(batch.inputs.numpy(), TABLE[start:stop])
+        label, one, far, b = batch.targets
+        np.testing.assert_array_equal(label.numpy(), LABELS[start:stop])
+        np.testing.assert_array_equal(one.numpy(), LABELS[start:stop, None])
+        np.testing.assert_array_equal(far.numpy(), label.numpy())
+        np.testing.assert_array_equal(b.numpy(), TABLE[start:stop, 1])
+        ids = data.ids(batch.index)
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in ids]
+        assert texts == NAMES[start:stop]
+
+
+def test_csv_without_names(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text(csv_text(header=False))
+    data = opened(path, columns={"inputs": ["[0:3]"], "targets": "3"})
+    np.testing.assert_array_equal(data.batch(range(N)).inputs.numpy(), TABLE)
+    assert any("first line" in note for note in data.notes)
+
+
+def test_csv_of_one_column_and_with_gaps(tmp_path: Path) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text("x\n1\n2.5\n 3 \n")
+    assert opened(path, inputs=["x"], targets=[]).batch(range(3)).inputs.tolist() == [1, 2.5, 3]
+    path.write_text("x,y\n1,2\n,3\n4,nan\n")
+    batch = opened(path, columns={"z": ["x", "y"]}, inputs=["z"], targets=[]).batch(range(3))
+    assert batch.inputs.isnan().tolist() == [[False, False], [True, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("inputs,targets\n1,2\n3\n" + "4,5\n" * 30, "line 3 has 1 fields, the first line 2"),
+        ("inputs,inputs\n1,2\n3,4\n", "several columns are called 'inputs'"),
+        ("inputs,targets\n1,cat\n2,dog\n", "it holds text, such as 'cat', 'dog'"),
+        ("inputs,targets\n", "no samples"),
+        ('inputs,targets\n1,2\n3,"4\n', "unexpected end of data"),
+        ("inputs,targets\n1,2\n3,\xff\n".encode("latin-1"), "not UTF-8 text at byte 21"),
+    ],
+)
+def test_bad_csv(tmp_path: Path, text: str | bytes, expected: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert expected in failure(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (['{"inputs": 1, "targets": 2}', "[1]"], "line 2 is no JSON object"),
+        (['{"inputs": 1, "targets": 2}', '{"inputs": 1,'], "line 2 is no JSON object"),
+        (["{" * 9000], "line 1 is no JSON object"),
+        (['{"inputs": 1, "targets": 2}', '{"inputs": "a", "targets": 2}'], "sample 1 is 'a'"),
+        (['{"inputs": [[1], [1, 2]], "targets": 2}'], "sample 0 is [[1], [1, 2]]"),
+        (['{"inputs": {"a": 1}, "targets": 2}'], "sample 0 is {'a': 1}"),
+        (['{"inputs": [1], "targets": 2}', '{"inputs": [1, 2], "targets": 2}'], "from 1 to 2 entr"),
+        (['{"inputs": 1}'], "no array 'targets'"),
+    ],
+)
+def test_bad_jsonl(tmp_path: Path, lines: list[str], expected: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines))
+    assert expected in failure(path)
+
+
+def test_json_values(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"a": 1, "b": True, "c": [[1, 2], [3, 4]], "d": None}, {"a": 2, "b": False}]
+    rows[1] |= {"c": [[5, 6.5], [7, 8]], "d": 3}
+    path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    data = opened(path, inputs={name: name for name in "abcd"}, targets=[])
+    found = data.batch(range(2)).inputs
+    assert found["a"].tolist() == [1, 2]
+    assert found["b"].tolist() == [True, False]
+    assert found["c"].tolist() == [[[1, 2], [3, 4]], [[5, 6.5], [7, 8]]]
+    assert found["d"].isnan().tolist() == [True, False]
+
+
+def ragged_jsonl(path: Path) -> None:
+    rows = zip(RAGGED, LABELS, strict=True)
+    path.write_text(
+        "\n".join(json.dumps({"inputs": x.tolist(), "targets": int(y)}) for x, y in rows)
+    )
+
+
+def ragged_parquet(path: Path) -> None:
+    pq.write_table(pa.table({"inputs": RAGGED, "targets": LABELS}), path, row_group_size=99)
+
+
+def ragged_hdf5(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        rows = file.create_dataset("inputs", (N,), h5py.vlen_dtype(np.int64))
+        for k, row in enumerate(RAGGED):
+            rows[k] = row
+        file["targets"] = LABELS
+
+
+@pytest.mark.parametrize("write", [ragged_jsonl, ragged_parquet, ragged_hdf5])
+@pytest.mark.parametrize("length", [None, 5, 12])
+def test_ragged_rows_are_padded_with_a_mask(
+    tmp_path: Path, write: Callable[[Path], None], length: int | None
+) -> None:
+    path = tmp_path / "data"
+    write(path)
+    width = length or max(map(len, RAGGED))
+    data = opened(
+        path,
+        inputs={"ids": "inputs", "mask": "inputs_mask"},
+        pad={"inputs": -1},
+        length={} if length is None else {"inputs": length},
+    )
+    for start, stop in SLICES:
+        found = data.batch(range(start, stop)).inputs
+        expected = np.full((stop - start, width), -1)
+        for k, row in enumerate(RAGGED[start:stop]):
+            expected[k, : len(row)] = row[:width]
+        np.testing.assert_array_equal(found["ids"].numpy(), expected)
+        np.testing.assert_array_equal(found["mask"].numpy(), expected >= 0)
+    assert "[dataset] pad" in failure(path)
+
+
+def test_texts_become_numbers_by_the_classes_listed(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("inputs,targets\n1,cat\n2,dog\n3,cat\n")
+    data = opened(path, classes={"targets": ["dog", "cat"]})
+    assert data.batch(range(3)).targets.tolist() == [1, 0, 1]
+    assert "'dog', which is none of the classes" in failure(path, classes={"targets": ["cat"]})
+    assert "it holds numbers" in failure(path, classes={"inputs": ["cat"], "targets": ["dog"]})
+
+
+def pictures(folder: Path, mode: str = "RGB") -> np.ndarray:
+    """Six images of two classes; the pixels (6, c, h, w) in the order of their paths."""
+    shape = (6, 5, 4) if mode == "L" else (6, 5, 4, 3)
+    pixels = RANDOM.integers(0, 256, shape).astype(np.uint8)
+    for k, values in enumerate(pixels):
+        place = folder / ("cat" if k < 4 else "dog")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values).save(place / f"{k}.png")
+    return pixels[:, None] if mode == "L" else pixels.transpose(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_image_folders(tmp_path: Path, mode: str) -> None:
+    pixels = pictures(tmp_path / "images", mode)
+    data = opened(tmp_path / "images", id="path", dtype={"inputs": "float32"})
+    batch = data.batch(range(1, 6))
+    np.testing.assert_array_equal(batch.inputs.numpy(), pixels[1:].astype(np.float32))
+    assert batch.targets.tolist() == [0, 0, 0, 1, 1]
+    ids = data.ids(batch.index)
+    assert bytes(ids[4].tolist()).decode() == "dog/5.png"
+    assert data.notes == ("classes: 0 cat, 1 dog",)
+    Image.new("RGB", (9, 9)).save(tmp_path / "images" / "dog" / "9.png")
+    message = failure(tmp_path / "images")
+    assert "9.png: this image is" in message
+    assert "FILE.py:FACTORY" in message
+    (tmp_path / "images" / "dog" / "9.png").write_bytes(b"no image")
+    assert "9.png: the data are damaged" in failure(tmp_path / "images")
+
+
+def test_images_in_a_table(tmp_path: Path) -> None:
+    pixels = RANDOM.integers(0, 256, (3, 5, 4, 3)).astype(np.uint8)
+    values = []
+    for image in pixels:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "png")
+        values.append({"bytes": buffer.getvalue(), "path": None})
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    pq.write_table(pa.table({"inputs": pa.array(values, kind)}), tmp_path / "a.parquet")
+    batch = opened(tmp_path / "a.parquet", targets=[]).batch(range(1, 3))
+    np.testing.assert_array_equal(batch.inputs.numpy(), pixels[1:].transpose(0, 3, 1, 2))
+
+
+def test_parts_of_tables_and_files_of_their_own(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", np.c_[TABLE, LABELS])
+    np.save(tmp_path / "more.npy", LABELS)
+    data = opened(
+        tmp_path / "data.npy",
+        columns={"inputs": ["data[0:2]", "data[2]"], "targets": "data[3]"},
+        files={"labels": tmp_path / "more.npy"},
+        targets=["targets", "labels"],
+        dtype={"targets": "int64"},
+    )
+    batch = data.batch(range(9, 20))
+    np.testing.assert_array_equal(batch.inputs.numpy(), TABLE[9:20])
+    for target in batch.targets:
+        np.testing.assert_array_equal(target.numpy(), LABELS[9:20])
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"inputs": ["data[0:9]"]}, "'data[0:9]' is out of range: there are 3 columns"),
+        ({"inputs": ["dta"]}, "there is no column 'dta' in the file\nDid you mean 'data'?"),
+        ({"inputs": ["labels[0]"]}, "has no second axis"),
+        ({"inputs": "*a*"}, "names 2 columns"),
+        ({"inputs": ["data", "deep"]}, "cannot stand side by side"),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path: Path, columns: dict, expected: str) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, data=TABLE, labels=LABELS, deep=np.zeros((N, 2, 2)))
+    assert expected in failure(path, columns=columns, targets=["labels"])
+
+
+def test_samples_are_selected(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    mask = RANDOM.random(N) < 0.3
+    np.savez(path, inputs=TABLE, targets=LABELS, train=mask, key=np.arange(N) * 10)
+    chosen = np.flatnonzero(mask)
+    data = opened(path, select="train", id="key")
+    assert len(data) == len(chosen)
+    batch = data.batch(range(2, 30))
+    np.testing.assert_array_equal(batch.inputs.numpy(), TABLE[chosen[2:30]])
+    assert batch.index.tolist() == list(range(2, 30))  # positions among those selected
+    np.testing.assert_array_equal(data.ids(batch.index).numpy(), chosen[2:30] * 10)
+    listed = opened(path, select=[5, 3, 4, 600])
+    np.testing.assert_array_equal(listed.batch(range(4)).inputs.numpy(), TABLE[[5, 3, 4, 600]])
+    assert "out of range" in failure(path, select=[0, N])
+    assert "there twice" in failure(path, select=[1, 1])
+    assert "no array of 700 booleans" in failure(path, select="key")
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (np.array([3, 1, 3, 2]), "samples 0 and 2 are both 3"),
+        (np.ones(4), "one integer or text a sample"),
+        (np.arange(3), "3 ids for 4 samples"),
+    ],
+)
+def test_ids_that_name_no_sample(tmp_path: Path, ids: np.ndarray, expected: str) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, inputs=np.ones((4, 2)), targets=np.ones(4), key=ids)
+    assert expected in failure(path, id="key")
+
+
+def test_text_ids_that_are_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("inputs,targets,name\n1,2,a\n3,4,b\n5,6,a\n")
+    assert "samples 0 and 2 are both 'a'" in failure(path, id="name")
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    npz(path)
+    data = opened(path)
+    data.batch(range(3))
+    np.savez(path, inputs=TABLE[:600], targets=LABELS[:600])
+    with pytest.raises(DatasetError, match="has changed since it was opened"):
+        data.batch(range(3))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "extra"),
+    [("pyarrow", "data.parquet", "data"), ("PIL", "images", "data")],
+)
+def test_what_to_install_is_said(tmp_path: Path, module: str, name: str, extra: str) -> None:
+    if name == "images":
+        pictures(tmp_path / name)
+    else:
+        parquet(tmp_path / name)
+    program = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from pathlib import Path\n"
+        "from gradscope.core.spec import DatasetSpec\n"
+        "from gradscope.errors import DatasetError\n"
+        "from gradscope.sources import open_dataset\n"
+        "try:\n"
+        f"    open_dataset(DatasetSpec(path=Path({name!r})))\n"
+        "except DatasetError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "which is not installed" in done.stdout
+    assert f"pip install 'gradscope[{extra}]'" in done.stdout
+
+
+def test_every_format_is_listed() -> None:
+    expected = {"npz", "npy", "safetensors", "hdf5", "csv", "jsonl", "parquet", "arrow"}
+    assert expected <= set(dataset_readers.names())
+    assert all(dataset_readers.summary(name) for name in dataset_readers.names())

@@ -1,0 +1,145 @@
+"""A data set larger than memory: every format is gone through under a limit below its size.
+
+Where a library maps the file, the limit on address space would count the map; there the peak of
+memory that is the process's own is measured instead.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+
+ROWS, WIDTH = 12000, 1000  # 96 MB
+FEW = 40000  # rows of a text file
+ROOM, TEXT_ROOM = {"limited": 40 * 2**20, "measured": 60 * 2**20}, 12 * 2**20
+
+PROGRAM = """
+import os, resource, sys
+from pathlib import Path
+
+import torch
+
+from gradscope.core.spec import DatasetSpec
+from gradscope.sources import open_dataset
+import pyarrow.compute, pyarrow.parquet  # the libraries themselves are not data
+
+path, room, limited = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "limited"
+
+
+def own():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+if limited:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (taken + room, taken + room))
+before = most = own()
+data = open_dataset(DatasetSpec(path=path))
+data.sha256
+total = labels = 0
+for _ in range(2):
+    for start in range(0, len(data), 128):
+        batch = data.batch(range(start, min(start + 128, len(data))))
+        total += float(batch.inputs.double().sum())
+        labels += int(batch.targets.sum())
+        most = max(most, own())
+print(len(data), total / 2, labels / 2, most - before)
+"""
+
+
+def blocks() -> np.ndarray:
+    """Row k holds k in every place."""
+    return np.broadcast_to(np.arange(ROWS, dtype=np.float64)[:, None], (ROWS, WIDTH))
+
+
+LABELS = np.arange(ROWS) % 7
+
+
+def npy(path: Path) -> None:
+    path.mkdir()
+    np.save(path / "inputs.npy", blocks())
+    np.save(path / "targets.npy", LABELS)
+
+
+def hdf5(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("inputs", data=blocks(), chunks=(100, WIDTH))
+        file["targets"] = LABELS
+
+
+def table(start: int, stop: int) -> pa.Table:
+    rows = pa.FixedSizeListArray.from_arrays(np.ravel(blocks()[start:stop]), WIDTH)
+    return pa.table({"inputs": rows, "targets": LABELS[start:stop]})
+
+
+def parquet(path: Path) -> None:
+    with pq.ParquetWriter(path, table(0, 1).schema, use_dictionary=False) as writer:
+        for start in range(0, ROWS, 1000):
+            writer.write_table(table(start, start + 1000))
+
+
+def arrow(path: Path) -> None:
+    schema = table(0, 1).schema
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for start in range(0, ROWS, 1000):
+            writer.write_table(table(start, start + 1000))
+
+
+def tensors(path: Path) -> None:
+    safetensors.numpy.save_file({"inputs": np.ascontiguousarray(blocks()), "targets": LABELS}, path)
+
+
+FORMATS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "npy": (npy, "limited"),
+    "stored.npz": (lambda p: np.savez(p, inputs=blocks(), targets=LABELS), "limited"),
+    "packed.npz": (lambda p: np.savez_compressed(p, inputs=blocks(), targets=LABELS), "limited"),
+    "data.h5": (hdf5, "limited"),
+    "data.safetensors": (tensors, "measured"),
+    "data.parquet": (parquet, "measured"),
+    "data.arrow": (arrow, "measured"),
+}
+
+
+def gone_through(path: Path, room: int, how: str) -> list[float]:
+    freed = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = os.environ | freed | {"OMP_NUM_THREADS": "1"}  # freed memory is given back
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, path, str(room), how],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(word) for word in done.stdout.split()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_some_rows_are_in_memory(tmp_path: Path, name: str) -> None:
+    write, how = FORMATS[name]
+    write(tmp_path / name)
+    n, total, labels, peak = gone_through(tmp_path / name, ROOM[how], how)
+    assert (n, total, labels) == (ROWS, WIDTH * ROWS * (ROWS - 1) / 2, LABELS.sum())
+    assert peak < ROOM[how]
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.jsonl"])
+def test_only_some_records_are_in_memory(tmp_path: Path, name: str) -> None:
+    filler = "x" * 700  # a column that nobody asks for
+    with (tmp_path / name).open("w") as file:
+        if name == "data.csv":
+            file.write("inputs,targets,note\n")
+            file.writelines(f"{k}.5,{k % 7},{filler}\n" for k in range(FEW))
+        else:
+            line = '{{"inputs": {}.5, "targets": {}, "note": "{}"}}\n'
+            file.writelines(line.format(k, k % 7, filler) for k in range(FEW))
+    assert (tmp_path / name).stat().st_size > 2 * TEXT_ROOM
+    n, total, labels, _ = gone_through(tmp_path / name, TEXT_ROOM, "limited")
+    assert (n, total) == (FEW, FEW * (FEW - 1) / 2 + 0.5 * FEW)
+    assert labels == sum(k % 7 for k in range(FEW))

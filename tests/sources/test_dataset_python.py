@@ -1,0 +1,289 @@
+"""Data sets of the user's own, and texts by a tokenizer, against what they were made from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from gradscope.core.spec import DatasetSpec
+from gradscope.errors import DatasetError, InputError
+from gradscope.sources import Dataset, open_dataset
+
+N = 23
+X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3
+
+CODE = """
+import random
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+N = 23
+X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3
+
+
+def pairs(scale=1.0):
+    return TensorDataset(X * scale, Y)
+
+
+class Named(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, k):
+        return {"image": X[k], "mask": X[k] > 3, "label": int(Y[k])}
+
+
+class Words(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, k):
+        return [k] * (k % 4 + 1), Y[k]
+
+    def collate_fn(self, samples):
+        width = 4
+        ids = torch.tensor([(s + [-1] * width)[:width] for s, _ in samples])
+        return {"ids": ids, "mask": ids >= 0}, torch.stack([y for _, y in samples])
+
+
+class Stream(IterableDataset):
+    def __init__(self, n=N, shuffle=False):
+        self.n, self.shuffle = n, shuffle
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        order = list(range(N))
+        if self.shuffle:
+            random.shuffle(order)
+        return ((X[k], Y[k]) for k in order)
+
+
+class Unsized(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y))
+
+
+class Random(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, k):
+        return torch.rand(2), Y[k]
+
+
+class Once(Stream):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+
+def empty():
+    return TensorDataset(X[:0], Y[:0])
+
+
+def with_collate():
+    return Words(), Words().collate_fn
+
+
+def loader():
+    return DataLoader(pairs(), batch_size=4, shuffle=True)
+
+
+def alone():
+    return X
+
+
+def number():
+    return 3
+
+
+def flattening():
+    return pairs(), lambda samples: torch.cat([x for x, _ in samples])
+
+
+def raising():
+    raise ValueError("no such folder")
+
+
+class Broken(Stream):
+    def __getitem__(self, k):
+        return X[k]
+
+
+class Breaking(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, k):
+        if k == 7:
+            raise KeyError("seventh")
+        return X[k], Y[k]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data.py"
+    path.write_text(CODE)
+    return path
+
+
+def opened(file: Path, name: str, **spec: Any) -> Dataset:
+    return open_dataset(DatasetSpec(path=Path(f"{file}:{name}"), **spec))
+
+
+@pytest.mark.parametrize("name", ["pairs", "Stream", "loader"])
+def test_inputs_and_targets(file: Path, name: str) -> None:
+    data = opened(file, name)
+    assert len(data) == N
+    for rows in (range(5), range(5, N), range(2), range(3, 20, 4)):  # also back to the beginning
+        batch = data.batch(rows)
+        torch.testing.assert_close(batch.inputs, X[list(rows)])
+        assert torch.equal(batch.targets, Y[list(rows)])
+        assert batch.index.tolist() == list(rows)
+
+
+def test_arrays_by_name(file: Path) -> None:
+    data = opened(
+        file,
+        "Named",
+        inputs={"x": "image", "keep": "mask"},
+        targets=["label"],
+        scale={"image": 0.5},
+        dtype={"mask": "float32"},
+        reshape={"image": [2, 1]},
+    )
+    batch = data.batch(range(4, 9))
+    torch.testing.assert_close(batch.inputs["x"], X[4:9, :, None] / 2)
+    torch.testing.assert_close(batch.inputs["keep"], (X[4:9] > 3).float())
+    assert torch.equal(batch.targets, Y[4:9])
+    assert data.describe()["samples"] == N
+
+
+@pytest.mark.parametrize("name", ["Words", "with_collate"])
+def test_its_own_collate(file: Path, name: str) -> None:
+    batch = opened(file, name).batch(range(1, 4))
+    assert batch.inputs["ids"].tolist() == [[1, 1, -1, -1], [2, 2, 2, -1], [3, 3, 3, 3]]
+    assert batch.inputs["mask"].sum(1).tolist() == [2, 3, 4]
+    assert torch.equal(batch.targets, Y[1:4])
+
+
+def test_inputs_alone_and_arguments(file: Path) -> None:
+    torch.testing.assert_close(opened(file, "alone", targets=[]).batch(range(3)).inputs, X[:3])
+    torch.testing.assert_close(
+        opened(file, "pairs", kwargs={"scale": 3.0}, select=[4, 2]).batch(range(2)).inputs,
+        3 * X[[4, 2]],
+    )
+
+
+def test_the_digest_tells_data_apart(file: Path) -> None:
+    first = opened(file, "pairs").sha256
+    assert first == opened(file, "pairs").sha256
+    assert first != opened(file, "pairs", kwargs={"scale": 2.0}).sha256
+    file.write_text(CODE + "\n# changed\n")
+    assert first != opened(file, "pairs").sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Unsized", "it has no length (no __len__)"),
+        ("empty", "there are no samples"),
+        ("number", "it is of type int"),
+        ("Once", "gone through only once"),
+        ("flattening", "collated to inputs of the shape (2,)"),
+        ("raising", "your code raised ValueError: no such folder"),
+        ("nothing", "there is no 'nothing' in it"),
+        ("Breaking", "your code raised KeyError: 'seventh'"),
+        ("Random", "sample 0 is not the same when read again"),
+        ("alone", "a sample holds no 'targets'"),
+    ],
+)
+def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> None:
+    with pytest.raises(InputError) as caught:
+        data = opened(file, name)
+        data.batch(range(N))
+    assert expected in str(caught.value)
+    assert caught.value.exit_code == 3
+    assert caught.value.remedy
+    assert str(file) in str(caught.value)
+
+
+def test_a_length_that_is_not_true(file: Path) -> None:
+    data = opened(file, "Stream", kwargs={"n": 30})
+    with pytest.raises(DatasetError, match="ended after 23 samples, its length is 30"):
+        data.batch(range(20, 30))
+
+
+def test_shuffled_samples_are_noticed(file: Path) -> None:
+    data = opened(file, "Stream", kwargs={"shuffle": True})
+    with pytest.raises(DatasetError, match="not the same when read again"):
+        for _ in range(20):
+            data.batch(range(8))
+
+
+def test_what_is_for_files_is_not_for_code(file: Path) -> None:
+    with pytest.raises(DatasetError, match=r"\[dataset\] pad is for data files"):
+        opened(file, "pairs", pad={"inputs": 0})
+
+
+WORDS = {"[UNK]": 0, "[PAD]": 1, "a": 2, "small": 3, "cat": 4, "sat": 5}
+TEXTS = ["a cat sat", "a small cat", "cat", "a dog sat a cat"]
+IDS = [[2, 4, 5], [2, 3, 4], [4], [2, 0, 5, 2, 4]]
+
+
+def tokenizer(folder: Path, pad: bool = True) -> Path:
+    made = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    settings |= {"pad_token": "[PAD]"} if pad else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_texts_are_tokenized(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"text": t, "label": k} for k, t in enumerate(TEXTS)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    spec = {
+        "path": path,
+        "inputs": {"input_ids": "text", "attention_mask": "text_mask"},
+        "targets": ["label"],
+        "dtype": {"text_mask": "int64"},
+    }
+    folder = tokenizer(tmp_path / "tokens")
+    expected = np.full((4, 5), 1)
+    for k, ids in enumerate(IDS):
+        expected[k, : len(ids)] = ids
+    for place in (folder, folder / "tokenizer.json"):
+        pad = {} if place == folder else {"text": 1}
+        data = open_dataset(DatasetSpec(**spec, tokenizer={"text": place}, pad=pad))
+        found = data.batch(range(4)).inputs
+        np.testing.assert_array_equal(found["input_ids"].numpy(), expected)
+        lengths = np.array([len(ids) for ids in IDS])
+        np.testing.assert_array_equal(
+            found["attention_mask"].numpy(), (np.arange(5) < lengths[:, None]).astype(int)
+        )
+        assert found["attention_mask"].dtype == torch.int64
+    bare = tokenizer(tmp_path / "bare", pad=False)
+    with pytest.raises(DatasetError, match="fewer than 5 entries"):
+        open_dataset(DatasetSpec(**spec, tokenizer={"text": bare}))
+    (bare / "tokenizer.json").write_text("{")
+    with pytest.raises(DatasetError, match="the tokenizer cannot be read"):
+        open_dataset(DatasetSpec(**spec, tokenizer={"text": bare}))
+    with pytest.raises(DatasetError, match="no such tokenizer"):
+        open_dataset(DatasetSpec(**spec, tokenizer={"text": tmp_path / "nowhere"}))
+    with pytest.raises(DatasetError, match="it holds numbers, not texts"):
+        open_dataset(
+            DatasetSpec(**spec | {"inputs": ["label"], "dtype": {}}, tokenizer={"label": bare})
+        )

@@ -1,0 +1,86 @@
+"""Measuring in memory, and recording a training step by step."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradscope
+from gradscope.errors import OutputError, ResultFileError
+from gradscope.stats import History, measure, read_history, record, summarize
+from tests.stats.fakes import fake
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    return model, torch.randn(40, 5, dtype=torch.float64), torch.randint(3, (40,))
+
+
+def test_a_measurement_has_the_numbers_of_the_gradients(problem):
+    model, inputs, targets = problem
+    with gradscope.Scope(model, "cross_entropy") as scope:
+        summary = measure(scope, inputs, targets, top=40)
+        rows = scope.per_sample_gradients(inputs, targets)
+    g = torch.cat([row.flatten(1) for row in rows.values()], 1).numpy()
+    norms, mean = np.linalg.norm(g, axis=1), g.mean(0)
+    assert summary.norm.mean == pytest.approx(norms.mean(), rel=1e-9)
+    trace = np.trace(np.cov(g, rowvar=False))
+    assert summary.noise_scale.trace_covariance == pytest.approx(trace, rel=1e-9)
+    cosines = {row.index: row.cosine for row in summary.samples}
+    expected = g @ mean / norms / np.linalg.norm(mean)
+    assert [cosines[i] for i in range(40)] == pytest.approx(list(expected), rel=1e-9)
+    assert summary.noise_scale.simple_interval is not None
+    assert len(summary.classes.rows) == 3
+    assert all(check.passed for check in summary.checks)
+
+
+def test_samples_that_are_not_finite_are_left_out(problem):
+    model, inputs, targets = problem
+    inputs[3] = float("nan")
+    kept = torch.arange(40) != 3
+    with gradscope.Scope(model, "cross_entropy", verify="never") as scope:
+        found = measure(scope, inputs, targets)
+        without = measure(scope, inputs[kept], targets[kept])
+    assert found.nonfinite.index == (3,)
+    for key in ("trace_covariance", "gradient_norm_squared"):
+        expected = getattr(without.noise_scale, key)
+        assert getattr(found.noise_scale, key) == pytest.approx(expected, rel=1e-9)
+    assert found.directions.opposing == without.directions.opposing
+
+
+def test_steps_are_recorded_and_read(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for step in (0, 10, 20, 10):  # step 10 again, after a restart
+        record(path, step, summarize(fake(30, seed=step)))
+    found = read_history(path)
+    assert [step.step for step in found.steps] == [0, 10, 20]
+    assert len(path.read_text().splitlines()) == 4
+    summary = summarize(fake(30, seed=20))
+    assert found.steps[2].noise_scale == summary.noise_scale
+    assert found.steps[2].norm_median == summary.norm.median
+    assert found.steps[2].parameters[0].signal_to_noise == summary.parameters[0].signal_to_noise
+    lengths = [row.mean_gradient_norm for row in summary.parameters]
+    assert found.steps[2].mean_gradient_norm == pytest.approx(np.linalg.norm(lengths))
+    assert History.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "no\n", '{"schema": "gradscope.step"}\n', "\xff"])
+def test_what_is_no_history(tmp_path, text):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ResultFileError):
+        read_history(path)
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    summary = summarize(fake(5))
+    with pytest.raises(OutputError, match="jsonl"):
+        record(tmp_path / "run.json", 0, summary)
+    with pytest.raises(OutputError, match="No such file"):
+        record(tmp_path / "absent" / "run.jsonl", 0, summary)
+    with pytest.raises(ResultFileError):
+        read_history(tmp_path / "absent.jsonl")

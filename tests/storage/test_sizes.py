@@ -1,0 +1,71 @@
+"""The size of a file, told before it is written, against the file."""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+
+from gradscope.blocks import DenseBlock, Gradients, OuterBlock
+from gradscope.storage import FilePlan, file_bytes, open_writer
+from tests.storage.example import PLAN, N, rows, with_layout, write
+
+
+def _stored(path: Path) -> int:
+    """The bytes of all arrays, by HDF5; those of the axes hold nothing."""
+    found: list[int] = []
+
+    def visit(name: str, item: h5py.HLObject) -> None:
+        if isinstance(item, h5py.Dataset):
+            found.append(item.id.get_storage_size())
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return sum(found)
+
+
+@pytest.mark.parametrize("layout", ["dense", "factored", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16])
+def test_the_numbers_take_exactly_what_was_told(
+    tmp_path: Path, layout: Any, dtype: torch.dtype
+) -> None:
+    plan = with_layout(layout, dtype=dtype)
+    results = {name: (shape, torch.float64) for name, shape in plan.parameters.items()}
+    numbers, structure = file_bytes(plan, rows(0, 16), [results])
+    write(tmp_path / "o.h5", plan)
+    assert _stored(tmp_path / "o.h5") == numbers
+    total = (tmp_path / "o.h5").stat().st_size
+    assert abs(numbers + structure - total) < 0.25 * (total - numbers)
+
+
+@pytest.mark.parametrize(("n", "shape", "batch"), [(40, (300_007,), 3), (7, (5, 100_003), 7)])
+def test_the_structure_of_many_chunks(
+    tmp_path: Path, n: int, shape: tuple[int, ...], batch: int
+) -> None:
+    plan = with_layout("dense", n=n, parameters={"w": shape}, chains=PLAN.chains[:1])
+    told = 0
+    with open_writer(tmp_path / "o.h5", plan) as writer:
+        for start in range(0, n, batch):
+            stop = min(start + batch, n)
+            made = Gradients({"w": DenseBlock(torch.full((stop - start, *shape), 0.5))})
+            one = rows(start, stop, made)
+            part = type(one)(one.index, one.loss, one.norm, one.finite, chains=(made,))
+            told = told or sum(file_bytes(plan, part, []))
+            writer.append(part)
+        writer.finish({}, {})
+    assert told == pytest.approx((tmp_path / "o.h5").stat().st_size, rel=1e-3)
+
+
+def test_nothing_is_computed_to_tell(tmp_path: Path) -> None:
+    """Rows of a petabyte."""
+    wide = torch.ones(()).expand(2, 1, 1, 10**6)
+    made = Gradients({"w": OuterBlock(wide, wide, (10**6, 10**6))})
+    one = rows(0, 2, Gradients({"w": DenseBlock(torch.ones(2, 1))}))
+    batch = type(one)(one.index, one.loss, one.norm, one.finite, chains=(made,))
+    plan = FilePlan(
+        run={}, fingerprint={}, attributes={}, n=N, parameters={"w": (10**6, 10**6)},
+        chains=PLAN.chains[:1], layout="dense",
+    )  # fmt: skip
+    numbers, _ = file_bytes(plan, batch, [])
+    assert 4 * N * 10**12 < numbers < 4.1 * N * 10**12
