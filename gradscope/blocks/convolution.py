@@ -1,9 +1,9 @@
 """Gradients of convolution kernels, kept as the input and the output gradient.
 
 Summed over samples they are what the ordinary backward kernel computes, so a weighted sum is one
-call of it. Sample by sample there are three exact ways: the patches of the input as the factor of an
-outer product, the backward kernel for each sample, or that kernel once with the samples as groups
-of channels. Which is the fastest depends on the sizes and the machine (`ways`).
+call of it. Sample by sample there are three exact ways: the patches of the input as the factor of
+an outer product, the backward kernel for each sample, or that kernel once with the samples as
+groups of channels. Which is the fastest depends on the sizes and the machine (`ways`).
 """
 
 from dataclasses import dataclass, replace

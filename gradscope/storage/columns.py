@@ -110,9 +110,7 @@ def arrays_of(
         return None, {"": rows_array((n, *block.shape), dtype, block.n, compression)}
     kind, factors = found
     return kind, {
-        part: rows_array(
-            (n, *factor.shape[1:]), factor_dtype(factor, wanted), block.n, compression
-        )
+        part: rows_array((n, *factor.shape[1:]), factor_dtype(factor, wanted), block.n, compression)
         for part, factor in factors.items()
     }
 

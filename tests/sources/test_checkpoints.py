@@ -150,7 +150,7 @@ def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
     net = model()
     assert load_into(net, path, key="ema.module").key == "ema.module"
     torch.testing.assert_close(dict(net.state_dict()), average, rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match="Did you mean 'ema.module'"):
+    with pytest.raises(CheckpointError, match=r"Did you mean 'ema\.module'"):
         load_into(net, path, key="emma.module")
 
 

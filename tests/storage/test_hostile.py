@@ -299,10 +299,10 @@ def test_it_is_refused(good: Path, tmp_path: Path, change: Change, said: str) ->
 )
 def test_every_command_refuses_it(
     good: Path,
-    gradscope: Gradscope,
+    gradscope: Gradscope,  # noqa: F811
     tmp_path: Path,
     change: Change,
-    command: str,  # noqa: F811
+    command: str,
 ) -> None:
     path = _sealed(good, tmp_path / "o.h5", change)
     more = {"stats": [], "export": ["-o", tmp_path / "x.csv"], "merge": ["-o", tmp_path / "m.h5"]}
@@ -315,9 +315,9 @@ def test_every_command_refuses_it(
 @pytest.mark.parametrize("change", [_no_documents, _strange_documents], ids=lambda c: c.__name__)
 def test_documents_of_another_form_do_no_harm(
     good: Path,
-    gradscope: Gradscope,
+    gradscope: Gradscope,  # noqa: F811
     tmp_path: Path,
-    change: Change,  # noqa: F811
+    change: Change,
 ) -> None:
     """They are told, or refused; the numbers are the same."""
     path = _sealed(good, tmp_path / "o.h5", change)
