@@ -11,7 +11,7 @@ from gradscope.cli import options
 from gradscope.errors import ResultFileError
 
 if TYPE_CHECKING:
-    from gradscope.pipeline.merging import MergeReport
+    from gradscope.pipeline import MergeReport
 
 NONFINITE = 7
 _SHARD = re.compile(r"\.shard-\d+-of-\d+(\.[^.]+)?$")
@@ -42,7 +42,7 @@ def merge(
     quiet: options.Quiet = False,
 ) -> None:
     """Join the shards of one run into the file that one process would have written."""
-    from gradscope.pipeline.merging import merging
+    from gradscope.pipeline import merging
     from gradscope.report.progress import track
 
     files = [file for place in shards for file in found_in(place)]

@@ -70,7 +70,7 @@ class Job:
     @property
     def shard(self) -> Shard | None:
         """Which part of a run this is, if it is not the whole."""
-        return None if self.spec.compute.shard is None else parse_shard(self.spec.compute.shard)
+        return _shard(self.spec)
 
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""
@@ -166,7 +166,7 @@ def prepare(spec: RunSpec) -> Job:
     """
     bound, loss = resolve_names(spec)
     labels.require(spec.compute.labels, loss, bound)
-    if spec.compute.shard is not None:
+    if _shard(spec) is not None:
         require_one_pass(bound)
     _require_choice(spec)
     require_compression(_compression(spec))
@@ -215,8 +215,14 @@ def _require_choice(spec: RunSpec) -> None:
 
 
 def _rows(spec: RunSpec, whole: range, batch_size: int) -> range:
-    shard = spec.compute.shard
-    return whole if shard is None else parse_shard(shard).rows(whole, batch_size)
+    shard = _shard(spec)
+    return whole if shard is None else shard.rows(whole, batch_size)
+
+
+def _shard(spec: RunSpec) -> Shard | None:
+    """Return which of several parts is to be computed; a single one is the whole."""
+    found = None if spec.compute.shard is None else parse_shard(spec.compute.shard)
+    return None if found is None or found.count == 1 else found
 
 
 def stages_digest(bound: tuple[chains.Chain, ...]) -> str | None:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from gradscope.chains import Chain
 from gradscope.core.compressions import parse_compression
@@ -24,6 +25,7 @@ from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.pipeline.stored_chains import reduced_chains
 from gradscope.reducers import State, reducers
 from gradscope.reducers.base import Merge as MergeStates
+from gradscope.stats.base import Json, Record
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
@@ -39,9 +41,8 @@ from gradscope.storage.formats import named
 _USUAL_BATCH = 256
 
 
-@dataclass(frozen=True)
-class MergeReport:
-    """What was merged.
+class MergeReport(Record):
+    """What one `gradscope merge` did, for its last words and its `--json`.
 
     Attributes:
         path: The file that was written.
@@ -55,6 +56,10 @@ class MergeReport:
         seconds: Wall time.
     """
 
+    schema_: Literal["gradscope.merge"] = Field(
+        default="gradscope.merge", validation_alias="schema", serialization_alias="schema"
+    )
+    version: Literal[1] = 1
     path: str
     bytes: int
     files: int
@@ -62,12 +67,8 @@ class MergeReport:
     samples: int
     nonfinite: int
     chains: tuple[str, ...]
-    certificate: Mapping[str, Any]
+    certificate: Json
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data under a versioned schema."""
-        return {"schema": "gradscope.merge", "version": 1, **asdict(self)}
 
 
 @dataclass

@@ -8,6 +8,7 @@ from gradscope.report.comparison import render_comparison
 from gradscope.report.console import console
 from gradscope.report.errors import render_error
 from gradscope.report.html import write_html
+from gradscope.report.merge import render_merge
 from gradscope.report.plots import plot_stats
 from gradscope.report.progress import track
 from gradscope.report.results import render
@@ -20,6 +21,7 @@ __all__ = [
     "render",
     "render_comparison",
     "render_error",
+    "render_merge",
     "render_run",
     "render_stats",
     "track",

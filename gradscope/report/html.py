@@ -47,7 +47,7 @@ def render_html(found: Result) -> str:
         "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in told),
         _section("Run", _facts(results.facts(found)) + _records(found)),
         _pictures(plots.panels(found)) if plots.available() else "",
-        *(_section(s.title, _content(s), s.key) for s in results.sections(found)),
+        *(_section(s.title, text, s.key) for s in results.sections(found) if (text := _content(s))),
     ]
     return page(f"{_safe(names)}: gradient statistics", _safe(", ".join(places)), parts)
 
@@ -71,8 +71,9 @@ def _section(title: str, content: str, key: str = "") -> str:
 
 def _content(section: Section) -> str:
     parts = []
-    if section.facts:
-        parts.append(_facts([(k, v) for k, v in section.facts if not isinstance(v, Spark)]))
+    rows = [(k, v) for k, v in section.facts if not isinstance(v, Spark)]  # pictures show those
+    if rows:
+        parts.append(_facts(rows))
     if section.pairs:
         items = "".join(
             f"<div><dt>{_safe(label)}</dt><dd>{_safe(value)}</dd></div>"

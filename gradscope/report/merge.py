@@ -19,6 +19,7 @@ def render_merge(result: MergeReport, console: Console) -> None:
     rows.append(("written", f"{result.path} ({size(result.bytes)})"))
     rows += [("chain" if not k else "", chain) for k, chain in enumerate(result.chains)]
     files = count(result.files, "file")
-    how = f"virtual: its rows stay in {files}" if result.virtual else f"{files}"
-    rows.append(("merged", f"{samples} of {how} in {duration(result.seconds)}"))
+    rows.append(("merged", f"{samples} of {files} in {duration(result.seconds)}"))
+    if result.virtual:
+        rows.append(("virtual", "the rows stay in these files"))
     facts(console, rows)

@@ -14,7 +14,7 @@ BLUE, ORANGE = "#3d85c6", "#d9772b"  # readable on white and on black
 _MOST_PARAMETERS = 40
 _MOST_LABELS = 5
 _NAME = 32
-_RASTER = 400  # more points than this are one picture in an SVG
+RASTER = 400  # more points than this are one picture in an SVG
 _HEIGHT = 3.4
 
 
@@ -111,23 +111,24 @@ def _against_loss(axes: "Axes", summary: Summary) -> None:
         return
     if cloud is not None and len(norm) < cloud.of:
         axes.set_title(f"Norm against loss ({len(norm):,} of {cloud.of:,} samples)")
-    dense = len(norm) > _RASTER
+    dense = len(norm) > RASTER
     axes.scatter(loss, norm, s=9, alpha=0.5, color=BLUE, linewidths=0, rasterized=dense)
     log_when_wide(axes.set_xscale, loss)
     log_when_wide(axes.set_yscale, norm)
-    _label_largest(axes, summary)
+    rows = [(r.loss, r.norm, r.index) for r in summary.samples if r.loss is not None]
+    label_outliers(axes, rows)
 
 
-def _label_largest(axes: "Axes", summary: Summary) -> None:
-    """Mark the largest norms, with labels in a row above, in the order of loss."""
-    rows = [(r.loss, r.norm, r.index) for r in summary.samples[:_MOST_LABELS] if r.loss is not None]
+def label_outliers(axes: "Axes", points: Sequence[tuple[float, float, int]]) -> None:
+    """Mark the first few (x, y, index), with labels in a row above, in the order of x."""
+    some = sorted(points[:_MOST_LABELS])
     axes.set_title(axes.get_title(), pad=20)
-    for k, (loss, norm, index) in enumerate(sorted(rows)):
-        axes.scatter(loss, norm, s=22, color=ORANGE, linewidths=0)
+    for k, (x, y, index) in enumerate(some):
+        axes.scatter(x, y, s=22, color=ORANGE, linewidths=0)
         axes.annotate(
             str(index),
-            (loss, norm),
-            xytext=((k + 1) / (len(rows) + 1), 1.02),
+            (x, y),
+            xytext=((k + 1) / (len(some) + 1), 1.02),
             textcoords="axes fraction",
             ha="center",
             fontsize=8,

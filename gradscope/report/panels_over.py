@@ -4,7 +4,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gradscope.report.panels import BLUE, ORANGE, Panel, bars, empty, log_when_wide
+from gradscope.report.panels import (
+    BLUE,
+    ORANGE,
+    RASTER,
+    Panel,
+    bars,
+    empty,
+    label_outliers,
+    log_when_wide,
+)
 from gradscope.report.stats_history import CURVES
 from gradscope.stats import Difference, History, Step
 
@@ -39,9 +48,7 @@ def difference_panels(found: Difference) -> list[Panel]:
             )
         )
     if found.samples:
-        panels.append(
-            Panel("Norms of the samples that moved most", lambda axes: _moved(axes, found))
-        )
+        panels.append(Panel("Norms of the samples in both files", lambda axes: _moved(axes, found)))
     return panels
 
 
@@ -64,21 +71,22 @@ def _curve(axes: "Axes", steps: Sequence[Step], name: str) -> None:
         empty(axes, "not known at any step")
         return
     axes.plot(*zip(*known, strict=True), color=BLUE, marker=".", markersize=4)
+    log_when_wide(axes.set_yscale, [value for _, value in known])
     if name == "noise scale":
         _band(axes, steps)
-    log_when_wide(axes.set_yscale, [value for _, value in known])
 
 
 def _band(axes: "Axes", steps: Sequence[Step]) -> None:
+    """Shade the intervals, up to the top where there is no upper end."""
     between = [(s.step, s.noise_scale.simple_interval) for s in steps]
-    known = [
-        (step, i.low, i.high)
-        for step, i in between
-        if i and i.low is not None and i.high is not None
-    ]
+    known = [(step, i.low, i.high) for step, i in between if i is not None and i.low]
     if known:
-        where, low, high = zip(*known, strict=True)
+        axes.set_yscale("log")
+        top = 2 * max([high for *_, high in known if high is not None], default=axes.get_ylim()[1])
+        where, low = [step for step, *_ in known], [low or 0.0 for _, low, _ in known]
+        high = [top if high is None else high for *_, high in known]
         axes.fill_between(where, low, high, color=BLUE, alpha=0.25, linewidth=0)
+        axes.set_ylim(top=top)
 
 
 def _layers(axes: "Axes", history: History) -> None:
@@ -106,14 +114,18 @@ def _layers(axes: "Axes", history: History) -> None:
 
 
 def _moved(axes: "Axes", found: Difference) -> None:
-    axes.set_title("Samples that moved most")
+    axes.set_title("Norms, second against first")
     axes.set_xlabel("norm in the first")
     axes.set_ylabel("norm in the second")
-    rows = [r for r in found.samples if r.norm.first is not None and r.norm.second is not None]
-    first = [r.norm.first or 0.0 for r in rows]
-    second = [r.norm.second or 0.0 for r in rows]
-    axes.scatter(first, second, s=16, color=BLUE, linewidths=0)
+    listed = [(r.norm.first or 0.0, r.norm.second or 0.0) for r in found.samples]
+    pairs = found.norms or listed
+    first, second = zip(*pairs, strict=True)
+    axes.scatter(
+        first, second, s=9, alpha=0.5, color=BLUE, linewidths=0, rasterized=len(pairs) > RASTER
+    )
+    log_when_wide(axes.set_xscale, first + second)
+    log_when_wide(axes.set_yscale, first + second)
     ends = [min(first + second), max(first + second)]
     axes.plot(ends, ends, color=ORANGE, linewidth=0.8)
-    for row, x, y in zip(rows, first, second, strict=True):
-        axes.annotate(str(row.index), (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    points = [(*place, row.index) for place, row in zip(listed, found.samples, strict=True)]
+    label_outliers(axes, points)

@@ -15,6 +15,8 @@ from gradscope.stats.noise import NoiseScale, noise_scale
 from gradscope.stats.samples import scalar
 from gradscope.stats.table import Positions, Table, mean_gradient_norm, mean_gradient_squared
 
+_POINTS = 4000
+
 
 class Both(Record):
     """A number of both files.
@@ -85,6 +87,7 @@ class Difference(Record):
         common: How many finite samples both have.
         samples: Those that moved most, farthest first; none unless the data are the same.
         exact: Whether `moved` is from rows.
+        norms: ‖gᵢ‖ in both, for a picture; not part of the JSON form.
     """
 
     schema_: Literal["gradscope.stats.difference"] = Field(
@@ -109,6 +112,7 @@ class Difference(Record):
     common: int
     samples: tuple[Moved, ...]
     exact: bool
+    norms: tuple[tuple[float, float], ...] = Field(default=(), exclude=True, repr=False)
 
 
 def difference(first: Source, second: Source, top: int = 10, rows: bool = True) -> Difference:
@@ -159,6 +163,7 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             common=len(places[0]),
             samples=_moved(tables, places, moved, top),
             exact=moved is not None,
+            norms=_norms(tables, places),
         )
 
 
@@ -212,6 +217,14 @@ def _moved(
         )
         for k in np.argsort(-moved, kind="stable")[:top]
     )
+
+
+def _norms(tables: Tables, places: tuple[Positions, Positions]) -> tuple[tuple[float, float], ...]:
+    """Return at most 4,000 of the pairs of norms, evenly spread."""
+    m = len(places[0])
+    some = np.linspace(0, m - 1, min(m, _POINTS)).round().astype(np.int64)
+    both = (table.norm[p[some]].tolist() for table, p in zip(tables, places, strict=True))
+    return tuple(zip(*both, strict=True))
 
 
 def _both(first: float | None, second: float | None) -> Both:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 import h5py
 import torch
@@ -43,12 +42,6 @@ class Form:
     def dense(self) -> "Form":
         """The form of the same rows without factors."""
         return replace(self, kind=None, parts={DENSE: (self.shape, self.dtype)})
-
-    def nbytes(self, n: int) -> int:
-        """Return the bytes of n rows; how many compressed ones take is not known."""
-        if self.compression is not None:
-            return 0
-        return n * sum(prod(shape) * dtype.itemsize for shape, dtype in self.parts.values())
 
 
 def in_table(path: str) -> bool:

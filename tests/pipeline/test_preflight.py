@@ -47,7 +47,7 @@ def limited() -> Iterator[int]:
 @pytest.mark.parametrize("batch_size", [7, 60])
 def test_every_layout_is_told(folder: Path, tmp_path: Path, batch_size: int) -> None:
     """The gram matrix grows with the number of samples, squared."""
-    write(folder, samples=500)
+    write(folder, samples=150)
     for layout in ("dense", "factored", "auto"):
         job = prepare(spec(folder, transform=CHAINS, layout=layout, batch_size=batch_size))
         path = tmp_path / f"{layout}.h5"

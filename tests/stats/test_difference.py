@@ -115,5 +115,5 @@ def test_ratio_of_the_empirical_to_the_exact_fisher(files):
 
 def test_json_round_trip(files):
     found = difference(*files)
-    assert Difference.from_json(found.to_json()) == found
+    assert Difference.from_json(found.to_json()) == found.model_copy(update={"norms": ()})
     assert found.to_json()["schema"] == "gradscope.stats.difference"
