@@ -153,7 +153,7 @@ def compute(
 
     job = prepare(spec)
     if dry_run:
-        _plan(job, output, json)
+        _plan(job, None if output is None else job.place(output), json)
         return
     assert output is not None
     output = job.place(output)

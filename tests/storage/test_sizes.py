@@ -32,7 +32,7 @@ def test_the_numbers_take_exactly_what_was_told(
 ) -> None:
     plan = with_layout(layout, dtype=dtype)
     results = {name: (shape, torch.float64) for name, shape in plan.parameters.items()}
-    numbers, structure = file_bytes(plan, rows(0, 16), [results])
+    numbers, structure = file_bytes(plan, rows(0, 16), [results, results])  # the means, the sums
     write(tmp_path / "o.h5", plan)
     assert _stored(tmp_path / "o.h5") == numbers
     total = (tmp_path / "o.h5").stat().st_size

@@ -26,7 +26,7 @@ def group_norm(site: Site) -> Block:
         return _channels(site, site.gradient)
     values, groups = site.saved("input"), site.saved("group")
     shift, product = (
-        t.flatten(2).sum(2).unflatten(1, (groups, -1))
+        t.reshape(*t.shape[:2], -1).sum(2).unflatten(1, (groups, -1))
         for t in (site.gradient, site.gradient * values)
     )
     mean, rstd = (site.saved(k).reshape(-1, groups, 1) for k in ("result1", "result2"))
