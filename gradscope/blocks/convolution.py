@@ -76,12 +76,14 @@ class ConvolutionBlock(Block):
         k, t, r, c = self.sizes
         item = self.dtype.itemsize
         flops, patches = 2.0 * self.n * k * t * r * c, 2.0 * self.n * k * t * c * item
+        # Factors are measured: the grouped kernel is bad on small maps and with few channels.
+        product = seconds(flops / 2, patches / 2, self.n / 4)
         ways = {
-            "patches": Way(seconds(2 * flops, patches, 2), lambda: self._from_patches(out)),
-            "a kernel a sample": Way(seconds(2 * flops, 0, 2.0 * self.n), lambda: self._each(out)),
+            "patches": Way(product, lambda: self._from_patches(out)),
+            "a kernel a sample": Way(seconds(flops, 0, 2.0 * self.n), lambda: self._each(out)),
         }
         if self.inputs.shape[1] == 1:
-            slower = 1 + (50 / t) ** 2  # what is measured: grouped kernels are bad on small maps
+            slower = 0.3 * (1 + 4 * (50 / t) ** 2) * (1 + 10 / self.shape[1])
             ways["grouped kernel"] = Way(seconds(slower * flops, 0, 2), lambda: self._grouped(out))
         shape = "x".join(map(str, self.shape))
         return fastest(f"gradients of a kernel {shape}, t={t}", self.n, self.inputs, ways)
@@ -138,7 +140,7 @@ class ConvolutionBlock(Block):
         ways = {"dense": Way(seconds(work * r * c, 4.0 * self.n * k * r * c), self._by_tiles)}
         if t * t < r * c:  # or else the Gram matrices are larger than the gradients
             patches = 2.0 * self.n * k * t * c * item
-            ghost = seconds(1.2 * work * t * (r + c), patches, 6)
+            ghost = seconds(0.6 * work * t * (r + c), patches / 2, 6)
             ways["gram of patches"] = Way(ghost, lambda: self.outer.ghost_norms())
         shape = "x".join(map(str, self.shape))
         return fastest(f"norms of a kernel {shape}, t={t}", self.n, self.inputs, ways)

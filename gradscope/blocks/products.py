@@ -39,9 +39,10 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
         return found.view(k, c, r).mT.contiguous()
 
     ways = {"gemm": Way(seconds(flops), lambda: torch.bmm(rows.mT, columns))}
-    if _by_onednn(rows):
-        ways["convolution"] = Way(seconds(flops, 0, 2), convolved)
-        ways["turned convolution"] = Way(seconds(flops, 0, 2), turned)
+    if _by_onednn(rows):  # faster with the longer side as the positions of the image
+        straight, across = (0.8, 0.9) if c >= r else (0.9, 0.8)
+        ways["convolution"] = Way(seconds(straight * flops, 0, 2), convolved)
+        ways["turned convolution"] = Way(seconds(across * flops, 0, 2), turned)
     return fastest(f"sums of products {r}x{c}", k * t, rows, ways)
 
 

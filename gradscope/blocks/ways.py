@@ -2,22 +2,21 @@
 
 A cost model rules out what cannot win; what is left runs twice on the first batch that asks, and
 the faster is kept for every later batch of the same sizes. Small work is not measured: there the
-cost model decides. What was chosen depends on the machine, and in the last digits so does the
-answer; a stopped run that goes on therefore adopts what was chosen before.
+cost model decides. What is measured differs from run to run, and with it the answer in its last
+digits; under `predicted` the cost model alone decides, so that the same run gives the same bits.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
-_HOPELESS = 4.0  # times the cheapest prediction
+_HOPELESS = 3.0  # times the cheapest prediction
 _PATIENCE = 20.0  # times the fastest so far: a first call may find out its own parts' ways
 
 
@@ -41,7 +40,7 @@ class Choice:
     Attributes:
         request: What was asked for, of which sizes.
         way: The name of the way that was chosen.
-        seconds: What each way that was tried took.
+        seconds: What each way that was tried took; by prediction, if nothing was measured.
     """
 
     request: str
@@ -51,6 +50,7 @@ class Choice:
 
 _chosen: dict[str, Choice] = {}
 _preferred: ContextVar[frozenset[str]] = ContextVar("preferred", default=frozenset())
+_predicted: ContextVar[dict[str, Choice] | None] = ContextVar("predicted", default=None)
 
 
 def fastest(request: str, n: int, like: Tensor, ways: Mapping[str, Way]) -> Tensor:
@@ -69,6 +69,10 @@ def fastest(request: str, n: int, like: Tensor, ways: Mapping[str, Way]) -> Tens
         return ways[likely].run()
     kind = str(like.dtype).removeprefix("torch.")
     key = f"{request}, n≤{power(n)}, {kind}, {like.device.type}"
+    known = _predicted.get()
+    if known is not None:
+        known[key] = Choice(key, likely, {name: way.seconds for name, way in ways.items()})
+        return ways[likely].run()
     found = _chosen.get(key)
     if found is not None and found.way in ways:
         return ways[found.way].run()
@@ -85,21 +89,15 @@ def choices() -> tuple[Choice, ...]:
     return tuple(_chosen.values())
 
 
-def adopt(found: Iterable[Choice]) -> None:
-    """Choose from now on as an earlier process did."""
-    _chosen.update({choice.request: choice for choice in found})
-
-
-def stored() -> dict[str, Tensor]:
-    """Return all choices so far as a tensor of bytes, to be stored beside what they led to."""
-    text = json.dumps([asdict(choice) for choice in _chosen.values()])
-    return {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
-
-
-def restored(state: Mapping[str, Tensor]) -> tuple[Choice, ...]:
-    """Return the choices that `stored` gave."""
-    text = bytes(state["json"].cpu().tolist()).decode()
-    return tuple(Choice(**choice) for choice in json.loads(text))
+@contextmanager
+def predicted() -> Iterator[Mapping[str, Choice]]:
+    """Let the cost model alone choose; yield its choices by request, as they are made."""
+    known: dict[str, Choice] = {}
+    token = _predicted.set(known)
+    try:
+        yield known
+    finally:
+        _predicted.reset(token)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from gradscope.blocks import ways
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.choice import choose, too_large
 from gradscope.pipeline.footprint import Meter
@@ -29,6 +30,7 @@ class Estimate:
             the second evaluation of the first batch.
         memory: Bytes taken at the peak, above the loaded model and data; None if unknown.
         available: Bytes of memory that there are for it; None if unknown.
+        ways: Which of several exact ways is taken where, with the seconds that were predicted.
     """
 
     samples: int
@@ -39,6 +41,7 @@ class Estimate:
     room: Room
     memory: int | None
     available: int | None
+    ways: tuple[ways.Choice, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
@@ -55,10 +58,12 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         RefusedError: No backend has an exact, proved answer.
     """
     meter, there = Meter(job), available(job.scope.problem.device)
-    choice = choose(job)
-    memory, notes = _memory(job, meter, min(choice.samples, len(job.rows)), there)
+    with ways.predicted():
+        choice = choose(job)
+        memory, notes = _memory(job, meter, min(choice.samples, len(job.rows)), there)
     size = BatchSize(choice.samples, fixed=job.scope.own_loss)
-    room = size.fitting(partial(_first_batch, job, path), len(job.rows))
+    with ways.predicted() as chosen:
+        room = size.fitting(partial(_first_batch, job, path), len(job.rows))
     return Estimate(
         samples=len(job.rows),
         batch_size=size.samples,
@@ -70,6 +75,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         room=room,
         memory=memory,
         available=there,
+        ways=tuple(chosen.values()),
     )
 
 

@@ -1,13 +1,16 @@
 """A run under way: batches in, a result file out."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gradscope.blocks import Evaluation
@@ -25,7 +28,32 @@ from gradscope.storage import Rows, open_file
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
+PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
 SMALL_STATES = 2**24  # bytes of reducers' states that every file keeps, to be merged with others
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a stopped run that goes on keeps to, besides its rows and its reducers' states.
+
+    Attributes:
+        batch_size: How many samples were computed at a time.
+        certificate: The proof so far.
+    """
+
+    batch_size: int | None = None
+    certificate: Mapping[str, Any] | None = None
+
+    def to_state(self) -> State:
+        """Return the whole as a tensor of bytes."""
+        text = json.dumps(asdict(self)).encode()
+        return {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+    @classmethod
+    def of(cls, states: Mapping[str, State]) -> "Progress":
+        """Return what `to_state` gave, from among the states of an unfinished file."""
+        kept = states.get(PROGRESS)
+        return cls() if kept is None else cls(**json.loads(bytes(kept["json"].tolist())))
 
 
 @dataclass
@@ -41,6 +69,7 @@ class Run:
         begun: When, on the performance counter.
         notes: What was noticed before it began.
         states: The reducers' states, by "chain:K" and "mean_gradient".
+        certificate: The proof of the first batch, or of the last one if every batch is proved.
     """
 
     job: Job
@@ -51,6 +80,7 @@ class Run:
     begun: float
     notes: tuple[str, ...] = ()
     states: dict[str, State] = field(default_factory=dict)
+    certificate: Mapping[str, Any] | None = None
 
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not in the file yet."""
@@ -65,14 +95,13 @@ class Run:
 
     def finish(self) -> RunReport:
         """Write the aggregates, verify the file and put it in its place."""
-        certificate = self.job.scope.certificate
         self.writer.finish(
             results={
                 k: chain.result(self.states[f"chain:{k}"])
                 for k, chain in enumerate(self.chains)
                 if chain.reducer is not None and f"chain:{k}" in self.states
             },
-            certificate=NOT_VERIFIED if certificate is None else certificate.to_json(),
+            certificate=self.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
         )
@@ -88,9 +117,18 @@ class Run:
             for key, chain in self._reduced():
                 states[key] = chain.update(states.get(key), *kept)
         rows = rows_of(self.job, self.chains, part, evaluation)
-        self.writer.append(rows, states)
+        self._note_proof()
+        progress = Progress(self.size.samples, self.certificate)
+        self.writer.append(rows, states | {PROGRESS: progress.to_state()})
         self.states = states
         return n
+
+    def _note_proof(self) -> None:
+        found = self.job.scope.certificate
+        if found is not None and (self.certificate is None or self.job.scope.verify == "always"):
+            proof = found.to_json()
+            del proof["seconds"]  # the same run gives the same file
+            self.certificate = proof
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
         yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))

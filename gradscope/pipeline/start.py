@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from gradscope.blocks import ways
 from gradscope.errors import OutputError
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.choice import Choice, choose
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Behind
-from gradscope.pipeline.run import Run, unproved
+from gradscope.pipeline.run import PROGRESS, Progress, Run, unproved
 from gradscope.stats import RunReport
-from gradscope.storage import ChainPlan, FilePlan, open_writer
+from gradscope.storage import ChainPlan, FilePlan, Writer, open_writer
 
 
 @contextmanager
@@ -31,7 +32,8 @@ def start(
     """Open the result file and yield the run; leaving the block early keeps what is finished.
 
     A shard that is there is gone on with, or found to be finished, unless it is to be overwritten:
-    when a worker is lost, all of them are started again.
+    when a worker is lost, all of them are started again. Nothing that decides on the last bits of
+    the numbers is measured: the same run gives the same file, stopped and gone on with or not.
 
     Raises:
         OutputError: The file exists, cannot be written, or belongs to another run.
@@ -40,8 +42,12 @@ def start(
     resume = resume or (job.shard is not None and not overwrite)
     _refuse_inputs(job, path)
     plan = file_plan(job)
-    with open_writer(path, plan, overwrite=overwrite, resume=resume) as writer:
-        choice = Choice(1) if writer.completed == len(job.rows) else choose(job)
+    with (
+        ways.predicted(),
+        open_writer(path, plan, overwrite=overwrite, resume=resume) as writer,
+    ):
+        before = Progress.of(writer.states)
+        choice = _batch_size(job, writer, before)
         plan.run["batch_size"] = choice.samples  # the file is laid out with the first batch
         size = BatchSize(choice.samples, fixed=job.scope.own_loss)
         job.scope.compiler.left = -(-len(job.rows) // size.samples)
@@ -53,7 +59,26 @@ def start(
         job.scope.compiler.left = -(-(len(job.rows) - writer.completed) // size.samples)
         dense = job.spec.compute.layout == "dense"
         with Behind(writer, job.scope.problem.device, dense=dense) as behind:
-            yield Run(job, chains, path, behind, size, begun, choice.notes, dict(writer.states))
+            states = {key: state for key, state in writer.states.items() if key != PROGRESS}
+            yield Run(
+                job,
+                chains,
+                path,
+                behind,
+                size,
+                begun,
+                choice.notes,
+                states,
+                before.certificate,
+            )
+
+
+def _batch_size(job: Job, writer: Writer, before: Progress) -> Choice:
+    """Return the batch size: that of the stopped run, unless another was asked for."""
+    if writer.completed == len(job.rows):
+        return Choice(1)
+    asked = job.spec.compute.batch_size or job.spec.compute.memory
+    return choose(job) if asked or not before.batch_size else Choice(before.batch_size)
 
 
 def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:

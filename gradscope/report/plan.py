@@ -5,6 +5,7 @@ from rich.console import Console
 from gradscope.pipeline import Estimate, Room
 from gradscope.report.layout import facts, heading
 from gradscope.report.text import count, duration, size
+from gradscope.report.ways import render_ways
 
 
 def render_plan(plan: Estimate, console: Console) -> None:
@@ -22,6 +23,7 @@ def render_plan(plan: Estimate, console: Console) -> None:
             ("time", f"about {duration(plan.room.seconds)}, and what the disk takes"),
         ],
     )
+    render_ways(plan.ways, console, measured=False)
 
 
 def render_room(room: Room, console: Console) -> None:

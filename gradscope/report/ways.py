@@ -9,13 +9,15 @@ from gradscope.report.layout import Column, heading, names_table
 from gradscope.report.text import duration
 
 
-def render_ways(choices: Sequence[Choice], console: Console) -> None:
+def render_ways(choices: Sequence[Choice], console: Console, *, measured: bool = True) -> None:
     """Print a row a request: the way that was the fastest, its time, and what it was against."""
     if not choices:
         return
-    heading(console, "Ways that were measured")
+    heading(console, "Ways that were measured" if measured else "Ways, and the time they may take")
     columns = [
-        Column("fastest", [choice.way for choice in choices], justify="left"),
+        Column(
+            "fastest" if measured else "way", [choice.way for choice in choices], justify="left"
+        ),
         Column("time", [duration(choice.seconds.get(choice.way)) for choice in choices]),
         Column("others", [_others(choice) for choice in choices], rank=1, justify="left"),
     ]

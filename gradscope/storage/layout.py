@@ -86,6 +86,7 @@ def split(shape: Shape, itemsize: int) -> Shape:
 def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
     """Create a data set whose chunks have checksums; allocated at once unless it is compressed."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_obj_track_times(False)  # the same run gives the same bytes
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     if array.chunks is not None:
         plist.set_chunk(array.chunks)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import ConvolutionBlock, DenseBlock, Geometry, OuterBlock, products, ways
-from gradscope.blocks.ways import Choice, Way, fastest
+from gradscope.blocks.ways import Way, fastest
 
 
 class Clock:
@@ -66,13 +66,13 @@ def test_small_work_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ways.choices() == ()
 
 
-def test_an_earlier_process_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_measuring_the_cost_model_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, a=1.0, b=2.0)
-    asked(clock)
-    (choice,) = ways.restored(ways.stored())
-    assert choice == ways.choices()[0]
-    ways.adopt([Choice(choice.request, "b", {})])
-    assert asked(clock) == "b"
+    with ways.predicted() as known:
+        assert asked(clock, b=0.5) == "b"
+    assert clock.runs == {"a": 0, "b": 1}
+    assert [(c.way, c.seconds) for c in known.values()] == [("b", {"a": 1.0, "b": 0.5})]
+    assert asked(clock, b=0.5) == "a"
 
 
 def test_a_preferred_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
