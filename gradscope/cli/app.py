@@ -6,11 +6,11 @@ without torch.
 
 import signal
 import sys
-from types import FrameType
 from typing import Annotated
 
 import typer
 
+from gradscope.cli import stopping
 from gradscope.cli.check import check
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
@@ -20,6 +20,7 @@ from gradscope.cli.listing import list_
 from gradscope.cli.merge import merge
 from gradscope.cli.stats import stats
 from gradscope.cli.streams import written
+from gradscope.core.stops import Terminated
 from gradscope.errors import GradscopeError
 
 app = typer.Typer(
@@ -39,15 +40,10 @@ app.command()(export)
 app.command("list")(list_)
 
 
-class Terminated(BaseException):
-    """SIGTERM arrived; like Ctrl-C, it unwinds, so that what is finished is kept."""
-
-
 def main() -> None:
     """Run the command line and exit with the code of DESIGN's table."""
-    signal.signal(signal.SIGTERM, _terminate)
     try:
-        with written():
+        with stopping.at_once(), written():
             app()
     except GradscopeError as error:
         from gradscope.report.console import console
@@ -57,10 +53,6 @@ def main() -> None:
         sys.exit(error.exit_code)
     except Terminated:
         sys.exit(128 + signal.SIGTERM)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _version(asked: bool) -> None:

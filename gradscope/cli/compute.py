@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradscope.cli import options
+from gradscope.cli import options, stopping
 from gradscope.core.shards import this_worker
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
     from gradscope.core.shards import Worker
     from gradscope.core.spec import RunSpec
-    from gradscope.pipeline import Job
+    from gradscope.pipeline import Job, Run
     from gradscope.stats import RunReport
 
 NONFINITE = 7
@@ -30,6 +30,7 @@ def compute(
     config: options.Config = None,
     model: options.Model = None,
     key: options.Key = None,
+    ignore: options.Ignore = None,
     unsafe_pickle: options.UnsafePickle = None,
     loss: options.Loss = None,
     transform: Annotated[
@@ -120,6 +121,7 @@ def compute(
         dataset=dataset,
         model=model,
         key=key,
+        ignore=ignore,
         unsafe_pickle=unsafe_pickle,
         loss=loss,
         transform=transform,
@@ -151,13 +153,15 @@ def compute(
         quiet = quiet or worker.shard.index > 0
     from gradscope.pipeline import prepare
 
-    job = prepare(spec)
-    if dry_run:
-        _plan(job, None if output is None else job.place(output), json)
-        return
-    assert output is not None
-    output = job.place(output)
-    _check_room(job, output, overwrite=overwrite, quiet=quiet or json)
+    stopping.unwinding()
+    with stopping.told(lambda: _nothing_new(resume)):
+        job = prepare(spec)
+        if dry_run:
+            _plan(job, None if output is None else job.place(output), json)
+            return
+        assert output is not None
+        output = job.place(output)
+        _check_room(job, output, overwrite=overwrite, quiet=quiet or json)
     report = _run(job, output, resume=resume, overwrite=overwrite, quiet=quiet or json)
     _show(report, json, quiet)
     if report.nonfinite and job.shard is None:  # of shards, merge says so: others wait for these
@@ -186,30 +190,34 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
     from gradscope.pipeline import start
     from gradscope.report.progress import track
 
-    run = None
-    try:
-        with start(job, output, resume=resume, overwrite=overwrite) as run:
-            if not quiet:
-                for note in run.notes:
-                    typer.echo(note, err=True)
-            total = len(job.rows) - run.writer.completed
-            for batch in track(run.remaining(), total, quiet=quiet):
-                run.add(batch)
-            return run.finish()
-    except Exception:
-        raise
-    except BaseException:  # Ctrl-C or SIGTERM
-        finished = 0 if run is None else run.writer.completed
-        if not finished:
-            typer.echo("stopped before the first batch was finished; nothing was written", err=True)
-        else:
-            words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
-            command = shlex.join(["gradscope", *words, "--resume"])
-            typer.echo(
-                f"stopped after {finished:,} of {len(job.rows):,} samples; go on with\n  {command}",
-                err=True,
-            )
-        raise
+    run: Run | None = None
+    with (
+        stopping.told(lambda: _stopped(job, run, resume)),
+        start(job, output, resume=resume, overwrite=overwrite) as opened,
+    ):
+        run = opened
+        if not quiet:
+            for note in run.notes:
+                typer.echo(note, err=True)
+        total = len(job.rows) - run.writer.completed
+        for batch in track(run.remaining(), total, quiet=quiet):
+            run.add(batch)
+        return run.finish()
+
+
+def _stopped(job: "Job", run: "Run | None", resume: bool) -> str:
+    """Say how far a stopped run has come, and how it goes on."""
+    finished = 0 if run is None else run.writer.completed
+    if not finished:
+        return _nothing_new(resume)
+    words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
+    command = shlex.join(["gradscope", *words, "--resume"])
+    return f"stopped after {finished:,} of {len(job.rows):,} samples; go on with\n  {command}"
+
+
+def _nothing_new(resume: bool) -> str:
+    kept = "what was finished earlier is kept" if resume else "nothing was written"
+    return f"stopped before the first batch was finished; {kept}"
 
 
 def _plan(job: "Job", output: Path | None, json: bool) -> None:

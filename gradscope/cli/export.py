@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gradscope.cli import options
+from gradscope.cli import options, stopping
 
 
 def export(
@@ -42,6 +42,8 @@ def export(
     from gradscope.report.export import render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
+
+    stopping.unwinding()
 
     chosen = None if samples is None else parse_samples(samples)
     with open_file(file) as opened:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradscope.cli import options
+from gradscope.cli import options, stopping
 from gradscope.errors import ResultFileError
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def merge(
     """Join the shards of one run into the file that one process would have written."""
     from gradscope.pipeline import merging
     from gradscope.report.progress import track
+
+    stopping.unwinding()
 
     files = [file for place in shards for file in found_in(place)]
     with merging(files, output, overwrite=overwrite, virtual=virtual, code=code or []) as under_way:

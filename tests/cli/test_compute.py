@@ -245,6 +245,29 @@ def test_a_stopped_run_goes_on(
         np.testing.assert_array_equal(a["samples/norm"], b["samples/norm"])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_there_is_anything_to_keep(
+    number: signal.Signals, digits: Path, tmp_path: Path
+) -> None:
+    """Modules that are half imported are left as they are."""
+    run = [sys.executable, "-X", "importtime", "-m", "gradscope", "compute", "--config", digits]
+    for module in ("numpy.linalg", "torch.fx", "torch", "gradscope.scope"):
+        process = subprocess.Popen(
+            [*run, "-o", str(tmp_path / "o.h5")], stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.stderr is not None
+        for line in process.stderr:  # each module is named when it is imported
+            if line.split("|")[-1].strip() == module:
+                break
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, err
+        assert "Traceback" not in err
+        assert "stopped before" in err
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("coupling", "code"), [("refuse", 4), ("own-loss", 0), ("frozen", 0)])
 def test_coupled_samples(gradscope: Gradscope, tmp_path: Path, coupling: str, code: int) -> None:
     config = SAMPLES / "digits_batchnorm" / "run.toml"
