@@ -102,6 +102,7 @@ def test_a_run_keeps_its_batch_size_when_it_goes_on(
             assert run.size.samples == 7
             run.add(next(run.remaining()))
             raise ZeroDivisionError
+    monkeypatch.undo()
     with start(prepare(spec(batch_size=3)), path, resume=True) as run:
         assert (run.writer.completed, run.size.samples) == (14, 3)
 
