@@ -11,7 +11,7 @@ from gradscope.chains import Chain, bind
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.pipeline.job import Job
-from gradscope.pipeline.run import SMALL_STATES
+from gradscope.pipeline.run import keeps_states
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _Found = list[Mapping[str, Tensor]]
@@ -46,8 +46,7 @@ def aggregate_shapes(
     else:
         stored, made = _grown(states, states, 0), _grown(results, results, 0)
     size = sum(prod(shape) * dtype.itemsize for one in stored for shape, dtype in one.values())
-    small = job.shard is not None or size <= SMALL_STATES
-    return [*made[1:], *(stored if small else [])]
+    return [*made[1:], *(stored if keeps_states(job, size) else [])]
 
 
 def _found(

@@ -29,7 +29,7 @@ from gradscope.storage import Rows, open_file
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
-SMALL_STATES = 2**24  # bytes of reducers' states that every file keeps, to be merged with others
+_SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Run:
                 yield f"chain:{k}", chain
 
     def _kept_states(self) -> dict[str, State]:
-        """Return the states that go into the file: a shard's, and others where they are small."""
+        """Return the states that go into the file."""
         size = sum(t.nbytes for state in self.states.values() for t in state.values())
-        if self.job.shard is None and size > SMALL_STATES:
+        if not keeps_states(self.job, size):
             return {}
         return {owner.removeprefix("chain:"): state for owner, state in self.states.items()}
 
@@ -183,6 +183,14 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
             for chain in chains
         ),
     )
+
+
+def keeps_states(job: Job, size: int) -> bool:
+    """Whether a file keeps its reducers' states, of `size` bytes.
+
+    A shard does, and others where they are small; not where factors were chosen to save space.
+    """
+    return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
 
 
 def mean_gradient_norms(
