@@ -1,8 +1,7 @@
-"""Sums of outer products as matrix products, by whichever kernel is faster here.
+"""Matrix products, by whichever kernel is faster here.
 
-A long sum of outer products is what a convolution with a kernel of size one computes too. oneDNN's
-convolution uses the widest vector instructions of every processor; the matrix kernels that torch is
-built with do not on some (1.8 times slower on AMD processors with AVX-512).
+oneDNN's kernel of linear layers uses the widest vector instructions of every processor; the matrix
+kernels that torch is built with do not on some (half as fast on AMD processors with AVX-512).
 """
 
 import torch
@@ -22,6 +21,23 @@ def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
     return flops / _FLOPS + moved / _BYTES + calls * _CALL
 
 
+def multiplied(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return left rightᵀ + bias (..., o), as a linear layer does.
+
+    Args:
+        left: (..., k).
+        right: (o, k).
+        bias: (o,).
+    """
+    o, k = right.shape
+    m = left.numel() // max(1, k)
+    flops = 2.0 * m * k * o
+    ways = {"gemm": Way(seconds(flops), lambda: F.linear(left, right, bias))}
+    if by_onednn(left, right):
+        ways["oneDNN"] = Way(seconds(flops / 2), lambda: _linear(left, right, bias))
+    return fastest(f"products {o}x{k}", m, left, ways)
+
+
 def contracted(left: Tensor, right: Tensor) -> Tensor:
     """Return Σᵢₜ left[i, k, t, r] right[i, k, t, c] as (k, r, c)."""
     rows, columns = (f.transpose(0, 1).flatten(1, 2) for f in (left, right))  # (k, n·t, ·)
@@ -30,37 +46,73 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
     c = columns.shape[2]
     flops = 2.0 * k * t * r * c
 
-    def convolved() -> Tensor:
-        found = F.conv1d(columns.reshape(1, k * t, c), rows.mT.reshape(k * r, t, 1), groups=k)
-        return found.view(k, r, c)
-
-    def turned() -> Tensor:
-        found = F.conv1d(rows.reshape(1, k * t, r), columns.mT.reshape(k * c, t, 1), groups=k)
-        return found.view(k, c, r).mT.contiguous()
+    def one_by_one() -> Tensor:
+        if r > c:  # the kernel copies its first factor: better the smaller one
+            return _stacked(columns, rows).mT
+        return _stacked(rows, columns)
 
     ways = {"gemm": Way(seconds(flops), lambda: torch.bmm(rows.mT, columns))}
-    if _by_onednn(rows):  # faster with the longer side as the positions of the image
-        straight, across = (0.8, 0.9) if c >= r else (0.9, 0.8)
-        ways["convolution"] = Way(seconds(straight * flops, 0, 2), convolved)
-        ways["turned convolution"] = Way(seconds(across * flops, 0, 2), turned)
+    if by_onednn(rows, columns):
+        ways["oneDNN"] = Way(seconds(flops / 2, 0, k), one_by_one)
     return fastest(f"sums of products {r}x{c}", k * t, rows, ways)
+
+
+def batched(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return leftᵢᵀ rightᵢ (m, r, c) for each i.
+
+    Args:
+        left: (m, t, r).
+        right: (m, t, c), of the same dtype.
+        out: Where to put it.
+    """
+    m, t, r = left.shape
+    c = right.shape[2]
+    if t == 1:  # a broadcast product: no matrix kernel is started for a single term
+        return torch.mul(left.mT, right, out=out)
+    flops = 2.0 * m * t * r * c
+
+    def one_by_one() -> Tensor:
+        found = left.new_empty(m, r, c) if out is None else out
+        for a, b, target in zip(left, right, found, strict=True):
+            target.copy_(_linear(a.mT, b.mT))
+        return found
+
+    ways = {"batched": Way(seconds(flops), lambda: torch.bmm(left.mT, right, out=out))}
+    if by_onednn(left, right):
+        ways["one by one"] = Way(seconds(0.6 * flops, 4.0 * m * r * c, m), one_by_one)
+    return fastest(f"products of samples {r}x{c}, t={t}", m, left, ways)
 
 
 def ghost(left: Tensor, right: Tensor) -> Tensor:
     """Return ‖Σₜ leftₜ ⊗ rightₜ‖² (m,) = Σₜₛ (leftₜ·leftₛ)(rightₜ·rightₛ).
 
-    The Gram matrices over positions are symmetric: of many positions half are left out (Li et al.
-    2021, arXiv:2110.05679, "ghost norms").
+    Li et al. 2021, arXiv:2110.05679, "ghost norms".
 
     Args:
         left: (m, t, r).
         right: (m, t, c).
     """
+    m, t, r = left.shape
+    c = right.shape[2]
+    flops = 2.0 * m * t * t * (r + c)
+
+    def one_by_one() -> Tensor:
+        pairs = zip(left, right, strict=True)
+        return torch.stack([(_linear(a, a) * _linear(b, b)).sum() for a, b in pairs])
+
+    ways = {"batched": Way(seconds(0.6 * flops, 0, 6), lambda: _halves(left, right))}
+    if by_onednn(left, right):
+        ways["one by one"] = Way(seconds(0.5 * flops, 0, 3.0 * m), one_by_one)
+    return fastest(f"Gram matrices {r}+{c}, t={t}", m, left, ways)
+
+
+def _halves(left: Tensor, right: Tensor) -> Tensor:
+    """The Gram matrices over positions are symmetric: of many positions half are left out."""
     t = left.shape[1]
     if t < 2 * _LEAF:
         return _met(left, left, right, right)
     (a, b), (c, d) = ((f[:, : t // 2], f[:, t // 2 :]) for f in (left, right))
-    return ghost(a, c) + ghost(b, d) + 2 * _met(a, b, c, d)
+    return _halves(a, c) + _halves(b, d) + 2 * _met(a, b, c, d)
 
 
 def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
@@ -68,7 +120,31 @@ def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     return (torch.bmm(a, b.mH) * torch.bmm(c, d.mH)).sum((1, 2)).real
 
 
-def _by_onednn(t: Tensor) -> bool:
-    if t.device.type != "cpu" or t.dtype != torch.float32:
+def _stacked(left: Tensor, right: Tensor) -> Tensor:
+    """Return leftₖᵀ rightₖ (k, ·, ·)."""
+    return torch.stack([_linear(a.mT, b.mT) for a, b in zip(left, right, strict=True)])
+
+
+def _linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return found
+
+
+def by_onednn(*factors: Tensor) -> bool:
+    """Whether oneDNN's kernel takes these; it has no derivative."""
+    there = mkldnn.is_available() and mkldnn.enabled  # type: ignore[no-untyped-call]
+    if not there or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    return bool(mkldnn.is_available() and mkldnn.enabled)  # type: ignore[no-untyped-call]
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in factors)
+    return not tracked and plain(*factors)
+
+
+def plain(*factors: Tensor) -> bool:
+    """Whether these are float32 numbers on the CPU, outside the transformations of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is None and all(
+        t.device.type == "cpu"
+        and t.dtype == torch.float32
+        and t.layout == torch.strided
+        and t.numel() > 0
+        for t in factors
+    )

@@ -5,7 +5,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from gradscope.backends.hooks.graph.analysis import (
 from gradscope.backends.hooks.graph.axes import Axis
 from gradscope.backends.hooks.graph.flow import gradients_at, opened
 from gradscope.backends.hooks.graph.trace import Trace, trace
+from gradscope.backends.hooks.linear import FastLinear, has_large_layers
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
@@ -46,7 +47,7 @@ def hooks(problem: Problem) -> Iterator[Evaluate]:
     program = _Program(problem)
 
     def evaluate(batch: Batch) -> Evaluation:
-        with refusing("hooks", problem.model, OTHERS):
+        with refusing("hooks", problem.model, OTHERS), program.kernels():
             return program.evaluate(batch) if len(batch) > 1 else program.evaluate_one(batch)
 
     yield evaluate
@@ -60,6 +61,11 @@ class _Program:
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
+        self.large = has_large_layers(problem.model)
+
+    def kernels(self) -> AbstractContextManager[object]:
+        """Return what decides on the kernels while the model runs and is differentiated."""
+        return FastLinear() if self.large else nullcontext()
 
     def evaluate(self, batch: Batch) -> Evaluation:
         losses, recorded = self._record(batch)

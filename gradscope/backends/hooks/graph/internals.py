@@ -63,6 +63,11 @@ def saved(node: Node, name: str) -> Any:
     return -1 if isinstance(value, int) and value == _UNSIGNED_MINUS_ONE else value
 
 
+def saved_tensors(node: Node) -> tuple[Tensor, ...]:
+    """Return what a Function written in Python saved."""
+    return tuple(node.saved_tensors)  # type: ignore[attr-defined]
+
+
 def pull(node: Node, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operation's direct inputs, given those of its outputs."""
     # a Function written in Python can only be applied

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, OuterBlock
 
@@ -48,6 +49,18 @@ def mv(site: Site) -> Block | None:
     if site.slot != 1 or site.axis.axis != 0:
         return None
     return site.reduced(site.gradient.unsqueeze(-1) * site.saved("self").conj(), site.shape)
+
+
+@node_rules.register("GradscopeWeightBackward")
+def large(site: Site) -> Block | None:
+    """A large linear layer, see `hooks.linear`: weight and bias apart from the input."""
+    if site.slot == 1:
+        return site.reduced(site.gradient)
+    if site.axis.axis == site.gradient.dim() - 1:
+        return None
+    (inputs,) = internals.saved_tensors(site.node)
+    left, right = (site.first(t).flatten(1, -2) for t in (site.gradient, inputs))
+    return OuterBlock.matrix(left, right)
 
 
 def _scaled(site: Site, factor: str) -> Site:
