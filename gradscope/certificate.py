@@ -23,7 +23,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.independence import require_deterministic, require_independent
 from gradscope.core.problem import Problem
 from gradscope.core.scalar import summed
-from gradscope.errors import CertificateError
+from gradscope.errors import CertificateError, ModelError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NEGLIGIBLE = 1e-2  # a parameter is measured against at least this share of the whole gradient
@@ -120,6 +120,7 @@ def certify(
     Raises:
         CertificateError: A check failed.
         CoupledSamplesError: A sample's loss depends on other samples.
+        ModelError: The losses are cut off from every parameter.
         UnsupportedError: The forward pass is random.
     """
     start = time.perf_counter()
@@ -134,6 +135,8 @@ def certify(
     rows = torch.arange(len(batch))[finite]
     alone = own_gradient if own_loss else _alone
     certificate = _examined(problem, backend, batch, evaluation, rows, alone)
+    if len(certificate.unused) == len(problem.parameters):
+        _require_graph(problem, batch)
     if not (certificate.completeness.passed and certificate.agreement.passed):
         registry = own_loss_backends if own_loss else backends
         certificate = _in_float64(
@@ -153,6 +156,17 @@ def finite_samples(evaluation: Evaluation) -> Tensor:
     if evaluation.gradients.bounded():
         return evaluation.losses.isfinite()
     return evaluation.losses.isfinite() & evaluation.gradients.norms.isfinite()
+
+
+def _require_graph(problem: Problem, batch: Batch) -> None:
+    """Refuse losses that no parameter can reach, as a slip leaves them: all rows would be zero."""
+    if not problem.losses(batch).requires_grad:
+        raise ModelError(
+            "the losses do not depend on any parameter: they are cut off from the graph",
+            where="the model or its loss",
+            remedy="Look for detach, .data, .item(), numpy or torch.no_grad in the forward pass "
+            "and in the loss.",
+        )
 
 
 def _alone(problem: Problem, batch: Batch, sample: int) -> dict[str, Tensor]:

@@ -48,9 +48,14 @@ class GradscopeError(Exception):
 
 
 class SpecError(GradscopeError):
-    """An option, run file, chain or loss is not of the form it must have."""
+    """An option, run file, chain or loss is not of the form it must have.
+
+    Attributes:
+        parts: The single mistakes, where it tells of several.
+    """
 
     exit_code = 2
+    parts: tuple["SpecError", ...] = ()
 
 
 class InputError(GradscopeError):

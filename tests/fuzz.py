@@ -1,81 +1,83 @@
-"""Mutated run files and checkpoints: whatever they hold, the answer is ours, and it comes soon.
+"""Mutated run files, dataset specs, data files and checkpoints: the answer is ours, and it is soon.
 
     python -m tests.fuzz --rounds 10000 --seed 1
 
 Each round damages a good file and reads it in this process. The outcome is a success or a
-`GradscopeError`; anything else, or more than `SECONDS` for one file, is a finding.
+`GradscopeError`; anything else, a warning, or more than `SECONDS` for one file, is a finding.
 """
 
 import argparse
-import io
-import json
 import random
 import shutil
 import signal
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import safetensors.torch
 import torch
-from torch import nn
 
-from gradscope.core.spec import load
+from gradscope.core.batch import tensors
+from gradscope.core.spec import DatasetSpec, load, resolve
 from gradscope.errors import GradscopeError
-from gradscope.sources import load_into
+from gradscope.sources import load_into, open_dataset
+from tests import fuzz_files
 
 SECONDS = 20
-RUN = """
-version = 1
-[model]
-factory = "model.py:build"
-kwargs = { width = 3, names = ["a", "b"], date = 2024-01-02 }
-[checkpoint]
-path = "weights.pt"
-key = "ema.module"
-[dataset]
-path = "data.npz"
-inputs = { x = "a", y = "b" }
-targets = ["labels"]
-dtype = { a = "float32" }
-scale = { a = 0.5 }
-reshape = { a = [-1, 8] }
-[loss]
-name = "loss.py:f:a=1"
-kwargs = { weight = [1.0, 2.0] }
-[compute]
-backend = "auto"
-transform = ["clip:max_norm=1.0 | mean", 'mine.py:f:with="a.h5:x | y"']
-samples = "0:10"
-batch_size = 4
-seed = 0
-[compare]
-backends = ["loop", "hooks"]
-"""
 _BYTES = [b"\0", b"\xff" * 8, b"\x80", b"{", b"[" * 40, b'"', b"'", b"=", b"9" * 30, b"\n", b"../"]
 
 
-def good_files() -> dict[str, bytes]:
-    """Return one good file of each kind, by name."""
-    state = model().state_dict()
-    files = {"run.toml": RUN.encode()}
-    for name, options in (("w.pt", {}), ("old.pt", {"_use_new_zipfile_serialization": False})):
-        buffer = io.BytesIO()
-        torch.save({"epoch": 3, "state_dict": state}, buffer, **options)
-        files[name] = buffer.getvalue()
-    files["w.safetensors"] = safetensors.torch.save(state)
-    table = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(state, "shard.safetensors")}
-    files["index.json"] = json.dumps(table).encode()
-    return files
+def read_run(path: Path) -> None:
+    """Read a run file."""
+    load(path)
 
 
-def model() -> nn.Module:
-    """Return what the checkpoints are of."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+def read_checkpoint(path: Path) -> None:
+    """Load a checkpoint."""
+    load_into(fuzz_files.model(), path)
+
+
+def read_data(path: Path) -> None:
+    """Read all samples of a data file."""
+    read_samples(DatasetSpec.model_validate({"path": path, "columns": fuzz_files.columns_of(path)}))
+
+
+def read_dataset(path: Path) -> None:
+    """Read all samples that a dataset spec describes."""
+    others = {
+        "model": {"factory": "checkpoint"},
+        "checkpoint": {"path": "w.pt"},
+        "loss": {"name": "mse"},
+    }
+    read_samples(resolve(None, {"dataset": {"path": path}, **others}).dataset)
+
+
+def read_samples(spec: DatasetSpec) -> None:
+    """Read at most 100 samples, which are tensors of as many rows."""
+    data = open_dataset(spec)
+    batch = data.batch(range(min(len(data), 100)))
+    data.ids(batch.index)
+    for tensor in tensors((batch.inputs, batch.targets)):
+        assert tensor.is_floating_point() or tensor.dtype in _WHOLE
+        assert len(tensor) == len(batch)
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+Reader = Callable[[Path], None]
+
+
+def good_files() -> dict[str, tuple[bytes, Reader]]:
+    """Return one good file of each kind by name, and what reads it."""
+    return {
+        "run.toml": (fuzz_files.RUN.encode(), read_run),
+        "dataset.toml": (fuzz_files.DATASET.encode(), read_dataset),
+        **{name: (file, read_checkpoint) for name, file in fuzz_files.checkpoints().items()},
+        **{name: (file, read_data) for name, file in fuzz_files.data_files().items()},
+    }
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
@@ -100,7 +102,7 @@ _ACCIDENTS: list[_Accident] = [
 ]
 
 
-def outcome(name: str, path: Path) -> str:
+def outcome(path: Path, read: Reader) -> str:
     """Read a file and say what came of it.
 
     Raises:
@@ -108,9 +110,11 @@ def outcome(name: str, path: Path) -> str:
     """
     try:
         with _limited():
-            load(path) if name == "run.toml" else load_into(model(), path)
+            read(path)
     except GradscopeError as error:
+        assert error.exit_code in (2, 3), error
         assert error.remedy, f"no remedy: {error}"
+        assert str(path.parent) in str(error), f"no file: {error}"
         assert "Traceback" not in str(error)
         return type(error).__name__
     return "loaded"
@@ -123,14 +127,16 @@ def rounds(folder: Path, n: int, seed: int) -> Counter[tuple[str, str]]:
         AssertionError: A finding; the file stays in the folder.
     """
     rng, files = random.Random(seed), good_files()
-    (folder / "shard.safetensors").write_bytes(files["w.safetensors"])
+    for name, content in fuzz_files.companions().items():
+        (folder / name).write_bytes(content)
     found: Counter[tuple[str, str]] = Counter()
     for k in range(n):
         name = rng.choice(list(files))
+        content, read = files[name]
         path = folder / name
-        path.write_bytes(mutated(files[name], rng))
+        path.write_bytes(mutated(content, rng))
         try:
-            found[name, outcome(name, path)] += 1
+            found[name, outcome(path, read)] += 1
         except Exception as error:
             raise AssertionError(f"round {k} of seed {seed}, {path}: {error!r}") from error
     return found
@@ -156,6 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    warnings.simplefilter("error")
     folder = Path(tempfile.mkdtemp(prefix="gradscope-fuzz-"))
     counts = rounds(folder, given.rounds, given.seed)
     shutil.rmtree(folder)

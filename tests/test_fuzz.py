@@ -4,18 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from tests import fuzz
+from tests import fuzz, fuzz_files
 
 
-def test_the_good_files_are_good(tmp_path: Path) -> None:
-    files = fuzz.good_files()
-    (tmp_path / "shard.safetensors").write_bytes(files["w.safetensors"])
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-        assert fuzz.outcome(name, tmp_path / name) == "loaded"
+@pytest.mark.parametrize("name", fuzz.good_files())
+def test_the_good_files_are_good(tmp_path: Path, name: str) -> None:
+    for companion, content in fuzz_files.companions().items():
+        (tmp_path / companion).write_bytes(content)
+    content, read = fuzz.good_files()[name]
+    (tmp_path / name).write_bytes(content)
+    assert fuzz.outcome(tmp_path / name, read) == "loaded"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_damaged_the_answer_is_ours(tmp_path: Path, seed: int) -> None:
     found = fuzz.rounds(tmp_path, 500, seed)
     assert sum(found.values()) == 500
@@ -29,4 +30,4 @@ def test_a_finding_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fuzz, "load", broken)
     with pytest.raises(AssertionError, match=r"of seed 0, .*KeyError"):
-        fuzz.rounds(tmp_path, 50, 0)
+        fuzz.rounds(tmp_path, 100, 0)

@@ -15,6 +15,7 @@ def check(
     config: options.Config = None,
     model: options.Model = None,
     key: options.Key = None,
+    ignore: options.Ignore = None,
     unsafe_pickle: options.UnsafePickle = None,
     loss: options.Loss = None,
     transform: Annotated[
@@ -41,6 +42,7 @@ def check(
         dataset=dataset,
         model=model,
         key=key,
+        ignore=ignore,
         unsafe_pickle=unsafe_pickle,
         loss=loss,
         transform=transform,

@@ -21,6 +21,7 @@ def compare(
     config: options.Config = None,
     model: options.Model = None,
     key: options.Key = None,
+    ignore: options.Ignore = None,
     unsafe_pickle: options.UnsafePickle = None,
     loss: options.Loss = None,
     backends: Annotated[
@@ -57,6 +58,7 @@ def compare(
         dataset=dataset,
         model=model,
         key=key,
+        ignore=ignore,
         unsafe_pickle=unsafe_pickle,
         loss=loss,
         backends=None if backends is None else [b.strip() for b in backends.split(",")],

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gradscope.core.spec import RunSpec, resolve
+from gradscope.errors import GradscopeError, SpecError
 
 Checkpoint = Annotated[
     Path | None,
@@ -33,6 +34,14 @@ Key = Annotated[
     str | None,
     typer.Option(
         "--key", metavar="KEY", help="Where in CHECKPOINT the weights are, such as ema.module."
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="GLOB",
+        help="Leave out names in CHECKPOINT that the model does not have; repeatable.",
     ),
 ]
 UnsafePickle = Annotated[
@@ -116,12 +125,26 @@ def run_spec(config: Path | None, **flags: Any) -> RunSpec:
         overrides.setdefault(section, {})[key] = value
     if "loss" in given:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
-    return resolve(config, overrides)
+    return resolve(config, overrides, _wrong_names)
+
+
+def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
+    """Return what is wrong with the names of chains, backends and loss, beside what else is."""
+    from gradscope.pipeline.names import resolve_names
+
+    try:
+        resolve_names(spec)
+    except SpecError as error:
+        return error.parts or (error,)
+    except GradscopeError:  # of the user's code, which is told when it is all that is wrong
+        pass
+    return ()
 
 
 _PLACES = {
     "checkpoint": ("checkpoint", "path"),
     "key": ("checkpoint", "key"),
+    "ignore": ("checkpoint", "ignore"),
     "unsafe_pickle": ("checkpoint", "unsafe_pickle"),
     "dataset": ("dataset", "path"),
     "model": ("model", "factory"),

@@ -5,11 +5,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from gradscope.core.references import HELD, function_of
 from gradscope.core.registry import suggestion
 from gradscope.core.runfile import Layer, shown
 from gradscope.errors import SpecError
 
 Parts = tuple[str | int, ...]
+
+_EXAMPLES = (("model", "factory", HELD), ("checkpoint", "path", "."), ("dataset", "path", "."))
 
 
 def complaints(
@@ -48,9 +51,32 @@ def combined(problems: list[SpecError]) -> SpecError:
     unique = list({(p.where, p.what): p for p in problems}.values())
     if len(unique) == 1:
         return unique[0]
-    return SpecError(
+    error = SpecError(
         f"{len(unique)} settings are wrong:", remedy="\n".join(map(_in_one_line, unique))
     )
+    error.parts = tuple(unique)
+    return error
+
+
+def salvaged(merged: Mapping[str, Any], failure: ValidationError) -> dict[str, Any]:
+    """Return the settings that are of the right form, with examples where one must be given.
+
+    A loss of the user's is replaced, too: none of their code is to run for a run that cannot be.
+    """
+    kept = {key: dict(t) if isinstance(t, Mapping) else t for key, t in merged.items()}
+    for error in failure.errors():
+        section, *keys = map(str, error["loc"][:2])
+        table = kept.get(section)
+        if keys and isinstance(table, dict):
+            table.pop(keys[0], None)
+        else:
+            kept.pop(section, None)
+    for section, key, value in _EXAMPLES:
+        kept.setdefault(section, {}).setdefault(key, value)
+    loss = kept.setdefault("loss", {})
+    if function_of(str(loss.get("name", "a:b"))) is not None:
+        kept["loss"] = {"name": "mse"}
+    return kept
 
 
 def _in_one_line(problem: SpecError) -> str:

@@ -9,8 +9,10 @@ from gradscope.core.batch import Batch, tensors
 
 _GENERAL = "Check that the data fit the model: shapes, dtypes and the order of inputs."
 _LABEL = re.compile(r"Target (-?\d+) is out of bounds")
+_TARGET = re.compile(r"expected target dtype to be Long")
+_COUNT = re.compile(r"positional arguments? but|required positional|unexpected keyword argument")
 _INDEX = re.compile(r"index out of range in self")
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type|not implemented for")
 
 
@@ -34,9 +36,21 @@ def hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
             _sample(batch.inputs, batch, largest),
             f"An index is not in the table it looks up; the largest among the inputs is {largest}.",
         )
-    if whole and _DTYPE.search(text):
+    if _COUNT.search(text):
+        given = sum(1 for _ in tensors(batch.inputs))
         return None, (
-            "The inputs hold integers. For a model that computes with floating-point numbers, a "
+            f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
+            "with (outputs, targets): [dataset] inputs and targets say which arrays these are."
+        )
+    if _TARGET.search(text):
+        return None, (
+            'Class labels are integers: a dataset spec says dtype = { NAME = "int64" }. A '
+            "missing one makes floating-point numbers of its whole column: leave that sample out."
+        )
+    if whole and _DTYPE.search(text):
+        kind = "truth values" if whole[0].dtype == torch.bool else "integers"
+        return None, (
+            f"The inputs hold {kind}. For a model that computes with floating-point numbers, a "
             'dataset spec says dtype = { NAME = "float32" }.'
         )
     return None, _GENERAL

@@ -1,14 +1,18 @@
 """Whose code raised: the innermost layer of a model on an exception's traceback."""
 
+import importlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from gradscope.core.batch import Batch
 from gradscope.core.hints import hint
 from gradscope.core.shortage import is_shortage
+from gradscope.core.stops import STOPS
 from gradscope.errors import GradscopeError, ModelError
 
 
@@ -33,9 +37,33 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def own_lines(error: BaseException, limit: int = 8) -> str:
+    """Return the user's part of a traceback, as Python prints it; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_machinery(frame.filename)]
+    return "".join(traceback.format_list(theirs[-limit:])).rstrip()
+
+
+def _is_machinery(file: str) -> bool:
+    imports = file.startswith("<frozen importlib") or file == importlib.__file__
+    return imports or any(Path(file).is_relative_to(package) for package in _PACKAGES)
+
+
+_PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+
+
+def raised(error: BaseException) -> str:
+    """Return what the user's code did."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    return f"raised {first_line(error)}"
+
+
 @contextmanager
 def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
+
+    sys.exit is as good as an error.
 
     Running out of memory is not the model's fault and passes through unchanged.
 
@@ -45,14 +73,15 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except GradscopeError:
+    except (GradscopeError, *STOPS):
         raise
-    except Exception as error:
+    except BaseException as error:
         if is_shortage(error):
             raise
         sample, remedy = hint(error, batch)
+        lines = own_lines(error, 3)
         raise ModelError(
-            f"the model or its loss raised {first_line(error)}",
+            f"the model or its loss {raised(error)}",
             where=", ".join(filter(None, (layer_of(error, model), sample))) or None,
-            remedy=remedy,
+            remedy=f"{remedy}\nIt came from:\n{lines}" if lines else remedy,
         ) from error

@@ -184,9 +184,16 @@ class Problem:
         return self.loss(call(model, inputs), targets)
 
     def _checked(self, losses: Any, n: int) -> Tensor:
-        if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
-            return losses
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
+        if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
+            if losses.is_floating_point():
+                return losses
+            raise SpecError(
+                f"the loss {name!r} must return floating-point numbers, not {losses.dtype}",
+                where="loss",
+                remedy="Return the loss itself, not a label or a count; of a complex one, its "
+                "real part or its square.",
+            )
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))
         scalar = isinstance(losses, Tensor) and losses.dim() == 0
         raise SpecError(

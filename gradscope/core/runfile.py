@@ -79,7 +79,8 @@ def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[tuple[str, ...], La
     origin: dict[tuple[str, ...], Layer] = {}
     for layer in layers:
         for section, table in layer.values.items():
-            origin[section,] = layer
+            if table or (section,) not in origin:  # what is missing is missing where others stand
+                origin[section,] = layer
             if not isinstance(table, dict):
                 merged[section] = table
             elif isinstance(merged.setdefault(section, {}), dict):

@@ -5,18 +5,19 @@
 Nothing is loaded here, and torch is not imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from gradscope.core import settings
-from gradscope.core.complaints import combined, complaints
+from gradscope.core.complaints import combined, complaints, salvaged
 from gradscope.core.grammar import Stage
 from gradscope.core.references import HELD, REFERENCE_FORMS, function_of, parse_loss
-from gradscope.core.runfile import gather, merge
+from gradscope.core.runfile import Layer, gather, merge
 from gradscope.core.settings import parse_samples as parse_samples
+from gradscope.errors import SpecError
 
 
 class _Section(BaseModel):
@@ -45,6 +46,10 @@ class CheckpointSpec(_Section):
     )
     key: settings.Text | None = Field(
         default=None, description='where in it the weights are, such as "ema.module" (--key)'
+    )
+    ignore: settings.Texts | None = Field(
+        default=None,
+        description="a list of globs of names in it that the model does not have (--ignore)",
     )
     unsafe_pickle: settings.Switch = Field(
         default=False,
@@ -239,13 +244,18 @@ class RunSpec(_Section):
         return self._places.get((section, key))
 
 
-def resolve(config: Path | None, overrides: Mapping[str, Any]) -> RunSpec:
+def resolve(
+    config: Path | None,
+    overrides: Mapping[str, Any],
+    also: Callable[[RunSpec], Iterable[SpecError]] = lambda _: (),
+) -> RunSpec:
     """Return the settings of a run file with those of the command line over them.
 
     Args:
         config: The run file, or None. Paths in it are relative to it.
         overrides: {section: {key: value}}, only the flags that were given. Paths in it are
             relative to the working directory. A dataset path ending in .toml is a dataset spec.
+        also: Where settings are not of the form they must have: what else is wrong with the rest.
 
     Raises:
         SpecError: Anything is wrong; one error tells everything that is.
@@ -260,12 +270,20 @@ def resolve(config: Path | None, overrides: Mapping[str, Any]) -> RunSpec:
         origin[()] = next(layer for layer in layers if not layer.flat)
         missing = not problems  # what is missing may be in the file that could not be read
         problems += complaints(failure, RunSpec, merged, origin, missing=missing)
+        if missing:
+            problems += also(
+                _placed(RunSpec.model_validate(salvaged(merged, failure)), layers, origin)
+            )
     if problems:
         raise combined(problems)
+    return _placed(spec, layers, origin)
+
+
+def _placed(spec: RunSpec, layers: list[Layer], origin: Mapping[tuple[str, ...], Layer]) -> RunSpec:
     spec._places = {
         parts: f"{layer.source}: {layer.key(parts)}"
         for parts, layer in origin.items()
-        if layer is not layers[-1]  # the command line
+        if parts and layer is not layers[-1]  # the command line
     }
     return spec
 

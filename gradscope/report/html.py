@@ -43,11 +43,16 @@ def render_html(found: Result) -> str:
     places = [f.path for f in found.files] if isinstance(found, Difference) else [_path(found)]
     names = " and ".join(Path(place).name for place in places)
     told = warnings(found) if isinstance(found, Summary) else []
+    answers = [
+        _section(section.title, text, section.key) if (text := _content(section)) else ""
+        for section in results.sections(found)
+    ]
     parts = [
         "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in told),
         _section("Run", _facts(results.facts(found)) + _records(found)),
+        *answers[:1],
         _pictures(plots.panels(found)) if plots.available() else "",
-        *(_section(s.title, text, s.key) for s in results.sections(found) if (text := _content(s))),
+        *answers[1:],
     ]
     return page(f"{_safe(names)}: gradient statistics", _safe(", ".join(places)), parts)
 
@@ -157,6 +162,7 @@ def _table(label: str, table: Table) -> str:
     body = "\n".join(f"<tr>{row}</tr>" for row in _rows(table))
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{_safe(label)}"><table>\n'
+        f"<caption>{_safe(label)}</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
 

@@ -27,6 +27,8 @@ dd { margin: 0; overflow-wrap: anywhere; grid-column: 2; }
 figure { margin: 0; }
 svg { width: 100%; height: auto; color: var(--ink); display: block; }
 .wide { overflow-x: auto; }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; white-space: nowrap;
+  clip-path: inset(50%); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 24rem; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.7rem; text-align: left;
   vertical-align: bottom; }

@@ -48,7 +48,8 @@ def summary_panels(summary: Summary) -> list[Panel]:
         Panel("Mean gradient norm of each parameter",
               lambda axes: bars(axes, f"Mean norm{which}", names, norms, BLUE), height),
         Panel("Signal to noise of each parameter",
-              lambda axes: bars(axes, f"Signal to noise{which}", names, signals, ORANGE), height),
+              lambda axes: _signals(axes, summary, f"Signal to noise{which}", names, signals),
+              height),
     ]  # fmt: skip
     if summary.directions is not None:
         panels.append(
@@ -202,6 +203,21 @@ def bars(
         if value is None:
             side = axes.get_yaxis_transform()
             axes.text(0.01, k, "undefined", transform=side, va="center", fontsize=7)
+
+
+def _signals(
+    axes: "Axes",
+    summary: Summary,
+    title: str,
+    names: Sequence[str],
+    signals: Sequence[float | None],
+) -> None:
+    """Draw signal to noise, with the line that noise alone reaches."""
+    bars(axes, title, names, signals, ORANGE)
+    n = summary.file.samples - summary.nonfinite.count
+    if n > 1:
+        axes.axvline(1 / n, color=BLUE, linewidth=0.8, linestyle="--")
+        axes.set_title(f"{title}; dashed: noise alone, 1/{n:,}")
 
 
 def log_when_wide(set_scale: Any, values: Sequence[float]) -> None:

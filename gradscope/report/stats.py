@@ -10,9 +10,9 @@ from gradscope.report.layout import Column, facts, numbers, whole
 from gradscope.report.sections import Fact, Section, Table, print_sections, print_table
 from gradscope.report.stats_batch import batch, clipping, directions
 from gradscope.report.stats_samples import alike, neighbours, samples
+from gradscope.report.stats_short import in_short
 from gradscope.report.text import count, percent, shape, short, size, visible
 from gradscope.stats import ParameterRow, Summary
-from gradscope.stats.checks import TOLERANCE
 
 
 def render_stats(summary: Summary, console: Console) -> None:
@@ -28,11 +28,12 @@ def render_stats(summary: Summary, console: Console) -> None:
 def sections(summary: Summary) -> list[Section]:
     """Return everything but what the file is."""
     return [
+        *in_short(summary),
         *_norms(summary),
         *clipping(summary),
         batch(summary),
         *directions(summary),
-        Section("Parameters", "parameters", table=parameter_table(summary.parameters)),
+        _parameters(summary),
         *_classes(summary),
         *_spectrum(summary),
         _chains(summary),
@@ -70,7 +71,7 @@ def warnings(summary: Summary) -> list[str]:
         text = f"{count(n, 'sample')} not finite and left out below"
         lines.append(f"{text}: {listed}" if index else text)
     return lines + [
-        f"does not hold to {TOLERANCE:g}: {c.name} ({short(c.left)} and {short(c.right)})"
+        f"does not hold to {c.tolerance:g}: {c.name} ({short(c.left)} and {short(c.right)})"
         for c in summary.checks
         if not c.passed
     ]
@@ -96,6 +97,13 @@ def parameter_table(rows: Sequence[ParameterRow]) -> Table:
     if any(r.opposing is not None for r in rows):
         columns.append(numbers("opposed", [r.opposing for r in rows], rank=7, show=percent))
     return Table(columns, "parameter", [r.name for r in rows])
+
+
+def _parameters(summary: Summary) -> Section:
+    n = summary.file.samples - summary.nonfinite.count
+    notes = [f"Noise alone gives an SNR of about 1/N = {short(1 / n)}."] if n > 1 else []
+    table = parameter_table(summary.parameters)
+    return Section("Parameters", "parameters", table=table, notes=notes)
 
 
 def _norms(summary: Summary) -> list[Section]:

@@ -24,9 +24,9 @@ def batch(summary: Summary) -> Section:
     simple = f"{short(noise.simple)} samples" if noise.simple is not None else "undefined"
     trace, signal = short(noise.trace_covariance), short(noise.gradient_norm_squared)
     rows: list[Fact] = [
-        ("noise scale", simple + _between(noise.simple_interval)),
-        ("trace of covariance", trace + _between(noise.trace_covariance_interval)),
-        ("gradient norm squared", signal + _between(noise.gradient_norm_squared_interval)),
+        ("noise scale", simple + between(noise.simple_interval)),
+        ("trace of covariance", trace + between(noise.trace_covariance_interval)),
+        ("gradient norm squared", signal + between(noise.gradient_norm_squared_interval)),
     ]
     if noise.flag is not None:
         rows.append(("", Text(noise.flag, style="yellow")))
@@ -52,7 +52,8 @@ def directions(summary: Summary) -> list[Section]:
     return [Section("Cosine with the mean gradient", "directions", rows)]
 
 
-def _between(interval: Interval | None) -> str:
+def between(interval: Interval | None) -> str:
+    """Return an interval as it follows a number, or nothing."""
     if interval is None:
         return ""
     if interval.high is None:

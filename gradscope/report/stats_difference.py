@@ -5,7 +5,7 @@ from rich.text import Text
 
 from gradscope.report.layout import Column, facts, numbers
 from gradscope.report.sections import Section, Table, print_sections
-from gradscope.report.stats_samples import index_column, target_column
+from gradscope.report.stats_samples import index_columns, target_column
 from gradscope.report.text import count, short, size, visible
 from gradscope.stats import Difference
 
@@ -83,7 +83,7 @@ def _samples(found: Difference) -> list[Section]:
     if not rows:
         return []
     columns: list[Column] = [
-        index_column([r.index for r in rows]),
+        *index_columns(rows),
         numbers("moved" if found.exact else "at least", [r.moved for r in rows]),
         numbers("norm", [r.norm.first for r in rows]),
         numbers("norm then", [r.norm.second for r in rows]),

@@ -7,9 +7,10 @@ from rich.text import Text
 
 from gradscope.report.layout import Column, numbers
 from gradscope.report.sections import Section, Table
-from gradscope.report.text import count, fit_names, short
+from gradscope.report.text import NONE, count, fit_names, short, visible
 from gradscope.stats import SampleRow, Summary
 from gradscope.stats.alike import Pair
+from gradscope.stats.difference import Moved
 
 _WIDEST_TARGET = 24
 _MOST_PAIRS = 10
@@ -59,7 +60,8 @@ def _pairs(title: str, pairs: Sequence[Pair]) -> list[str | Text]:
     lines: list[str | Text] = [Text(title)]
     for pair in pairs[:_MOST_PAIRS]:
         apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
-        line = Text(f"  {pair.first} and {pair.second}{apart}")
+        first, second = (_named(*of) for of in _ends(pair))
+        line = Text(f"  {first} and {second}{apart}")
         if pair.same_target is False:
             line.append(", different targets", style="bold yellow")
         lines.append(line)
@@ -68,10 +70,18 @@ def _pairs(title: str, pairs: Sequence[Pair]) -> list[str | Text]:
     return lines
 
 
+def _ends(pair: Pair) -> tuple[tuple[int, int | str | None], tuple[int, int | str | None]]:
+    return (pair.first, pair.first_id), (pair.second, pair.second_id)
+
+
+def _named(index: int, name: int | str | None) -> str:
+    return str(index) if name is None else f"{index} ({visible(str(name))})"
+
+
 def sample_table(rows: Sequence[SampleRow]) -> Table:
     """Return a row a sample."""
     columns = [
-        index_column([r.index for r in rows]),
+        *index_columns(rows),
         numbers("norm", [r.norm for r in rows]),
         numbers("times median", [r.times_median for r in rows], rank=1),
         numbers("loss", [r.loss for r in rows]),
@@ -83,9 +93,15 @@ def sample_table(rows: Sequence[SampleRow]) -> Table:
     return Table(columns)
 
 
-def index_column(index: Sequence[int]) -> Column:
-    """Return positions in a data set, which can be copied as they are."""
-    return Column("index", [str(k) for k in index], values=index)
+def index_columns(rows: Sequence[SampleRow] | Sequence[Moved]) -> list[Column]:
+    """Return positions in a data set, which can be copied as they are, and own names."""
+    index = [row.index for row in rows]
+    columns = [Column("index", [str(k) for k in index], values=index)]
+    names = [row.id for row in rows]
+    if any(name is not None for name in names):
+        cells = fit_names([NONE if name is None else str(name) for name in names], _WIDEST_TARGET)
+        columns.append(Column("id", cells, rank=1, justify="left"))
+    return columns
 
 
 def target_column(targets: Sequence[Any]) -> Column:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradscope.core.registry import suggestion
 from gradscope.errors import CheckpointError
 from gradscope.sources.fit import shared
-from gradscope.sources.listing import listed
+from gradscope.sources.listing import article, listed
 
 _DEPTH = 3  # such as checkpoint["ema"]["module"]["state_dict"]
 _REMEDY = "Save model.state_dict()."
@@ -43,10 +43,10 @@ def find_state_dict(content: Any, model: nn.Module, key: str | None = None) -> S
         raise CheckpointError("it holds a single tensor, not a state dict", remedy=_REMEDY)
     if not isinstance(content, Mapping | nn.Module):
         kind = type(content).__name__
-        raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_REMEDY)
+        raise CheckpointError(f"it holds {article(kind)}, not a state dict", remedy=_REMEDY)
     found = state_dicts(content)
     if key is not None:
-        return _named(key, found)
+        return _named(key, content, found)
     if len(found) == 1:
         return found[0]
     scores = [shared(each.state, model) for each in found]
@@ -56,7 +56,8 @@ def find_state_dict(content: Any, model: nn.Module, key: str | None = None) -> S
         keys = listed(repr(k) for k in content) if isinstance(content, Mapping) else ""
         raise CheckpointError(
             f"there is no state dict of the model in it; its keys are: {keys or 'none'}",
-            remedy=f"{_REMEDY} It may stand under a key, such as 'model' or 'state_dict'.",
+            remedy=f"{_REMEDY} It may stand under a key, such as 'model'; one that is deeper than "
+            "four is named with --key.",
         )
     if len(chosen) > 1:
         keys = listed(each.key or "the top level" for each in chosen)
@@ -86,10 +87,15 @@ def _state_dicts(content: Any, key: str, depth: int, seen: set[int]) -> Iterator
                 yield from _state_dicts(value, f"{key}.{name}" if key else name, depth - 1, seen)
 
 
-def _named(key: str, found: list[StateDict]) -> StateDict:
+def _named(key: str, content: Any, found: list[StateDict]) -> StateDict:
     for each in found:
         if each.key == key:
             return each
+    value = content
+    for part in key.split("."):  # it may lie deeper than is looked by itself
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
+        return StateDict(key, value)
     keys = [each.key for each in found if each.key]
     raise CheckpointError(
         f"there is no state dict under {key!r} in it",

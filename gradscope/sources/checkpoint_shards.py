@@ -11,7 +11,12 @@ from torch import Tensor
 from gradscope.core.registry import suggestion
 from gradscope.errors import CheckpointError
 from gradscope.sources.listing import listed
-from gradscope.sources.readers import checkpoint_readers, find_checkpoint_reader, matching
+from gradscope.sources.readers import (
+    checkpoint_readers,
+    find_checkpoint_reader,
+    matching,
+    reachable,
+)
 
 _MAX_BYTES = 2**27  # the names of the largest models take a few megabytes
 _AGAIN = "Download the folder again, or write it again with save_pretrained."
@@ -56,7 +61,8 @@ def _shards(path: Path) -> dict[str, list[str]]:
         if not isinstance(file, str) or not _is_inside(file):
             raise _wrong(path, f"{name!r} is in {file!r}, which is no file of its own folder")
         shards.setdefault(file, []).append(name)
-    absent = [file for file in shards if not (path.parent / file).exists()]
+    with reachable(path, CheckpointError):
+        absent = [file for file in shards if not (path.parent / file).exists()]
     if absent:
         beside = sorted(p.name for p in path.parent.iterdir() if p != path)
         hint = suggestion(absent[0], beside).replace("Supported", "The folder holds")

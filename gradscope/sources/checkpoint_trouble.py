@@ -9,6 +9,7 @@ from pathlib import Path
 from gradscope.core.locate import first_line
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import CheckpointError
+from gradscope.sources.damage import damage
 
 AGAIN = "Write or download it again."
 STATE_DICT = (
@@ -43,7 +44,7 @@ def reading(path: Path) -> Iterator[None]:
             reason = "its pickled part cannot be read without executing code, or not at all"
             raise damaged(path, reason) from error
         if refused is None:
-            raise damaged(path, first_line(error)) from error
+            raise damaged(path, damage(error)) from error
         name = next(text for text in refused.groups() if text)
         raise CheckpointError(
             f"it holds more than tensors: {name}. Such a file can execute code and is not loaded",

@@ -1,6 +1,6 @@
 """Weights from a file into a model: found, checked against the model, and loaded whole or not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from gradscope.sources.code import user_file
 from gradscope.sources.digests import sha256, sha256_of_all
 from gradscope.sources.fit import fitted
 from gradscope.sources.listing import listed
-from gradscope.sources.readers import checkpoint_readers, find_checkpoint_reader
+from gradscope.sources.readers import checkpoint_readers, find_checkpoint_reader, reachable
 
 TRUSTED = ("torch", "torch-legacy", "pickle")  # what unsafe_pickle lets execute code
 
@@ -59,7 +59,7 @@ class CheckpointReport:
         if self.key:
             notes.append(f"The weights are those under {self.key!r} of the checkpoint.")
         if self.dropped:
-            notes.append(f"Left out of the checkpoint, as no weights: {listed(self.dropped)}.")
+            notes.append(f"Left out of the checkpoint, as not the model's: {listed(self.dropped)}.")
         if self.prefix:
             notes.append(f"The prefix {self.prefix!r} was taken off all names in the checkpoint.")
         if self.casts:
@@ -100,7 +100,8 @@ def read(path: Path, *, unsafe_pickle: bool = False) -> Content:
     Raises:
         CheckpointError: It cannot be read or is refused.
     """
-    file = weights_in(path) if path.is_dir() else path
+    with reachable(path, CheckpointError):
+        file = weights_in(path) if path.is_dir() else path
     notes = [] if file == path else [f"The weights of the folder are those in {file.name}."]
     name = find_checkpoint_reader(file)
     with located(file):
@@ -117,7 +118,12 @@ def read(path: Path, *, unsafe_pickle: bool = False) -> Content:
 
 
 def load_into(
-    model: nn.Module, path: Path, *, key: str | None = None, unsafe_pickle: bool = False
+    model: nn.Module,
+    path: Path,
+    *,
+    key: str | None = None,
+    ignore: Sequence[str] = (),
+    unsafe_pickle: bool = False,
 ) -> CheckpointReport:
     """Load a checkpoint into a model: every tensor of both must fit, or nothing is loaded.
 
@@ -125,6 +131,7 @@ def load_into(
         model: The model; its parameters and buffers are overwritten.
         path: A file, an index of several, or the folder that holds either.
         key: Where in it the state dict is, dotted; found by the model's names when None.
+        ignore: Globs of names that are left out where the model has no such name.
         unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
 
     Raises:
@@ -133,7 +140,7 @@ def load_into(
     content = read(path, unsafe_pickle=unsafe_pickle)
     with located(content.path):
         found = find_state_dict(content.value, model, key)
-        fit = fitted(model, found.state)
+        fit = fitted(model, found.state, ignore)
         with user_file("the model's own load_state_dict"):
             model.load_state_dict(fit.state, strict=True)
     return CheckpointReport(

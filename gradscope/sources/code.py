@@ -9,18 +9,21 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from gradscope.core.locate import first_line
+from gradscope.core.locate import own_lines, raised
 from gradscope.core.references import split_reference
 from gradscope.core.registry import suggestion
+from gradscope.core.stops import STOPS
 from gradscope.errors import ModelError
+from gradscope.sources.listing import article
 
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
 
@@ -52,7 +55,7 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
         )
     if not callable(found):
         raise ModelError(
-            f"{name!r} is {_article(type(found).__name__)}, not a function",
+            f"{name!r} is {article(type(found).__name__)}, not a function",
             where=where,
             remedy=f"Name a function; it has: {', '.join(_functions(module)) or 'none'}.",
         )
@@ -82,22 +85,35 @@ def user_file(what: str) -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except MemoryError:
+    except (MemoryError, *STOPS):
         raise
-    except SystemExit as error:
-        raise ModelError(
-            f"your code called sys.exit({error.code!r})", where=what, remedy=_trace(error)
-        ) from error
-    except Exception as error:  # whatever the user's code raises
-        raise ModelError(
-            f"your code raised {first_line(error)}", where=what, remedy=_trace(error)
-        ) from error
+    except BaseException as error:  # whatever the user's code raises
+        raise ModelError(f"your code {raised(error)}", where=what, remedy=_trace(error)) from error
+
+
+@contextmanager
+def _no_silent_exit() -> Iterator[None]:
+    """Let os._exit raise SystemExit in this process: nobody is to leave without a word."""
+    process, leave = os.getpid(), os._exit
+
+    def stop(status: int) -> NoReturn:
+        if os.getpid() != process:  # a fork that the user's code made
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = stop
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _import_file(path: Path, kind: str) -> ModuleType:
     """Import a file; the same content at the same place is imported once."""
     path = path.absolute()
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(None, "this is no regular file")
         content = path.read_bytes()
     except OSError as error:
         raise ModelError(
@@ -112,7 +128,7 @@ def _import_file(path: Path, kind: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with user_file(f"{kind} {path}"), importable(path.parent):
+        with user_file(f"{kind} {path}"), importable(path.parent), _no_silent_exit():
             exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -122,7 +138,7 @@ def _import_file(path: Path, kind: str) -> ModuleType:
 
 def _import(name: str, kind: str) -> ModuleType:
     what = f"{kind} {name}"
-    with user_file(what), importable(Path.cwd()):
+    with user_file(what), importable(Path.cwd()), _no_silent_exit():
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -174,18 +190,6 @@ def _functions(module: ModuleType) -> list[str]:
 
 def _trace(error: BaseException) -> str:
     """Return the user's part of a traceback, below a line that says whose it is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package = Path(__file__).parents[1]
-    theirs = [f for f in frames if not _is_machinery(f.filename, package)]
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
-    shown = "".join([*traceback.format_list(theirs[-8:]), *last]).rstrip()
+    shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
     return f"It is yours to correct:\n{shown}" if shown else "Correct it there."
-
-
-def _is_machinery(file: str, package: Path) -> bool:
-    imports = file.startswith("<frozen importlib") or file == importlib.__file__
-    return imports or Path(file).is_relative_to(package)
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

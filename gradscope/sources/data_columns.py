@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradscope.core.locate import first_line
 from gradscope.errors import DatasetError, GradscopeError
+from gradscope.sources.damage import damage
 
 _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with these
 
@@ -196,7 +197,7 @@ def reading(path: Path, name: str | None = None) -> Iterator[None]:
         if isinstance(error, ValueError) and "allow_pickle" in str(error):
             raise objects().at(where) from error
         raise DatasetError(
-            f"the data are damaged or cut off: {first_line(error)}",
+            f"the data are damaged or cut off: {damage(error)}",
             where=where,
             remedy="Write or download the file again.",
         ) from error

@@ -19,7 +19,7 @@ from gradscope.sources.data_columns import Column, Stored, StoredArrays, runs
 from gradscope.sources.data_folders import open_folder
 from gradscope.sources.data_made import made
 from gradscope.sources.data_parts import composed
-from gradscope.sources.readers import HEAD, dataset_readers, find_dataset_reader
+from gradscope.sources.readers import HEAD, dataset_readers, find_dataset_reader, reachable
 
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
@@ -79,7 +79,8 @@ def open_files(spec: DatasetSpec) -> FileRows:
     Raises:
         DatasetError: A file cannot be read, or it and the spec do not fit together.
     """
-    stamp = _stamp(spec)
+    with reachable(spec.path, DatasetError):
+        stamp = _stamp(spec)
     kind, own = open_arrays(spec.path)
     arrays = composed(_with_files(own, spec.files), spec.columns)
     names, column = made(spec, arrays)
@@ -107,7 +108,9 @@ def open_arrays(path: Path) -> tuple[str, StoredArrays]:
     Raises:
         DatasetError: It cannot be read.
     """
-    if path.is_dir():
+    with reachable(path, DatasetError):
+        folder = path.is_dir()
+    if folder:
         return open_folder(path)
     try:
         name = find_dataset_reader(path)

@@ -3,7 +3,7 @@
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from gradscope.sources.data_columns import (
     Sliced,
     Stored,
     StoredArrays,
+    Texts,
     from_numpy,
     objects,
     reading,
@@ -104,7 +105,7 @@ def open_npy_folder(path: Path) -> StoredArrays:
 @dataset_readers.register("npz")
 @matching(is_zip)
 def open_npz(path: Path) -> StoredArrays:
-    """Named arrays of numbers, as numpy.savez writes them."""
+    """Named arrays of numbers or texts, as numpy.savez writes them."""
     with reading(path), zipfile.ZipFile(path) as archive:
         members = {
             info.filename.removesuffix(".npy"): info
@@ -125,7 +126,7 @@ def open_npz(path: Path) -> StoredArrays:
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
                     return _rows(path, replace(header, start=_start_of(path, info) + header.start))
                 if header.nbytes <= _IN_MEMORY or not header.sliceable:
-                    return from_numpy(_array(header, member))
+                    return _stored(path, _array(header, member))
         return _inflated(path, name, info, header)
 
     return StoredArrays(tuple(members), load, _notes(members))
@@ -192,15 +193,15 @@ def _rows(path: Path, header: _Header, field: str | None = None) -> Stored:
         with path.open("rb") as file:
             file.seek(header.start)
             whole = _array(header, file)
-            return from_numpy(whole if field is None else whole[field].copy())
+            return _stored(path, whole if field is None else whole[field].copy())
 
-    def read(start: int, stop: int) -> Tensor:
+    def read(start: int, stop: int) -> np.ndarray:
         with reading(path), path.open("rb") as file:
             file.seek(header.start + start * header.row)
             rows = _array(header.part(stop - start), file)
-            return from_numpy(rows if field is None else rows[field].copy())
+            return rows if field is None else rows[field].copy()
 
-    return _sliced(header, read, field)
+    return _sliced(path, header, read, field)
 
 
 def _inflated(path: Path, name: str, info: zipfile.ZipInfo, header: _Header) -> Stored:
@@ -208,19 +209,42 @@ def _inflated(path: Path, name: str, info: zipfile.ZipInfo, header: _Header) -> 
     archive = zipfile.ZipFile(path)
     member = archive.open(info)
 
-    def read(start: int, stop: int) -> Tensor:
+    def read(start: int, stop: int) -> np.ndarray:
         with reading(path, name):
             member.seek(header.start + start * header.row)  # backwards: from the beginning
-            return from_numpy(_array(header.part(stop - start), member))
+            return _array(header.part(stop - start), member)
 
-    return _sliced(header, read)
+    return _sliced(path, header, read)
 
 
 def _sliced(
-    header: _Header, read: Callable[[int, int], Tensor], field: str | None = None
-) -> Sliced:
+    path: Path,
+    header: _Header,
+    read: Callable[[int, int], np.ndarray],
+    field: str | None = None,
+) -> Stored:
     inner = header.dtype if field is None else header.dtype[field]
-    return Sliced((*header.shape, *inner.shape), torch_dtype(inner.base), read)
+    shape = (*header.shape, *inner.shape)
+    if inner.base.kind in "US" and len(shape) == 1:
+        return Texts(shape[0], lambda start, stop: _texts(path, read(start, stop)))
+
+    def numbers(start: int, stop: int) -> Tensor:
+        with reading(path):
+            return from_numpy(read(start, stop))
+
+    return Sliced(shape, torch_dtype(inner.base), numbers)
+
+
+def _stored(path: Path, array: np.ndarray) -> Stored:
+    """Return an array that is in memory."""
+    if array.dtype.kind in "US" and array.ndim == 1:
+        return Texts(len(array), lambda start, stop: _texts(path, array[start:stop]))
+    return from_numpy(array)
+
+
+def _texts(path: Path, array: np.ndarray) -> Sequence[str]:
+    with reading(path):
+        return [t if isinstance(t, str) else t.decode() for t in array.tolist()]
 
 
 def _start_of(path: Path, info: zipfile.ZipInfo) -> int:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gradscope.core.batch import map_tensors, tensors
+from gradscope.core.locate import first_line
 from gradscope.core.spec import DatasetSpec
-from gradscope.errors import DatasetError
+from gradscope.errors import DatasetError, ModelError
 from gradscope.sources.code import load_function, source_digest, user_file
 
 Collate = Callable[[list[Any]], Any]
@@ -65,14 +66,26 @@ class PythonRows:
 
     def _batch(self, rows: Sequence[int]) -> dict[str, Any]:
         samples = self._samples(rows)
-        with user_file(self._where):
-            batch = self._collate(samples)
-            alone = self._collate(samples[:1]) if rows[0] == 0 else None
+        batch = self._collated(samples)
+        alone = self._collated(samples[:1]) if rows[0] == 0 else None
         if alone is not None and self._first is not None:
             again = _digest(_named(alone, 1, self._where))
             if again != self._first:
                 raise self._other("sample 0 is")
         return _named(batch, len(rows), self._where)
+
+    def _collated(self, samples: list[Any]) -> Any:
+        try:
+            with user_file(self._where):
+                return self._collate(samples)
+        except ModelError as error:
+            if self._collate is not default_collate or "equal size" not in error.what:
+                raise
+            raise DatasetError(
+                f"its samples are not all of one shape: {first_line(error.__cause__ or error)}",
+                where=self._where,
+                remedy="Pad them, or return (dataset, collate_fn) with a function that does.",
+            ) from error
 
     def _other(self, what: str) -> DatasetError:
         return DatasetError(
@@ -154,11 +167,15 @@ def _parts(made: Any, where: str) -> tuple[Any, Collate, tuple[str, ...]]:
 
 def _named(batch: Any, n: int, where: str) -> dict[str, Any]:
     if isinstance(batch, Mapping):
-        found = {str(name): _tree(value) for name, value in batch.items()}
+        parts = {str(name): value for name, value in batch.items()}
     elif isinstance(batch, tuple | list) and len(batch) == 2:
-        found = {"inputs": _tree(batch[0]), "targets": _tree(batch[1])}
+        parts = {"inputs": batch[0], "targets": batch[1]}
     else:
-        found = {"inputs": _tree(batch)}
+        parts = {"inputs": batch}
+    try:
+        found = {name: _tree(value) for name, value in parts.items()}
+    except DatasetError as error:
+        raise error.at(where) from None
     for name, value in found.items():
         for tensor in tensors(value):
             if tensor.dim() and tensor.shape[0] != n:
@@ -176,6 +193,11 @@ def _tree(value: Any) -> Any:
         return {str(key): _tree(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_tree(v) for v in value)
+    if isinstance(value, str | bytes):
+        raise DatasetError(
+            f"a sample holds text: {value[:40]!r}",
+            remedy="Make numbers of it in the data set or its collate function.",
+        )
     return value
 
 

@@ -1,7 +1,8 @@
 """Whether a state dict fits a model, tensor by tensor; nothing is loaded here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -35,8 +36,13 @@ class Fit:
     tied: tuple[str, ...]
 
 
-def fitted(model: nn.Module, state: Mapping[Any, Any]) -> Fit:
+def fitted(model: nn.Module, state: Mapping[Any, Any], ignore: Sequence[str] = ()) -> Fit:
     """Return the state dict with the model's names and dtypes.
+
+    Args:
+        model: What it is to fit.
+        state: What was read.
+        ignore: Globs of names that are left out where the model has no such name.
 
     Raises:
         CheckpointError: Names are missing or unexpected, or a tensor's shape, dtype or values are
@@ -45,8 +51,10 @@ def fitted(model: nn.Module, state: Mapping[Any, Any]) -> Fit:
     with user_file("the model's own state_dict"):
         expected: dict[str, Any] = model.state_dict()
     _check_text(state)
-    kept = _without_counter(state, expected)
-    prefix, values = _stripped(kept, expected)
+    kept = _without(_without_counter(state, expected), expected, ignore)
+    prefix, named = _stripped(kept, expected)
+    values = _without(named, expected, ignore)
+    dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
     values, tied = _with_tied(values, expected)
     _check_names(values, expected)
     _check_shapes(values, expected)
@@ -56,7 +64,6 @@ def fitted(model: nn.Module, state: Mapping[Any, Any]) -> Fit:
         for name, value in values.items()
     }
     check_finite(cast, expected, {k for k, _ in model.named_parameters(remove_duplicate=False)})
-    dropped = tuple(name for name in state if name not in kept)
     return Fit(cast, dropped, prefix, casts, tied)
 
 
@@ -106,6 +113,24 @@ def _without_counter(state: Mapping[str, Any], expected: Mapping[str, Any]) -> M
     if not averaged or not all(name.startswith(PREFIXES[0]) for name in others):
         return state
     return {name: state[name] for name in others}
+
+
+def _without(
+    state: Mapping[str, Any], expected: Mapping[str, Any], ignore: Sequence[str]
+) -> Mapping[str, Any]:
+    """Leave out what one of the globs names and the model has not."""
+    return {
+        name: value
+        for name, value in state.items()
+        if _bare(name, expected) in expected or not any(fnmatchcase(name, glob) for glob in ignore)
+    }
+
+
+def _bare(name: str, expected: Mapping[str, Any]) -> str:
+    """Return a name without its prefixes, as far as the model does not know it with them."""
+    while name not in expected and (found := [p for p in PREFIXES if name.startswith(p)]):
+        name = name.removeprefix(found[0])
+    return name
 
 
 def _check_text(state: Mapping[Any, Any]) -> None:
@@ -168,6 +193,8 @@ def _check_names(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None
     ]
     mixed = [p for p in PREFIXES if any(name.startswith(p) for name in unexpected)]
     remedy = "Check that the factory and its kwargs build the model that was saved."
+    if unexpected and not missing:
+        remedy += " --ignore GLOB leaves out what it does not have."
     if mixed:
         remedy += f" Not every name begins with {mixed[0]!r}, so it was not taken off."
     raise CheckpointError(
@@ -183,6 +210,8 @@ def _check_shapes(values: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             continue
         if not isinstance(got, Tensor):
             wrong.append(f"{name}: a {type(got).__name__}, not a tensor")
+        elif got.is_meta:
+            wrong.append(f"{name}: a tensor of the meta device, without numbers")
         elif got.layout != torch.strided or got.is_quantized:
             wrong.append(f"{name}: a sparse or quantized tensor")
         elif got.shape != want.shape:

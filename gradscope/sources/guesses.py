@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradscope.core.references import HELD
+from gradscope.errors import CheckpointError
 from gradscope.sources.checkpoint_contents import StateDict, state_dicts
 from gradscope.sources.checkpoints import read
 from gradscope.sources.conversion import dtype_name
@@ -82,12 +83,16 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
     """Read a checkpoint and return what it holds.
 
     Raises:
-        CheckpointError: It cannot be read or is refused.
+        CheckpointError: It cannot be read or is refused, or holds no weights.
     """
     content = read(path)
     found = state_dicts(content.value) if isinstance(content.value, Mapping | nn.Module) else []
     weights = [each for each in found if all(isinstance(k, str) for k in each.state)]
     largest = max(weights, key=_tensors, default=StateDict("", {}))
+    if not _tensors(largest):
+        raise CheckpointError(
+            "there are no named tensors in it", where=str(path), remedy="Save model.state_dict()."
+        )
     tensors = {k: v for k, v in largest.state.items() if isinstance(v, Tensor)}
     return CheckpointFacts(
         content.format,
@@ -133,6 +138,9 @@ def columns_guess(arrays: Mapping[str, Array]) -> tuple[Guess, Guess]:
         inputs, targets = targets[:1] or usable[:1], targets[1:]
     if "input_ids" in inputs and not targets:
         targets = ["input_ids"]
+    if len(inputs) == 2 and not targets and not _KEYWORDS & set(inputs):
+        reason = "of two arrays, the first and the second"
+        return Guess(inputs[:1], reason), Guess(inputs[1:], reason)
     if _KEYWORDS & set(inputs):
         known = [name for name in inputs if name in _KEYWORDS]
         return Guess({k: k for k in known}, "by their names"), Guess(targets, "by their names")

@@ -1,4 +1,4 @@
-"""Names in a message: the first ones, and how many more there are."""
+"""Names in a message."""
 
 from collections.abc import Iterable
 
@@ -8,3 +8,8 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
+
+
+def article(noun: str) -> str:
+    """Return a noun behind "a" or "an"."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

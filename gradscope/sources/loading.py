@@ -50,7 +50,11 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
     else:
         made = build(model.factory, model.kwargs, model.mode)
         report = load_into(
-            made, checkpoint.path, key=checkpoint.key, unsafe_pickle=checkpoint.unsafe_pickle
+            made,
+            checkpoint.path,
+            key=checkpoint.key,
+            ignore=checkpoint.ignore or (),
+            unsafe_pickle=checkpoint.unsafe_pickle,
         )
         digest = source_digest(load_function(model.factory, "model factory"))
     return LoadedModel(made, report, digest, (*report.notes, *notes_on(made)))

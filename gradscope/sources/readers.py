@@ -1,7 +1,8 @@
 """What a reader of files is, and how the one for a file is found: by content, not by suffix."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -87,8 +88,21 @@ def _find(registry: Registry[R], path: Path, error: type[InputError]) -> str:
     )
 
 
-def _head(path: Path, error: type[InputError]) -> bytes:
+@contextmanager
+def reachable(path: Path, error: type[InputError]) -> Iterator[None]:
+    """Turn what the system says of a path, such as that it is too long, into an error of ours."""
     try:
+        yield
+    except OSError as failure:
+        raise error(
+            f"cannot be read: {failure.strerror}",
+            where=str(path),
+            remedy="Check the path and its permissions.",
+        ) from failure
+
+
+def _head(path: Path, error: type[InputError]) -> bytes:
+    with reachable(path, error):
         if path.is_dir():
             raise error("this is a directory", where=str(path), remedy="Give a file in it.")
         if not path.exists():
@@ -97,10 +111,6 @@ def _head(path: Path, error: type[InputError]) -> bytes:
             raise error("this is no regular file", where=str(path), remedy="Give a file on disk.")
         with path.open("rb") as file:
             head = file.read(HEAD)
-    except OSError as failure:
-        raise error(
-            f"cannot be read: {failure.strerror}", where=str(path), remedy="Check its permissions."
-        ) from failure
     if not head:
         raise error("the file is empty", where=str(path), remedy="Write or download it again.")
     return head
@@ -110,6 +120,10 @@ _MAGIC = {
     b"\x89HDF": "an HDF5 file",
     b"\x93NUMPY": "a single numpy array (.npy)",
     b"\x1f\x8b": "a gzip archive",
+    b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\x80": "a Python pickle, which could execute code and is never loaded",
     b"PK\x03\x04": "a zip archive",
     b"PK\x05\x06": "an empty zip archive",
@@ -126,9 +140,12 @@ def _description(head: bytes) -> tuple[str, str]:
         return "an HTML page, as a failed download leaves it", "Download the file again."
     if len(head) < 16:
         return f"a file of {len(head)} bytes, probably cut off", again
+    if head[257:262] == b"ustar":
+        return "a tar archive", "Unpack it, and give the file in it."
     for magic, what in _MAGIC.items():
         if head.startswith(magic):
-            return what, "Convert it."
+            packed = what.endswith("archive")
+            return what, "Unpack it, and give the file in it." if packed else "Convert it."
     try:
         text = head[:-4].decode()  # not the last bytes: a character may be cut
     except UnicodeDecodeError:

@@ -67,12 +67,15 @@ class Pair(Record):
     Attributes:
         first: The position in the data set of one.
         second: Of the other.
+        first_id: The own name of one; None where none is stored. Likewise second_id.
         distance: ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖); None where only norms are known.
         same_target: Whether their targets are equal; None where none are stored.
     """
 
     first: int
     second: int
+    first_id: int | str | None = None
+    second_id: int | str | None = None
     distance: float | None
     same_target: bool | None
 
@@ -180,20 +183,25 @@ def _result(
     source: str, table: Table, pairs: Positions, distances: Floats, complete: bool
 ) -> Duplicates:
     order = np.argsort(distances, kind="stable")
-    every = [
-        Pair(
-            first=int(min(table.index[pairs[k]])),
-            second=int(max(table.index[pairs[k]])),
-            distance=float(distances[k]),
-            same_target=None
-            if table.target is None
-            else bool(np.all(table.target[pairs[k, 0]] == table.target[pairs[k, 1]])),
-        )
-        for k in order
-    ]
+    every = [_pair(table, pairs[k], float(distances[k])) for k in order]
     return Duplicates(
         source=source,
         same=tuple(p for p in every if p.distance is not None and p.distance <= SAME),
         near=tuple(p for p in every if p.distance is not None and SAME < p.distance <= NEAR),
         complete=complete,
+    )
+
+
+def _pair(table: Table, places: Positions, distance: float) -> Pair:
+    first, second = sorted((int(k) for k in places), key=lambda k: int(table.index[k]))
+    same = (
+        None if table.target is None else bool(np.all(table.target[first] == table.target[second]))
+    )
+    return Pair(
+        first=int(table.index[first]),
+        second=int(table.index[second]),
+        first_id=table.name(first),
+        second_id=table.name(second),
+        distance=distance,
+        same_target=same,
     )

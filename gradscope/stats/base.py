@@ -88,6 +88,12 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
+def rounding(values: Any) -> float:
+    """Return what rounding leaves of nothing, relative to the squares of `values` as stored."""
+    dtype = np.asarray(values).dtype
+    return 4 * float(np.finfo(dtype).eps) if dtype.kind == "f" else 1e-12
+
+
 def ratio(above: Any, below: Any) -> float | None:
     """Return above / below, or None where `below` is not positive or the ratio not finite."""
     above, below = float(above), float(below)

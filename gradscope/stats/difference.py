@@ -7,11 +7,11 @@ import numpy as np
 from pydantic import Field
 
 from gradscope.errors import SpecError
-from gradscope.stats.base import Floats, Record, Source, number, ratio, wide
+from gradscope.stats.base import Floats, Record, Source, number, ratio, rounding, wide
 from gradscope.stats.facts import FileFacts, facts
 from gradscope.stats.fisher import Fisher, fisher
 from gradscope.stats.moving import Sources, Tables, common, distances, mean_products
-from gradscope.stats.noise import NoiseScale, noise_scale
+from gradscope.stats.noise import NoiseScale, noise_scale, signal_to_noise
 from gradscope.stats.samples import scalar
 from gradscope.stats.table import Positions, Table, mean_gradient_norm, mean_gradient_squared
 
@@ -55,6 +55,7 @@ class Moved(Record):
 
     Attributes:
         index: Its position in the data set.
+        id: Its own name; None where none is stored.
         target: As stored.
         norm: ‖gᵢ‖.
         loss: Lᵢ.
@@ -62,6 +63,7 @@ class Moved(Record):
     """
 
     index: int
+    id: int | str | None = None
     target: bool | int | float | str | None
     norm: Both
     loss: Both
@@ -178,9 +180,10 @@ def _parameter(
 ) -> ParameterChange:
     lengths = [mean_gradient_norm(file, name) for file in files]
     norms = [wide(f.norms[name])[t.rows] for f, t in zip(files, tables, strict=True)]
+    rounded = [rounding(file.norms[name]) for file in files]
     signals = [
-        ratio(length**2, np.square(own).mean() - length**2) if own.size else None
-        for length, own in zip(lengths, norms, strict=True)
+        signal_to_noise(own.size, float(np.square(own).mean()), length**2, limit)
+        for length, own, limit in zip(lengths, norms, rounded, strict=True)
     ]
     return ParameterChange(
         name=name,
@@ -210,6 +213,7 @@ def _moved(
     return tuple(
         Moved(
             index=int(tables[0].index[a[k]]),
+            id=tables[0].name(int(a[k])),
             target=None if target is None else scalar(target[a[k]]),
             norm=_both(number(tables[0].norm[a[k]]), number(tables[1].norm[b[k]])),
             loss=_both(number(tables[0].loss[a[k]]), number(tables[1].loss[b[k]])),

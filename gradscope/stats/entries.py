@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradscope.stats.base import Floats, Record, Source, number, ratio
+from gradscope.stats.base import Floats, Record, Source, number
+from gradscope.stats.noise import signal_to_noise
 from gradscope.stats.stored import aggregate_of, mean_of
 
 _ROUNDING = 1e-12  # of E[g²]: a variance below it is what rounding leaves of none
@@ -82,18 +83,23 @@ class Signal(Record):
     stop: bool | None
 
 
-def signal(norms: Floats, big: float | None, entries: Entries | None) -> Signal:
+def signal(
+    norms: Floats, big: float | None, entries: Entries | None, rounding: float = 1e-12
+) -> Signal:
     """Summarise all parameters (Mahsereci et al. 2017 for the evidence).
 
     Args:
         norms: ‖gᵢ‖ (n,).
         big: ‖G‖².
         entries: Sums over all entries, where known.
+        rounding: Of the squared norms, relative.
     """
     n = norms.size
     mean = None if entries is None else entries.mean_ratio
     evidence = None if mean is None or n < 2 else number(1 - (n - 1) * mean)
-    plug_in = None if big is None or not n else ratio(big, np.square(norms).mean() - big)
+    plug_in = None
+    if big is not None and n:
+        plug_in = signal_to_noise(n, float(np.square(norms).mean()), big, rounding)
     return Signal(
         signal_to_noise=plug_in,
         mean_entry=mean,

@@ -33,7 +33,8 @@ def mean_products(
     if means[0] is None or means[1] is None:
         return None
     pairs = zip(names, means[0], means[1], strict=True)
-    return {name: float(np.vdot(a, b).real) for name, a, b in pairs}
+    found = {name: float(np.vdot(a, b).real) for name, a, b in pairs}
+    return found if np.isfinite(list(found.values())).all() else None
 
 
 def distances(
@@ -52,7 +53,7 @@ def distances(
             part = slice(start, start + step)
             a, b = (_wide(array[_run(r[part])]) for array, r in zip(both, rows, strict=True))
             squares[part] += np.square(np.abs(b - a)).reshape(len(a), -1).sum(1)
-    return np.sqrt(squares)
+    return np.sqrt(squares) if np.isfinite(squares).all() else None
 
 
 def _means(file: Source, table: Table, names: Sequence[str], rows: bool) -> list[Any] | None:

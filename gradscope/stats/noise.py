@@ -1,13 +1,14 @@
 """The gradient noise scale (McCandlish et al. 2018, appendix A), with jackknife intervals."""
 
 from dataclasses import dataclass
-from math import sqrt
+from math import atan2, cos, pi, sin, sqrt
 
 import numpy as np
 
 from gradscope.stats.base import Floats, Interval, Record, number, ratio
 
 _Z = 1.959963984540054  # the 97.5th percentile of the normal distribution
+_ASYMPTOTIC = 200  # degrees of freedom from which on the expansion is exact to 10⁻⁹
 
 
 class NoiseScale(Record):
@@ -51,8 +52,7 @@ def noise_scale(
     big = mean_gradient_squared
     with np.errstate(over="ignore"):  # squares of huge norms: reported as undefined
         small = float(np.mean(np.square(norms)))
-    trace = number(max(small - big, 0.0) * n / (n - 1))  # below 0 only by rounding
-    signal = number((n * big - small) / (n - 1))
+    trace, signal = estimates(n, small, big)
     if trace is None or signal is None:
         return _undefined("the squared norms overflow float64")
     simple = ratio(trace, signal)
@@ -74,6 +74,17 @@ def noise_scale(
         simple_interval=between,
         flag=flag,
     )
+
+
+def estimates(n: int, small: float, big: float) -> tuple[float | None, float | None]:
+    """Return trΣ and |G|² of n > 1 samples with mean‖gᵢ‖² `small` and ‖G‖² `big`."""
+    trace = max(small - big, 0.0) * n / (n - 1)  # below 0 only by rounding
+    return number(trace), number((n * big - small) / (n - 1))
+
+
+def signal_to_noise(n: int, small: float, big: float, rounding: float) -> float | None:
+    """Return ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), or None where the noise is no more than rounding."""
+    return ratio(big, small - big) if n > 1 and small - big > rounding * small else None
 
 
 @dataclass(frozen=True)
@@ -123,14 +134,35 @@ def _jackknife(squares: Floats, big: float, dots: Floats) -> _Spread:
 
 
 def student(freedom: int) -> float:
-    """Return the 97.5th percentile of Student's t (Abramowitz & Stegun 26.7.5)."""
+    """Return the 97.5th percentile of Student's t (Abramowitz & Stegun 26.7.3 to 26.7.5)."""
     z, v = _Z, freedom
-    return (
+    start = (
         z
         + (z**3 + z) / (4 * v)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
+    if freedom > _ASYMPTOTIC:
+        return start
+    low, high = z, 13.0  # t of one degree is 12.7
+    while high - low > 1e-13 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, v) < 0.95 else (low, middle)
+    return low
+
+
+def _inside(t: float, freedom: int) -> float:
+    """Return the probability that |t| is no larger."""
+    angle = atan2(t, sqrt(freedom))
+    cosine, odd = cos(angle), freedom % 2
+    term = cosine if odd else 1.0
+    total = 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (k - 1) / k
+    if not odd:
+        return sin(angle) * total
+    return 2 / pi * (angle + sin(angle) * total)
 
 
 def _undefined(flag: str) -> NoiseScale:

@@ -45,6 +45,8 @@ class Products:
         probed: ⟨gᵢ, g⟩ with the sample asked for (n,).
         group_squares: ‖G_c‖² of each class's mean gradient (k,).
         swept: All that the rows gave.
+        exact: Whether they are exacter than the recorded norms, as all but half precision is.
+        unusable: Why stored rows gave nothing.
     """
 
     source: str | None = None
@@ -56,6 +58,8 @@ class Products:
     probed: Floats | None = None
     group_squares: Floats | None = None
     swept: Sweep | None = None
+    exact: bool = False
+    unusable: str | None = None
 
 
 def products(
@@ -80,16 +84,20 @@ def products(
         return Products()
     entries = sum(prod(shape) for shape in file.parameters.values())
     arrays = stored.rows_of(file)
-    if rows and arrays is not None and stored.rows_unusable(file) is None:
-        return _from_rows(file, arrays, table, members, place, entries)
+    unusable = stored.rows_unusable(file) if rows else None
+    if rows and arrays is not None and unusable is None:
+        found = _from_rows(file, arrays, table, members, place, entries)
+        if found.swept is not None and found.swept.finite:
+            return found
+        unusable = "stored rows are not finite where their norms are: compute with --dtype float32"
     gram = stored.gram_of(file, table.n)
     if gram is not None:
-        return _from_gram(gram, table, members, place)
-    found = Products()
+        return replace(_from_gram(gram, table, members, place), unusable=unusable)
+    found = Products(unusable=unusable)
     cosines = stored.cosines_of(file)
     if cosines is not None and big is not None:
         dots = cosines[table.rows] * table.norm * np.sqrt(big)
-        found = Products(source="cosine:to=mean", dots=dots)
+        found = replace(found, source="cosine:to=mean", dots=dots)
     projected = stored.projections_of(file)
     if projected is None:
         return found
@@ -112,7 +120,7 @@ def _from_rows(
     width = max((prod(shape) for shape in file.parameters.values()), default=0)
     if members is not None and len(members.targets) * width * 8 > _GROUP_BYTES:
         members = None
-    one, among = np.zeros(table.n, np.int64), picked(table, entries)
+    one, among = np.zeros(table.n, np.int64), picked(table, entries, width)
     swept = sweep(
         arrays,
         table,
@@ -132,6 +140,7 @@ def _from_rows(
         probed=None if place is None else swept.probed,
         group_squares=None if members is None else swept.group_squares,
         swept=swept,
+        exact=not stored.in_half(file),
     )
 
 
@@ -165,8 +174,8 @@ def missing(
         entries: Whether signal and noise by entry are known.
         rows: Whether stored rows were allowed.
     """
-    if rows and (reason := stored.rows_unusable(file)) is not None:
-        return (Missing(what="whatever needs every sample's gradient", needs=reason),)
+    if found.unusable is not None:
+        return (Missing(what="whatever needs every sample's gradient", needs=found.unusable),)
     if not rows and stored.rows_of(file) is not None:
         return (
             Missing(what="whatever needs every sample's gradient", needs="leave out --no-rows"),

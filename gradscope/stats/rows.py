@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gradscope.stats.base import Floats, Mask, Record, Source, number, ratio, wide
-from gradscope.stats.noise import noise_scale
+from gradscope.stats.base import Floats, Mask, Record, Source, number, ratio, rounding, wide
+from gradscope.stats.noise import estimates, signal_to_noise
 from gradscope.stats.table import mean_gradient_norm
 
 
@@ -48,6 +48,8 @@ def parameter_row(
     total: float,
     entry: float | None = None,
     opposing: float | None = None,
+    exact: tuple[float, float] | None = None,
+    resolved: float = 1e-12,
 ) -> ParameterRow:
     """Summarise one parameter.
 
@@ -59,19 +61,24 @@ def parameter_row(
         total: Σᵢ‖gᵢ‖² over all parameters.
         entry: The mean signal to noise of its entries, where known.
         opposing: The share of samples opposed to its mean, where known.
+        exact: mean‖gᵢ‖² and ‖G‖² from its rows, which are exacter than rounded norms.
+        resolved: The relative size below which a variance is rounding.
     """
-    signal, squares = mean_gradient_norm**2, np.square(norms)
-    some = norms.size > 0
+    n, known = norms.size, (np.nan, mean_gradient_norm**2)
+    if n:
+        known = float(np.square(norms).mean()), known[1]
+    small, big = known if exact is None else exact
+    trace, signal = estimates(n, small, big) if n > 1 else (None, None)
     return ParameterRow(
         name=name,
         shape=tuple(int(d) for d in shape),
         entries=math.prod(int(d) for d in shape),
-        mean_norm=number(norms.mean()) if some else None,
-        max_norm=number(norms.max()) if some else None,
-        share=ratio(squares.sum(), total),
+        mean_norm=number(norms.mean()) if n else None,
+        max_norm=number(norms.max()) if n else None,
+        share=ratio(n * small, total) if n else None,
         mean_gradient_norm=number(mean_gradient_norm),
-        signal_to_noise=ratio(signal, squares.mean() - signal) if some else None,
-        noise_scale=noise_scale(norms, number(signal)).simple,
+        signal_to_noise=signal_to_noise(n, small, big, resolved),
+        noise_scale=None if trace is None or signal is None else ratio(trace, signal),
         entry_signal_to_noise=entry,
         opposing=opposing,
     )
@@ -82,6 +89,7 @@ def parameter_rows(
     finite: Mask,
     entry: Mapping[str, float | None] | None = None,
     opposing: Mapping[str, float] | None = None,
+    exact: Mapping[str, tuple[float, float]] | None = None,
 ) -> tuple[ParameterRow, ...]:
     """Summarise every parameter of `file`, in the file's order.
 
@@ -90,9 +98,12 @@ def parameter_rows(
         finite: Which samples are taken (N,).
         entry: The mean signal to noise of each parameter's entries, where known.
         opposing: The share of samples opposed to each parameter's mean, where known.
+        exact: mean‖gᵢ‖² and ‖G‖² of each parameter, where rows gave them.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
         total = float(np.square(wide(file.samples["norm"])[finite]).sum())
+        if exact:
+            total = float(finite.sum()) * sum(small for small, _ in exact.values())
         return tuple(
             parameter_row(
                 name,
@@ -102,6 +113,8 @@ def parameter_rows(
                 total,
                 (entry or {}).get(name),
                 (opposing or {}).get(name),
+                (exact or {}).get(name),
+                1e-12 if exact else rounding(file.norms[name]),
             )
             for name, shape in file.parameters.items()
         )

@@ -13,6 +13,7 @@ class SampleRow(Record):
 
     Attributes:
         index: Its position in the data set.
+        id: Its own name; None where none is stored.
         loss: Its loss.
         norm: ‖gᵢ‖ over all parameters.
         target: Its target, when that is one number or text a sample.
@@ -21,6 +22,7 @@ class SampleRow(Record):
     """
 
     index: int
+    id: int | str | None = None
     loss: float | None
     norm: float
     target: bool | int | float | str | None
@@ -62,6 +64,7 @@ def sample_rows(table: Table, places: Positions, cosines: Floats | None) -> tupl
     return tuple(
         SampleRow(
             index=int(table.index[k]),
+            id=table.name(int(k)),
             loss=number(table.loss[k]),
             norm=float(table.norm[k]),
             target=None if table.target is None else scalar(table.target[k]),

@@ -7,6 +7,7 @@ from gradscope.stats.table import Positions, Table
 
 MOST = 2000  # samples compared pairwise
 _WORK = 4e10  # multiplications: m² P
+_HELD = 2**25  # numbers of a parameter that are held for it: m p
 _SHOWN = 100
 _PICTURED = 64
 
@@ -33,15 +34,16 @@ class Spectrum(Record):
     directions_for_90: int | None
 
 
-def picked(table: Table, entries: int) -> Mask:
+def picked(table: Table, entries: int, widest: int = 1) -> Mask:
     """Choose the samples to compare pairwise: all, or as many as is affordable, evenly spread.
 
-    At most 2,000, and so that m² P is at most 4·10¹⁰ for P entries.
+    At most 2,000, and so that m² P is at most 4·10¹⁰ for P entries, and m p at most 2²⁵ for the
+    p entries of the largest parameter.
 
     Returns:
         (n,).
     """
-    affordable = int(np.sqrt(_WORK / max(1, entries)))
+    affordable = min(int(np.sqrt(_WORK / max(1, entries))), _HELD // max(1, widest))
     m = max(min(table.n, MOST, affordable), min(table.n, 2))
     chosen: Mask = np.zeros(table.n, dtype=bool)
     chosen[np.linspace(0, table.n - 1, m).round().astype(np.int64)] = True

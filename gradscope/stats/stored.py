@@ -24,6 +24,11 @@ def rows_unusable(file: Source) -> str | None:
     return f"stored rows of {lost[0]!r} overflowed; compute with --dtype float32" if lost else None
 
 
+def in_half(file: Source) -> bool:
+    """Return whether rows are stored in half precision: then the recorded norms are exacter."""
+    return dict(file.run).get("dtype") in ("float16", "bfloat16")
+
+
 def gram_of(file: Source, n: int) -> Floats | None:
     """Return ⟨gᵢ, gⱼ⟩ (n, n) of the n finite samples from a chain `gram`, in the table's order."""
     found = _named(file, "gram")
@@ -59,8 +64,14 @@ def aggregate_of(file: Source, text: str) -> dict[str, Floats] | None:
 
 
 def mean_of(file: Source) -> dict[str, Floats] | None:
-    """Return G, {name: (*shape)}, from a chain `mean`."""
-    return aggregate_of(file, "mean")
+    """Return G, {name: (*shape)}, from a chain `mean`, or from the sums that small files keep."""
+    found = aggregate_of(file, "mean")
+    kept = getattr(file, "states", {}).get("mean_gradient", {})
+    if found is None and all(k in kept for k in ("n", *(f"sum:{p}" for p in file.parameters))):
+        n = float(kept["n"][...])
+        if n == np.count_nonzero(file.samples["finite"]) > 0:
+            return {name: np.asarray(kept[f"sum:{name}"][...]) / n for name in file.parameters}
+    return found
 
 
 def labels_of(file: Source) -> str:

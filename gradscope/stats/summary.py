@@ -1,6 +1,7 @@
 """`summarize`: what a result file says, from the file alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ from pydantic import Field
 from gradscope.errors import SpecError
 from gradscope.stats.alike import Duplicates, Nearest, by_gram, by_norms, by_rows
 from gradscope.stats.alike import nearest as nearest_samples
-from gradscope.stats.base import Record, Source
+from gradscope.stats.base import Record, Source, rounding
 from gradscope.stats.batches import BatchTests, Cabs, batch_tests, cabs
 from gradscope.stats.checks import Check, identities
 from gradscope.stats.classes import Classes, Groups, classes, groups
@@ -120,6 +121,10 @@ def summarize(
         big, members = mean_gradient_squared(file), groups(table)
         place = None if nearest is None else table.place(nearest)
         found = products(file, table, big, members, place, rows)
+        recorded, rounded = (table, big), rounding(file.samples["norm"])
+        if found.swept is not None and found.exact:  # rows are exacter than rounded norms
+            table = replace(table, norm=np.sqrt(found.swept.squares))
+            big, rounded = found.swept.mean_squared, 1e-12
         parts = _entries(file, found)
         known = None if found.dots is None else cosines(found.dots, table.norm, big)
         by_class = (
@@ -136,7 +141,9 @@ def summarize(
             noise_scale=noise_scale(table.norm, big, found.dots),
             batch_tests=tests,
             cabs=cabs(table.norm, table.loss, big, learning_rate),
-            signal=signal(table.norm, big, None if parts is None else total(parts.values())),
+            signal=signal(
+                table.norm, big, None if parts is None else total(parts.values()), rounded
+            ),
             directions=None if known is None else directions(str(found.source), known),
             parameters=_parameters(file, parts, found),
             classes=by_class,
@@ -151,7 +158,7 @@ def summarize(
             fisher=fisher(file, table),
             jensen=jensen(file),
             nonfinite=nonfinite(file, table, top),
-            checks=identities(file, table, big, tests, found, by_class),
+            checks=identities(file, *recorded, tests, found, by_class),
             missing=missing(file, found, members, parts is not None, rows),
             points=points(table, _POINTS),
             cosines=_matrix(found, members),
@@ -172,6 +179,9 @@ def _parameters(
         finite_samples(file),
         {name: entries.mean_ratio for name, entries in (parts or {}).items()},
         {} if found.swept is None else {k: v.opposing for k, v in found.swept.parts.items()},
+        None
+        if found.swept is None or not found.exact
+        else {k: (v.mean_square, v.mean_squared) for k, v in found.swept.parts.items()},
     )
 
 

@@ -44,13 +44,13 @@ class Part:
     """What was found in one parameter.
 
     Attributes:
-        squares: Σᵢ‖gᵢ‖².
+        mean_square: mean‖gᵢ‖².
         mean_squared: ‖G‖².
         opposing: The share of samples with ⟨gᵢ, G⟩ < 0.
         entries: Signal and noise by entry.
     """
 
-    squares: float
+    mean_square: float
     mean_squared: float
     opposing: float
     entries: Entries
@@ -62,6 +62,7 @@ class Sweep:
 
     Attributes:
         dots: ⟨gᵢ, G⟩ (n,).
+        squares: ‖gᵢ‖² (n,).
         sketch: A random projection of each gradient (n, SKETCH), for finding what is alike.
         gram: ⟨gᵢ, gⱼ⟩ of the picked samples (m, m).
         probed: ⟨gᵢ, g_probe⟩ (n,); zeros without a probe.
@@ -70,11 +71,22 @@ class Sweep:
     """
 
     dots: Floats
+    squares: Floats
     sketch: Floats
     gram: Floats
     probed: Floats
     group_squares: Floats
     parts: dict[str, Part]
+
+    @property
+    def mean_squared(self) -> float:
+        """‖G‖² over all parameters."""
+        return sum(part.mean_squared for part in self.parts.values())
+
+    @property
+    def finite(self) -> bool:
+        """Whether all rows are, as their norms are: in half precision they may overflow."""
+        return bool(np.isfinite(self.squares).all())
 
 
 def sweep(rows: Arrays, table: Table, wanted: Wanted) -> Sweep:
@@ -82,6 +94,7 @@ def sweep(rows: Arrays, table: Table, wanted: Wanted) -> Sweep:
     n, m = table.n, int(wanted.picked.sum())
     found = Sweep(
         dots=np.zeros(n),
+        squares=np.zeros(n),
         sketch=np.zeros((n, SKETCH)),
         gram=np.zeros((m, m)),
         probed=np.zeros(n),
@@ -103,30 +116,38 @@ class _Walk:
         self.sums = np.zeros((len(found.group_squares), tiles.width))
         self.squares = np.zeros(tiles.width)
         self.dots = np.zeros(len(wanted.groups))
-        self.picked: list[NDArray[Any]] = []
+        self.among = np.cumsum(wanted.picked) - 1
+        self.picked: NDArray[Any] | None = None
+        self.scratch = np.empty(tiles.most, tiles.dtype)
+        self.ones = np.ones(tiles.columns, tiles.dtype)
         random = np.random.default_rng(crc32(name.encode()))
         self.bucket = int(random.integers(SKETCH))
         self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
         self.probe = None
         if wanted.probe is not None:
-            self.probe = tiles.rows(np.array([wanted.probe]))[0]
+            self.probe = tiles.rows(np.array([wanted.probe]))[0].astype(tiles.dtype)
 
     def run(self, stored: Floats | None) -> Part:
-        known = None if stored is None else _real(stored)
+        known = (
+            None
+            if stored is None or not self.tiles.long
+            else _real(stored).astype(self.tiles.dtype)
+        )
         for tile in self.tiles.walk(keep=known is None):
             self._add(tile, known)
         n = len(self.dots)
         mean = self.sums.sum(0) / n
         if known is None:
+            known = mean.astype(self.tiles.dtype)
             for places, values in self.tiles.again():
                 for rows, columns, block in self.tiles.blocks(values):
-                    self.dots[places[rows]] += block @ mean[columns]
+                    self.dots[places[rows]] += block @ known[columns]
         self.found.dots[:] += self.dots
         self.found.gram[:] += self._gram()
         sizes = np.bincount(self.wanted.groups)
         self.found.group_squares[:] += [s @ s / c**2 for s, c in zip(self.sums, sizes, strict=True)]
         return Part(
-            squares=float(self.squares.sum()),
+            mean_square=float(self.squares.sum()) / n,
             mean_squared=float(mean @ mean),
             opposing=float(np.mean(self.dots < 0)),
             entries=Entries.of(mean, self.squares / n),
@@ -134,33 +155,41 @@ class _Walk:
 
     def _add(self, tile: Tile, mean: Floats | None) -> None:
         places, values = tile
-        chosen = self.wanted.picked[places]
-        if chosen.any():
-            self.picked.append(values[chosen])
-        groups = self.wanted.groups[places]
+        self._pick(places, values)
+        groups, order = self.wanted.groups[places], None
         if len(self.sums) > 1:  # one class after the other
             order = np.argsort(groups, kind="stable")
-            places, values, groups = places[order], values[order], groups[order]
-        for rows, columns, block in self.tiles.blocks(values):
-            here, ones = places[rows], np.ones(len(block))
-            for group, start, stop in _runs(groups[rows]):
+            places, groups = places[order], groups[order]
+        for rows, columns, block in self.tiles.blocks(values, order):
+            if columns.start == 0:
+                here, ones = places[rows], np.ones(len(block), block.dtype)
+                runs = _runs(groups[rows])
+            for group, start, stop in runs:
                 self.sums[group, columns] += ones[start:stop] @ block[start:stop]
             bucket = (self.bucket + columns.start // self.tiles.columns) % SKETCH
-            self.found.sketch[here, bucket] += block @ wide(self.signs[columns])
+            self.found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
             if self.probe is not None:
                 self.found.probed[here] += block @ self.probe[columns]
             if mean is not None:
                 self.dots[here] += block @ mean[columns]
-            np.square(block, out=block)
-            self.squares[columns] += ones @ block
+            squares = np.square(block, out=self.scratch[: block.size].reshape(block.shape))
+            self.squares[columns] += ones @ squares
+            self.found.squares[here] += squares @ self.ones[: squares.shape[1]]
+
+    def _pick(self, places: Positions, values: NDArray[Any]) -> None:
+        """Keep the rows that are compared pairwise."""
+        chosen = self.wanted.picked[places]
+        if chosen.any():
+            if self.picked is None:
+                self.picked = np.empty((len(self.found.gram), self.tiles.width), values.dtype)
+            self.picked[self.among[places[chosen]]] = values[chosen]
 
     def _gram(self) -> Floats | float:
-        if not self.picked:
+        if self.picked is None:
             return 0.0
-        rows = np.concatenate(self.picked)
-        gram = np.zeros((len(rows), len(rows)))
+        gram = np.zeros_like(self.found.gram)
         for left in range(0, self.tiles.width, self.tiles.columns):
-            block = wide(rows[:, left : left + self.tiles.columns])
+            block = wide(self.picked[:, left : left + self.tiles.columns])
             gram += block @ block.T
         return gram
 

@@ -24,6 +24,7 @@ class Table:
         loss: Lᵢ (n,).
         norm: ‖gᵢ‖ (n,).
         target: (n, ...), or None where none is stored.
+        id: Their own names (n,), likewise.
     """
 
     rows: Positions
@@ -32,12 +33,13 @@ class Table:
     loss: Floats
     norm: Floats
     target: NDArray[Any] | None
+    id: NDArray[Any] | None = None
 
     @classmethod
     def of(cls, file: Source) -> "Table":
         """Read the table of `file`."""
         rows = np.flatnonzero(finite_samples(file))
-        target = file.samples.get("target")
+        target, own = file.samples.get("target"), file.samples.get("id")
         return cls(
             rows=rows,
             total=file.n,
@@ -45,12 +47,21 @@ class Table:
             loss=wide(file.samples["loss"])[rows],
             norm=wide(file.samples["norm"])[rows],
             target=None if target is None else np.asarray(target)[rows],
+            id=None if own is None else np.asarray(own)[rows],
         )
 
     @property
     def n(self) -> int:
         """The number of finite samples."""
         return int(self.rows.size)
+
+    def name(self, place: int) -> int | str | None:
+        """Return the own name of the sample at `place`, or None where none is stored."""
+        if self.id is None:
+            return None
+        found = self.id[place]
+        plain = found.item() if hasattr(found, "item") else found
+        return plain.decode("utf-8", "replace") if isinstance(plain, bytes) else plain
 
     def place(self, index: int) -> int:
         """Return where in the table the sample `index` of the data set is.

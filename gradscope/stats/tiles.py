@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from math import prod
 from typing import Any
 
@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from gradscope.stats.base import Floats
 from gradscope.stats.table import Positions, Table
 
-_TILE = 2**22  # bytes read at a time
-_KEPT = 2**30  # bytes of a parameter that are kept for a second walk
-_BLOCK = 2**16  # numbers in work at a time: 512 KiB, which stays in the cache
-_WIDEST = 4096  # columns of a block
+_TILE = 2**27  # bytes in work at a time: many rows, so that sums over them are written seldom
+_PIECE = 2**22  # bytes read at a time, whose memory the allocator uses again
+_KEPT = 2**29  # bytes of a parameter that are kept for a second walk
+_BLOCK = 2**19  # bytes that are summed at a time, which stay in the cache
+_LONG = 2**28  # bytes of a parameter from which on blocks are summed as stored, not in float64
+_WIDEST = 4096  # columns of a block, where there are rows enough to fill it
+_PARTS = 16  # blocks that a row is at least made of: each has its place in a sketch
 
 Tile = tuple[Positions, NDArray[Any]]
 
@@ -30,22 +33,32 @@ class Tiles:
 
     Attributes:
         width: The entries of a row, w.
+        long: Whether the parameter is too large for memory.
+        dtype: In which blocks of it are summed.
         columns: How many of them are in work at a time.
+        most: The numbers of a block at most.
     """
 
     def __init__(self, array: Any, table: Table, reader: ThreadPoolExecutor) -> None:
         complex_ = np.issubdtype(array.dtype, np.complexfloating)
         self.width = prod(array.shape[1:]) * (2 if complex_ else 1)
-        self.columns = min(_WIDEST, max(16, -(-self.width // 16)))
         self._array, self._table, self._reader = array, table, reader
         self._places = np.full(array.shape[0], -1)
         self._places[table.rows] = np.arange(table.n)
-        bytes_a_row = max(1, prod(array.shape[1:]) * array.dtype.itemsize)
-        step = max(1, _TILE // bytes_a_row)
+        a_row = max(1, prod(array.shape[1:]) * array.dtype.itemsize)
+        step = max(1, _TILE // a_row)
+        self._piece = max(1, _PIECE // a_row)
         self._slices = [slice(k, k + step) for k in range(0, array.shape[0], step)]
         self._kept: list[Tile] = []
-        self._height = max(1, _BLOCK // max(1, min(self.width, self.columns)))
-        self._buffer = np.empty((self._height, self.columns))
+        tall = min(step, array.shape[0])
+        real = np.empty(0, array.dtype).real.dtype
+        self._tiles = [np.empty((tall, self.width), real) for _ in self._slices[:2]]
+        self.long = a_row * array.shape[0] > _LONG
+        self.dtype = real if self.long and real.itemsize >= 4 else np.dtype(np.float64)
+        numbers = _BLOCK // self.dtype.itemsize
+        self.columns = min(max(_WIDEST, numbers // tall), max(16, -(-self.width // _PARTS)))
+        self._height = max(1, numbers // self.columns)
+        self.most = self._height * self.columns
 
     def walk(self, keep: bool) -> Iterator[Tile]:
         """Yield (places in the table (b,), rows (b, w)) of all samples, in the file's order.
@@ -54,13 +67,13 @@ class Tiles:
             keep: Hold on to what fits into memory, for `again`.
         """
         room = _KEPT if keep else 0
-        for tile in self._read(self._slices):
-            if len(self._kept) < len(self._slices) and tile[1].nbytes <= room:
-                room -= tile[1].nbytes
-                self._kept.append(tile)
+        for places, values in self._read(self._slices):
+            if values.nbytes <= room:
+                room -= values.nbytes
+                self._kept.append((places, values.copy()))
             else:
                 room = 0  # what is kept is a beginning
-            yield tile
+            yield places, values
 
     def again(self) -> Iterator[Tile]:
         """Yield the same tiles; those kept are not read again."""
@@ -70,35 +83,45 @@ class Tiles:
         """Return the rows (m, w) of the samples at `places` in the table, in float64."""
         return _flat(self._array[self._table.rows[places]]).astype(np.float64)
 
-    def blocks(self, values: NDArray[Any]) -> Iterator[tuple[slice, slice, Floats]]:
-        """Yield (rows, columns, block) of a tile in float64; a block may be overwritten."""
+    def blocks(
+        self, values: NDArray[Any], order: Positions | None = None
+    ) -> Iterator[tuple[slice, slice, NDArray[Any]]]:
+        """Yield (rows, columns, block) of a tile.
+
+        Blocks are in float64, but of float32 where a parameter takes over 256 MiB: the errors of
+        its many short sums, added in float64, average out.
+
+        Args:
+            values: Of the tile (b, w).
+            order: In which its rows come (b,); as they are if None.
+        """
         for top in range(0, len(values), self._height):
+            rows: Any = slice(top, min(top + self._height, len(values)))
             for left in range(0, self.width, self.columns):
-                piece = values[top : top + self._height, left : left + self.columns]
-                block = self._buffer[: piece.shape[0], : piece.shape[1]]
-                np.copyto(block, piece)
-                yield (
-                    slice(top, top + len(piece)),
-                    slice(left, left + piece.shape[1]),
-                    block,
-                )
+                columns = slice(left, min(left + self.columns, self.width))
+                piece = values[rows if order is None else order[rows], columns]
+                yield rows, columns, piece.astype(self.dtype, copy=False)
 
     def _read(self, slices: list[slice]) -> Iterator[Tile]:
-        waiting = [self._reader.submit(self._one, part) for part in slices[:1]]
-        for part in [*slices[1:], None]:
-            if not waiting:
-                return
+        """Read ahead: the next tile while one is in work."""
+        tasks = iter(enumerate(slices))
+        waiting = [self._reader.submit(self._one, *task) for task in islice(tasks, 1)]
+        while waiting:
             tile = waiting.pop().result()
-            if part is not None:
-                waiting.append(self._reader.submit(self._one, part))
+            waiting += [self._reader.submit(self._one, *task) for task in islice(tasks, 1)]
             yield tile
 
-    def _one(self, part: slice) -> Tile:
-        places, values = self._places[part], _flat(self._array[part])
-        finite = places >= 0
-        if finite.all():
-            return places, values
-        return places[finite], values[finite]
+    def _one(self, number: int, part: slice) -> Tile:
+        """Read a tile into one of two places, the other one being in work."""
+        tile, filled = self._tiles[number % 2], 0
+        for start in range(part.start, min(part.stop, len(self._places)), self._piece):
+            piece = slice(start, min(start + self._piece, part.stop))
+            rows, finite = _flat(self._array[piece]), self._places[piece] >= 0
+            end = filled + int(finite.sum())
+            tile[filled:end] = rows if finite.all() else rows[finite]
+            filled = end
+        places = self._places[part]
+        return places[places >= 0], tile[:filled]
 
 
 def _flat(values: NDArray[Any]) -> NDArray[Any]:

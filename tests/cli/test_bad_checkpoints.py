@@ -1,8 +1,10 @@
 """Bad checkpoints through the command line: one clear error, nothing written, nothing executed."""
 
+import gzip
 import json
 import os
 import pickle
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,11 @@ def claiming(path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
 
 
+def tarred(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.add(path.parent / "model.py", "w.pt")
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda p: None, "there is no such file"),
     "folder": (lambda p: p.mkdir(), "no weights are in this folder"),
@@ -136,6 +143,18 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "index outside": (outside, "which is no file of its own folder"),
     "huge header": (claiming, "damaged or cut off"),
     "huge length": (lambda p: p.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "claims"),
+    "an index of an endless name": (
+        lambda p: p.write_text(json.dumps({"weight_map": dict.fromkeys(state(), "x" * 5000)})),
+        "File name too long",
+    ),
+    "tar": (tarred, "this is a tar archive"),
+    "gzip": (lambda p: p.write_bytes(gzip.compress(p.name.encode() * 9)), "this is a gzip archive"),
+    "no numbers behind the names": (
+        saved({k: v.to("meta") for k, v in state().items()}),
+        "of the meta device",
+    ),
+    "a number": (saved(3), "it holds an int, not a state dict"),
+    "too deep": (saved({"a": {"b": {"c": {"d": state()}}}}), "deeper than four"),
     "no numbers": (saved({"epoch": 3}), "no state dict of the model"),
     "odd names": (saved({"[red]\x1b[31m": torch.ones(1)}), "[red]\\x1b[31m"),
 }
@@ -172,9 +191,30 @@ def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path
 def test_a_key_is_chosen(forked: Forked, folder: Path) -> None:
     torch.save({"model": state(), "ema": state()}, folder / "w.pt")
     assert compute(forked, folder, "--key", "ema").code == 0
+    torch.save({"a": {"b": {"c": {"d": state()}}}}, folder / "deep.pt")
+    done = compute(forked, folder, "--key", "a.b.c.d", "--overwrite", checkpoint="deep.pt")
+    assert done.code == 0, done.err
     wrong = compute(forked, folder, "--key", "emma", "--overwrite")
     assert wrong.code == 3
     assert "Did you mean 'ema'?" in wrong.err
+
+
+def test_names_that_the_model_does_not_have(forked: Forked, folder: Path) -> None:
+    more = {"scale": torch.ones(1), "head.w": torch.ones(2)}
+    torch.save({f"module.{k}": v for k, v in (state() | more).items()}, folder / "w.pt")
+    refused = compute(forked, folder)
+    assert refused.code == 3
+    assert "2 unexpected (scale, head.w)" in refused.err
+    assert "--ignore GLOB leaves out" in refused.err
+    done = compute(forked, folder, "--ignore", "scale", "--ignore", "head.*")
+    assert done.code == 0, done.err
+    assert "Left out of the checkpoint" in done.out
+    wanted = compute(forked, folder, "--ignore", "*", "--overwrite")
+    assert wanted.code == 0, wanted.err  # what the model has is never left out
+    torch.save({"0.weight": state()["0.weight"]} | more, folder / "w.pt")
+    short = compute(forked, folder, "--ignore", "*", "--overwrite")
+    assert short.code == 3
+    assert "3 missing" in short.err
 
 
 def test_a_checkpoint_that_is_no_model(forked: Forked, folder: Path) -> None:

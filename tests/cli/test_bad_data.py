@@ -37,6 +37,19 @@ class Unsized(torch.utils.data.IterableDataset):
         return iter([(torch.ones(4), 0)])
 
 
+class Uneven(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, k):
+        return torch.ones(k + 1), 0
+
+
+class Said(Uneven):
+    def __getitem__(self, k):
+        return "hello", 0
+
+
 def raising():
     raise ValueError("no such folder")
 """
@@ -117,6 +130,19 @@ def huge_hdf5(path: Path) -> None:
         file["targets"] = Y
 
 
+def empty_chunk(path: Path) -> None:
+    """A chunk of no bytes at the beginning of the file, by which HDF5 crashes."""
+    with h5py.File(path / "data.h5", "w") as file:
+        file.create_dataset("inputs", data=X, chunks=(4, 4), compression="gzip", fletcher32=True)
+        file["targets"] = Y
+        chunk = file["inputs"].id.get_chunk_info(1)
+    whole = bytearray((path / "data.h5").read_bytes())
+    at = whole.find(chunk.byte_offset.to_bytes(8, "little"))
+    assert at > 0
+    whole[at : at + 8] = bytes(8)
+    (path / "data.h5").write_bytes(bytes(whole))
+
+
 def hostile_header(path: Path) -> None:
     """A safetensors header that claims more than the file."""
     text = json.dumps(
@@ -166,6 +192,8 @@ CASES: dict[str, Case] = {
     "duplicate ids": (two_ids, "dataset.toml", [], 3, "samples 3 and 11 are both 3"),
     "object arrays": (objects, "data.npz", [], 3, "Python objects"),
     "unsized": (lambda p: None, "model.py:Unsized", [], 3, "__len__"),
+    "uneven samples": (lambda p: None, "model.py:Uneven", [], 3, "not all of one shape"),
+    "texts of one's own": (lambda p: None, "model.py:Said", [], 3, "a sample holds text: 'hello'"),
     "raising": (lambda p: None, "model.py:raising", [], 3, "ValueError: no such folder"),
     "no factory": (lambda p: None, "model.py:nothing", [], 3, "there is no 'nothing'"),
     "label out of range": (lambda p: good(p, targets=Y + 5), "data.npz", [], 3, "sample 0: "),
@@ -173,6 +201,23 @@ CASES: dict[str, Case] = {
         lambda p: good(p, inputs=np.arange(N * 4).reshape(N, 4)),
         "data.npz", [], 3, 'dtype = { NAME = "float32" }',
     ),
+    "truth values for floats": (
+        lambda p: good(p, inputs=X > 0), "data.npz", [], 3, "The inputs hold truth values",
+    ),
+    "floats for labels": (
+        lambda p: good(p, targets=Y.astype("f4")), "data.npz", [], 3, 'dtype = { NAME = "int64" }',
+    ),
+    "texts for labels": (
+        lambda p: good(p, targets=np.array(["a", "é"] * 6)), "data.npz", [], 3,
+        "it holds text, such as 'a', 'é'",
+    ),
+    "duplicate texts as ids": (
+        lambda p: (good(p, key=np.array(["a", "é"] * 6)), (p / "dataset.toml").write_text(
+            SPEC + 'id = "key"\n'
+        )),
+        "dataset.toml", [], 3, "two samples have the same id",
+    ),
+    "a name too long": (lambda p: None, "x" * 300, [], 3, "File name too long"),
     "wrong width": (lambda p: good(p, inputs=X[:, :3]), "data.npz", [], 3, "shapes"),
     "ragged": (ragged, "data.jsonl", [], 3, "[dataset] pad"),
     "scalar loss": (
@@ -206,6 +251,7 @@ CASES: dict[str, Case] = {
     ),
     "one array": (one_array, "data.npy", [], 3, "It holds: data"),
     "not in this file": (elsewhere, "data.h5", [], 3, "other files"),
+    "a chunk that is none": (empty_chunk, "data.h5", [], 3, "its index of chunks is wrong"),
     "petabytes": (huge_hdf5, "data.h5", [], 3, "of which 0 are stored"),
     "hostile header": (hostile_header, "data.safetensors", [], 3, "data.safetensors"),
     "words for numbers": (
@@ -248,14 +294,33 @@ def test_bad_data(name: str, forked: Forked, folder: Path) -> None:
     assert after == set(before)
 
 
-def test_a_row_that_is_not_finite_is_flagged_alone(forked: Forked, folder: Path) -> None:
+@pytest.mark.parametrize("rows", [[7], [0], [0, 6, 11], list(range(6)), list(range(N))], ids=str)
+def test_rows_that_are_not_finite_are_flagged_alone(
+    forked: Forked, folder: Path, rows: list[int]
+) -> None:
     inputs = X.copy()
-    inputs[7, 2] = np.nan
+    inputs[rows, 2] = np.nan
     good(folder, inputs=inputs)
     done = compute(forked, folder, "data.npz")
     assert done.code == 7, done.err
     with h5py.File(folder / "out.h5") as file:
-        assert np.flatnonzero(~file["samples/finite"][:].astype(bool)).tolist() == [7]
+        assert np.flatnonzero(~file["samples/finite"][:].astype(bool)).tolist() == rows
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("kind", ["U", "S"])
+def test_texts_of_numpy(forked: Forked, folder: Path, save: Callable, kind: str) -> None:
+    names = np.char.encode([f"é {k}" for k in range(N)], "utf-8")
+    keys = names if kind == "S" else np.char.decode(names, "utf-8")
+    save(folder / "data.npz", inputs=X, label=np.array(["a", "b", "c"])[Y], key=keys)
+    (folder / "dataset.toml").write_text(
+        SPEC + 'id = "key"\ntargets = ["label"]\nclasses = { label = ["a", "b", "c"] }\n'
+    )
+    done = compute(forked, folder, "dataset.toml", "--batch-size", "5")
+    assert done.code == 0, done.err
+    with h5py.File(folder / "out.h5") as file:
+        assert file["samples/id"].asstr()[:].tolist() == [f"é {k}" for k in range(N)]
+        assert file["samples/target"][:].tolist() == Y.tolist()
 
 
 def test_data_that_changed_before_resume(forked: Forked, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Bad models and run files through the command line: one clear error, and nothing written."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from torch import nn
 from tests.cli.forked import Forked, Outcome
 
 GOOD = "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+MADE = """
+from torch import nn
+class Made(nn.Linear):
+    def forward(self, x):
+        {}
+def build(): return Made(4, 3)
+"""
 MODELS: dict[str, tuple[str | None, int, str]] = {
     "no file": (None, 3, "model.py: cannot be read"),
     "no function": ("def biuld(): pass", 3, "Did you mean 'biuld'?"),
@@ -21,6 +29,12 @@ MODELS: dict[str, tuple[str | None, int, str]] = {
     "absent package": ("import no_such_gs", 3, "No module named 'no_such_gs'"),
     "raises": ("def build(): raise KeyError('k')", 3, "your code raised KeyError: 'k'"),
     "exits": ("import os\ndef build(): raise SystemExit", 3, "your code called sys.exit(None)"),
+    "leaves": ("import os; os._exit(0)", 3, "your code called sys.exit(0)"),
+    "raises beyond Exception": (
+        "class Odd(BaseException): pass\nraise Odd('x')",
+        3,
+        "your code raised Odd: x",
+    ),
     "nothing": ("def build(): pass", 3, "returned NoneType, not a torch.nn.Module"),
     "weights": ("def build(): return {}", 3, "returned dict, not a torch.nn.Module"),
     "no parameters": (
@@ -34,6 +48,17 @@ MODELS: dict[str, tuple[str | None, int, str]] = {
         "the model has no trainable parameter",
     ),
     "needs arguments": ("def build(width): pass", 3, "missing a required argument: 'width'"),
+    "raises in forward": (
+        MADE.format("raise OSError('no table')"),
+        3,
+        "raised OSError: no table",
+    ),
+    "exits in forward": (MADE.format("raise SystemExit(0)"), 3, "called sys.exit(0)"),
+    "is cut off": (
+        MADE.format("return nn.Linear.forward(self, x).detach()"),
+        3,
+        "are cut off from",
+    ),
     "prints": (f"print('hello')\n{GOOD}", 0, "hello"),
 }
 
@@ -74,6 +99,27 @@ def test_a_bad_model_file(forked: Forked, folder: Path, name: str) -> None:
     path = folder / "model.py"
     path.unlink() if content is None else path.write_text(content)
     assert_clear(compute(forked, folder), code, words, folder)
+
+
+def test_an_error_in_forward_says_where(forked: Forked, folder: Path) -> None:
+    (folder / "model.py").write_text(MADE.format("raise OSError('no table')"))
+    lines = compute(forked, folder).err.splitlines()
+    assert f'  File "{folder}/model.py", line 5, in forward' in lines
+    assert not any("torch/nn/modules" in line for line in lines)
+
+
+def test_a_model_file_that_would_be_waited_for(forked: Forked, folder: Path) -> None:
+    (folder / "model.py").unlink()
+    os.mkfifo(folder / "model.py")
+    assert_clear(compute(forked, folder), 3, "no regular file", folder)
+
+
+def test_a_loss_of_no_fractions(forked: Forked, folder: Path) -> None:
+    (folder / "loss.py").write_text(
+        "def hits(outputs, targets): return outputs.argmax(1) == targets"
+    )
+    done = compute(forked, folder, "--loss", "loss.py:hits")
+    assert_clear(done, 2, "must return floating-point numbers, not torch.bool", folder)
 
 
 def test_names_with_odd_characters_are_shown_not_obeyed(forked: Forked, folder: Path) -> None:
@@ -133,6 +179,21 @@ def test_a_bad_run_file(forked: Forked, folder: Path, name: str) -> None:
     done = forked.run("compute", "--config", "run.toml", "-o", "out.h5", cwd=folder)
     assert_clear(done, 2, words, folder)
     assert "run.toml" in done.err
+
+
+def test_forms_and_names_are_told_at_once(forked: Forked, folder: Path) -> None:
+    (folder / "loss.py").write_text("open('executed', 'w')")
+    (folder / "run.toml").write_text(
+        RUN.replace('"cross_entropy"', '"loss.py:f"')
+        + "[compute]\nbackend = 'hoks'\ntransform = ['meen', 'mean']\nbatch_size = -1\nsede = 1\n"
+        + "[compare]\nbackends = ['vamp']\n"
+    )
+    done = forked.run("compute", "--config", "run.toml", "-o", "out.h5", cwd=folder)
+    assert_clear(done, 2, "5 settings are wrong", folder)
+    for words in ("batch_size: found -1", "sede: unknown", "'hoks'", "[0]: unknown", "'vamp'"):
+        assert words in done.err
+    assert done.err.count("run.toml: ") == 5
+    assert not (folder / "executed").exists()
 
 
 @pytest.mark.parametrize(

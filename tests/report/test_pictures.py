@@ -42,10 +42,12 @@ def test_bars_have_the_values_of_the_rows():
     summary = summary_of(["w", "v"])
     axes = plots.figure(summary).axes
     (norms,) = [a for a in axes if a.get_title() == "Mean norm"]
-    (signals,) = [a for a in axes if a.get_title() == "Signal to noise"]
+    (signals,) = [a for a in axes if a.get_title().startswith("Signal to noise")]
     rows = summary.parameters
     assert [b.get_width() for b in norms.patches] == [r.mean_norm for r in rows]
     assert [b.get_width() for b in signals.patches] == [r.signal_to_noise for r in rows]
+    n = summary.file.samples - summary.nonfinite.count
+    assert [line.get_xdata()[0] for line in signals.lines] == [1 / n]  # of noise alone
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,7 @@ def test_page_is_well_formed_and_escaped(page):
     ]  # fmt: skip
     assert "\x1b" not in page
     assert found.tags.count("button") > 8 + 5
+    assert found.tags.count("caption") == found.tags.count("table")
     assert found.tags.count("details") == found.tags.count("summary") > 5
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gradscope.report import render_run, render_stats
+from gradscope.report.text import short
 from gradscope.stats import RunReport, Summary, summarize
 from tests.report.screens import WIDTHS, fits, screen
 from tests.stats.fakes import FakeFile, fake
@@ -162,3 +163,21 @@ def test_bars_are_in_proportion():
     bars = [line.count("█") for line in lines if "█" in line]
     assert len(bars) == 2
     assert bars[0] == pytest.approx(3 * bars[1], abs=3)
+
+
+def test_the_answers_come_first():
+    """Who dominates, where to clip, how large a batch, what learns, what is broken."""
+    summary = summarize(fake(40, broken=(3,)))
+    told = (
+        screen(render_stats, summary, 200)
+        .partition("In short")[2]
+        .partition("Loss and gradient norm")[0]
+    )
+    first = summary.samples[0]
+    assert f"sample {first.index}, {short(first.times_median)} times the median norm" in told
+    assert f"{short(summary.clipping.by_share['10'].norm)} clips 10%" in told
+    assert short(summary.noise_scale.simple) in told
+    learn = [row for row in summary.parameters if row.noise_scale is not None]
+    assert f"{len(learn)} of {len(summary.parameters)} parameters above the noise" in told
+    assert "1 sample not finite" in told
+    assert str(summary.largest_losses[0].index) in told

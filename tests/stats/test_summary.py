@@ -172,7 +172,7 @@ def test_json_names_are_stable():
     assert set(document["norm"]["percentiles"]) == {"1", "5", "25", "50", "75", "90", "95", "99"}
     assert set(document["clipping"]["by_share"]) == {"1", "5", "10", "50"}
     assert set(document["samples"][0]) == {
-        "index", "loss", "norm", "target", "times_median", "cosine"
+        "index", "id", "loss", "norm", "target", "times_median", "cosine"
     }  # fmt: skip
     assert set(document["noise_scale"]) == {
         "trace_covariance", "gradient_norm_squared", "simple", "flag", "simple_interval",

@@ -147,8 +147,11 @@ def layouts(axis: int, positions: int) -> list[SampleAxis]:
 
 
 def support(gradient: Tensor, axis: int) -> Tensor:
-    """Return a mask over the axis: where the gradient is not zero (NaN counts as not zero)."""
-    return _entries(gradient != 0, axis).any(1).cpu()
+    """Return a mask over the axis: where the gradient is a number, and not zero.
+
+    A sample that is not finite makes the zeros of others NaN, which proves nothing.
+    """
+    return _entries((gradient != 0) & ~gradient.isnan(), axis).any(1).cpu()
 
 
 def consistent(
