@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
-from gradscope.blocks.products import batched, contracted, ghost, seconds
+from gradscope.blocks.products import contracted, ghost, seconds
 from gradscope.blocks.ways import Way, fastest
 
 
@@ -69,13 +69,16 @@ class OuterBlock(Block):
         return k, t, r, int(self.right.shape[-1])
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape), one matrix product each."""
-        k, _, r, c = self.sizes
+        """Return the gradients (n, *shape), one batched matrix product."""
+        k, t, r, c = self.sizes
         left = self.left.to(self.dtype).flatten(0, 1)  # (n·k, t, r)
         right = self.right.to(self.dtype).flatten(0, 1)  # (n·k, t, c)
         direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
         target = out.view(self.n * k, r, c) if direct and out is not None else None
-        product = batched(left, right, target)
+        if t == 1:  # a broadcast product: no matrix kernel is started for a single term
+            product = torch.mul(left.mT, right, out=target)
+        else:
+            product = torch.bmm(left.mT, right, out=target)
         dense = product.view(self.n, *self.shape)
         return dense if out is None or direct else out.copy_(dense)
 

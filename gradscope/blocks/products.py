@@ -4,6 +4,8 @@ oneDNN's kernel of linear layers uses the widest vector instructions of every pr
 kernels that torch is built with do not on some (half as fast on AMD processors with AVX-512).
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -57,62 +59,21 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
     return fastest(f"sums of products {r}x{c}", k * t, rows, ways)
 
 
-def batched(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return leftᵢᵀ rightᵢ (m, r, c) for each i.
-
-    Args:
-        left: (m, t, r).
-        right: (m, t, c), of the same dtype.
-        out: Where to put it.
-    """
-    m, t, r = left.shape
-    c = right.shape[2]
-    if t == 1:  # a broadcast product: no matrix kernel is started for a single term
-        return torch.mul(left.mT, right, out=out)
-    flops = 2.0 * m * t * r * c
-
-    def one_by_one() -> Tensor:
-        found = left.new_empty(m, r, c) if out is None else out
-        for a, b, target in zip(left, right, found, strict=True):
-            target.copy_(_linear(a.mT, b.mT))
-        return found
-
-    ways = {"batched": Way(seconds(flops), lambda: torch.bmm(left.mT, right, out=out))}
-    if by_onednn(left, right):
-        ways["one by one"] = Way(seconds(0.6 * flops, 4.0 * m * r * c, m), one_by_one)
-    return fastest(f"products of samples {r}x{c}, t={t}", m, left, ways)
-
-
 def ghost(left: Tensor, right: Tensor) -> Tensor:
     """Return ‖Σₜ leftₜ ⊗ rightₜ‖² (m,) = Σₜₛ (leftₜ·leftₛ)(rightₜ·rightₛ).
 
-    Li et al. 2021, arXiv:2110.05679, "ghost norms".
+    The Gram matrices over positions are symmetric: of many positions half are left out (Li et al.
+    2021, arXiv:2110.05679, "ghost norms").
 
     Args:
         left: (m, t, r).
         right: (m, t, c).
     """
-    m, t, r = left.shape
-    c = right.shape[2]
-    flops = 2.0 * m * t * t * (r + c)
-
-    def one_by_one() -> Tensor:
-        pairs = zip(left, right, strict=True)
-        return torch.stack([(_linear(a, a) * _linear(b, b)).sum() for a, b in pairs])
-
-    ways = {"batched": Way(seconds(0.6 * flops, 0, 6), lambda: _halves(left, right))}
-    if by_onednn(left, right):
-        ways["one by one"] = Way(seconds(0.5 * flops, 0, 3.0 * m), one_by_one)
-    return fastest(f"Gram matrices {r}+{c}, t={t}", m, left, ways)
-
-
-def _halves(left: Tensor, right: Tensor) -> Tensor:
-    """The Gram matrices over positions are symmetric: of many positions half are left out."""
     t = left.shape[1]
     if t < 2 * _LEAF:
         return _met(left, left, right, right)
     (a, b), (c, d) = ((f[:, : t // 2], f[:, t // 2 :]) for f in (left, right))
-    return _halves(a, c) + _halves(b, d) + 2 * _met(a, b, c, d)
+    return ghost(a, c) + ghost(b, d) + 2 * _met(a, b, c, d)
 
 
 def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
@@ -126,6 +87,8 @@ def _stacked(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (right.is_contiguous() or right.mT.is_contiguous()):
+        right = right.contiguous()  # other strides take a path a hundred times as slow
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return found
 
@@ -136,15 +99,12 @@ def by_onednn(*factors: Tensor) -> bool:
     if not there or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in factors)
-    return not tracked and plain(*factors)
+    return not tracked and plain(factors, torch.float32)
 
 
-def plain(*factors: Tensor) -> bool:
-    """Whether these are float32 numbers on the CPU, outside the transformations of `torch.func`."""
+def plain(factors: Sequence[Tensor], *dtypes: torch.dtype) -> bool:
+    """Whether these are numbers on the CPU, outside the transformations of `torch.func`."""
     return torch._C._functorch.peek_interpreter_stack() is None and all(
-        t.device.type == "cpu"
-        and t.dtype == torch.float32
-        and t.layout == torch.strided
-        and t.numel() > 0
+        t.device.type == "cpu" and t.dtype in dtypes and t.layout == torch.strided and t.numel() > 0
         for t in factors
     )

@@ -82,7 +82,7 @@ def test_a_preferred_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(clock) == "a"
 
 
-@pytest.mark.parametrize("way", ["gemm", "convolution", "turned convolution"])
+@pytest.mark.parametrize("way", ["gemm", "oneDNN"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128], ids=str)
 def test_contracted(way: str, k: int, dtype: torch.dtype) -> None:
@@ -92,6 +92,31 @@ def test_contracted(way: str, k: int, dtype: torch.dtype) -> None:
         found = products.contracted(left, right)
     right_one = torch.einsum("nktr,nktc->krc", left.cdouble(), right.cdouble())
     torch.testing.assert_close(found.cdouble(), right_one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["gemm", "oneDNN"])
+@pytest.mark.parametrize("lead", [(), (6,), (2, 3)], ids=str)
+def test_multiplied(way: str, lead: tuple[int, ...]) -> None:
+    """As a linear layer, for factors with any strides."""
+    torch.manual_seed(0)
+    left, right, bias = torch.randn(*lead, 8), torch.randn(5, 8), torch.randn(5)
+    wide = torch.randn(5, 3, 16)[:, 1, ::2]
+    for factor in (right, right.T.contiguous().T, wide, right[:1].expand(5, 8)):
+        for extra in (None, bias):
+            with ways.preferring(way):
+                found = products.multiplied(left, factor, extra)
+            exact = left.double() @ factor.double().T + (0 if extra is None else extra)
+            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernel_without_a_derivative_is_not_taken_where_one_is_asked_for() -> None:
+    left, right = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8)
+    with ways.preferring("oneDNN"):
+        products.multiplied(left, right).sum().backward()
+        batched = torch.func.vmap(products.multiplied, (0, None))(left.detach()[None], right)
+    assert left.grad is not None
+    torch.testing.assert_close(left.grad, right.sum(0).expand(4, 8))
+    torch.testing.assert_close(batched[0], left.detach() @ right.T)
 
 
 @pytest.mark.parametrize("t", [1, 2, 127, 128, 131, 260])

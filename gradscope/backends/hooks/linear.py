@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode
 
-from gradscope.blocks.products import by_onednn, multiplied, plain
+from gradscope.blocks.products import multiplied, plain
 
 _LARGE = 2**16  # entries of a weight from which on the detour pays
+_DTYPES = (torch.float32,)  # oneDNN's kernel takes no other
 _KNOWN = (Tensor, nn.Parameter)
 Layer = tuple[Tensor, Tensor, Tensor | None]  # input (..., i), weight (o, i), bias (o,)
 
@@ -42,7 +43,7 @@ class FastLinear(TorchFunctionMode):
 def has_large_layers(model: nn.Module) -> bool:
     """Whether there is a weight that the mode is worth it for."""
     weights = (p.detach() for p in model.parameters() if p.dim() == 2 and p.numel() >= _LARGE)
-    return any(map(by_onednn, weights))
+    return any(plain([weight], *_DTYPES) for weight in weights)
 
 
 def _layer(input: Any, weight: Any, bias: Any = None) -> Layer:  # named as torch does
@@ -63,8 +64,14 @@ def _is_large(layer: Layer) -> bool:
         and any(t.requires_grad for t in given)
         and not torch.is_autocast_enabled("cpu")
         and forward_ad._current_level < 0
-        and plain(*given)
+        and not _saves_elsewhere()
+        and plain(given, *_DTYPES)
     )
+
+
+def _saves_elsewhere() -> bool:
+    """Whether what is saved passes through hooks, as a checkpoint's does, which runs this again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _run(layer: Layer) -> Tensor:
@@ -76,6 +83,12 @@ def _run(layer: Layer) -> Tensor:
 
 def _applied(function: type[Function], *arguments: Any) -> Tensor:
     found: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _whole(t: Tensor) -> Tensor:
+    """Return the same numbers as no view, so that the model may write into them."""
+    found: Tensor = torch.ops.aten._unsafe_view(t, t.shape) if t._is_view() else t
     return found
 
 
@@ -110,7 +123,7 @@ class GradscopeLinear(Function):
         """Return the output (..., o)."""
         ctx.layer = layer
         ctx.save_for_backward(layer[1].detach())
-        return multiplied(*layer)
+        return _whole(multiplied(*layer))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
