@@ -83,6 +83,8 @@ def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 def _stacked(left: Tensor, right: Tensor) -> Tensor:
     """Return leftₖᵀ rightₖ (k, ·, ·)."""
+    if len(left) == 1:
+        return _linear(left[0].mT, right[0].mT)[None]  # as it is: a copy would cost a third of it
     return torch.stack([_linear(a.mT, b.mT) for a, b in zip(left, right, strict=True)])
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
 _HOPELESS = 3.0  # times the cheapest prediction
+_BETTER = 0.8  # times what the likeliest way took: less tells of the moment, not of the way
 _PATIENCE = 20.0  # times the fastest so far: a first call may find out its own parts' ways
 
 
@@ -76,7 +78,7 @@ def fastest(request: str, n: int, like: Tensor, ways: Mapping[str, Way]) -> Tens
     found = _chosen.get(key)
     if found is not None and found.way in ways:
         return ways[found.way].run()
-    return _measured(key, ways, _HOPELESS * ways[likely].seconds, like.device)
+    return _measured(key, ways, like.device)
 
 
 def power(n: int) -> int:
@@ -110,22 +112,25 @@ def preferring(*names: str) -> Iterator[None]:
         _preferred.reset(token)
 
 
-def _measured(key: str, ways: Mapping[str, Way], limit: float, device: torch.device) -> Tensor:
-    """Try every way that is not hopeless, remember the fastest, return its answer."""
+def _measured(key: str, ways: Mapping[str, Way], device: torch.device) -> Tensor:
+    """Try every way that is not hopeless, the likeliest first; remember the fastest."""
+    by_prediction = sorted(ways, key=lambda name: ways[name].seconds)
+    limit = _HOPELESS * ways[by_prediction[0]].seconds
     spent: dict[str, float] = {}
-    best: Tensor | None = None
-    for name, way in ways.items():
-        if way.seconds > limit:
-            continue
-        first, answer = _timed(way.run, device)
-        if first <= _PATIENCE * min(spent.values(), default=first):
-            second, answer = _timed(way.run, device)  # the first call of a kernel sets it up
-            first = min(first, second)
-        spent[name] = first
-        if first == min(spent.values()):
-            best = answer
-    _chosen[key] = Choice(key, min(spent, key=lambda name: spent[name]), spent)
-    assert best is not None  # the cheapest way is never hopeless
+    chosen, best, to_beat = "", None, inf
+    for name in by_prediction:
+        if ways[name].seconds > limit:
+            break
+        took, answer = _timed(ways[name].run, device)
+        if took <= _PATIENCE * min(spent.values(), default=took):
+            again, answer = _timed(ways[name].run, device)  # the first call of a kernel sets it up
+            took = min(took, again)
+        if took < to_beat:
+            chosen, best = name, answer
+            to_beat = took if spent else _BETTER * took
+        spent[name] = took
+    _chosen[key] = Choice(key, chosen, spent)
+    assert best is not None  # the likeliest way is never hopeless
     return best
 
 
