@@ -21,6 +21,8 @@ from gradscope.storage.plan import FilePlan, Layout
 from gradscope.storage.scratch import Scratch
 from gradscope.storage.stream import Stream
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 class Column(Protocol):
     """A place for one parameter's rows."""
@@ -51,6 +53,8 @@ class DenseColumn:
         if isinstance(block, DenseBlock) and block.dtype == self.stream.dtype:
             yield self.stream, block.values
             return
+        if block.dtype in _HALVES and not isinstance(block, DenseBlock):
+            block = block.to(torch.float32)  # rounded once, and what overflows is counted
         together = self.stream.together
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         step = max(1, TILE_BYTES // row // together) * together

@@ -126,6 +126,18 @@ def test_numbers_too_large_are_counted(tmp_path: Path, computed: bool) -> None:
         assert plain["chains/0/w"].attrs["overflowed"] == 3 * N
 
 
+def test_products_too_large_are_counted(tmp_path: Path) -> None:
+    """Factors are finite in float16, their product is not."""
+    left = torch.tensor([1.0, 300.0]).half().expand(N, 1, 1, 2)
+    right = torch.tensor([2.0, 100.0, 300.0]).half().expand(N, 1, 1, 3)
+    plan = with_layout("dense", dtype=torch.float16)
+    _write(tmp_path / "o.h5", plan, OuterBlock(left, right, (2, 3)))
+    with open_file(tmp_path / "o.h5") as file:
+        array = file.chains[0]["w"]
+        assert array.overflowed == N
+        np.testing.assert_array_equal(array[7], [[2, 100, 300], [600, 30000, np.inf]])
+
+
 def test_what_fits_has_no_such_attribute(tmp_path: Path) -> None:
     _write(
         tmp_path / "o.h5", with_layout("dense", dtype=torch.float64), DenseBlock(LARGE.repeat(N, 1))
