@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
-from gradscope.errors import CoupledSamplesError, DatasetError, SpecError
+from gradscope.errors import CoupledSamplesError, DatasetError, ModelError, SpecError
 from gradscope.scope import NonFiniteWarning
 from tests.cases import CASES, COUPLED, INDEPENDENT
 from tests.oracle import per_sample_gradients
@@ -29,7 +29,23 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-@pytest.mark.parametrize("case", INDEPENDENT, ids=lambda c: c.name)
+CUT_OFF = "loss_reaches_no_parameter"
+REACHED = [case for case in INDEPENDENT if case.name != CUT_OFF]
+
+
+def test_losses_that_reach_no_parameter_are_refused_when_proved() -> None:
+    """Zeros are right, and almost surely not what was meant."""
+    setup = next(case for case in INDEPENDENT if case.name == CUT_OFF).build()
+    with (
+        pytest.raises(ModelError, match="cut off from the graph"),
+        gradscope.Scope(setup.model, setup.loss) as scope,
+    ):
+        scope.norms(setup.inputs, setup.targets)
+    with gradscope.Scope(setup.model, setup.loss, verify="never") as scope:
+        assert not scope.norms(setup.inputs, setup.targets).any()
+
+
+@pytest.mark.parametrize("case", REACHED, ids=lambda c: c.name)
 def test_auto_is_exact_on_every_well_defined_case(case) -> None:
     setup = case.build()
     _, wanted = per_sample_gradients(*setup)
