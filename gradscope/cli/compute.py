@@ -155,12 +155,14 @@ def compute(
 
     stopping.unwinding()
     with stopping.told(lambda: _nothing_new(resume)):
+        here = Path.cwd()
         job = prepare(spec)
+        if output is not None:  # the user's code may have gone to another folder
+            output = job.place(output if Path.cwd() == here else here / output)
         if dry_run:
-            _plan(job, None if output is None else job.place(output), json)
+            _plan(job, output, json)
             return
         assert output is not None
-        output = job.place(output)
         _check_room(job, output, overwrite=overwrite, quiet=quiet or json)
     report = _run(job, output, resume=resume, overwrite=overwrite, quiet=quiet or json)
     _show(report, json, quiet)

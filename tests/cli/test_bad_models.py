@@ -114,6 +114,16 @@ def test_a_model_file_that_would_be_waited_for(forked: Forked, folder: Path) -> 
     assert_clear(compute(forked, folder), 3, "no regular file", folder)
 
 
+def test_the_result_goes_where_it_was_asked_for(forked: Forked, folder: Path) -> None:
+    """Even if the user's code goes elsewhere."""
+    (folder / "elsewhere").mkdir()
+    (folder / "model.py").write_text(f"import os; os.chdir('elsewhere')\n{GOOD}")
+    words = ["compute", "w.pt", folder / "d.npz", "--model", "model.py:build"]
+    done = forked.run(*words, "--loss", "cross_entropy", "-o", "out.h5", cwd=folder)
+    assert done.code == 0, done.err
+    assert (folder / "out.h5").exists()
+
+
 def test_a_loss_of_no_fractions(forked: Forked, folder: Path) -> None:
     (folder / "loss.py").write_text(
         "def hits(outputs, targets): return outputs.argmax(1) == targets"
