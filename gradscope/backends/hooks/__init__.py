@@ -5,7 +5,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def hooks(problem: Problem) -> Iterator[Evaluate]:
     program = _Program(problem)
 
     def evaluate(batch: Batch) -> Evaluation:
-        with refusing("hooks", problem.model, OTHERS), program.kernels():
+        with refusing("hooks", problem.model, OTHERS):
             return program.evaluate(batch) if len(batch) > 1 else program.evaluate_one(batch)
 
     yield evaluate
@@ -62,10 +62,6 @@ class _Program:
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
         self.large = has_large_layers(problem.model)
-
-    def kernels(self) -> AbstractContextManager[object]:
-        """Return what decides on the kernels while the model runs and is differentiated."""
-        return FastLinear() if self.large else nullcontext()
 
     def evaluate(self, batch: Batch) -> Evaluation:
         losses, recorded = self._record(batch)
@@ -103,13 +99,14 @@ class _Program:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         given = differentiable_inputs(batch) if self.data_paths else batch
-        try:
-            losses = self.problem.losses(given)
-        except ModelError:
-            if not self.data_paths:
-                raise
-            losses = self.problem.losses(batch)  # raises again where it is the model's own fault
-            self.data_paths = False  # it sets requires_grad on what it computed from the inputs
+        with FastLinear() if self.large else nullcontext():
+            try:
+                losses = self.problem.losses(given)
+            except ModelError:
+                if not self.data_paths:
+                    raise
+                losses = self.problem.losses(batch)  # raises again where it is the model's fault
+                self.data_paths = False  # it sets requires_grad on what it made of the inputs
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:

@@ -1,4 +1,4 @@
-"""Large linear layers by the faster kernel, while the model runs and is differentiated.
+"""Large linear layers by the faster kernel, forwards and backwards.
 
 `F.linear` is taken over as two operations, so that autograd computes the gradient of the weights
 only where it is asked for: `GradscopeWeight`, where weight and bias enter, gives zeros, and

@@ -17,6 +17,7 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import SampleAxis
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
+from gradscope.blocks.products import multiplied
 
 KIND = "MkldnnRnnLayerBackward0"
 
@@ -56,10 +57,9 @@ def _gate_gradients(site: Site) -> tuple[Tensor, Tensor]:
     back = site.saved("reverse")
     before = torch.cat((output[1:], state[None]) if back else (state[None], output[:-1]))
     recurrent = site.saved("weight1")
-    gates = site.saved("input") @ site.saved("weight0").mT
-    gates += before @ recurrent.mT
-    if site.saved("has_biases"):
-        gates += site.saved("weight2") + site.saved("weight3")
+    bias = site.saved("weight2") + site.saved("weight3") if site.saved("has_biases") else None
+    gates = multiplied(site.saved("input"), site.saved("weight0"), bias)
+    gates += multiplied(before, recurrent)
     i, f, g, o = gates.chunk(4, 2)
     for gate, squash in ((i, torch.sigmoid_), (f, torch.sigmoid_), (g, torch.tanh_)):
         squash(gate)
@@ -67,37 +67,51 @@ def _gate_gradients(site: Site) -> tuple[Tensor, Tensor]:
     order = list(range(len(output)))[:: -1 if back else 1]
     cells, earlier = _cells(i * g, f, cell, order)
     cells.tanh_()
-    slopes = torch.cat((g * i * (1 - i), earlier * f * (1 - f), i * (1 - g * g)), 2)
-    through = (o * (1 - cells * cells), cells * o * (1 - o))
+    slopes = torch.stack((_at_sigmoid(g, i), _at_sigmoid(earlier, f), _at_tanh(i, g)), 2)
+    through = (_at_tanh(o, cells), _at_sigmoid(cells, o))
     return _backwards(site, (slopes, *through, f), recurrent, order), before
+
+
+def _at_sigmoid(gradient: Tensor, value: Tensor) -> Tensor:
+    """Return the gradient where `value` = σ(·) was computed: gradient · value · (1 - value)."""
+    return torch.ops.aten.sigmoid_backward(gradient, value)  # type: ignore[no-any-return]
+
+
+def _at_tanh(gradient: Tensor, value: Tensor) -> Tensor:
+    """Return the gradient where `value` = tanh(·) was computed: gradient · (1 - value²)."""
+    return torch.ops.aten.tanh_backward(gradient, value)  # type: ignore[no-any-return]
 
 
 def _cells(new: Tensor, kept: Tensor, cell: Tensor, order: list[int]) -> tuple[Tensor, Tensor]:
     """Return the cell after each step and before it, (t, n, h) each."""
-    after, before = torch.empty_like(new), torch.empty_like(new)
+    after = torch.empty_like(new)
+    steps = list(zip(new.unbind(), kept.unbind(), after.unbind(), strict=True))
+    first = cell
     for t in order:
-        before[t] = cell
-        cell = torch.addcmul(new[t], kept[t], cell, out=after[t])
-    return after, before
+        cell = torch.addcmul(steps[t][0], steps[t][1], cell, out=steps[t][2])
+    forwards = order[0] <= order[-1]
+    before = (first[None], after[:-1]) if forwards else (after[1:], first[None])
+    return after, torch.cat(before)
 
 
 def _backwards(
     site: Site, factors: tuple[Tensor, ...], recurrent: Tensor, order: list[int]
 ) -> Tensor:
     """Return the gradient of the gates' inputs, from the last step to the first."""
-    slopes, to_cell, to_gate, kept = factors
-    steps, n, hidden = to_cell.shape
+    slopes, to_cell, to_gate, kept = (factor.unbind() for factor in factors)
+    n, hidden = to_cell[0].shape
     arriving, at_state, at_cell = site.gradients
-    found = slopes.new_empty(steps, n, 4, hidden)
-    slopes = slopes.view(steps, n, 3, hidden)
-    state = slopes.new_zeros(n, hidden) if at_state is None else at_state
-    cell = slopes.new_zeros(n, hidden) if at_cell is None else at_cell
+    found = to_cell[0].new_empty(len(slopes), n, 4, hidden)
+    first, last, rows = (f.unbind() for f in (found[:, :, :3], found[:, :, 3], found.flatten(2)))
+    state = slopes[0].new_zeros(n, hidden) if at_state is None else at_state
+    cell = slopes[0].new_zeros(n, hidden) if at_cell is None else at_cell
+    outer = None if arriving is None else arriving.unbind()
     for t in reversed(order):
-        if arriving is not None:
-            state = state + arriving[t]
+        if outer is not None:
+            state = state + outer[t]
         cell = torch.addcmul(cell, state, to_cell[t])
-        torch.mul(slopes[t], cell.unsqueeze(1), out=found[t, :, :3])
-        torch.mul(state, to_gate[t], out=found[t, :, 3])
-        state = found[t].view(n, 4 * hidden) @ recurrent
+        torch.mul(slopes[t], cell.unsqueeze(1), out=first[t])
+        torch.mul(state, to_gate[t], out=last[t])
+        state = multiplied(rows[t], recurrent.mT)
         cell = cell * kept[t]
     return found.flatten(2)
