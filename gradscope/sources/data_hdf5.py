@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.core.chunks import index_is_sound
 from gradscope.errors import DatasetError
 from gradscope.sources.data_columns import (
     Ragged,
@@ -132,22 +133,7 @@ def _check(dataset: h5py.Dataset, size: int) -> None:
             f"it claims {dataset.nbytes:,} bytes, of which {stored:,} are stored",
             remedy="The file is unfinished or damaged: write or download it again.",
         )
-    if dataset.chunks is not None:
-        _check_chunks(dataset, size)
-
-
-def _check_chunks(dataset: h5py.Dataset, size: int) -> None:
-    """Refuse an index of chunks that cannot be: HDF5 itself crashes when it reads by some."""
-    places = set()
-
-    def wrong(chunk: Any) -> bool | None:
-        inside = 0 < chunk.byte_offset < chunk.byte_offset + chunk.size <= size
-        if not inside or chunk.chunk_offset in places:
-            return True
-        places.add(chunk.chunk_offset)
-        return None  # None goes on
-
-    if dataset.id.chunk_iter(wrong):
+    if dataset.chunks is not None and not index_is_sound(dataset, size):
         raise DatasetError(
             "its index of chunks is wrong", remedy="It is damaged: write or download it again."
         )

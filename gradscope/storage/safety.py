@@ -9,6 +9,7 @@ from math import prod
 
 import h5py
 
+from gradscope.core.chunks import index_is_sound
 from gradscope.errors import ResultFileError
 from gradscope.storage.compression import is_compressed, is_known
 from gradscope.storage.factors import AXES
@@ -86,6 +87,8 @@ def _check_dataset(dataset: h5py.Dataset, size: int) -> None:
     filters = [plist.get_filter(k)[0] for k in range(plist.get_nfilters())]
     if not is_known(dataset):
         raise _refused(dataset, f"needs the filters {filters}, which are not known here")
+    if layout == h5py.h5d.CHUNKED and not index_is_sound(dataset, size):
+        raise _refused(dataset, "has an index of chunks that is wrong")
     if layout == h5py.h5d.CHUNKED and h5py.h5z.FILTER_FLETCHER32 not in filters:
         raise _refused(dataset, "has chunks without checksums")
     if dataset.maxshape != dataset.shape:

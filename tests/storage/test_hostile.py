@@ -305,6 +305,24 @@ def test_it_is_refused(good: Path, tmp_path: Path, change: Change, said: str) ->
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_an_index_of_chunks_that_is_wrong(good: Path, tmp_path: Path) -> None:
+    """HDF5 would follow it anywhere."""
+    with h5py.File(good) as file:
+        rows = file["chains/0/layer.weight/left"]
+        first = rows.id.get_chunk_info(0)
+    path = _sealed(good, tmp_path / "o.h5", lambda file: None)
+    data = path.read_bytes()
+    data = data[: data.rindex(b"gradseal") - 40]
+    address = first.byte_offset.to_bytes(8, "little")
+    assert data.count(address) == 1
+    path.write_bytes(data.replace(address, (2**40).to_bytes(8, "little")))
+    with path.open("r+b") as raw:
+        integrity.write_seal(raw.fileno(), np.empty((0, 2), np.int64))
+    with pytest.raises(ResultFileError, match="index of chunks") as caught:
+        _read(path)
+    assert "o.h5" in str(caught.value) and caught.value.remedy
+
+
 @pytest.mark.parametrize("command", ["stats", "export", "merge"])
 @pytest.mark.parametrize(
     "change", [_link_that_leaves, _few_losses, _grows], ids=lambda c: c.__name__
