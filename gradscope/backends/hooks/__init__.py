@@ -24,7 +24,7 @@ from gradscope.backends.hooks.graph.analysis import (
 from gradscope.backends.hooks.graph.axes import Axis
 from gradscope.backends.hooks.graph.flow import gradients_at, opened
 from gradscope.backends.hooks.graph.trace import Trace, trace
-from gradscope.backends.hooks.linear import FastLinear, has_large_layers
+from gradscope.backends.hooks.kernels import FasterKernels, pays_for
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
@@ -61,7 +61,7 @@ class _Program:
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
-        self.large = has_large_layers(problem.model)
+        self.detours = pays_for(problem.model)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         losses, recorded = self._record(batch)
@@ -99,7 +99,7 @@ class _Program:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         given = differentiable_inputs(batch) if self.data_paths else batch
-        with FastLinear() if self.large else nullcontext():
+        with FasterKernels() if self.detours else nullcontext():
             try:
                 losses = self.problem.losses(given)
             except ModelError:

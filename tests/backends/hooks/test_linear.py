@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from gradscope.backends.hooks import hooks, linear
+from gradscope.backends.hooks import hooks
+from gradscope.backends.hooks.kernels import FasterKernels, linear
 from gradscope.blocks import ways
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.errors import RefusedError
 from tests import oracle
 from tests.backends.outcomes import expected, fingerprint, mistakes, outcome, run
-from tests.cases import CASES, INDEPENDENT
+from tests.cases import CASES, INDEPENDENT, Setup
 
 TAKEN: list[str] = []
 
@@ -124,7 +125,7 @@ def test_uses(every_layer: None, use: Callable[[nn.Linear, Tensor], Tensor], lea
     torch.manual_seed(0)
     model = Twisted(use).double()
     x, y = torch.randn(5, *lead, 6).double(), torch.randn(5, 1).double()
-    evaluation = run("hooks", _Setup(model, _square, x, y))
+    evaluation = run("hooks", Setup(model, _square, x, y))
     assert TAKEN  # at least the first
     assert not mistakes(evaluation, *oracle.per_sample_gradients(model, _square, x, y))
 
@@ -136,7 +137,7 @@ def test_what_is_frozen(every_layer: None, frozen: str) -> None:
         if frozen in name:
             p.requires_grad_(False)
     x, y = torch.randn(5, 6).double(), torch.randn(5, 1).double()
-    evaluation = run("hooks", _Setup(model, _square, x, y))
+    evaluation = run("hooks", Setup(model, _square, x, y))
     assert not mistakes(evaluation, *oracle.per_sample_gradients(model, _square, x, y))
 
 
@@ -144,7 +145,7 @@ def test_weights_that_are_computed(every_layer: None) -> None:
     model = Twisted(lambda layer, x: layer(x).sin()).double()
     parametrizations.weight_norm(model.layer)
     x, y = torch.randn(5, 3, 6).double(), torch.randn(5, 1).double()
-    evaluation = run("hooks", _Setup(model, _square, x, y))
+    evaluation = run("hooks", Setup(model, _square, x, y))
     assert TAKEN
     assert not mistakes(evaluation, *oracle.per_sample_gradients(model, _square, x, y))
 
@@ -158,7 +159,7 @@ def test_what_is_overwritten_is_noticed(every_layer: None) -> None:
 
     x, y = torch.randn(5, 6).double(), torch.randn(5, 1).double()
     with pytest.raises(RefusedError, match="inplace"):
-        run("hooks", _Setup(Twisted(use).double(), _square, x, y))
+        run("hooks", Setup(Twisted(use).double(), _square, x, y))
 
 
 @pytest.mark.parametrize("way", ["oneDNN", "gemm"])
@@ -179,16 +180,9 @@ def test_in_float32(way: str) -> None:
 
 def test_autocast_is_left_alone(every_layer: None) -> None:
     layer, x = nn.Linear(7, 7), torch.randn(3, 7)
-    with torch.autocast("cpu", torch.bfloat16), linear.FastLinear():
+    with torch.autocast("cpu", torch.bfloat16), FasterKernels():
         assert layer(x).dtype == torch.bfloat16
     assert not TAKEN
-
-
-class _Setup:
-    """What `run` asks for."""
-
-    def __init__(self, model: nn.Module, loss: Any, inputs: Tensor, targets: Tensor) -> None:
-        self.model, self.loss, self.inputs, self.targets = model, loss, inputs, targets
 
 
 def _square(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def mv(site: Site) -> Block | None:
 
 @node_rules.register("GradscopeWeightBackward")
 def large(site: Site) -> Block | None:
-    """A large linear layer, see `hooks.linear`: weight and bias apart from the input."""
+    """A large linear layer, see `hooks.kernels`: weight and bias apart from the input."""
     if site.slot == 1:
         return site.reduced(site.gradient)
     if site.axis.axis == site.gradient.dim() - 1:

@@ -5,73 +5,33 @@ only where it is asked for: `GradscopeWeight`, where weight and bias enter, give
 `GradscopeLinear` adds the product to them. Both can be differentiated again.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
-from torch.autograd import Function, forward_ad
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.autograd import Function
 
+from gradscope.backends.hooks.kernels.conditions import recordable
 from gradscope.blocks.products import multiplied, plain
 
 _LARGE = 2**16  # entries of a weight from which on the detour pays
 _DTYPES = (torch.float32,)  # oneDNN's kernel takes no other
-_KNOWN = (Tensor, nn.Parameter)
 Layer = tuple[Tensor, Tensor, Tensor | None]  # input (..., i), weight (o, i), bias (o,)
 
 
-class FastLinear(TorchFunctionMode):
-    """In this mode large linear layers run by `multiplied`, everything else as ever."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run one function of torch."""
-        if func is F.linear:
-            layer = _layer(*args, **(kwargs or {}))
-            if _is_large(layer):
-                return _run(layer)
-        return func(*args, **(kwargs or {}))
+def large_linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    """Return what `F.linear` does, or None where it had better do it (named as torch does)."""
+    given = [t for t in (input, weight, bias) if t is not None]
+    if not recordable(given, *_DTYPES) or not is_large(weight):
+        return None
+    fits = input.dim() >= 2 and input.shape[-1] == weight.shape[1]
+    fits = fits and (bias is None or bias.shape == weight.shape[:1])
+    return _run((input, weight, bias)) if fits else None
 
 
-def has_large_layers(model: nn.Module) -> bool:
-    """Whether there is a weight that the mode is worth it for."""
-    weights = (p.detach() for p in model.parameters() if p.dim() == 2 and p.numel() >= _LARGE)
-    return any(plain([weight], *_DTYPES) for weight in weights)
-
-
-def _layer(input: Any, weight: Any, bias: Any = None) -> Layer:  # named as torch does
-    return input, weight, bias
-
-
-def _is_large(layer: Layer) -> bool:
-    x, weight, bias = layer
-    given = [t for t in layer if t is not None]
-    return (
-        all(type(t) in _KNOWN for t in given)
-        and weight.dim() == 2
-        and weight.numel() >= _LARGE
-        and x.dim() >= 2
-        and x.shape[-1] == weight.shape[1]
-        and (bias is None or bias.shape == weight.shape[:1])
-        and torch.is_grad_enabled()
-        and any(t.requires_grad for t in given)
-        and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0
-        and not _saves_elsewhere()
-        and plain(given, *_DTYPES)
-    )
-
-
-def _saves_elsewhere() -> bool:
-    """Whether what is saved passes through hooks, as a checkpoint's does, which runs this again."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def is_large(weight: Tensor) -> bool:
+    """Whether the detour pays for a layer with this weight."""
+    return weight.dim() == 2 and weight.numel() >= _LARGE and plain([weight], *_DTYPES)
 
 
 def _run(layer: Layer) -> Tensor:
