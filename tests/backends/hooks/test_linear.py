@@ -110,6 +110,12 @@ USES: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "detached": lambda layer, x: F.linear(x, layer.weight.detach(), layer.bias).sin(),
     "expanded": lambda layer, x: layer(x.unsqueeze(1).expand(-1, 3, *x.shape[1:])).sin(),
     "samples second": lambda layer, x: layer(x.movedim(0, -2)).movedim(-2, 0).sin(),
+    "as a product": lambda layer, x: (x @ layer.weight).sin(),
+    "as a transposed product": lambda layer, x: x.matmul(layer.weight.T).sin(),
+    "written out": lambda layer, x: (
+        torch.addmm(layer.bias, x.flatten(0, -2), layer.weight).view(x.shape).sin()
+    ),
+    "from the left": lambda layer, x: (layer.weight @ x.unsqueeze(-1)).squeeze(-1).sin(),
     "differentiated twice": _penalized,
     "differentiated by the weight": _stepped,
     "checkpointed": lambda layer, x: checkpoint(layer, x, use_reentrant=False).sin(),

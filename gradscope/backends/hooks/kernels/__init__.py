@@ -12,11 +12,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gradscope.backends.hooks.kernels.linear import is_large, large_linear
+from gradscope.backends.hooks.kernels.linear import (
+    is_large,
+    large_addmm,
+    large_linear,
+    large_product,
+)
 from gradscope.backends.hooks.kernels.pooling import max_pool
 
 _OURS: Mapping[Any, Callable[..., Tensor | None]] = {
     F.linear: large_linear,
+    torch.addmm: large_addmm,
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), large_product
+    ),
     F.max_pool2d: max_pool,
     torch.max_pool2d: max_pool,
 }

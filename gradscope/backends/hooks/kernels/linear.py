@@ -8,7 +8,7 @@ only where it is asked for: `GradscopeWeight`, where weight and bias enter, give
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from gradscope.backends.hooks.kernels.conditions import recordable
@@ -27,6 +27,27 @@ def large_linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     fits = input.dim() >= 2 and input.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
     return _run((input, weight, bias)) if fits else None
+
+
+def large_product(input: Any, other: Any) -> Tensor | None:
+    """Return input (..., i) @ other (i, o), or None where `other` is no large parameter."""
+    if not isinstance(other, Tensor) or not _is_parameter(other) or other.dim() != 2:
+        return None
+    return large_linear(input, other.T)
+
+
+def large_addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor | None:
+    """Return input (o,) + mat1 (m, i) @ mat2 (i, o), likewise: a linear layer written out."""
+    if not isinstance(mat2, Tensor) or not _is_parameter(mat2) or (beta, alpha) != (1, 1):
+        return None
+    return large_linear(mat1, mat2.T, input) if mat1.dim() == mat2.dim() == 2 else None
+
+
+def _is_parameter(t: Tensor) -> bool:
+    """Whether this is a parameter, or a view of one such as its transpose."""
+    return isinstance(t._base if t._is_view() else t, nn.Parameter)
 
 
 def is_large(weight: Tensor) -> bool:
