@@ -191,6 +191,31 @@ def test_autocast_is_left_alone(every_layer: None) -> None:
     assert not TAKEN
 
 
+def test_other_forms_of_a_product_are_left_to_torch(every_layer: None) -> None:
+    x, w, b = torch.randn(3, 4), nn.Parameter(torch.randn(4, 5)), torch.zeros(5)
+    into = torch.empty(3, 5)
+    with FasterKernels(), torch.no_grad():
+        torch.mm(x, w, out=into)
+    with FasterKernels():
+        found = [
+            torch.mm(x, mat2=w),
+            torch.matmul(x, other=w),
+            torch.addmm(b, x, w, beta=2, alpha=1),
+            x.detach().numpy() @ w.detach().numpy(),
+        ]
+    for values in (into, *found):
+        torch.testing.assert_close(torch.as_tensor(values), x @ w, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_that_the_user_has_compiled(every_layer: None) -> None:
+    """The compiler sees through a mode, and is not to see this one."""
+    part = torch.compile(lambda x, w: torch.relu(x @ w), backend="eager", fullgraph=True)
+    x, w = torch.randn(3, 4), nn.Parameter(torch.randn(4, 5))
+    with FasterKernels():
+        found = part(x, w)
+    torch.testing.assert_close(found, (x @ w).relu())
+
+
 def _square(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum(1)
 

@@ -29,18 +29,16 @@ def large_linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     return _run((input, weight, bias)) if fits else None
 
 
-def large_product(input: Any, other: Any) -> Tensor | None:
+def large_product(input: Any, other: Any = None, **more: Any) -> Tensor | None:
     """Return input (..., i) @ other (i, o), or None where `other` is no large parameter."""
-    if not isinstance(other, Tensor) or not _is_parameter(other) or other.dim() != 2:
+    if more or not isinstance(other, Tensor) or not _is_parameter(other) or other.dim() != 2:
         return None
     return large_linear(input, other.T)
 
 
-def large_addmm(
-    input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor | None:
+def large_addmm(input: Any, mat1: Any, mat2: Any, *rest: Any, **more: Any) -> Tensor | None:
     """Return input (o,) + mat1 (m, i) @ mat2 (i, o), likewise: a linear layer written out."""
-    if not isinstance(mat2, Tensor) or not _is_parameter(mat2) or (beta, alpha) != (1, 1):
+    if rest or more or not isinstance(mat2, Tensor) or not _is_parameter(mat2):
         return None
     return large_linear(mat1, mat2.T, input) if mat1.dim() == mat2.dim() == 2 else None
 
