@@ -66,7 +66,7 @@ def measured(
         limit: Seconds the first call may take.
     """
     before()
-    with time_limit(limit), peak_memory(device) as peak:
+    with peak_memory(device) as peak, time_limit(limit):
         first, result = _timed(call, device)
     unit()
     if limit is None and first > BUDGET:
@@ -103,7 +103,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise OutOfTimeError(f"it took more than {seconds:.0f} s")
 
     former = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, if somebody swallows it
     try:
         yield
     finally:

@@ -188,7 +188,7 @@ def test_what_a_tool_raises_is_its_reason(conditions: Conditions) -> None:
     assert refused.reason == "NotImplementedError: no rule for this layer"
     declined = cell(work, right, "norms", Method("b", decline), conditions)
     assert (declined.status, declined.reason) == ("declined", "not this task")
-    late = Method("c", lambda task, setting: Call(lambda: time.sleep(60), first_limit=0.05))
+    late = Method("c", lambda task, setting: Call(lambda: time.sleep(60), first_limit=0.2))
     stopped = cell(work, right, "norms", late, conditions)
     assert stopped.status == "refused"
     assert stopped.reason is not None and "took more than" in stopped.reason
