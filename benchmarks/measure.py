@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -36,6 +36,11 @@ class Timing:
     seconds: tuple[float, ...]
     unit: tuple[float, ...]
     peak_bytes: int | None
+
+    def of_one(self, batches: int) -> "Timing":
+        """Return the times of one batch, of calls that compute several."""
+        seconds = tuple(spent / batches for spent in self.seconds)
+        return replace(self, first=self.first / batches, seconds=seconds)
 
     @property
     def ratio(self) -> float:

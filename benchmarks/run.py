@@ -110,6 +110,7 @@ def cell(
                 conditions.repeats,
                 call.first_limit,
             )
+            timing = timing.of_one(call.batches)
             off = _error(call, TASKS[task], raw, reference) if method.comparable else None
     except DeclinedError as reason:
         return made("declined", str(reason))

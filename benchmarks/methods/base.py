@@ -66,6 +66,7 @@ class Call:
         result: Takes what `run` returned to {name: tensor}, untimed.
         expected: The right answer where it depends on the method; else the task's.
         first_limit: Seconds the first run may take (compilation).
+        batches: How many batches a run computes; what is stated is the time of one.
     """
 
     run: Callable[[], Any]
@@ -73,6 +74,10 @@ class Call:
     result: Callable[[Any], Result] = as_it_is
     expected: Callable[[Reference], Result] | None = None
     first_limit: float | None = None
+    batches: int = 1
+
+
+FILE_BATCHES = 4  # of a run to a file: opening and verifying it are done once a run
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.methods.base import Call, DeclinedError, Method, Setting, plain
+from benchmarks.methods.base import FILE_BATCHES, Call, DeclinedError, Method, Setting, plain
 
 _CHUNK = 2**22  # numbers written at a time
 
@@ -28,7 +28,8 @@ def _floor(task: str, setting: Setting) -> Call:
         def fresh() -> None:
             path.unlink(missing_ok=True)
 
-        return Call(_storing(workload.n * workload.parameters, plain(workload), path), fresh)
+        storing = _storing(workload.n * workload.parameters, plain(workload), path)
+        return Call(storing, fresh, batches=FILE_BATCHES)
     raise DeclinedError("none is defined for this task")
 
 
@@ -50,10 +51,11 @@ def _storing(
     chunk = torch.randn(min(numbers, _CHUNK)).numpy()
 
     def run() -> Path:
-        unit()
         with path.open("wb", buffering=0) as file:
-            for start in range(0, numbers, len(chunk)):
-                file.write(chunk[: numbers - start].tobytes())
+            for _ in range(FILE_BATCHES):
+                unit()
+                for start in range(0, numbers, len(chunk)):
+                    file.write(chunk[: numbers - start].tobytes())
             os.fsync(file.fileno())
         return path
 

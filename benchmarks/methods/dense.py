@@ -1,16 +1,17 @@
 """What tools that return all gradients make of them, in torch: each task the fastest plain way."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.methods.base import Call, DeclinedError, Setting, nothing
+from benchmarks.methods.base import FILE_BATCHES, Call, DeclinedError, Setting, nothing
 from benchmarks.reference import Reference, Result
 from benchmarks.tasks import DIMENSIONS, prefixed
 
@@ -77,11 +78,15 @@ class Projection:
             yield bits.float().mul_(2).sub_(1).div_(DIMENSIONS**0.5)
 
 
-def write(gradients: Dense, path: Path) -> Path:
-    """Write {name: (n, *shape)} as contiguous HDF5 datasets, down to the disk."""
+def write(batches: Iterable[Dense], count: int, path: Path) -> Path:
+    """Write `count` batches {name: (n, *shape)} as contiguous HDF5 datasets, down to the disk."""
     with h5py.File(path, "w") as file:
-        for name, gradient in gradients.items():
-            file.create_dataset(name, data=gradient.cpu().numpy())
+        for k, gradients in enumerate(batches):
+            for name, gradient in gradients.items():
+                n, *shape = gradient.shape
+                if not k:
+                    file.create_dataset(name, (count * n, *shape), np.float32)
+                file[name].write_direct(gradient.cpu().numpy(), dest_sel=np.s_[k * n : (k + 1) * n])
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,9 +157,15 @@ def _writing(
 ) -> Call:
     path = setting.scratch / "dense.h5"
 
-    def fresh() -> None:
-        before()
-        path.unlink(missing_ok=True)
+    def batches() -> Iterator[Dense]:
+        for _ in range(FILE_BATCHES):
+            before()
+            yield gradients()
 
     setting.stack.callback(path.unlink, missing_ok=True)
-    return Call(lambda: write(gradients(), path), fresh, read)
+    return Call(
+        lambda: write(batches(), FILE_BATCHES, path),
+        lambda: path.unlink(missing_ok=True),
+        read,
+        batches=FILE_BATCHES,
+    )

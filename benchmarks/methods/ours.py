@@ -12,7 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradscope
-from benchmarks.methods.base import COMPILE_LIMIT, Call, DeclinedError, Method, Setting
+from benchmarks.methods.base import (
+    COMPILE_LIMIT,
+    FILE_BATCHES,
+    Call,
+    DeclinedError,
+    Method,
+    Setting,
+)
 from benchmarks.reference import Reference, Result
 from benchmarks.tasks import DIMENSIONS, prefixed
 from benchmarks.workloads import LOSS
@@ -117,7 +124,10 @@ def _file(scope: Scope, setting: Setting) -> Call:
     folder, workload = setting.scratch, setting.workload
     weights, data, path = (folder / f for f in ("weights.safetensors", "data.npz", "ours.h5"))
     save_file({k: v.contiguous() for k, v in setting.model.state_dict().items()}, weights)
-    np.savez(data, inputs=workload.inputs.cpu().numpy(), targets=workload.targets.cpu().numpy())
+    batch = {"inputs": workload.inputs, "targets": workload.targets}
+    np.savez(
+        data, **{k: np.concatenate([v.cpu().numpy()] * FILE_BATCHES) for k, v in batch.items()}
+    )
     for file in (weights, data, path):
         setting.stack.callback(file.unlink, missing_ok=True)
     settings = {
@@ -145,7 +155,7 @@ def _file(scope: Scope, setting: Setting) -> Call:
         compute(job, path)
         return path
 
-    return Call(run, fresh, _stored)
+    return Call(run, fresh, _stored, batches=FILE_BATCHES)
 
 
 def _stored(path: Path) -> dict[str, Tensor]:

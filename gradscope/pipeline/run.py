@@ -200,8 +200,9 @@ def mean_gradient_norms(
     state = states.get(MEAN_GRADIENT)
     if state is None:  # no sample is finite
         return {name: {"mean_gradient_norm": nan} for name in names}
-    means = bind("mean").result(state)
-    return {name: {"mean_gradient_norm": float(g.norm())} for name, g in means.items()}
+    n = float(state["n"])
+    sums = {key.removeprefix("sum:"): value for key, value in state.items() if key != "n"}
+    return {name: {"mean_gradient_norm": float(g.norm()) / n} for name, g in sums.items()}
 
 
 def unproved(scope: Scope) -> None:
