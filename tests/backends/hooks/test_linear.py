@@ -57,13 +57,15 @@ def test_every_case_is_as_exact_as_without(every_layer: None, name: str) -> None
 def test_most_cases_have_such_layers(every_layer: None) -> None:
     taken = 0
     for case in INDEPENDENT:
+        if taken == 30:
+            return
         TAKEN.clear()
         try:
             run("hooks", case.build())
         except RefusedError:
             continue
         taken += bool(TAKEN)
-    assert taken >= 30, taken
+    pytest.fail(f"only {taken} of {len(INDEPENDENT)}")
 
 
 class Twisted(nn.Module):

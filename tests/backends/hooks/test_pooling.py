@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_calls(call: Callable[[Tensor], Tensor]) -> None:
-    x = _images("normal").double().requires_grad_()
+    x = _images("normal")[:1, :8, :6, :6].contiguous().double().requires_grad_()
     with FasterKernels():
         y = call(x)
     assert len(TAKEN) == 1
