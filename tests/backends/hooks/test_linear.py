@@ -205,6 +205,8 @@ def test_other_forms_of_a_product_are_left_to_torch(every_layer: None) -> None:
             torch.addmm(b, x, w, beta=2, alpha=1),
             x.detach().numpy() @ w.detach().numpy(),
         ]
+    with FasterKernels(), pytest.raises(RuntimeError, match="matrix"):
+        torch.mm(x[None], w)
     for values in (into, *found):
         torch.testing.assert_close(torch.as_tensor(values), x @ w, rtol=1e-6, atol=1e-6)
 

@@ -16,6 +16,7 @@ from gradscope.backends.hooks.kernels.linear import (
     is_large,
     large_addmm,
     large_linear,
+    large_mm,
     large_product,
 )
 from gradscope.backends.hooks.kernels.pooling import max_pool
@@ -23,9 +24,8 @@ from gradscope.backends.hooks.kernels.pooling import max_pool
 _OURS: Mapping[Any, Callable[..., Tensor | None]] = {
     F.linear: large_linear,
     torch.addmm: large_addmm,
-    **dict.fromkeys(
-        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), large_product
-    ),
+    **dict.fromkeys((torch.mm, Tensor.mm), large_mm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), large_product),
     F.max_pool2d: max_pool,
     torch.max_pool2d: max_pool,
 }

@@ -36,6 +36,12 @@ def large_product(input: Any, other: Any = None, **more: Any) -> Tensor | None:
     return large_linear(input, other.T)
 
 
+def large_mm(input: Any, mat2: Any = None, **more: Any) -> Tensor | None:
+    """Return input (m, i) @ mat2 (i, o), likewise; torch's own refuses anything but matrices."""
+    matrix = isinstance(input, Tensor) and input.dim() == 2
+    return large_product(input, mat2, **more) if matrix else None
+
+
 def large_addmm(input: Any, mat1: Any, mat2: Any, *rest: Any, **more: Any) -> Tensor | None:
     """Return input (o,) + mat1 (m, i) @ mat2 (i, o), likewise: a linear layer written out."""
     if rest or more or not isinstance(mat2, Tensor) or not _is_parameter(mat2):
