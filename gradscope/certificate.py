@@ -153,9 +153,10 @@ def certify(
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
     """Return (n,) bool: whose loss and whole gradient are finite."""
-    if evaluation.gradients.bounded():
-        return evaluation.losses.isfinite()
-    return evaluation.losses.isfinite() & evaluation.gradients.norms.isfinite()
+    finite, gradients = evaluation.losses.isfinite(), evaluation.gradients
+    if gradients.norms_known and bool(gradients.norms.isfinite().all()):
+        return finite
+    return finite if gradients.bounded() else finite & gradients.norms.isfinite()
 
 
 def _require_graph(problem: Problem, batch: Batch) -> None:

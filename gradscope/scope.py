@@ -17,25 +17,21 @@ from gradscope.backends.compiled import Wanted
 from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.backends.joint import own_loss_backends
 from gradscope.blocks import Evaluation, Gradients
-from gradscope.certificate import Certificate, certify, finite_samples
+from gradscope.certificate import Certificate, certify
 from gradscope.core.batch import Batch, detached
 from gradscope.core.pages import keep_pages
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
-from gradscope.errors import CoupledSamplesError, NonFiniteError, RefusedError, SpecError
-from gradscope.labels import Labels, Mode, chosen, over_labels, samples
+from gradscope.errors import CoupledSamplesError, RefusedError, SpecError
+from gradscope.finite import NonFinite, NonFiniteWarning, usable
+from gradscope.labels import Labels, Mode, samples
 from gradscope.losses import resolve
 from gradscope.reducers import State
 
 Verify = Literal["first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
-NonFinite = Literal["skip", "fail", "keep"]
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
-
-
-class NonFiniteWarning(UserWarning):
-    """Samples without a finite gradient were left out of an expectation."""
 
 
 class Scope:
@@ -99,6 +95,7 @@ class Scope:
         self.certificate: Certificate | None = None
         self.notes: list[str] = []
         self._waiting = list(candidates(backend, own_loss=self.own_loss))
+        self._bound: dict[str, chains.Chain] = {}
         self._evaluate: Evaluate | None = None
         self._stack = ExitStack()
         choice = Choice(compile, backend, verify, coupling)
@@ -182,19 +179,22 @@ class Scope:
     ) -> list[dict[str, Tensor]]:
         """Return what `expectation` does for several chains, in one pass over the samples."""
         whole = Batch.of(inputs, targets)
-        asked = [chains.bind(text, reduced=True) for text in texts]
-        bound = self.settled(asked, lambda: self._parts(whole))
+        bound = self.settled([*map(self._chain, texts)], lambda: self._parts(whole))
         wanted = chains.wanted(bound)
         states: Sequence[State | None] = [None] * len(bound)
         dtypes: list[dict[str, torch.dtype]] = []  # of a batch's own sums
         skipped = 0
         for part in self._parts(whole):
             evaluation = self.evaluate(part, wanted)
-            kept = self.usable(part, evaluation)
-            skipped += len(part) - (0 if kept is None else samples(kept[2]))
-            if kept is not None:
-                states = chains.updated(bound, states, *kept)
-                dtypes = dtypes or [{k: v.dtype for k, v in s.items()} for s in states if s]
+            found: Sequence[State | None] | None = None
+            if self.labels.mode != "exact":
+                found = chains.updated_if_finite(bound, states, evaluation)
+            if found is None:
+                kept = self.usable(part, evaluation)
+                skipped += len(part) - (0 if kept is None else samples(kept[2]))
+                found = states if kept is None else chains.updated(bound, states, *kept)
+            states = found
+            dtypes = dtypes or [{k: v.dtype for k, v in s.items()} for s in states if s]
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",
@@ -247,20 +247,7 @@ class Scope:
         Raises:
             NonFiniteError: One is not finite, and `nonfinite` is "fail".
         """
-        batch = self.labels.of(batch)
-        finite = over_labels(finite_samples(evaluation), batch)
-        if bool(finite.all()) or self.nonfinite == "keep":
-            return evaluation.gradients, self.problem, batch
-        if self.nonfinite == "fail":
-            worst = int(batch.index[int((~finite).nonzero()[0])])
-            raise NonFiniteError(
-                "its gradient is not finite",
-                where=f"sample {worst}",
-                remedy="Use nonfinite skip to leave such samples out, or keep to keep them.",
-            )
-        if not bool(finite.any()):
-            return None
-        return evaluation.gradients.select(finite), self.problem, chosen(batch, finite.cpu())
+        return usable(evaluation, self.problem, self.labels.of(batch), self.nonfinite)
 
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""
@@ -279,6 +266,13 @@ class Scope:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _chain(self, text: str) -> chains.Chain:
+        """Return a bound chain, which most are for as long as the scope lives."""
+        found = self._bound.get(text) or chains.bind(text, reduced=True)
+        if found.lasting:
+            self._bound[text] = found
+        return found
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         step = len(batch) if self.own_loss else max(1, _STREAMED // self.labels.each(batch))

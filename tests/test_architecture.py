@@ -23,14 +23,15 @@ FLOORS = {
     "chains": 4,
     "certificate": 5,
     "labels": 5,
-    "scope": 6,
-    "calls": 7,
-    "comparison": 7,
-    "stats": 7,
-    "pipeline": 8,
-    "report": 9,
-    "cli": 10,
-    "__main__": 11,
+    "finite": 6,
+    "scope": 7,
+    "calls": 8,
+    "comparison": 8,
+    "stats": 8,
+    "pipeline": 9,
+    "report": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 
 HOMES = {

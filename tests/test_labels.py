@@ -12,7 +12,7 @@ from gradscope.blocks import DenseBlock, OuterBlock, SquaredBlock
 from gradscope.blocks.expected import ExpectedBlock
 from gradscope.core.batch import Batch
 from gradscope.errors import SpecError
-from gradscope.scope import NonFiniteWarning
+from gradscope.finite import NonFiniteWarning
 
 N, C, D = 40, 3, 4
 BACKENDS = ["loop", "hooks", "vmap", "expand"]

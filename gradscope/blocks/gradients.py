@@ -55,6 +55,11 @@ class Gradients(Mapping[str, Block]):
         """‖gᵢ‖ (n,) over all parameters together."""
         return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
 
+    @property
+    def norms_known(self) -> bool:
+        """Whether something has asked for the norms already."""
+        return "squared_norms" in vars(self)
+
     def bounded(self) -> bool:
         """Whether a cheap bound on the norms shows that every gradient is finite."""
         bounds = torch.stack([block.bound().double() for block in self.values()])

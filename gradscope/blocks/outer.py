@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
-from gradscope.blocks.products import contracted, ghost, seconds
+from gradscope.blocks.products import contracted, ghost, seconds, separate
 from gradscope.blocks.ways import Way, fastest
 
 
@@ -69,7 +69,7 @@ class OuterBlock(Block):
         return k, t, r, int(self.right.shape[-1])
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape), one batched matrix product."""
+        """Return the gradients (n, *shape), one matrix product a sample and group."""
         k, t, r, c = self.sizes
         left = self.left.to(self.dtype).flatten(0, 1)  # (n·k, t, r)
         right = self.right.to(self.dtype).flatten(0, 1)  # (n·k, t, c)
@@ -78,7 +78,7 @@ class OuterBlock(Block):
         if t == 1:  # a broadcast product: no matrix kernel is started for a single term
             product = torch.mul(left.mT, right, out=target)
         else:
-            product = torch.bmm(left.mT, right, out=target)
+            product = separate(left, right, target)
         dense = product.view(self.n, *self.shape)
         return dense if out is None or direct else out.copy_(dense)
 

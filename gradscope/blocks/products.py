@@ -4,7 +4,8 @@ oneDNN's kernel of linear layers uses the widest vector instructions of every pr
 kernels that torch is built with do not on some (half as fast on AMD processors with AVX-512).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,6 +16,13 @@ from gradscope.blocks.ways import Way, fastest
 
 _FLOPS, _BYTES, _CALL = 1e11, 1e10, 2e-5  # a machine of no particular kind: a second's, a call's
 
+Activation = Literal["none", "sigmoid", "tanh"]
+_AFTER: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda t: t,
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+}
+
 _LEAF = 64  # positions below which a Gram matrix is taken whole
 
 
@@ -23,26 +31,43 @@ def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
     return flops / _FLOPS + moved / _BYTES + calls * _CALL
 
 
-def multiplied(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left rightᵀ + bias (..., o), as a linear layer does.
+def multiplied(
+    left: Tensor, right: Tensor, bias: Tensor | None = None, after: Activation = "none"
+) -> Tensor:
+    """Return what follows a linear layer, of left rightᵀ + bias (..., o).
 
     Args:
         left: (..., k).
         right: (o, k).
         bias: (o,).
+        after: The function of each number.
     """
     o, k = right.shape
     m = left.numel() // max(1, k)
     flops = 2.0 * m * k * o
-    ways = {"gemm": Way(seconds(flops), lambda: F.linear(left, right, bias))}
+    ways = {"gemm": Way(seconds(flops), lambda: _AFTER[after](F.linear(left, right, bias)))}
     if by_onednn(left, right):
-        ways["oneDNN"] = Way(seconds(flops / 2), lambda: _linear(left, right, bias))
+        ways["oneDNN"] = Way(seconds(flops / 2), lambda: _linear(left, right, bias, after))
     return fastest(f"products {o}x{k}", m, left, ways)
+
+
+def multiplier(right: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return left ↦ left rightᵀ for many small factors `like` one: the way is chosen once.
+
+    Args:
+        right: (o, k).
+        like: (m, k).
+    """
+    if by_onednn(like, right):
+        return lambda left: _linear(left, right)
+    return lambda left: F.linear(left, right)
 
 
 def contracted(left: Tensor, right: Tensor) -> Tensor:
     """Return Σᵢₜ left[i, k, t, r] right[i, k, t, c] as (k, r, c)."""
-    rows, columns = (f.transpose(0, 1).flatten(1, 2) for f in (left, right))  # (k, n·t, ·)
+    positions_first = all(f.stride(2) > f.stride(0) for f in (left, right))
+    order = (1, 2, 0, 3) if positions_first else (1, 0, 2, 3)  # as they lie: nothing is copied
+    rows, columns = (f.permute(order).flatten(1, 2) for f in (left, right))  # (k, n·t, ·)
     columns = columns.to(rows.dtype)
     k, t, r = rows.shape
     c = columns.shape[2]
@@ -57,6 +82,25 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
     if by_onednn(rows, columns):
         ways["oneDNN"] = Way(seconds(flops / 2, 0, k), one_by_one)
     return fastest(f"sums of products {r}x{c}", k * t, rows, ways)
+
+
+def separate(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return Σₜ left[i, t, r] right[i, t, c] for each i (m, r, c), written into `out` if given.
+
+    Args:
+        left: (m, t, r).
+        right: (m, t, c), of the same dtype.
+        out: (m, r, c), likewise.
+    """
+    m, t, r = left.shape
+    c = right.shape[2]
+    flops = 2.0 * m * t * r * c
+    ways = {"together": Way(seconds(flops), lambda: torch.bmm(left.mT, right, out=out))}
+    if by_onednn(left, right):
+        written = 4.0 * m * r * c
+        one_by_one = seconds(flops / 2, written, m)
+        ways["one by one"] = Way(one_by_one, lambda: _one_by_one(left, right, out))
+    return fastest(f"products {r}x{c}, t={t}", m, left, ways)
 
 
 def ghost(left: Tensor, right: Tensor) -> Tensor:
@@ -81,6 +125,14 @@ def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     return (torch.bmm(a, b.mH) * torch.bmm(c, d.mH)).sum((1, 2)).real
 
 
+def _one_by_one(left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
+    """Return leftᵢᵀ rightᵢ (m, r, c), in `out` if given."""
+    found = left.new_empty(len(left), left.shape[2], right.shape[2]) if out is None else out
+    for place, a, b in zip(found, left, right, strict=True):
+        place.copy_(_linear(a.mT, b.mT))
+    return found
+
+
 def _stacked(left: Tensor, right: Tensor) -> Tensor:
     """Return leftₖᵀ rightₖ (k, ·, ·)."""
     if len(left) == 1:
@@ -88,10 +140,12 @@ def _stacked(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([_linear(a.mT, b.mT) for a, b in zip(left, right, strict=True)])
 
 
-def _linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    left: Tensor, right: Tensor, bias: Tensor | None = None, after: Activation = "none"
+) -> Tensor:
     if not (right.is_contiguous() or right.mT.is_contiguous()):
         right = right.contiguous()  # other strides take a path a hundred times as slow
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, after, [], "")
     return found
 
 

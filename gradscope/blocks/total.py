@@ -28,14 +28,23 @@ def total(blocks: Sequence[Block]) -> Block:
         k, _, r, c = outer[0].sizes
         same = [b for b in outer if b.sizes[0::2] == (k, r) and b.sizes[3] == c]
         outer = [b for b in outer if b not in same]
-        left, right = (torch.cat([getattr(b, f) for b in same], 2) for f in ("left", "right"))
-        parts.append(OuterBlock(left, right, same[0].shape) if len(same) > 1 else same[0])
+        parts.append(_joined(same))
     if scatter:
-        index = torch.cat([b.index for b in scatter], 1)
-        parts.append(ScatterBlock(index, torch.cat([b.rows for b in scatter], 1), scatter[0].size))
+        index = _along_positions([b.index for b in scatter], 1)
+        rows = _along_positions([b.rows for b in scatter], 1)
+        parts.append(ScatterBlock(index, rows, scatter[0].size))
     if rest:
         parts.append(reduce(lambda a, b: DenseBlock(a.dense() + b.dense()), rest))
     return parts[0] if len(parts) == 1 else TotalBlock(tuple(parts))
+
+
+def _joined(blocks: Sequence[OuterBlock]) -> OuterBlock:
+    left, right = (_along_positions([getattr(b, f) for b in blocks], 2) for f in ("left", "right"))
+    return OuterBlock(left, right, blocks[0].shape)
+
+
+def _along_positions(factors: Sequence[Tensor], axis: int) -> Tensor:
+    return torch.cat(list(factors), axis) if len(factors) > 1 else factors[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,6 @@
 
 from gradscope.chains.binding import bind
 from gradscope.chains.chain import Chain
-from gradscope.chains.passes import updated, waiting, wanted
+from gradscope.chains.passes import updated, updated_if_finite, waiting, wanted
 
-__all__ = ["Chain", "bind", "updated", "waiting", "wanted"]
+__all__ = ["Chain", "bind", "updated", "updated_if_finite", "waiting", "wanted"]

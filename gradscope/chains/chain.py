@@ -18,7 +18,7 @@ from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Problem
-from gradscope.reducers import Reducer, State, carried, reducers
+from gradscope.reducers import Reducer, State, carried_state, reducers
 from gradscope.reducers.base import added
 from gradscope.transforms import NeedsMean, NeedsProblem, Step
 
@@ -47,6 +47,13 @@ class Chain:
         more = any(isinstance(step, NeedsMean | NeedsProblem) for step in self.before)
         sums = self.reducer is not None and self.reducer.merge is added and not self.reducer.raw
         return self.text if sums and self.lasting and not more else None
+
+    @property
+    def tells(self) -> bool:
+        """Whether its sums, or the norms it reads, show that a raw gradient is not finite."""
+        assert self.reducer is not None
+        norms = len(self.before) == 1 and getattr(self.before[0], "reads_norms", False)
+        return bool(self.reducer.powers) and (not self.before or norms)
 
     @property
     def way(self) -> tuple[str, ...]:
@@ -99,7 +106,7 @@ class Chain:
         powers = self.reducer.powers
         start = self.reducer.start(self.rows(gradients, problem, batch).asked(powers))
         found = start if state is None else self.reducer.merge(state, start)
-        return {key: carried(value) for key, value in found.items()}
+        return carried_state(found)
 
     def result(self, state: State) -> dict[str, Tensor]:
         """Return {name: (*shape)}: the reducer's result after the transforms that follow it."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from gradscope.backends.compiled import Wanted
-from gradscope.blocks import Gradients
+from gradscope.blocks import Evaluation, Gradients
 from gradscope.chains.chain import Chain
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
@@ -37,6 +39,34 @@ def updated(
     return found
 
 
+def updated_if_finite(
+    chains: Sequence[Chain], states: Sequence[State | None], evaluation: Evaluation
+) -> list[State] | None:
+    """Return the states with a batch added, or None: they do not show that all of it is finite.
+
+    A sum over samples is finite only if every one of them is, and so are norms. What has to be
+    computed anyway then tells, and the gradients need not be looked through beforehand.
+
+    Args:
+        chains: With reducers.
+        states: As many (None: nothing seen yet).
+        evaluation: Of the batch.
+    """
+    if not all(chain.tells for chain in chains) or not evaluation.losses.isfinite().all():
+        return None
+    gradients = evaluation.gradients
+    found = updated(chains, states, gradients)
+    raw = (state for chain, state in zip(chains, found, strict=True) if not chain.before)
+    sums = next(raw, None)
+    if gradients.norms_known:
+        shown = gradients.norms
+    elif sums is not None:
+        shown = torch.stack([value.sum() for value in sums.values()])
+    else:
+        return None
+    return found if bool(shown.isfinite().all()) else None
+
+
 def wanted(chains: Iterable[Chain]) -> Wanted:
     """Return what chains will ask of a batch, for a backend that can compute it along."""
     every = list(chains)
@@ -64,12 +94,15 @@ def _starts(
         assert chain.reducer is not None
         powers[way] = powers.get(way, frozenset()) | chain.reducer.powers
     rows: dict[tuple[str, ...], Gradients] = {}
-    found = []
+    found: list[State] = []
+    done: dict[str, State] = {}  # by text: a chain that is asked for twice is computed once
     for chain, way in zip(chains, ways, strict=True):
         assert chain.reducer is not None
         if way not in rows:
             rows[way] = chain.rows(gradients, problem, batch).asked(powers[way])
-        found.append(chain.reducer.start(rows[way]))
+        known = done.get(chain.text) if chain.lasting else None
+        found.append(chain.reducer.start(rows[way]) if known is None else known)
+        done[chain.text] = found[-1]
     return found
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.certificate import finite_samples
-from gradscope.chains import Chain, bind
+from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
 from gradscope.labels import mean
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
-from gradscope.reducers import State
+from gradscope.reducers import State, carried_state
 from gradscope.scope import Scope
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
 from gradscope.storage import Rows, open_file
@@ -111,12 +111,13 @@ class Run:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
         evaluation = self.job.scope.evaluate(part, self.job.wanted)
+        rows = rows_of(self.job, self.chains, part, evaluation)  # its norms tell who is finite
         kept = self.job.scope.usable(part, evaluation)
         states = dict(self.states)
         if kept is not None:
-            for key, chain in self._reduced():
-                states[key] = chain.update(states.get(key), *kept)
-        rows = rows_of(self.job, self.chains, part, evaluation)
+            keys, reduced = zip(*self._reduced(), strict=True)
+            found = updated(reduced, [states.get(key) for key in keys], *kept)
+            states |= zip(keys, map(carried_state, found), strict=True)
         self._note_proof()
         progress = Progress(self.size.samples, self.certificate)
         self.writer.append(rows, states | {PROGRESS: progress.to_state()})

@@ -10,12 +10,12 @@ from gradscope.reducers import (
     quantile,
     spread,
 )
-from gradscope.reducers.base import Reducer, State, carried, reducers
+from gradscope.reducers.base import Reducer, State, carried_state, reducers
 
 __all__ = [
     "Reducer",
     "State",
-    "carried",
+    "carried_state",
     "extremes",
     "gram",
     "histogram",

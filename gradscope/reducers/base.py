@@ -95,6 +95,11 @@ def carried(sums: Tensor) -> Tensor:
     return sums.to(torch.complex128 if sums.is_complex() else torch.float64)
 
 
+def carried_state(state: State) -> State:
+    """Return a state in the precision in which it is kept from batch to batch."""
+    return {key: carried(value) for key, value in state.items()}
+
+
 def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
     """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a batch; squares that float32 cannot hold in float64."""
     found = gradients.power_sum(name, power)

@@ -96,6 +96,12 @@ def blockwise(fn: Callable[[Block], Block]) -> Transform:
     return lambda gradients: widened(gradients).map(fn)
 
 
+def reading_norms(step: Transform) -> Transform:
+    """Mark a transform that asks the gradients it is given for their norms."""
+    step.reads_norms = True  # type: ignore[attr-defined]
+    return step
+
+
 def one_of(name: str, word: str, known: tuple[str, ...]) -> None:
     """Check an argument that is one of a few words.
 

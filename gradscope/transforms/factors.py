@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.transforms import norms
-from gradscope.transforms.base import Scope, Transform, transform, widened
+from gradscope.transforms.base import Scope, Transform, reading_norms, transform, widened
 
 
 @transform("clip", Scope.FACTOR)
@@ -61,4 +61,4 @@ def _by_norm(factor: Callable[[Tensor], Tensor], p: float, per: str) -> Transfor
         blocks = {k: block.scale(factor(sizes[k])) for k, block in widened(gradients).items()}
         return gradients.of(blocks)
 
-    return apply
+    return reading_norms(apply) if p == 2 else apply

@@ -19,7 +19,7 @@ from gradscope.blocks import (
     SquaredBlock,
     TotalBlock,
 )
-from gradscope.reducers import Reducer, State, carried
+from gradscope.reducers import Reducer, State, carried_state
 
 N = 23
 DTYPES = [torch.float32, torch.float64, torch.complex128]
@@ -128,7 +128,7 @@ def split(reducer: Reducer, gradients: Gradients, seed: int) -> dict[str, np.nda
 
 
 def _stored(state: State) -> State:
-    return {key: carried(value) for key, value in state.items()}
+    return carried_state(state)
 
 
 def merged(reducer: Reducer, a: State, b: State) -> State:

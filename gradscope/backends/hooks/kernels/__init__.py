@@ -19,6 +19,7 @@ from gradscope.backends.hooks.kernels.linear import (
     large_mm,
     large_product,
 )
+from gradscope.backends.hooks.kernels.pointwise import fast_tanh
 from gradscope.backends.hooks.kernels.pooling import max_pool
 
 _OURS: Mapping[Any, Callable[..., Tensor | None]] = {
@@ -26,6 +27,7 @@ _OURS: Mapping[Any, Callable[..., Tensor | None]] = {
     torch.addmm: large_addmm,
     **dict.fromkeys((torch.mm, Tensor.mm), large_mm),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), large_product),
+    **dict.fromkeys((torch.tanh, Tensor.tanh), fast_tanh),
     F.max_pool2d: max_pool,
     torch.max_pool2d: max_pool,
 }

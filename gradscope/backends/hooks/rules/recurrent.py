@@ -17,7 +17,8 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import SampleAxis
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
-from gradscope.blocks.products import multiplied
+from gradscope.blocks.pointwise import tanh
+from gradscope.blocks.products import Activation, multiplied, multiplier
 
 KIND = "MkldnnRnnLayerBackward0"
 
@@ -43,33 +44,53 @@ def lstm(site: Site) -> Block | None:
         return None
     if site.node not in site.shared:
         site.shared[site.node] = _gate_gradients(site)
-    gates, before = site.shared[site.node]
+    gates, before, total = site.shared[site.node]
     if site.slot == _INPUT_WEIGHT:
         return OuterBlock.matrix(gates.transpose(0, 1), site.saved("input").transpose(0, 1))
     if site.slot == _STATE_WEIGHT:
         return OuterBlock.matrix(gates.transpose(0, 1), before.transpose(0, 1))
-    return DenseBlock(gates.sum(0)) if site.slot in _BIASES else None
+    return DenseBlock(total) if site.slot in _BIASES else None
 
 
-def _gate_gradients(site: Site) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the gates' inputs (t, n, 4h) and the states before each step."""
+def _gate_gradients(site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the parameters' gradients are made of.
+
+    Returns:
+        The gradient of the gates' inputs (t, n, 4h), the states before each step (t, n, h), and
+        the first summed over the steps (n, 4h).
+    """
     state, cell, output = (site.saved(k) for k in ("hx_", "cx_", "result0"))
     back = site.saved("reverse")
     before = torch.cat((output[1:], state[None]) if back else (state[None], output[:-1]))
     recurrent = site.saved("weight1")
-    bias = site.saved("weight2") + site.saved("weight3") if site.saved("has_biases") else None
-    gates = multiplied(site.saved("input"), site.saved("weight0"), bias)
-    gates += multiplied(before, recurrent)
-    i, f, g, o = gates.chunk(4, 2)
-    for gate, squash in ((i, torch.sigmoid_), (f, torch.sigmoid_), (g, torch.tanh_)):
-        squash(gate)
-    torch.sigmoid_(o)
+    kept, g, o = _gates(site, before)
+    i, f = kept.chunk(2, 2)
     order = list(range(len(output)))[:: -1 if back else 1]
     cells, earlier = _cells(i * g, f, cell, order)
-    cells.tanh_()
+    cells = tanh(cells)
     slopes = torch.stack((_at_sigmoid(g, i), _at_sigmoid(earlier, f), _at_tanh(i, g)), 2)
     through = (_at_tanh(o, cells), _at_sigmoid(cells, o))
-    return _backwards(site, (slopes, *through, f), recurrent, order), before
+    found = _backwards(site, (slopes, *through, f), recurrent, order)
+    return found, before, found.sum(0)
+
+
+def _gates(site: Site, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (σ(i), σ(f)) together, tanh(g) and σ(o), (t, n, ·) each, of all steps at once."""
+    weight, recurrent = site.saved("weight0"), site.saved("weight1")
+    both = torch.cat((site.saved("input"), before), 2)
+    weights = torch.cat((weight, recurrent), 1)
+    h = recurrent.shape[1]
+    bias = site.saved("weight2") + site.saved("weight3") if site.saved("has_biases") else None
+    parts: tuple[tuple[slice, Activation], ...] = (
+        (slice(0, 2 * h), "sigmoid"),
+        (slice(2 * h, 3 * h), "tanh"),
+        (slice(3 * h, 4 * h), "sigmoid"),
+    )
+    kept, g, o = (
+        multiplied(both, weights[rows], None if bias is None else bias[rows], squash)
+        for rows, squash in parts
+    )
+    return kept, g, o
 
 
 def _at_sigmoid(gradient: Tensor, value: Tensor) -> Tensor:
@@ -106,12 +127,13 @@ def _backwards(
     state = slopes[0].new_zeros(n, hidden) if at_state is None else at_state
     cell = slopes[0].new_zeros(n, hidden) if at_cell is None else at_cell
     outer = None if arriving is None else arriving.unbind()
+    through = multiplier(recurrent.mT, rows[0])
     for t in reversed(order):
         if outer is not None:
             state = state + outer[t]
         cell = torch.addcmul(cell, state, to_cell[t])
         torch.mul(slopes[t], cell.unsqueeze(1), out=first[t])
         torch.mul(state, to_gate[t], out=last[t])
-        state = multiplied(rows[t], recurrent.mT)
+        state = through(rows[t])
         cell = cell * kept[t]
     return found.flatten(2)
