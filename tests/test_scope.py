@@ -163,6 +163,47 @@ def test_a_sample_that_is_not_finite_is_left_out_and_told(model, data) -> None:
         torch.testing.assert_close(found[name], wanted[name])
 
 
+CHAINS = {
+    "sums": ["mean", "second_moment", "sum"],
+    "clipped": ["clip:max_norm=1.0 | mean"],
+    "clipped and raw": ["mean", "clip:max_norm=0.1,per=parameter | mean"],
+    "clipped by another norm": ["clip:max_norm=0.1,p=1 | sum"],
+    "signs": ["sign | mean", "mean"],
+    "in order": ["max", "mean"],
+}
+
+
+@pytest.mark.parametrize("texts", CHAINS.values(), ids=CHAINS.keys())
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
+@pytest.mark.parametrize("n", [11, 1100], ids=["one part", "several parts"])
+def test_samples_that_are_not_finite_are_left_out_of_every_chain(
+    model, data, texts: list[str], value: float, n: int
+) -> None:
+    """Whether their gradients are looked through or what they are reduced to shows them."""
+    model[1] = nn.Identity()  # so that large numbers stay large
+    inputs, targets = (t.repeat(n // 11, *[1] * (t.dim() - 1)) for t in data)
+    spoilt = inputs.clone()
+    spoilt[n - 2] = value
+    keep = torch.arange(n) != n - 2
+    scope = gradscope.Scope(model, "cross_entropy")
+    with pytest.warns(NonFiniteWarning, match="1 sample"):
+        found = scope.expectations(texts, spoilt, targets)
+    wanted = scope.expectations(texts, inputs[keep], targets[keep])
+    for one, other in zip(found, wanted, strict=True):
+        for name in other:
+            torch.testing.assert_close(one[name], other[name])
+
+
+def test_a_chain_asked_for_twice_is_answered_twice(model, data) -> None:
+    scope = gradscope.Scope(model, "cross_entropy")
+    first, second, third = scope.expectations(["mean", "second_moment", "mean"], *data)
+    alone = scope.expectation("mean", *data)
+    for name, value in alone.items():
+        torch.testing.assert_close(first[name], value)
+        torch.testing.assert_close(third[name], value)
+        assert not torch.equal(second[name], value)
+
+
 def test_unused_and_frozen_parameters(model, data) -> None:
     model.add_module("spare", nn.Linear(2, 2).double())
     model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]

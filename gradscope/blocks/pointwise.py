@@ -11,7 +11,7 @@ _PART = 2**20  # entries taken at a time: their copies stay near the caches
 
 
 def tanh(x: Tensor) -> Tensor:
-    """Return tanh(x) (...), by oneDNN's kernel for many numbers: a seventh of torch's own time.
+    """Return the hyperbolic tangent (...), of many numbers by oneDNN: a fourth of torch's time.
 
     Both are off by less than the last digit of float32 (7e-8 against 6e-8 of the value).
     """

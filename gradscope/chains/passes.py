@@ -59,12 +59,12 @@ def updated_if_finite(
     raw = (state for chain, state in zip(chains, found, strict=True) if not chain.before)
     sums = next(raw, None)
     if gradients.norms_known:
-        shown = gradients.norms
-    elif sums is not None:
-        shown = torch.stack([value.sum() for value in sums.values()])
-    else:
+        return found if bool(gradients.norms.isfinite().all()) else None
+    if sums is None:
         return None
-    return found if bool(shown.isfinite().all()) else None
+    shown = torch.stack([value.sum().abs() for value in sums.values()])
+    # beyond the root of the largest number a norm is no longer finite
+    return found if bool((shown < torch.finfo(shown.dtype).max ** 0.5).all()) else None
 
 
 def wanted(chains: Iterable[Chain]) -> Wanted:

@@ -109,6 +109,52 @@ def test_multiplied(way: str, lead: tuple[int, ...]) -> None:
             torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["gemm", "oneDNN"])
+@pytest.mark.parametrize("after", ["sigmoid", "tanh"])
+def test_multiplied_and_squashed(way: str, after: products.Activation) -> None:
+    torch.manual_seed(0)
+    left, right, bias = torch.randn(4, 6, 8), torch.randn(5, 8), torch.randn(5)
+    with ways.preferring(way):
+        found = products.multiplied(left, right, bias, after)
+    exact = getattr(torch, after)(left.double() @ right.double().T + bias)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_a_multiplier(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(6, 8, dtype=dtype), torch.randn(8, 5, dtype=dtype).mT
+    found = products.multiplier(right, left)(left)
+    torch.testing.assert_close(found, torch.einsum("mk,ok->mo", left, right))
+
+
+@pytest.mark.parametrize("way", ["together", "one by one"])
+@pytest.mark.parametrize("given", [False, True], ids=["new", "into a buffer"])
+@pytest.mark.parametrize("lie", ["positions", "entries", "samples inside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_separate(way: str, given: bool, lie: str, dtype: torch.dtype) -> None:
+    """Sample by sample, whatever lies next to each other in memory."""
+    torch.manual_seed(0)
+    left, right = torch.randn(6, 9, 4, dtype=dtype), torch.randn(6, 9, 5, dtype=dtype)
+    if lie == "entries":
+        left, right = (f.mT.contiguous().mT for f in (left, right))
+    if lie == "samples inside":
+        left, right = (f.transpose(0, 1).contiguous().transpose(0, 1) for f in (left, right))
+    out = torch.full((6, 4, 5), torch.nan, dtype=dtype) if given else None
+    with ways.preferring(way):
+        found = products.separate(left, right, out)
+    torch.testing.assert_close(found, torch.einsum("mtr,mtc->mrc", left, right))
+    assert out is None or found.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_contracted_positions_may_come_before_samples(k: int) -> None:
+    torch.manual_seed(0)
+    left, right = (torch.randn(9, 6, k, c).permute(1, 2, 0, 3) for c in (4, 5))
+    found = products.contracted(left, right)
+    torch.testing.assert_close(found, torch.einsum("nktr,nktc->krc", left, right))
+
+
 def test_the_kernel_without_a_derivative_is_not_taken_where_one_is_asked_for() -> None:
     left, right = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8)
     with ways.preferring("oneDNN"):
