@@ -95,6 +95,10 @@ class Block(ABC):
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape), written into `out` if one is given."""
 
+    def add_to(self, out: Tensor) -> None:
+        """Add the gradients to `out` (n, *shape)."""
+        out.add_(self.dense())
+
     @abstractmethod
     def select(self, rows: slice | Tensor) -> "Block":
         """Return the samples `rows`: a slice, positions, or a mask (n,)."""
@@ -206,6 +210,10 @@ class Block(ABC):
     def bound(self) -> Tensor:
         """Return a number (0-d) that no ‖gᵢ‖ exceeds, found cheaply; infinite if there is none."""
         return torch.tensor(inf, device=self.device)
+
+    def formed(self) -> "Block":
+        """Return the same gradients, dense where norms and then a weighted sum cost less so."""
+        return self
 
     def finite(self) -> Tensor:
         """Return (n,), True where every entry of the sample's gradient is finite."""

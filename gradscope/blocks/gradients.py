@@ -60,6 +60,14 @@ class Gradients(Mapping[str, Block]):
         """Whether something has asked for the norms already."""
         return "squared_norms" in vars(self)
 
+    def formed(self) -> "Gradients":
+        """Return the same gradients in the form that suits norms and then a weighted sum best."""
+        if self.norms_known:
+            return self
+        found = self.map(lambda block: block.formed())
+        vars(self)["squared_norms"] = found.squared_norms
+        return found
+
     def bounded(self) -> bool:
         """Whether a cheap bound on the norms shows that every gradient is finite."""
         bounds = torch.stack([block.bound().double() for block in self.values()])

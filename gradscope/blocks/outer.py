@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
+from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.products import contracted, ghost, seconds, separate
 from gradscope.blocks.ways import Way, fastest
+
+
+_KEPT = 2**23  # bytes of dense gradients that are worth keeping from their norms to their sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +139,19 @@ class OuterBlock(Block):
 
     def _by_tiles(self) -> Tensor:
         return super().squared_norms()
+
+    def formed(self) -> Block:
+        """Return the dense block where it stays near the caches and is cheaper than two shortcuts.
+
+        The cost model alone decides: Gram matrices and one long sum, or the dense gradients once.
+        """
+        k, t, r, c = self.sizes
+        entries, work = self.n * k * r * c, 2.0 * self.n * k * t
+        if t == 1 or entries * self.dtype.itemsize > _KEPT or precise(self.left) is not self.left:
+            return self
+        apart = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c / 2)
+        once = seconds(work * r * c, 8.0 * entries)
+        return DenseBlock(self.dense()) if once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""

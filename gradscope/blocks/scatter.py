@@ -55,8 +55,14 @@ class ScatterBlock(Block):
             table = out.zero_()
         else:
             table = torch.zeros(self.n, *self.shape, dtype=self.dtype, device=self.device)
-        table.view(-1, self.shape[1]).index_add_(0, self._flat, self.rows.flatten(0, 1))
+        self.add_to(table)
         return table if out is None or direct else out.copy_(table)
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the rows to `out` (n, v, d) where they belong."""
+        if not out.is_contiguous() or out.dtype != self.dtype:
+            return super().add_to(out)
+        out.view(-1, self.shape[1]).index_add_(0, self._flat, self.rows.flatten(0, 1))
 
     def select(self, rows: slice | Tensor) -> "ScatterBlock":
         """Return the samples `rows`."""

@@ -79,11 +79,12 @@ class TotalBlock(Block):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape)."""
-        first, *others = self.parts
+        first, *others = sorted(self.parts, key=lambda part: isinstance(part, ScatterBlock))
         result = first.to(self.dtype).dense(out)
-        result = result if out is not None else result.clone()
+        if out is None and not isinstance(first, OuterBlock):
+            result = result.clone()  # it may be the block's own
         for part in others:
-            result.add_(part.dense())
+            part.add_to(result)
         return result
 
     def select(self, rows: slice | Tensor) -> "TotalBlock":

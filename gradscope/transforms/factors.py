@@ -55,10 +55,11 @@ def _by_norm(factor: Callable[[Tensor], Tensor], p: float, per: str) -> Transfor
     norms.check(p, per)
 
     def apply(gradients: Gradients) -> Gradients:
+        given = gradients.formed() if p == 2 else gradients
         if per == "sample":
-            return widened(gradients).scale(factor(norms.whole(gradients, p)))
-        sizes = norms.by_parameter(gradients, p)
-        blocks = {k: block.scale(factor(sizes[k])) for k, block in widened(gradients).items()}
-        return gradients.of(blocks)
+            return widened(given).scale(factor(norms.whole(given, p)))
+        sizes = norms.by_parameter(given, p)
+        blocks = {k: block.scale(factor(sizes[k])) for k, block in widened(given).items()}
+        return given.of(blocks)
 
     return reading_norms(apply) if p == 2 else apply

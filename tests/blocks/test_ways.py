@@ -211,3 +211,40 @@ def test_a_bound_is_above_every_norm_and_shows_what_is_not_finite() -> None:
         assert float(block.bound()) >= float(block.norms().max())
         bad = block.scale(torch.tensor([1.0, torch.inf, 1.0, 1.0]))
         assert not float(bad.bound()) < torch.inf
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dense"),
+    [
+        ((32, 1, 128, 128, 128), True),
+        ((32, 2, 128, 64, 128), True),
+        ((32, 1, 4, 128, 128), False),  # a few positions: their Gram matrices are tiny
+        ((32, 1, 1, 128, 128), False),
+        ((256, 1, 128, 128, 128), False),  # 16 MiB
+    ],
+    ids=str,
+)
+def test_what_is_formed_for_norms_and_a_sum(sizes: tuple[int, ...], dense: bool) -> None:
+    torch.manual_seed(4)
+    n, k, t, r, c = sizes
+    block = OuterBlock(torch.randn(n, k, t, r), torch.randn(n, k, t, c), (k * r, c))
+    formed = block.formed()
+    assert isinstance(formed, DenseBlock) is dense
+    exact = torch.einsum("nktr,nktc->nkrc", block.left.double(), block.right.double())
+    weights = torch.rand(n)
+    torch.testing.assert_close(
+        formed.squared_norms().double(), exact.square().sum((1, 2, 3)), rtol=1e-4, atol=0
+    )
+    torch.testing.assert_close(
+        formed.weighted_sum(weights).double(),
+        torch.einsum("n,nkrc->krc", weights.double(), exact).reshape(block.shape),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+
+
+def test_half_precision_is_not_formed() -> None:
+    """Dense it would be rounded, and its norms and sums are taken in float32."""
+    factor = torch.randn(32, 1, 128, 128).bfloat16()
+    block = OuterBlock(factor, factor, (128, 128))
+    assert block.formed() is block

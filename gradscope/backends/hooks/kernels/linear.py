@@ -115,5 +115,6 @@ class GradscopeLinear(Function):
         """Return the gradient of the input (..., i), and that of the zeros."""
         (weight,) = ctx.saved_tensors
         weight = ctx.layer[1] if torch.is_grad_enabled() else weight
+        gradient = gradient.contiguous()  # the kernel would copy it for itself, and others again
         moved = multiplied(gradient, weight.mT) if ctx.needs_input_grad[0] else None
         return moved, gradient if ctx.needs_input_grad[1] else None, None
