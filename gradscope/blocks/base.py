@@ -10,7 +10,7 @@ from torch import Tensor
 # A tile stays near the caches, yet keeps the matrix kernels busy; glibc hands blocks of 32 MiB and
 # more out as fresh pages every time, which cost five times as much.
 TILE_BYTES = 4 * 2**20
-_LONG_ROW = 2**16  # bytes
+_LONG_ROW = 2**18  # bytes
 _PIECE_TILES = 8  # tiles in a piece: what meets it (a random matrix) is made anew for each
 
 

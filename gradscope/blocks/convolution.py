@@ -6,6 +6,7 @@ an outer product, the backward kernel for each sample, or that kernel once with 
 groups of channels. Which is the fastest depends on the sizes and the machine (`ways`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -15,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gradscope.blocks.base import Block, over_samples, precise, size
-from gradscope.blocks.outer import OuterBlock
+from gradscope.blocks.dense import DenseBlock
+from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.products import seconds
 from gradscope.blocks.ways import Way, fastest
 
@@ -90,14 +92,11 @@ class ConvolutionBlock(Block):
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
-        k, t, _, c = self.sizes
-        step = max(1, _PATCH_BYTES // max(1, k * t * c * self.dtype.itemsize))
-        if step >= self.n:
+        if self._patches_at_once >= self.n:
             return self.outer.dense(out)
         out = self._buffer() if out is None else out
-        for start in range(0, self.n, step):
-            rows = slice(start, start + step)
-            self.select(rows).outer.dense(out[rows])
+        for start, some in self._with_patches():
+            some.dense(out[start : start + some.n])
         return out
 
     def _each(self, out: Tensor | None) -> Tensor:
@@ -120,6 +119,22 @@ class ConvolutionBlock(Block):
 
     def _buffer(self) -> Tensor:
         return self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
+
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, dense gradients of these rows); where patches are small, of many at once."""
+        _, t, r, _ = self.sizes
+        if t >= r:
+            yield from super().tiles()
+            return
+        for start, some in self._with_patches():
+            for part, tile in some.tiles():
+                yield slice(start + part.start, start + part.stop), tile
+
+    def _with_patches(self) -> Iterator[tuple[int, OuterBlock]]:
+        """Yield (first sample, outer products) of as many samples as have few enough patches."""
+        step = self._patches_at_once
+        for start in range(0, self.n, step):
+            yield start, self.select(slice(start, start + step)).outer
 
     def select(self, rows: slice | Tensor) -> "ConvolutionBlock":
         """Return the samples `rows`."""
@@ -161,6 +176,20 @@ class ConvolutionBlock(Block):
         """Return the product of the factors' norms; a window meets an entry once a kernel entry."""
         return size(self.inputs) * size(self.gradients) * prod(self.shape[2:])
 
+    def formed(self) -> Block:
+        """Return the dense block where it stays near the caches and is cheaper than two kernels.
+
+        The cost model alone decides: norms and the backward kernel, or the dense gradients once.
+        """
+        k, t, r, c = self.sizes
+        entries, work = self.n * k * r * c, 2.0 * self.n * k * t
+        if entries * self.dtype.itemsize > KEPT or precise(self.inputs) is not self.inputs:
+            return self
+        dense = seconds(work * r * c / 2)
+        gram = seconds(0.6 * work * t * (r + c), 4.0 * work * c)
+        apart = min(dense, gram) + seconds(work * r * c / 4)
+        return DenseBlock(self.dense()) if dense + seconds(0, 8.0 * entries) < apart else self
+
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,)."""
         return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
@@ -193,6 +222,12 @@ class ConvolutionBlock(Block):
         left = self._positions(small.flatten(3))
         right = self._positions(windows.unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
         return OuterBlock(left, right, self.shape)
+
+    @property
+    def _patches_at_once(self) -> int:
+        """How many samples' patches are made at a time."""
+        groups, t, _, c = self.sizes
+        return max(1, _PATCH_BYTES // max(1, groups * t * c * self.dtype.itemsize))
 
     @property
     def _few_patches(self) -> bool:

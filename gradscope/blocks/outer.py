@@ -22,8 +22,7 @@ from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.products import contracted, ghost, seconds, separate
 from gradscope.blocks.ways import Way, fastest
 
-
-_KEPT = 2**23  # bytes of dense gradients that are worth keeping from their norms to their sum
+KEPT = 2**23  # bytes of dense gradients that are worth keeping from their norms to their sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +146,7 @@ class OuterBlock(Block):
         """
         k, t, r, c = self.sizes
         entries, work = self.n * k * r * c, 2.0 * self.n * k * t
-        if t == 1 or entries * self.dtype.itemsize > _KEPT or precise(self.left) is not self.left:
+        if t == 1 or entries * self.dtype.itemsize > KEPT or precise(self.left) is not self.left:
             return self
         apart = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c / 2)
         once = seconds(work * r * c, 8.0 * entries)

@@ -60,9 +60,10 @@ class ScatterBlock(Block):
 
     def add_to(self, out: Tensor) -> None:
         """Add the rows to `out` (n, v, d) where they belong."""
-        if not out.is_contiguous() or out.dtype != self.dtype:
-            return super().add_to(out)
-        out.view(-1, self.shape[1]).index_add_(0, self._flat, self.rows.flatten(0, 1))
+        if out.is_contiguous() and out.dtype == self.dtype:
+            out.view(-1, self.shape[1]).index_add_(0, self._flat, self.rows.flatten(0, 1))
+        else:
+            super().add_to(out)
 
     def select(self, rows: slice | Tensor) -> "ScatterBlock":
         """Return the samples `rows`."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from gradscope.blocks import ConvolutionBlock, Geometry, convolution, ways
+from gradscope.blocks import ConvolutionBlock, DenseBlock, Geometry, base, convolution, ways
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -18,6 +18,8 @@ TABLE = {
     "dilated": ((9, 8), 2, 3, (2, 3), {"dilation": (3, 2), "padding": (2, 1)}),
     "grouped": ((6, 5), 4, 6, (3, 3), {"groups": 2, "padding": (1, 1)}),
     "depthwise": ((6, 5), 3, 6, (3, 2), {"groups": 3}),
+    "few positions": ((2, 2), 3, 9, (3, 3), {"padding": (1, 1)}),
+    "few positions, grouped": ((2, 2), 4, 18, (3, 3), {"groups": 2, "padding": (1, 1)}),
     "one axis": ((11,), 2, 3, (4,), {"stride": (2,), "padding": (3,)}),
     "three axes": ((5, 4, 6), 2, 3, (2, 3, 2), {"padding": (1, 1, 0)}),
     "transposed": ((5, 4), 4, 3, (3, 2), {"transposed": True, "stride": (2, 2), "padding": (1, 0)}),
@@ -41,6 +43,8 @@ WAYS = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small = request.param == "by few patches at a time"
     monkeypatch.setattr(convolution, "_PATCH_BYTES", 1 if small else 10**9)
+    if small:
+        monkeypatch.setattr(base, "TILE_BYTES", 1)
     monkeypatch.setattr(convolution, "_FEW_PATCHES", 10**9 if "patches" in request.param else 0)
     with ways.preferring(*WAYS[request.param]):
         yield
@@ -96,12 +100,39 @@ def test_every_operation_equals_the_dense_one(name: str, frames: int) -> None:
     close(block.weighted_sum(), rows.sum(0))
     close(block.weighted_sum(weights), torch.tensordot(weights, rows, 1))
     close(block.squared_sum(weights), torch.tensordot(weights, rows**2, 1))
+    for found, right in zip(block.sums(weights, weights**2), (rows, rows**2), strict=True):
+        close(found, torch.tensordot(weights if right is rows else weights**2, right, 1))
+    tiles = [(part, tile) for part, tile in block.tiles()]
+    close(torch.cat([tile for _, tile in tiles]), rows)
+    assert [i for part, _ in tiles for i in range(part.start, part.stop)] == [0, 1, 2]
     close(block.dot(vector), flat @ vector.flatten())
     close(block.gram(), flat @ flat.T)
     close(block.scale(weights).dense(), rows * weights.reshape(-1, *[1] * (rows.dim() - 1)))
     close(block.select(slice(1, 3)).dense(), rows[1:3])
     close(block.outer.dense(), rows)
     assert bool(block.finite().all())
+
+
+def test_what_is_formed_for_norms_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many positions: the kernel would cost more than to read the dense gradients again."""
+    torch.manual_seed(2)
+    geometry = Geometry((1, 1), (1, 1), (1, 1), (0, 0), 1, False)
+    inputs, gradients = torch.randn(4, 1, 8, 32, 32), torch.randn(4, 1, 9, 32, 32)
+    block = ConvolutionBlock(inputs, gradients, (9, 8, 3, 3), geometry)
+    formed = block.formed()
+    assert isinstance(formed, DenseBlock)
+    exact, weights = block.to(torch.float64), torch.rand(4)
+    for found, right in (
+        (formed.squared_norms(), exact.squared_norms()),
+        (formed.weighted_sum(weights), exact.weighted_sum(weights.double())),
+    ):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-3)
+    half = block.to(torch.bfloat16)
+    assert half.formed() is half
+    few = ConvolutionBlock(inputs[..., :2, :2], gradients[..., :2, :2], (9, 8, 3, 3), geometry)
+    assert few.formed() is few
+    monkeypatch.setattr(convolution, "KEPT", 1)
+    assert block.formed() is block
 
 
 def test_half_precision_is_summed_in_float32(frames: int) -> None:

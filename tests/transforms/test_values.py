@@ -304,7 +304,7 @@ def test_norms_do_not_overflow() -> None:
 
 def test_clip_and_mean_of_real_gradients_never_form_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the scope promises: neither norms of large outer blocks nor their sums are dense."""
-    monkeypatch.setattr(outer, "_KEPT", 0)
+    monkeypatch.setattr(outer, "KEPT", 0)
     gradients, rows = real()
     names = ["outer", "positions", "table", "tied"]
     gradients = gradients.of({k: gradients[k] for k in names})
