@@ -63,12 +63,14 @@ class Conditions:
     """How cells are measured.
 
     Attributes:
-        repeats: Timed calls.
+        repeats: Timed calls, at least.
         scratch: A folder for files.
+        enough: Seconds to which short calls are repeated.
     """
 
     repeats: int
     scratch: Path
+    enough: float = 0.0
 
 
 def cells(
@@ -109,6 +111,7 @@ def cell(
                 workload.device,
                 conditions.repeats,
                 call.first_limit,
+                conditions.enough,
             )
             timing = timing.of_one(call.batches)
             off = _error(call, TASKS[task], raw, reference) if method.comparable else None

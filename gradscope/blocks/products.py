@@ -23,6 +23,7 @@ _AFTER: dict[Activation, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh_,
 }
 
+_WORTH_A_CALL = 2**23  # multiplications: a kernel that is started for fewer is no gain
 _LEAF = 64  # positions below which a Gram matrix is taken whole
 
 
@@ -96,7 +97,7 @@ def separate(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     c = right.shape[2]
     flops = 2.0 * m * t * r * c
     ways = {"together": Way(seconds(flops), lambda: torch.bmm(left.mT, right, out=out))}
-    if by_onednn(left, right):
+    if flops >= _WORTH_A_CALL * m and by_onednn(left, right):
         written = 4.0 * m * r * c
         one_by_one = seconds(flops / 2, written, m)
         ways["one by one"] = Way(one_by_one, lambda: _one_by_one(left, right, out))

@@ -19,7 +19,8 @@ from torch import Tensor
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
 _HOPELESS = 3.0  # times the cheapest prediction
 _BETTER = 0.8  # times what the likeliest way took: less tells of the moment, not of the way
-_PATIENCE = 20.0  # times the fastest so far: a first call may find out its own parts' ways
+_PATIENCE = 4.0  # times the fastest so far: what takes longer is not tried again,
+_SET_UP = 0.01  # unless within these seconds: a first call sets up kernels
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _measured(key: str, ways: Mapping[str, Way], device: torch.device) -> Tensor
         if ways[name].seconds > limit:
             break
         took, answer = _timed(ways[name].run, device)
-        if took <= _PATIENCE * min(spent.values(), default=took):
+        if took <= max(_SET_UP, _PATIENCE * min(spent.values(), default=took)):
             again, answer = _timed(ways[name].run, device)  # the first call of a kernel sets it up
             took = min(took, again)
         if took < to_beat:

@@ -7,6 +7,7 @@ losses, a mean over the batch that was cut from the graph. The layer at fault is
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,16 @@ COUPLED_REMEDY = (
     "on their running statistics; GroupNorm and LayerNorm never couple."
 )
 
+_proved: list[tuple[ref[Problem], ref[Batch]]] = []  # the last, until it is asked for
+
 _PROBE = 3  # the middle sample stays in place while its neighbours change
 
 
 def require_independent(problem: Problem, batch: Batch) -> None:
     """Compare the losses of a few samples in a batch with their losses alone.
+
+    Asked again for the very same batch next, it is taken at its word: a proof and a backend ask
+    one after the other.
 
     Args:
         problem: What is evaluated.
@@ -38,6 +44,9 @@ def require_independent(problem: Problem, batch: Batch) -> None:
         UnsupportedError: The forward pass is random.
         CoupledSamplesError: A loss depends on the other samples.
     """
+    known = _proved.pop() if _proved else None
+    if known is not None and known[0]() is problem and known[1]() is batch:
+        return
     probe = batch.select(torch.linspace(0, len(batch) - 1, _PROBE).long())
     together = require_deterministic(problem, probe)
     try:
@@ -51,6 +60,7 @@ def require_independent(problem: Problem, batch: Batch) -> None:
     if not _same(together, alone):
         raise coupled(problem, probe, together, alone)
     _require_own_gradients(problem, probe)
+    _proved[:] = [(ref(problem), ref(batch))]
 
 
 def _require_own_gradients(problem: Problem, probe: Batch) -> None:
