@@ -226,3 +226,25 @@ def _square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _sum_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum((1, 2))
+
+
+def test_nothing_is_computed_for_the_data(
+    every_layer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data's own gradient is not asked for, though they require one to show their paths."""
+    sizes: list[tuple[int, ...]] = []
+    original = linear.multiplied
+
+    def counted(left: Tensor, right: Tensor, *rest: Any) -> Tensor:
+        sizes.append(tuple(right.shape))
+        return original(left, right, *rest)
+
+    monkeypatch.setattr(linear, "multiplied", counted)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    loss = nn.CrossEntropyLoss(reduction="none")
+    batch = Batch.of(torch.randn(4, 5), torch.randint(3, (4,)))
+    with hooks(Problem.of(model, loss)) as evaluate:
+        evaluate(batch)  # which analyses
+        sizes.clear()
+        evaluate(batch)
+    assert sizes == [(7, 5), (3, 7), (7, 3)]

@@ -1,7 +1,8 @@
 """Everything that torch documents for inspection but does not promise, in this one module.
 
 `Node.next_functions`, `Node._input_metadata`, `Node._saved_*`, `AccumulateGrad.variable`, calling a
-Node, and `GradientEdge`. A torch release that changes them breaks this file and its test, loudly.
+Node, `GradientEdge`, and what the engine is about to do. A torch release that changes them breaks
+this file and its test, loudly.
 """
 
 from typing import Any
@@ -33,6 +34,20 @@ def output_shapes(node: Node) -> tuple[tuple[int, ...], ...]:
 def output_dtypes(node: Node) -> tuple[torch.dtype, ...]:
     """Return the dtypes of the forward operation's outputs."""
     return tuple(m.dtype for m in _metadata(node))
+
+
+def is_asked_for(node: Node, slot: int) -> bool:
+    """Whether the backward pass under way goes on from an operation's input to what made it.
+
+    A Function written in Python is told only which inputs require a gradient.
+    """
+    source = node.next_functions[slot][0]
+    if source is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(source))
+    except RuntimeError:  # torch does not say it of leaves, nor where a node is called by itself
+        return True
 
 
 def leaf(node: Node) -> Tensor | None:

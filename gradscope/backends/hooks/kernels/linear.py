@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.kernels.conditions import recordable
 from gradscope.blocks.products import multiplied, plain
 
@@ -116,5 +117,6 @@ class GradscopeLinear(Function):
         (weight,) = ctx.saved_tensors
         weight = ctx.layer[1] if torch.is_grad_enabled() else weight
         gradient = gradient.contiguous()  # the kernel would copy it for itself, and others again
-        moved = multiplied(gradient, weight.mT) if ctx.needs_input_grad[0] else None
+        asked = ctx.needs_input_grad[0] and internals.is_asked_for(ctx, 0)
+        moved = multiplied(gradient, weight.mT) if asked else None
         return moved, gradient if ctx.needs_input_grad[1] else None, None
