@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks.base import Block, over_samples, precise, size
+from gradscope.blocks.base import TILE_BYTES, Block, over_samples, precise, size
 from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.products import seconds
 from gradscope.blocks.ways import Way, fastest
 
-_PATCH_BYTES = 2**22  # of patches made at a time: they are read again from the caches
+_PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
 _FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
 
 
@@ -92,10 +92,11 @@ class ConvolutionBlock(Block):
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
-        if self._patches_at_once >= self.n:
+        size = TILE_BYTES if out is None else _PATCH_BYTES  # tiles are used where they were made
+        if self._patches_at_once(size) >= self.n:
             return self.outer.dense(out)
         out = self._buffer() if out is None else out
-        for start, some in self._with_patches():
+        for start, some in self._with_patches(size):
             some.dense(out[start : start + some.n])
         return out
 
@@ -126,13 +127,16 @@ class ConvolutionBlock(Block):
         if t >= r:
             yield from super().tiles()
             return
-        for start, some in self._with_patches():
+        for start, some in self._with_patches(TILE_BYTES):
             for part, tile in some.tiles():
                 yield slice(start + part.start, start + part.stop), tile
 
-    def _with_patches(self) -> Iterator[tuple[int, OuterBlock]]:
-        """Yield (first sample, outer products) of as many samples as have few enough patches."""
-        step = self._patches_at_once
+    def _with_patches(self, size: int) -> Iterator[tuple[int, OuterBlock]]:
+        """Yield (first sample, outer products) of as many samples as have `size` bytes of patches.
+
+        One at least.
+        """
+        step = self._patches_at_once(size)
         for start in range(0, self.n, step):
             yield start, self.select(slice(start, start + step)).outer
 
@@ -223,11 +227,10 @@ class ConvolutionBlock(Block):
         right = self._positions(windows.unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
         return OuterBlock(left, right, self.shape)
 
-    @property
-    def _patches_at_once(self) -> int:
-        """How many samples' patches are made at a time."""
+    def _patches_at_once(self, size: int) -> int:
+        """Return how many samples' patches have at most `size` bytes; one at least."""
         groups, t, _, c = self.sizes
-        return max(1, _PATCH_BYTES // max(1, groups * t * c * self.dtype.itemsize))
+        return max(1, size // max(1, groups * t * c * self.dtype.itemsize))
 
     @property
     def _few_patches(self) -> bool:

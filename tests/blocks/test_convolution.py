@@ -42,7 +42,8 @@ WAYS = {
 @pytest.fixture(params=WAYS, autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small = request.param == "by few patches at a time"
-    monkeypatch.setattr(convolution, "_PATCH_BYTES", 1 if small else 10**9)
+    for size in ("_PATCH_BYTES", "TILE_BYTES"):
+        monkeypatch.setattr(convolution, size, 1 if small else 10**9)
     if small:
         monkeypatch.setattr(base, "TILE_BYTES", 1)
     monkeypatch.setattr(convolution, "_FEW_PATCHES", 10**9 if "patches" in request.param else 0)

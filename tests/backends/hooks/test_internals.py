@@ -1,5 +1,7 @@
 """The one module that touches what torch documents but does not promise."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -83,7 +85,7 @@ def test_fused_recurrence_is_known_by_name_or_recorded_stepwise(kind: str) -> No
 class Asked(torch.autograd.Function):
     """The identity of two tensors, which notes what it is asked for."""
 
-    notes: list[tuple[bool, bool]] = []
+    notes: ClassVar[list[tuple[bool, bool]]] = []
 
     @staticmethod
     def forward(ctx, a, b):
