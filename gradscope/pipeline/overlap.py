@@ -18,6 +18,7 @@ from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
 from gradscope.pipeline.transfer import Lane, Pinned, on_host
 from gradscope.storage import Rows
+from gradscope.storage.complete import Look
 from gradscope.storage.plan import States
 from gradscope.storage.signals import deferred
 
@@ -38,6 +39,7 @@ class Appending(Protocol):
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
         states: States | None = None,
+        look: Look | None = None,
     ) -> None:
         """Complete the file."""
 
@@ -103,10 +105,11 @@ class Behind:
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
         states: States | None = None,
+        look: Look | None = None,
     ) -> None:
         """Wait for the last batch, and complete the file."""
         self._wait()
-        self._writer.finish(results, certificate, norm_attributes, states)
+        self._writer.finish(results, certificate, norm_attributes, states, look)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.blocks import Block, DenseBlock
-from gradscope.blocks.base import TILE_BYTES
 from gradscope.comparison.measure import release_freed_memory
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
@@ -19,6 +18,7 @@ from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import Run
 from gradscope.scope import Scope
 from gradscope.storage import Rows
+from gradscope.storage.columns import PART_BYTES
 from gradscope.storage.plan import States
 from gradscope.storage.scratch import Scratch
 
@@ -57,7 +57,7 @@ class Nowhere:
     def _make(self, block: Block) -> None:
         if isinstance(block, DenseBlock):
             return
-        step = max(1, TILE_BYTES // max(1, prod(block.shape) * block.dtype.itemsize))
+        step = max(1, PART_BYTES // max(1, prod(block.shape) * block.dtype.itemsize))
         for start in range(0, block.n, step):
             part = block.select(slice(start, start + step))
             part.dense(self._scratch.take((part.n, *block.shape), block.dtype, block.device))

@@ -24,7 +24,7 @@ from gradscope.pipeline.overlap import Appending
 from gradscope.reducers import State, carried_state
 from gradscope.scope import Scope
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
-from gradscope.storage import Rows, open_file
+from gradscope.storage import GradientFile, Rows, open_file
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
@@ -54,6 +54,21 @@ class Progress:
         """Return what `to_state` gave, from among the states of an unfinished file."""
         kept = states.get(PROGRESS)
         return cls() if kept is None else cls(**json.loads(bytes(kept["json"].tolist())))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the finished file says of the run."""
+
+    parameters: tuple[ParameterRow, ...]
+    certificate: dict[str, Any]
+    nonfinite: int
+
+    @classmethod
+    def of(cls, file: GradientFile) -> "_Seen":
+        finite = np.asarray(file.samples["finite"], dtype=bool)
+        rows = parameter_rows(file, finite)
+        return cls(rows, dict(file.certificate), int((~finite).sum()))
 
 
 @dataclass
@@ -95,6 +110,7 @@ class Run:
 
     def finish(self) -> RunReport:
         """Write the aggregates, verify the file and put it in its place."""
+        seen: list[_Seen] = []
         self.writer.finish(
             results={
                 k: chain.result(self.states[f"chain:{k}"])
@@ -104,8 +120,12 @@ class Run:
             certificate=self.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
+            look=lambda file: seen.append(_Seen.of(file)),
         )
-        return self._report()
+        if not seen:  # it was complete before
+            with open_file(self.path) as file:
+                seen.append(_Seen.of(file))
+        return self._report(seen[0])
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
@@ -144,21 +164,17 @@ class Run:
             return {}
         return {owner.removeprefix("chain:"): state for owner, state in self.states.items()}
 
-    def _report(self) -> RunReport:
+    def _report(self, seen: _Seen) -> RunReport:
         scope = self.job.scope
-        with open_file(self.path) as file:
-            finite = np.asarray(file.samples["finite"], dtype=bool)
-            rows: tuple[ParameterRow, ...] = parameter_rows(file, finite)
-            certificate = dict(file.certificate)
         return RunReport(
-            parameters=rows,
-            certificate=certificate,
-            backend=str(certificate.get("backend", scope.backend)),
+            parameters=seen.parameters,
+            certificate=seen.certificate,
+            backend=str(seen.certificate.get("backend", scope.backend)),
             notes=tuple(
                 dict.fromkeys((*self.job.notes, *self.notes, *scope.notes, *self.size.notes))
             ),
             samples=len(self.job.rows),
-            nonfinite=int((~finite).sum()),
+            nonfinite=seen.nonfinite,
             seconds=time.perf_counter() - self.begun,
             path=str(self.path),
             bytes=self.path.stat().st_size,

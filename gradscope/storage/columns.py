@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock
-from gradscope.blocks.base import TILE_BYTES
 from gradscope.core.compressions import Compression
 from gradscope.storage.factors import KINDS, factor_dtype, factors_of, is_smaller
 from gradscope.storage.formats import name_of, stored_dtype
@@ -21,6 +20,7 @@ from gradscope.storage.plan import FilePlan, Layout
 from gradscope.storage.scratch import Scratch
 from gradscope.storage.stream import Stream
 
+PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -57,7 +57,7 @@ class DenseColumn:
             block = block.to(torch.float32)  # rounded once, and what overflows is counted
         together = self.stream.together
         row = max(1, prod(block.shape) * block.dtype.itemsize)
-        step = max(1, TILE_BYTES // row // together) * together
+        step = max(1, PART_BYTES // row // together) * together
         for at in range(0, block.n, step):
             tile = self._dense(block.select(slice(at, at + step)))
             yield self.stream, _stored(tile, self.stream, self.scratch)

@@ -1,7 +1,7 @@
 """The last steps: results, axes and seal; verification; and the move to the final place."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from gradscope.storage.editing import editing
 from gradscope.storage.names import escape
 from gradscope.storage.places import place_of
 from gradscope.storage.plan import States, to_json
-from gradscope.storage.reader import open_file
+from gradscope.storage.reader import GradientFile, open_file
 from gradscope.storage.relayout import ASIDE
 from gradscope.storage.sidecar import Paths
 from gradscope.storage.slots import Slots
+
+Look = Callable[[GradientFile], None]
 
 
 def complete(
@@ -30,8 +32,12 @@ def complete(
     certificate: Mapping[str, Any],
     norm_attributes: Mapping[str, Mapping[str, float]],
     states: States,
+    look: Look | None = None,
 ) -> None:
-    """Turn the `.part`, whose rows are all there, into the final file."""
+    """Turn the `.part`, whose rows are all there, into the final file.
+
+    What is to be reported of it is looked at when it is opened to be verified.
+    """
     rows = {path: s for path, s in slots.streams.items() if not path.startswith(f"/{ASIDE}/")}
     with editing(descriptor) as file:
         if ASIDE in file:
@@ -57,14 +63,14 @@ def complete(
     places = [s.place for s in rows.values() if not s.place.packed]
     places += [s.place for s, _ in made if s.place.checked]
     integrity.write_seal(descriptor, integrity.joined([*places, *packed]))
-    _verify(paths)
+    _verify(paths, look)
     os.fsync(descriptor)
     paths.part.replace(paths.final)
     paths.progress.unlink(missing_ok=True)
     _sync_folder(paths)
 
 
-def _verify(paths: Paths) -> None:
+def _verify(paths: Paths, look: Look | None) -> None:
     """Open the file as a reader does, and read its tables and the end of every array."""
     try:
         with open_file(paths.part) as file:
@@ -73,6 +79,8 @@ def _verify(paths: Paths) -> None:
             for chain in file.chains:
                 for array in chain.values():
                     array[-1:]
+            if look is not None:
+                look(file)
     except ResultFileError as error:
         raise OutputError(
             f"the file just written does not verify: {error.what}",

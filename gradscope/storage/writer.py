@@ -129,6 +129,7 @@ class Writer:
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
         states: States | None = None,
+        look: complete.Look | None = None,
     ) -> None:
         """Complete the file: verify it, and put it in its final place.
 
@@ -137,6 +138,7 @@ class Writer:
             certificate: Stored as JSON.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, for /states: what files are merged from.
+            look: Called with the file while it is open for its verification.
 
         Raises:
             OutputError: Rows are missing, or the file cannot be completed.
@@ -161,6 +163,7 @@ class Writer:
                 certificate,
                 norm_attributes or {},
                 states or {},
+                look,
             )
         self._done = True
 

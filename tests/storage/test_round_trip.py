@@ -188,7 +188,7 @@ def test_empty_and_large_parameters(tmp_path: Path) -> None:
 def test_computed_blocks_are_written_by_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradscope.storage.columns.TILE_BYTES", 400)  # two rows and some
+    monkeypatch.setattr("gradscope.storage.columns.PART_BYTES", 400)  # two rows and some
 
     def make(start: int, stop: int) -> Gradients:
         return Gradients({"w": MappedBlock(DenseBlock(DATA["w"][start:stop].double()), torch.sin)})
