@@ -7,7 +7,7 @@ the next size might take too much before that, nothing is said of larger ones.
 
 from dataclasses import dataclass
 
-from gradscope.comparison.measure import peak_memory
+from gradscope.comparison.measure import peak_memory, release_freed_memory
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.memory import taken
 from gradscope.pipeline.rehearsal import rehearse
@@ -55,6 +55,7 @@ class Meter:
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.scope.problem.device
+        release_freed_memory()  # a peak is above what is in use
         self._base = taken(self._device)
 
     def peak(self, n: int) -> int | None:
