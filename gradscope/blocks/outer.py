@@ -22,7 +22,7 @@ from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.products import contracted, ghost, seconds, separate
 from gradscope.blocks.ways import Way, fastest
 
-KEPT = 2**23  # bytes of dense gradients that are worth keeping from their norms to their sum
+KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms to their sum
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ allocator keep and of tiles that are not full yet; from there on the peak grows 
 the next size might take too much before that, nothing is said of larger ones.
 """
 
+import gc
 from dataclasses import dataclass
 
 from gradscope.comparison.measure import peak_memory, release_freed_memory
@@ -55,7 +56,8 @@ class Meter:
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.scope.problem.device
-        release_freed_memory()  # a peak is above what is in use
+        gc.collect()  # a peak is above what is in use
+        release_freed_memory()
         self._base = taken(self._device)
 
     def peak(self, n: int) -> int | None:

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gradscope.backends.hooks import hooks
 from gradscope.backends.hooks.kernels import FasterKernels, linear
-from gradscope.blocks import ways
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.errors import RefusedError
@@ -170,15 +169,16 @@ def test_what_is_overwritten_is_noticed(every_layer: None) -> None:
         run("hooks", Setup(Twisted(use).double(), _square, x, y))
 
 
-@pytest.mark.parametrize("way", ["oneDNN", "gemm"])
-def test_in_float32(way: str) -> None:
-    """The layers that it is for, by both kernels."""
+@pytest.mark.parametrize("there", [True, False], ids=["oneDNN", "gemm"])
+def test_in_float32(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers that it is for, with oneDNN and without."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: there)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 400), nn.Tanh(), nn.Linear(400, 300), nn.Linear(300, 5))
     x, y = torch.randn(9, 3, 200), torch.randn(9, 3, 5)
     losses, gradients = oracle.per_sample_gradients(model, _sum_of_squares, x, y)
     problem = Problem.of(model, _sum_of_squares)
-    with ways.preferring(way), hooks(problem) as evaluate:
+    with hooks(problem) as evaluate:
         found = evaluate(Batch.of(x, y))
         for name, right in gradients.items():
             ours = found.gradients[name].dense().double()

@@ -18,7 +18,7 @@ from gradscope.backends.hooks.graph.axes import SampleAxis
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
 from gradscope.blocks.pointwise import tanh
-from gradscope.blocks.products import Activation, multiplied, multiplier
+from gradscope.blocks.products import Activation, multiplied
 
 KIND = "MkldnnRnnLayerBackward0"
 
@@ -127,13 +127,12 @@ def _backwards(
     state = slopes[0].new_zeros(n, hidden) if at_state is None else at_state
     cell = slopes[0].new_zeros(n, hidden) if at_cell is None else at_cell
     outer = None if arriving is None else arriving.unbind()
-    through = multiplier(recurrent.mT, rows[0])
     for t in reversed(order):
         if outer is not None:
             state = state + outer[t]
         cell = torch.addcmul(cell, state, to_cell[t])
         torch.mul(slopes[t], cell.unsqueeze(1), out=first[t])
         torch.mul(state, to_gate[t], out=last[t])
-        state = through(rows[t])
+        state = multiplied(rows[t], recurrent.mT)
         cell = cell * kept[t]
     return found.flatten(2)
