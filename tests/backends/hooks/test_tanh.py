@@ -1,6 +1,7 @@
 """The hyperbolic tangent by another kernel, against float64 and torch's own."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from gradscope.backends.hooks.kernels import FasterKernels
+from gradscope.backends.hooks.kernels import pointwise as kernel
 from gradscope.blocks import pointwise
+from gradscope.errors import RefusedError
 from tests import oracle
-from tests.backends.outcomes import run
-from tests.cases import Setup
+from tests.backends.outcomes import expected, mistakes, outcome, run
+from tests.cases import CASES, INDEPENDENT, Setup
 
 
 def _inside(call: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -115,6 +118,45 @@ def test_what_is_left_alone(call: Callable[[Tensor], Tensor]) -> None:
     found = _inside(call, x)
     assert _kind(found) != "GradscopeTanhBackward"
     torch.testing.assert_close(found, call(x), rtol=0, atol=0)
+
+
+@pytest.fixture
+def every_tangent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Any numbers are many, and float64 will do; note the shapes of what is taken over."""
+    taken: list[tuple[int, ...]] = []
+    original = kernel._pays
+
+    def pays(x: Tensor) -> bool:
+        taken.append(tuple(x.shape))
+        return original(x) or x.dim() > 0
+
+    monkeypatch.setattr(kernel, "_pays", pays)
+    monkeypatch.setattr(kernel, "_DTYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr("gradscope.backends.hooks.pays_for", lambda model: True)
+    return taken
+
+
+@pytest.mark.parametrize("name", [case.name for case in INDEPENDENT])
+def test_every_case_is_as_exact_as_without(every_tangent: list[tuple[int, ...]], name: str) -> None:
+    setup = CASES[name].build()
+    try:
+        evaluation = run("hooks", setup)
+    except RefusedError:
+        assert outcome("hooks", name).error is not None
+        return
+    answer = expected(name)
+    assert answer is not None
+    assert not mistakes(evaluation, *answer)
+
+
+def test_many_cases_have_such_functions(every_tangent: list[tuple[int, ...]]) -> None:
+    found = 0
+    for case in INDEPENDENT:
+        every_tangent.clear()
+        with suppress(RefusedError):
+            run("hooks", case.build())
+        found += bool(every_tangent)
+    assert found >= 20
 
 
 class Parametrised(nn.Module):
