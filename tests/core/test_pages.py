@@ -5,8 +5,6 @@ import platform
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import resource, torch
 from gradscope.core.pages import keep_pages
@@ -36,11 +34,10 @@ def _run(**settings: str) -> tuple[bool, int]:
     return kept == "True", int(faults)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives pages back so")
 def test_freed_memory_is_not_fetched_again() -> None:
     kept, faults = _run()
-    assert kept
-    assert faults < 1000  # of 25,600 pages that are written
+    assert kept == (platform.libc_ver()[0] == "glibc")  # nobody else gives pages back so
+    assert not kept or faults < 1000  # of 25,600 pages that are written
 
 
 def test_settings_of_the_environment_are_left_alone() -> None:
