@@ -35,7 +35,7 @@ def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
 def multiplied(
     left: Tensor, right: Tensor, bias: Tensor | None = None, after: Activation = "none"
 ) -> Tensor:
-    """Return what follows a linear layer, of left rightᵀ + bias (..., o).
+    """Return after(left rightᵀ + bias) (..., o): a linear layer and what squashes its output.
 
     Args:
         left: (..., k).

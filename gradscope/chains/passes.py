@@ -63,8 +63,10 @@ def updated_if_finite(
     if sums is None:
         return None
     shown = torch.stack([value.sum().abs() for value in sums.values()])
+    dtypes = {torch.promote_types(block.dtype, torch.float32) for block in gradients.values()}
     # beyond the root of the largest number a norm is no longer finite
-    return found if bool((shown < torch.finfo(shown.dtype).max ** 0.5).all()) else None
+    limit = min(torch.finfo(dtype).max for dtype in dtypes) ** 0.5
+    return found if bool((shown < limit).all()) else None
 
 
 def wanted(chains: Iterable[Chain]) -> Wanted:

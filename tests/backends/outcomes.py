@@ -11,6 +11,7 @@ from gradscope.backends import backends
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.problem import Problem
+from gradscope.errors import RefusedError
 from tests import oracle
 from tests.cases import CASES, Setup
 
@@ -131,3 +132,20 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _hooks(module: nn.Module) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in vars(module).items() if k.endswith("_hooks")]
+
+
+def require_as_exact(backend: str, name: str, setup: Setup) -> bool:
+    """Run a case under other conditions: it must be right, or refused as it is without them.
+
+    Returns:
+        Whether it was run.
+    """
+    try:
+        evaluation = run(backend, setup)
+    except RefusedError:
+        assert outcome(backend, name).error is not None
+        return False
+    answer = expected(name)
+    assert answer is not None
+    assert not mistakes(evaluation, *answer)
+    return True

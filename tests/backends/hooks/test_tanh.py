@@ -14,7 +14,7 @@ from gradscope.backends.hooks.kernels import pointwise as kernel
 from gradscope.blocks import pointwise
 from gradscope.errors import RefusedError
 from tests import oracle
-from tests.backends.outcomes import expected, mistakes, outcome, run
+from tests.backends.outcomes import require_as_exact, run
 from tests.cases import CASES, INDEPENDENT, Setup
 
 
@@ -138,15 +138,7 @@ def every_tangent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", [case.name for case in INDEPENDENT])
 def test_every_case_is_as_exact_as_without(every_tangent: list[tuple[int, ...]], name: str) -> None:
-    setup = CASES[name].build()
-    try:
-        evaluation = run("hooks", setup)
-    except RefusedError:
-        assert outcome("hooks", name).error is not None
-        return
-    answer = expected(name)
-    assert answer is not None
-    assert not mistakes(evaluation, *answer)
+    require_as_exact("hooks", name, CASES[name].build())
 
 
 def test_many_cases_have_such_functions(every_tangent: list[tuple[int, ...]]) -> None:
