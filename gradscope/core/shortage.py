@@ -10,6 +10,7 @@ _WORDS = (
     "out of memory",
     "ALLOC_FAILED",  # CUDA's libraries
     "std::bad_alloc",
+    "can't start new thread",  # Python, where there is none left for its stack
 )
 
 

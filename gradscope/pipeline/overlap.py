@@ -5,7 +5,7 @@ result is asked for. Signals reach the main thread only, which waits for the oth
 """
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import copy_context
 from typing import Any, Protocol, Self
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from gradscope.core.batch import Batch
 from gradscope.core.locate import first_line
 from gradscope.core.shortage import is_shortage
+from gradscope.core.threads import started
 from gradscope.errors import OutputError
 from gradscope.pipeline.transfer import Lane, Pinned, on_host
 from gradscope.storage import Rows
@@ -57,7 +58,7 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         with lane.entered():
             return next(batches, None)
 
-    with ThreadPoolExecutor(1, "gradscope-loader") as thread:
+    with started(1, "gradscope-loader") as thread:
         coming = thread.submit(load)
         while (batch := coming.result()) is not None:
             coming = thread.submit(load)
@@ -80,7 +81,7 @@ class Behind:
     def __init__(self, writer: Appending, device: torch.device, *, dense: bool) -> None:
         self._writer, self._lane = writer, Lane(device)
         self._pinned = Pinned(pin=True) if dense and device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "gradscope-writer")
+        self._thread = started(1, "gradscope-writer")
         self._last: Future[None] | None = None
 
     @property

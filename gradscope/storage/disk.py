@@ -6,8 +6,9 @@ the other's bytes are copied by the operating system.
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 
+from gradscope.core.threads import started
 from gradscope.storage.checksum import fletcher32
 from gradscope.storage.packer import Packer
 from gradscope.storage.stream import Piece
@@ -27,7 +28,7 @@ class Disk:
     def __init__(self, descriptor: int) -> None:
         self.packer = Packer(descriptor)
         self._descriptor = descriptor
-        self._pool = ThreadPoolExecutor(THREADS, "gradscope-disk")
+        self._pool: Executor | None = None  # none is started for small files
         self._last: list[Future[None]] = []
 
     def write(self, pieces: Sequence[Piece]) -> None:
@@ -45,6 +46,7 @@ class Disk:
             for run in _runs(pieces):
                 _write_run(self._descriptor, run)
         else:
+            self._pool = self._pool or started(THREADS, "gradscope-disk")
             for run in _runs(pieces):
                 self._last.append(self._pool.submit(_write_run, self._descriptor, run))
         _finish(before)
@@ -63,7 +65,8 @@ class Disk:
 
     def close(self) -> None:
         """Let what was begun come to its end, whatever becomes of it."""
-        self._pool.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def _finish(futures: Sequence[Future[None]]) -> None:
