@@ -10,6 +10,7 @@ from concurrent.futures import Executor, Future, wait
 
 from gradscope.core.threads import started
 from gradscope.storage.checksum import fletcher32
+from gradscope.storage.linux import begin_writeback
 from gradscope.storage.packer import Packer
 from gradscope.storage.stream import Piece
 
@@ -48,7 +49,7 @@ class Disk:
         else:
             self._pool = self._pool or started(THREADS, "gradscope-disk")
             for run in _runs(pieces):
-                self._last.append(self._pool.submit(_write_run, self._descriptor, run))
+                self._last.append(self._pool.submit(_write_large, self._descriptor, run))
         _finish(before)
 
     def wait(self) -> None:
@@ -87,6 +88,13 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             run, size = [], 0
     if run:
         yield run
+
+
+def _write_large(descriptor: int, run: Sequence[Piece]) -> None:
+    """Write a run that is not to wait in memory for the next `fsync`."""
+    _write_run(descriptor, run)
+    stop = max(piece.offset + piece.length for piece in run)
+    begin_writeback(descriptor, min(piece.offset for piece in run), stop)
 
 
 def _write_run(descriptor: int, run: Sequence[Piece]) -> None:

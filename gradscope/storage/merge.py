@@ -26,7 +26,7 @@ from gradscope.storage.plan import FilePlan, States
 from gradscope.storage.sidecar import Paths
 from gradscope.storage.slots import Slots, bind
 from gradscope.storage.stream import Piece, Stream
-from gradscope.storage.trouble import check_space, writing
+from gradscope.storage.trouble import secure_space, writing
 
 Owned = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
 
@@ -93,7 +93,7 @@ class Joiner:
                     forms = {path: form for path, form in forms.items() if in_table(path)}
                 create_columns(file, forms, plan.n, min(batch, plan.n))
                 self._slots = bind(file)
-            check_space(self._paths.part)
+            secure_space(self._paths.part, self._descriptor)
 
     def add(self, part: Part) -> Owned:
         """Copy the rows of the next part, and return its reducers' states.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
+from gradscope.storage.linux import reserve
 from gradscope.storage.signals import deferred
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,11 +42,12 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(what, where=str(path), remedy=remedy) from error
 
 
-def check_space(part: Path) -> None:
-    """Refuse a file that is allocated but will not fit on its disk.
+def secure_space(part: Path, descriptor: int) -> None:
+    """Refuse a file that is laid out but will not fit on its disk; take the space where that works.
 
     Raises:
         OutputError: The disk has less space than the file still needs.
+        OSError: The same, said by the system.
     """
     status = part.stat()
     missing = status.st_size - 512 * getattr(status, "st_blocks", 0)
@@ -56,6 +58,7 @@ def check_space(part: Path) -> None:
             where=str(part),
             remedy=f"Choose another disk, {_SMALLER}.",
         )
+    reserve(descriptor)
 
 
 def _number(error: Exception) -> int | None:

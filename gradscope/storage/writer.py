@@ -22,7 +22,7 @@ from gradscope.storage.relayout import make_dense
 from gradscope.storage.sidecar import Paths, Progress
 from gradscope.storage.slots import Slots, bind
 from gradscope.storage.structure import Structure
-from gradscope.storage.trouble import check_space, writing
+from gradscope.storage.trouble import secure_space, writing
 
 KEEP_BYTES = 2**26  # states up to this size are copied with every batch, for a stop in between
 
@@ -188,7 +188,7 @@ class Writer:
                 build(file, self._plan, rows)
                 slots = bind(file)
             self._structure = Structure.of(self._descriptor, slots.extents)
-            check_space(self._paths.part)
+            secure_space(self._paths.part, self._descriptor)
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
                 slots = bind(file)
@@ -212,7 +212,7 @@ class Writer:
                 self.completed,
                 len(rows.index),
             )
-            check_space(self._paths.part)
+            secure_space(self._paths.part, self._descriptor)
         except BaseException:
             assert self._structure is not None  # there are slots
             self._structure.put_back(self._descriptor)
