@@ -9,6 +9,13 @@ settings.register_profile("ci", derandomize=True)  # the same examples on every 
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+if (
+    workers
+):  # or each of them, and whatever they start, would run as many threads as there are cores
+    share = max(1, (os.cpu_count() or 1) // int(workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let pass what torch itself warns about in models that are meant as they are."""

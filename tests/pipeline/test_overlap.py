@@ -164,11 +164,21 @@ def in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let torch use two threads, whatever the tests run under."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 CHAINS = ["identity", "clip:max_norm=0.5", "mean", "second_moment", "norm | quantile:q=0.5"]
 
 
 @pytest.mark.parametrize("name", ["digits_mlp", "digits_cnn", "text_transformer", "poisson_pinn"])
 @pytest.mark.parametrize("backend", ["hooks", "vmap"])
+@pytest.mark.usefixtures("two_threads")
 def test_overlap_changes_no_bit(
     name: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
