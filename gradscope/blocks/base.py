@@ -211,8 +211,12 @@ class Block(ABC):
         """Return a number (0-d) that no ‖gᵢ‖ exceeds, found cheaply; infinite if there is none."""
         return torch.tensor(inf, device=self.device)
 
-    def formed(self) -> "Block":
-        """Return the same gradients, dense where norms and then a weighted sum cost less so."""
+    def formed(self, anyway: bool = False) -> "Block":
+        """Return the same gradients, dense where norms and then a weighted sum cost less so.
+
+        Args:
+            anyway: The dense gradients are needed besides, so that they cost nothing.
+        """
         return self
 
     def finite(self) -> Tensor:

@@ -180,7 +180,7 @@ class ConvolutionBlock(Block):
         """Return the product of the factors' norms; a window meets an entry once a kernel entry."""
         return size(self.inputs) * size(self.gradients) * prod(self.shape[2:])
 
-    def formed(self) -> Block:
+    def formed(self, anyway: bool = False) -> Block:
         """Return the dense block where it stays near the caches and is cheaper than two kernels.
 
         The cost model alone decides: norms and the backward kernel, or the dense gradients once.
@@ -192,7 +192,8 @@ class ConvolutionBlock(Block):
         dense = seconds(work * r * c / 2)
         gram = seconds(0.6 * work * t * (r + c), 4.0 * work * c)
         apart = min(dense, gram) + seconds(work * r * c / 4)
-        return DenseBlock(self.dense()) if dense + seconds(0, 8.0 * entries) < apart else self
+        once = dense + seconds(0, 8.0 * entries)
+        return DenseBlock(self.dense()) if anyway or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,)."""

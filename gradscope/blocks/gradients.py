@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from gradscope.blocks.base import Block
+
+_FORMED = 2**28  # bytes of dense gradients that are kept at a time, over all parameters
 
 
 class Gradients(Mapping[str, Block]):
@@ -60,11 +63,20 @@ class Gradients(Mapping[str, Block]):
         """Whether something has asked for the norms already."""
         return "squared_norms" in vars(self)
 
-    def formed(self) -> "Gradients":
-        """Return the same gradients in the form that suits norms and then a weighted sum best."""
+    def formed(self, anyway: bool = False) -> "Gradients":
+        """Return the same gradients in the form that suits norms and then a weighted sum best.
+
+        Args:
+            anyway: The dense gradients are needed besides.
+        """
         if self.norms_known:
             return self
-        found = self.map(lambda block: block.formed())
+        left, blocks = _FORMED, {}
+        for name, block in self.items():
+            size = block.n * prod(block.shape) * block.dtype.itemsize
+            blocks[name] = block.formed(anyway) if size <= left else block
+            left -= size if blocks[name] is not block else 0
+        found = self.of(blocks)
         vars(self)["squared_norms"] = found.squared_norms
         return found
 

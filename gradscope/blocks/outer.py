@@ -139,7 +139,7 @@ class OuterBlock(Block):
     def _by_tiles(self) -> Tensor:
         return super().squared_norms()
 
-    def formed(self) -> Block:
+    def formed(self, anyway: bool = False) -> Block:
         """Return the dense block where it stays near the caches and is cheaper than two shortcuts.
 
         The cost model alone decides: Gram matrices and one long sum, or the dense gradients once.
@@ -150,7 +150,7 @@ class OuterBlock(Block):
             return self
         apart = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c / 2)
         once = seconds(work * r * c, 8.0 * entries)
-        return DenseBlock(self.dense()) if once < apart else self
+        return DenseBlock(self.dense()) if anyway or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""

@@ -108,6 +108,12 @@ class Job:
         return chains.wanted(map(self.scope.labels.chain, asked))
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether the gradients are stored as they are, each entry of them."""
+        stored = any(chain.text == "identity" for chain in self.chains)
+        return stored and self.spec.compute.layout == "dense"
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """What floating-point inputs are cast to: the parameters' dtype, None if it is complex."""
         dtype = self.scope.problem.dtype

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -131,6 +131,9 @@ class Run:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
         evaluation = self.job.scope.evaluate(part, self.job.wanted)
+        if self.job.keeps_gradients:
+            formed = evaluation.gradients.formed(anyway=True)
+            evaluation = replace(evaluation, gradients=formed)
         rows = rows_of(self.job, self.chains, part, evaluation)  # its norms tell who is finite
         kept = self.job.scope.usable(part, evaluation)
         states = dict(self.states)

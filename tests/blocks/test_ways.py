@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.blocks import ConvolutionBlock, DenseBlock, Geometry, OuterBlock, products, ways
+from gradscope.blocks import (
+    ConvolutionBlock,
+    DenseBlock,
+    Geometry,
+    Gradients,
+    OuterBlock,
+    outer,
+    products,
+    ways,
+)
 from gradscope.blocks.ways import Way, fastest
 
 
@@ -233,6 +242,8 @@ def test_what_is_formed_for_norms_and_a_sum(sizes: tuple[int, ...], dense: bool)
     block = OuterBlock(torch.randn(n, k, t, r), torch.randn(n, k, t, c), (k * r, c))
     formed = block.formed()
     assert isinstance(formed, DenseBlock) is dense
+    anyway = t > 1 and 4 * n * k * r * c <= outer.KEPT
+    assert isinstance(block.formed(anyway=True), DenseBlock) is anyway
     exact = torch.einsum("nktr,nktc->nkrc", block.left.double(), block.right.double())
     weights = torch.rand(n)
     torch.testing.assert_close(
@@ -251,3 +262,29 @@ def test_half_precision_is_not_formed() -> None:
     factor = torch.randn(32, 1, 128, 128).bfloat16()
     block = OuterBlock(factor, factor, (128, 128))
     assert block.formed() is block
+    assert block.formed(anyway=True) is block
+
+
+@pytest.mark.parametrize(("room", "count"), [(0, 0), (6000, 1), (20_000, 2), (10**6, 3)])
+def test_what_is_formed_of_many_has_a_limit(
+    room: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradscope.blocks.gradients._FORMED", room)
+    torch.manual_seed(5)
+    names = {"a": (15, 20), "b": (10, 300), "c": (10, 12)}  # 4 samples: 4,800, 48,000, 1,920 bytes
+    given = Gradients(
+        {
+            name: OuterBlock.matrix(torch.randn(4, 7, r), torch.randn(4, 7, c))
+            for name, (r, c) in names.items()
+        }
+    )
+    rows = {name: block.dense().clone() for name, block in given.items()}
+    found = given.formed(anyway=True)
+    kinds = [isinstance(block, DenseBlock) for block in found.values()]
+    assert kinds == [count >= 1, count == 3, count >= 2]
+    squares = sum(row.square().sum((1, 2)) for row in rows.values())
+    torch.testing.assert_close(found.norms, squares.sqrt())
+    for name, row in rows.items():
+        torch.testing.assert_close(found[name].dense(), row)
+        torch.testing.assert_close(found[name].weighted_sum(), row.sum(0), rtol=1e-4, atol=1e-5)
+    assert found.formed(anyway=True) is found  # what is known already is not computed again

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradscope.blocks import Gradients
 from gradscope.core.spec import RunSpec, resolve
 from gradscope.errors import GradscopeError, OutputError, SpecError
 from gradscope.pipeline import compute, estimate, prepare, start
@@ -37,6 +38,31 @@ def contents(path: Path) -> dict[str, np.ndarray]:
 def whole(tmp_path: Path) -> dict[str, np.ndarray]:
     compute(prepare(spec()), tmp_path / "whole.h5")
     return contents(tmp_path / "whole.h5")
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "text_transformer", "sunspots_lstm"])
+def test_gradients_that_are_stored_anyway_are_formed_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    formed = Gradients.formed
+
+    def counted(self: Gradients, anyway: bool = False) -> Gradients:
+        asked.append(anyway)
+        return formed(self, anyway)
+
+    monkeypatch.setattr(Gradients, "formed", counted)
+    options = {"backend": "hooks", "samples": ":40", "batch_size": 20}
+    found = {}
+    for layout, count in (("dense", 2), ("factored", 0)):
+        chosen = spec(name, transform=["identity", "mean"], layout=layout, **options)
+        compute(prepare(chosen), tmp_path / f"{layout}.h5")
+        assert asked == [True] * count
+        asked.clear()
+        found[layout] = contents(tmp_path / f"{layout}.h5")
+    assert found["dense"].keys() == found["factored"].keys()
+    for key, value in found["dense"].items():
+        np.testing.assert_allclose(value, found["factored"][key], 1e-9, 1e-13, err_msg=key)
 
 
 def test_the_chains_follow_from_the_rows(whole: dict[str, np.ndarray]) -> None:
