@@ -11,7 +11,7 @@ from torch import Tensor
 # more out as fresh pages every time, which cost five times as much.
 TILE_BYTES = 4 * 2**20
 _LONG_ROW = 2**18  # bytes
-_PIECE_TILES = 8  # tiles in a piece: what meets it (a random matrix) is made anew for each
+PIECE_BYTES = 8 * TILE_BYTES  # what meets a piece (a random matrix) is made anew for each
 
 
 def precise(t: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class Block(ABC):
         Laid into zeros (n, P) and added where they meet, they are the gradients, flattened. Each
         has a bounded number of bytes; all samples come together where the structure allows it.
         """
-        for part in self._parts(_PIECE_TILES * TILE_BYTES):
+        for part in self._parts(PIECE_BYTES):
             yield part, slice(0, prod(self.shape)), as_rows(self.select(part).dense())
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:

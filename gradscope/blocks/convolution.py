@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks.base import TILE_BYTES, Block, over_samples, precise, size
+from gradscope.blocks.base import PIECE_BYTES, TILE_BYTES, Block, over_samples, precise, size
 from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.products import seconds
@@ -139,6 +139,12 @@ class ConvolutionBlock(Block):
         step = self._patches_at_once(size)
         for start in range(0, self.n, step):
             yield start, self.select(slice(start, start + step)).outer
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield all samples at once, or all samples of some channels where patches are small."""
+        k, t, r, c = self.sizes
+        large = self.n * k * r * c * self.dtype.itemsize > PIECE_BYTES
+        yield from self.outer.pieces() if large and t <= r else super().pieces()
 
     def select(self, rows: slice | Tensor) -> "ConvolutionBlock":
         """Return the samples `rows`."""

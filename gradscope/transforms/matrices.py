@@ -9,6 +9,7 @@ depends on seed, use, name, its place and the number of columns alone.
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import pairwise
 from math import ceil, prod, sqrt
 from typing import NamedTuple
 
@@ -137,20 +138,22 @@ class RandomMatrices:
     def _draw(self, values: np.ndarray, place: _Place, pool: ThreadPoolExecutor) -> None:
         """Fill `values`, whose first row and column are at `place`."""
 
-        def fill(row: int) -> None:
-            stream = (place.top + row, place.first)
-            _looked_up(
-                values[row : row + _ROWS].reshape(-1),
-                self._table,
-                partial(random.words, self._seed, self._use, place.name, *stream),
-            )
-
-        rows = range(0, len(values), _ROWS)
-        if torch.get_num_threads() == 1:
+        def fill(rows: range) -> None:
             for row in rows:
-                fill(row)
-        else:
-            list(pool.map(fill, rows))  # the list raises what a thread raised
+                stream = (place.top + row, place.first)
+                _looked_up(
+                    values[row : row + _ROWS].reshape(-1),
+                    self._table,
+                    partial(random.words, self._seed, self._use, place.name, *stream),
+                )
+
+        rows, threads = range(0, len(values), _ROWS), torch.get_num_threads()
+        if threads == 1 or self._table.shape[1] > 1:  # several a look: threads would wait in turn
+            fill(rows)
+        else:  # shares, since a stream costs less to draw than to hand over
+            cuts = [k * len(rows) // threads for k in range(threads + 1)]
+            shares = [rows[start:stop] for start, stop in pairwise(cuts)]
+            list(pool.map(fill, shares))  # the list raises what a thread raised
 
 
 def _looked_up(values: np.ndarray, table: np.ndarray, words: Callable[[int], np.ndarray]) -> None:

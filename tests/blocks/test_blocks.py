@@ -258,7 +258,8 @@ def test_pieces(pair, size, monkeypatch):
     """Whatever their size, they make up the gradients."""
     block, values = pair
     if size is not None:
-        for module in (base, outer_module, scatter_module):
+        monkeypatch.setattr(base, "PIECE_BYTES", size)
+        for module in (outer_module, scatter_module):
             monkeypatch.setattr(module, "TILE_BYTES", size)
     found = torch.zeros(N, values[0].numel(), dtype=torch.promote_types(values.dtype, torch.double))
     for samples, entries, part in block.pieces():

@@ -136,6 +136,22 @@ def test_what_is_formed_for_norms_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
     assert block.formed() is block
 
 
+@pytest.mark.parametrize("size", [1, 10**9])
+@pytest.mark.parametrize("name", TABLE)
+def test_pieces(name: str, frames: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their size they make up the gradients; with few positions all samples together."""
+    for module in (base, convolution):
+        monkeypatch.setattr(module, "PIECE_BYTES", size)
+    block, rows = made(name, frames)
+    found = torch.zeros_like(rows.flatten(1))
+    for samples, entries, part in block.pieces():
+        found[samples, entries] += part
+    torch.testing.assert_close(found, rows.flatten(1))
+    _, t, r, _ = block.sizes
+    together = all(samples == slice(0, 3) for samples, _, _ in block.pieces())
+    assert together is (size > 1 or t <= r)
+
+
 def test_half_precision_is_summed_in_float32(frames: int) -> None:
     block, rows = made("plain", frames)
     summed = block.to(torch.bfloat16).weighted_sum()
