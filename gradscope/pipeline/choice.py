@@ -22,10 +22,12 @@ class Choice:
     Attributes:
         samples: In a batch.
         notes: Why, where it is not what one would expect.
+        peak: Bytes that it took to find out; a run, which chooses first, takes as many.
     """
 
     samples: int
     notes: tuple[str, ...] = ()
+    peak: int = 0
 
 
 def choose(job: Job) -> Choice:
@@ -62,7 +64,8 @@ def _within(job: Job, budget: int, asked: int | None) -> Choice:
         return Choice(job.batch_size, ("how much memory is taken is not known here",))
     if asked is not None:
         fits = found.peak(most) <= budget
-        return Choice(asked, () if fits else (too_large(most, found, budget, "--memory allows"),))
+        notes = () if fits else (too_large(most, found, budget, "--memory allows"),)
+        return Choice(asked, notes, found.largest)
     samples = found.most(_MARGIN * budget, most)
     if not samples:
         raise SpecError(
@@ -71,7 +74,8 @@ def _within(job: Job, budget: int, asked: int | None) -> Choice:
             remedy="Give more, or compute fewer --parameters at a time.",
         )
     note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
-    return Choice(samples, (f"{note} of the {memory_text(budget)} of --memory",))
+    notes = (f"{note} of the {memory_text(budget)} of --memory",)
+    return Choice(samples, notes, found.largest)
 
 
 def _prudent(job: Job, budget: float) -> Choice:
@@ -84,6 +88,7 @@ def _prudent(job: Job, budget: float) -> Choice:
     found = meter.footprint(most, budget)
     samples = most if found is None else max(1, found.most(budget, most))
     if found is None or samples == most:
-        return Choice(most)
+        return Choice(most, peak=0 if found is None else found.largest)
     note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
-    return Choice(samples, (f"{note}: half of the memory there is is {memory_text(budget)}",))
+    notes = (f"{note}: half of the memory there is is {memory_text(budget)}",)
+    return Choice(samples, notes, found.largest)

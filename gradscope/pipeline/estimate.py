@@ -73,7 +73,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         ),
         chains=tuple(chain.text for chain in job.chains),
         room=room,
-        memory=memory,
+        memory=None if memory is None else max(memory, choice.peak),
         available=there,
         ways=tuple(chosen.values()),
     )

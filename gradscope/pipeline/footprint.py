@@ -29,6 +29,11 @@ class Footprint:
     points: tuple[tuple[int, int], ...]
     clear: bool
 
+    @property
+    def largest(self) -> int:
+        """The most bytes that were measured."""
+        return max(size for _, size in self.points)
+
     def peak(self, n: int) -> int:
         """Return the bytes for batches of n samples, on the line through the nearest two points."""
         above = next((k for k, (size, _) in enumerate(self.points) if size >= n), -1)

@@ -225,6 +225,20 @@ def test_a_run_stays_within_its_budget(folder: Path, tmp_path: Path) -> None:
     assert sizes[0] < sizes[1]
 
 
+def test_a_plan_tells_of_what_choosing_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run under a budget tries sizes first; the largest of them may be more than it keeps to."""
+    most = 3 * 10**9
+    tried = Footprint(((1, 10**6), (2, 10**8), (4, most)), clear=True)
+    monkeypatch.setattr(choice.Meter, "footprint", lambda self, n, budget: tried)
+    job = prepare(spec(write(tmp_path), memory="1GB"))
+    plan = estimate(job, None)
+    assert plan.batch_size == 2
+    assert plan.memory == most
+    assert tried.largest == most
+
+
 def test_a_batch_that_does_not_fit_is_told(folder: Path, tmp_path: Path) -> None:
     options = {"batch_size": 128, "memory": "200MB", "backend": "hooks"}
     for how in ("plan", "run"):
