@@ -38,9 +38,11 @@ def started(count: int, name: str) -> Executor:
     try:
         for _ in range(count):
             pool.submit(all_here.wait)  # nobody is idle while all wait for each other
-    except (RuntimeError, MemoryError):
+        all_here.wait()
+    except BaseException as error:  # an interrupt, too, must not leave anybody waiting
         all_here.abort()
         pool.shutdown(cancel_futures=True)
-        return InPlace()
-    all_here.wait()
+        if isinstance(error, RuntimeError | MemoryError):
+            return InPlace()
+        raise
     return pool

@@ -38,6 +38,22 @@ def test_without_threads_work_is_done_in_place(begun: int, monkeypatch: pytest.M
             pool.submit(lambda: 1 // 0).result()
 
 
+def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, left = threading.Thread.start, [1]
+
+    def start(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        usual(thread)
+
+    before = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        started(2, "gradscope-test")
+    assert threading.active_count() == before
+
+
 def test_an_interrupt_is_not_kept_for_later() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
