@@ -6,7 +6,7 @@ takes a shortcut where its structure allows one. What has no shortcut falls back
 """
 
 from gradscope.blocks.base import Block
-from gradscope.blocks.convolution import ConvolutionBlock, Geometry
+from gradscope.blocks.convolution import ConvolutionBlock
 from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.derived import ScaledBlock
 from gradscope.blocks.elementwise import MappedBlock, RandomBlock, SquaredBlock
@@ -16,6 +16,7 @@ from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock
 from gradscope.blocks.sparse import SparseBlock
 from gradscope.blocks.total import TotalBlock, total
+from gradscope.blocks.windows import Geometry
 
 __all__ = [
     "Block",

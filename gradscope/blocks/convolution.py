@@ -12,7 +12,6 @@ from functools import cached_property
 from math import prod
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gradscope.blocks.base import PIECE_BYTES, TILE_BYTES, Block, over_samples, precise, size
@@ -20,21 +19,10 @@ from gradscope.blocks.dense import DenseBlock
 from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.products import seconds
 from gradscope.blocks.ways import Way, fastest
+from gradscope.blocks.windows import Geometry, windows_of
 
 _PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
 _FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How a convolution walks; one number for each spatial axis."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    groups: int
-    transposed: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +217,8 @@ class ConvolutionBlock(Block):
         """The block as outer products of output gradients and input patches."""
         pair = (self.gradients, self.inputs)
         small, large = reversed(pair) if self.geometry.transposed else pair
-        windows = self._patches(large.flatten(0, 1), tuple(small.shape[3:]))
+        positions, kernel = tuple(small.shape[3:]), self.shape[2:]
+        windows = windows_of(large.flatten(0, 1), positions, kernel, self.geometry)
         left = self._positions(small.flatten(3))
         right = self._positions(windows.unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
         return OuterBlock(left, right, self.shape)
@@ -264,30 +253,6 @@ class ConvolutionBlock(Block):
             (False, True, False),
         )
         return found  # type: ignore[no-any-return]
-
-    def _patches(self, values: Tensor, positions: tuple[int, ...]) -> Tensor:
-        """Return the window of `values` (N, c, ...) at each position: (N, c·kernel, positions)."""
-        g, kernel = self.geometry, self.shape[2:]
-        walk = zip(
-            values.shape[2:], positions, kernel, g.stride, g.dilation, g.padding, strict=True
-        )
-        pads: list[int] = []
-        for length, count, width, step, spread, pad in walk:
-            reach = (count - 1) * step + (width - 1) * spread + 1
-            pads[:0] = [pad, max(0, reach - length - pad)]
-        padded = F.pad(values, pads) if any(pads) else values
-        axes = padded.stride()[2:]
-        windows = padded.as_strided(
-            (*padded.shape[:2], *kernel, *positions),
-            (
-                *padded.stride()[:2],
-                *(a * d for a, d in zip(axes, g.dilation, strict=True)),
-                *(a * s for a, s in zip(axes, g.stride, strict=True)),
-            ),
-            padded.storage_offset(),
-        )
-        d = len(kernel)
-        return windows.flatten(2 + d).flatten(1, 1 + d)
 
     def _positions(self, values: Tensor) -> Tensor:
         """Move (n, f, groups·c, positions) to (n, groups, t, c), the frames along t."""

@@ -1,12 +1,12 @@
 """What two files give together: products of their mean gradients, and how far samples moved."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from gradscope.core.threads import started
 from gradscope.stats import stored
 from gradscope.stats.base import Floats, Source
 from gradscope.stats.table import Positions, Table
@@ -64,7 +64,7 @@ def _means(file: Source, table: Table, names: Sequence[str], rows: bool) -> list
     if arrays is None or not rows or not table.n or stored.rows_unusable(file):
         return None
     found = []
-    with ThreadPoolExecutor(1) as reader:
+    with started(1, "gradscope-reader") as reader:
         for name in names:
             tiles = Tiles(arrays[name], table, reader)
             total = np.zeros(tiles.width)

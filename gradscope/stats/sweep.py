@@ -4,7 +4,6 @@ A parameter at a time, summed in float64. Products with the mean need the mean f
 `mean` is stored, what was read is kept up to a limit and the rest is read again.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,6 +12,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope.core.threads import started
 from gradscope.stats.base import Floats, Mask, wide
 from gradscope.stats.entries import Entries
 from gradscope.stats.stored import Arrays
@@ -101,7 +101,7 @@ def sweep(rows: Arrays, table: Table, wanted: Wanted) -> Sweep:
         group_squares=np.zeros(int(wanted.groups.max()) + 1),
         parts={},
     )
-    with ThreadPoolExecutor(1) as reader:
+    with started(1, "gradscope-reader") as reader:
         for name, array in rows.items():
             walk = _Walk(name, Tiles(array, table, reader), wanted, found)
             found.parts[name] = walk.run(None if wanted.mean is None else wanted.mean[name])

@@ -1,7 +1,7 @@
 """The stored rows of one parameter, a bounded number of bytes at a time."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from itertools import chain, islice
 from math import prod
 from typing import Any
@@ -39,7 +39,7 @@ class Tiles:
         most: The numbers of a block at most.
     """
 
-    def __init__(self, array: Any, table: Table, reader: ThreadPoolExecutor) -> None:
+    def __init__(self, array: Any, table: Table, reader: Executor) -> None:
         complex_ = np.issubdtype(array.dtype, np.complexfloating)
         self.width = prod(array.shape[1:]) * (2 if complex_ else 1)
         self._array, self._table, self._reader = array, table, reader

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE, of fcntl.h
 
 
@@ -27,7 +27,7 @@ def reserve(descriptor: int) -> None:
     if call is None or not size or call(descriptor, 0, 0, size) == 0:
         return
     number = ctypes.get_errno()
-    if number in _FULL:
+    if number in FULL:
         raise OSError(number, os.strerror(number))
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
-from gradscope.storage.linux import reserve
+from gradscope.storage.linux import FULL, reserve
 from gradscope.storage.signals import deferred
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 
 
@@ -29,7 +28,7 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and is_shortage(error):
             raise  # blocks may be computed as they are written
         number = _number(error)
-        if number in _FULL:
+        if number in FULL:
             what = "the disk is full, or a limit on the file's size is reached"
             remedy = f"Free space and go on with --resume, {_SMALLER}."
         elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
