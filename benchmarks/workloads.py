@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ LOSS = "cross_entropy"
 SEED = 0
 
 _SPARE = 6  # samples drawn for each that is kept, of models with ReLU
+_FILE_BYTES, _LEAST, _MOST = 2**29, 4, 20  # of a run to a file, and the limits of its batches
 _CLEAR = 5e-6  # more than float32 is off anywhere in these models
 
 Made = tuple[nn.Module, Tensor, Tensor]
@@ -49,6 +50,11 @@ class Workload:
     def parameters(self) -> int:
         """P, the number of trainable numbers."""
         return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def file_batches(self) -> int:
+        """The batches of a run to a file: half a GiB, since a run opens and verifies it once."""
+        return min(_MOST, max(_LEAST, ceil(_FILE_BYTES / (4 * self.n * self.parameters))))
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,7 @@ from benchmarks import marks, scaling
 from benchmarks.__main__ import main
 from benchmarks.measure import OutOfTimeError, Timing, measured, time_limit
 from benchmarks.methods import METHODS, Call, DeclinedError, Method, Setting
-from benchmarks.methods.dense import Projection, clipped, moments, norms
+from benchmarks.methods.dense import Projection, clipped, moments, norms, read, write
 from benchmarks.reference import TOLERANCE, Reference, error, reference
 from benchmarks.run import Cell, Conditions, cell, cells
 from benchmarks.tasks import TASKS, available
@@ -395,3 +395,18 @@ def test_the_tables_name_every_task_and_method() -> None:
         words = name.split(" ", 1)
         assert words[0] in page and words[-1] in page
     assert f"above {1e4 * TOLERANCE:g}e-4 is `wrong`" in page
+
+
+def test_rows_are_written_however_they_lie(tmp_path: Path) -> None:
+    batches = [{"a": torch.randn(3, 4, 5).mT, "b": torch.randn(2, 3).T} for _ in range(2)]
+    found = read(write(iter(batches), 2, tmp_path / "dense.h5"))
+    for name in ("a", "b"):
+        assert torch.equal(found[name], torch.cat([batch[name] for batch in batches]))
+
+
+@pytest.mark.parametrize(("width", "batches"), [(8, 20), (1000, 14), (6000, 4)])
+def test_a_run_to_a_file_is_long_enough(width: int, batches: int) -> None:
+    """Half a GiB, of 10 samples with `width` · (`width` + 1) numbers of four bytes each."""
+    model = torch.nn.Linear(width, width, device="meta")
+    one = Workload("wide", {}, model, torch.empty(10, 1), torch.empty(10))
+    assert one.file_batches == batches

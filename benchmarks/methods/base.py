@@ -77,9 +77,6 @@ class Call:
     batches: int = 1
 
 
-FILE_BATCHES = 4  # of a run to a file: opening and verifying it are done once a run
-
-
 @dataclass(frozen=True)
 class Method:
     """A tool, used in one way.

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.methods.base import FILE_BATCHES, Call, DeclinedError, Method, Setting, plain
+from benchmarks.methods.base import Call, DeclinedError, Method, Setting, plain
 
 _CHUNK = 2**22  # numbers written at a time
 
@@ -28,8 +28,9 @@ def _floor(task: str, setting: Setting) -> Call:
         def fresh() -> None:
             path.unlink(missing_ok=True)
 
-        storing = _storing(workload.n * workload.parameters, plain(workload), path)
-        return Call(storing, fresh, batches=FILE_BATCHES)
+        count = workload.file_batches
+        storing = _storing(workload.n * workload.parameters, count, plain(workload), path)
+        return Call(storing, fresh, batches=count)
     raise DeclinedError("none is defined for this task")
 
 
@@ -46,13 +47,13 @@ def _filling(
 
 
 def _storing(
-    numbers: int, unit: Callable[[], tuple[Tensor, ...]], path: Path
+    numbers: int, batches: int, unit: Callable[[], tuple[Tensor, ...]], path: Path
 ) -> Callable[[], Path]:
     chunk = torch.randn(min(numbers, _CHUNK)).numpy()
 
     def run() -> Path:
         with path.open("wb", buffering=0) as file:
-            for _ in range(FILE_BATCHES):
+            for _ in range(batches):
                 unit()
                 for start in range(0, numbers, len(chunk)):
                     file.write(chunk[: numbers - start].tobytes())

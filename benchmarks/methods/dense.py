@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.methods.base import FILE_BATCHES, Call, DeclinedError, Setting, nothing
+from benchmarks.methods.base import Call, DeclinedError, Setting, nothing
 from benchmarks.reference import Reference, Result
 from benchmarks.tasks import DIMENSIONS, prefixed
 
@@ -86,7 +86,8 @@ def write(batches: Iterable[Dense], count: int, path: Path) -> Path:
                 n, *shape = gradient.shape
                 if not k:
                     file.create_dataset(name, (count * n, *shape), np.float32)
-                file[name].write_direct(gradient.cpu().numpy(), dest_sel=np.s_[k * n : (k + 1) * n])
+                rows = np.ascontiguousarray(gradient.cpu().numpy())
+                file[name].write_direct(rows, dest_sel=np.s_[k * n : (k + 1) * n])
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,17 +156,17 @@ def _projecting(
 def _writing(
     setting: Setting, gradients: Callable[[], Dense], before: Callable[[], object]
 ) -> Call:
-    path = setting.scratch / "dense.h5"
+    path, count = setting.scratch / "dense.h5", setting.workload.file_batches
 
     def batches() -> Iterator[Dense]:
-        for _ in range(FILE_BATCHES):
+        for _ in range(count):
             before()
             yield gradients()
 
     setting.stack.callback(path.unlink, missing_ok=True)
     return Call(
-        lambda: write(batches(), FILE_BATCHES, path),
+        lambda: write(batches(), count, path),
         lambda: path.unlink(missing_ok=True),
         read,
-        batches=FILE_BATCHES,
+        batches=count,
     )

@@ -14,7 +14,6 @@ from torch import Tensor
 import gradscope
 from benchmarks.methods.base import (
     COMPILE_LIMIT,
-    FILE_BATCHES,
     Call,
     DeclinedError,
     Method,
@@ -126,7 +125,8 @@ def _file(scope: Scope, setting: Setting) -> Call:
     save_file({k: v.contiguous() for k, v in setting.model.state_dict().items()}, weights)
     batch = {"inputs": workload.inputs, "targets": workload.targets}
     np.savez(
-        data, **{k: np.concatenate([v.cpu().numpy()] * FILE_BATCHES) for k, v in batch.items()}
+        data,
+        **{k: np.concatenate([v.cpu().numpy()] * workload.file_batches) for k, v in batch.items()},
     )
     for file in (weights, data, path):
         setting.stack.callback(file.unlink, missing_ok=True)
@@ -155,7 +155,7 @@ def _file(scope: Scope, setting: Setting) -> Call:
         compute(job, path)
         return path
 
-    return Call(run, fresh, _stored, batches=FILE_BATCHES)
+    return Call(run, fresh, _stored, batches=workload.file_batches)
 
 
 def _stored(path: Path) -> dict[str, Tensor]:
