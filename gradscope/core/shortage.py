@@ -10,6 +10,7 @@ _WORDS = (
     "out of memory",
     "ALLOC_FAILED",  # CUDA's libraries
     "std::bad_alloc",
+    "could not create a primitive\n",  # oneDNN, after it has described it
     "can't start new thread",  # Python, where there is none left for its stack
 )
 
@@ -23,4 +24,5 @@ def is_shortage(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+    text = f"{error}\n"
+    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS)

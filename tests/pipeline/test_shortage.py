@@ -1,5 +1,6 @@
 """When memory runs out: smaller batches, the same numbers, and one clear error at the end."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, RefusedError, SpecError
 from gradscope.pipeline import compute, prepare, start
 from gradscope.pipeline.batch_size import BatchSize
@@ -94,6 +96,24 @@ def test_coupled_samples_are_not_parted(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="share a batch"):
         compute(job, tmp_path / "out.h5")
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a convolution"), False),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=repr,
+)
+def test_who_says_that_memory_ran_out(error: Exception, short: bool) -> None:
+    assert is_shortage(error) is short
 
 
 def test_another_error_is_not_taken_for_a_shortage() -> None:
