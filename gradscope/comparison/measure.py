@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from gradscope.core.libc import function
+
 SLOW, VERY_SLOW = 2.0, 10.0  # seconds a call
 REPEATS = 3
 _PROC = Path("/proc/self")
@@ -96,10 +98,9 @@ def _resident_peak(device: torch.device, result: list[int]) -> Iterator[None]:
 
 def release_freed_memory() -> None:
     """Give freed memory back to the system, or reusing it would not show (glibc only)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        return
+    trim = function("malloc_trim", ctypes.c_size_t)
+    if trim is not None:
+        trim(0)
 
 
 def _status(field: str) -> int | None:

@@ -2,8 +2,9 @@
 
 import ctypes
 import os
-import sys
 from functools import cache
+
+from gradscope.core.libc import function
 
 # from malloc.h, see `man mallopt`
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -25,9 +26,9 @@ def keep_pages() -> bool:
     Returns:
         Whether anything was set.
     """
-    if not sys.platform.startswith("linux") or any(name in os.environ for name in _SETTINGS):
+    if any(name in os.environ for name in _SETTINGS):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = function("mallopt", ctypes.c_int, ctypes.c_int)
     if mallopt is None:
         return False
     wanted = ((_MMAP_THRESHOLD, _LARGEST_KEPT), (_TRIM_THRESHOLD, _MOST_KEPT))

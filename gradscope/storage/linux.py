@@ -6,9 +6,8 @@ Elsewhere, and on file systems that have no way to do it, these functions do not
 import ctypes
 import errno
 import os
-import sys
-from collections.abc import Callable
-from functools import cache
+
+from gradscope.core.libc import function
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE, of fcntl.h
@@ -18,11 +17,15 @@ def reserve(descriptor: int) -> None:
     """Have the disk keep space for all of a file, whose holes read as zeros as before.
 
     Writing to it then takes the system half of its time, and never finds the disk full.
+    See `man 2 fallocate`.
+
+    Args:
+        descriptor: Of the file, which has its length.
 
     Raises:
         OSError: There is not enough space.
     """
-    call = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     size = os.fstat(descriptor).st_size
     if call is None or not size or call(descriptor, 0, 0, size) == 0:
         return
@@ -34,19 +37,13 @@ def reserve(descriptor: int) -> None:
 def begin_writeback(descriptor: int, start: int, stop: int) -> None:
     """Let the system begin to bring written bytes to the disk, while others are computed.
 
-    It tells nothing of what fails: the `fsync` that follows does.
+    It tells nothing of what fails: the `fsync` that follows does. See `man 2 sync_file_range`.
+
+    Args:
+        descriptor: Of the file.
+        start: The first byte.
+        stop: One beyond the last byte.
     """
-    call = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call = function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if call is not None:
         call(descriptor, start, stop - start, _WRITE)
-
-
-@cache
-def _function(name: str, *arguments: type) -> Callable[..., int] | None:
-    """Return a function of the C library, or None where there is none; it lets go of the GIL."""
-    if not sys.platform.startswith("linux"):
-        return None
-    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if found is not None:
-        found.argtypes = arguments
-    return found

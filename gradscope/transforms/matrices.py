@@ -148,7 +148,7 @@ class RandomMatrices:
                 )
 
         rows, threads = range(0, len(values), _ROWS), torch.get_num_threads()
-        if threads == 1 or self._table.shape[1] > 1:  # several a look: threads would wait in turn
+        if threads == 1 or self._table.shape[1] > 1:  # short work: threads would wait for the GIL
             fill(rows)
         else:  # shares, since a stream costs less to draw than to hand over
             cuts = [k * len(rows) // threads for k in range(threads + 1)]

@@ -43,9 +43,9 @@ def test_reserved_space_is_taken_and_reads_as_before(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_left(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linux, "_function", _answers(number))
+    monkeypatch.setattr(linux, "function", _answers(number))
     write(tmp_path / "failing.h5")
-    monkeypatch.setattr(linux, "_function", lambda *named: None)  # another system
+    monkeypatch.setattr(linux, "function", lambda *named: None)  # another system
     write(tmp_path / "absent.h5")
     for name in ("failing.h5", "absent.h5"):
         with open_file(tmp_path / name) as file:
@@ -57,7 +57,7 @@ def test_what_cannot_be_done_is_left(
 def test_a_disk_that_will_be_full_is_refused_at_once(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linux, "_function", _answers(number))
+    monkeypatch.setattr(linux, "function", _answers(number))
     with pytest.raises(OutputError, match="disk is full") as refusal:
         write(tmp_path / "out.h5")
     assert refusal.value.remedy is not None
