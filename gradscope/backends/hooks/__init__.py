@@ -18,11 +18,11 @@ from gradscope.backends.hooks.graph.analysis import (
     OTHERS,
     Analysis,
     FrontierEdge,
-    Output,
     analyse,
 )
 from gradscope.backends.hooks.graph.axes import Axis
 from gradscope.backends.hooks.graph.flow import gradients_at, opened
+from gradscope.backends.hooks.graph.movement import Output
 from gradscope.backends.hooks.graph.trace import Trace, trace
 from gradscope.backends.hooks.kernels import FasterKernels, pays_for
 from gradscope.backends.hooks.pullback import pull_back
@@ -61,6 +61,7 @@ class _Program:
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
+        self.evaluations = 0
         self.detours = pays_for(problem.model)
 
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -150,7 +151,8 @@ class _Program:
         if not outputs:
             return {}
         at = gradients_at(recorded, outputs, torch.ones_like(recorded.losses))
-        axes = analysis.axes | opened(recorded, analysis.open, at)
+        known, still_open = analysis.layouts(recorded)
+        axes = known | opened(recorded, still_open, at, self._seed())
         with torch.no_grad():  # what was saved still has its graph
             shared: dict[Node, Any] = {}
             arrived = [
@@ -159,6 +161,10 @@ class _Program:
                 if (site := _site(recorded, axes, edge, at, shared)) is not None
             ]
             return pull_back(recorded, arrived, self.problem.parameters)
+
+    def _seed(self) -> int:
+        self.evaluations += 1
+        return self.evaluations
 
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
         n = losses.shape[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.analysis import Output
+from gradscope.backends.hooks.graph.movement import Output
 from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.backends.hooks.rules.embedding import scatter
 from gradscope.blocks import Block, DenseBlock, total
@@ -95,11 +95,7 @@ def _transposed(trace: Trace, node: int, block: Block) -> Block:
     if trace.kinds[node] == "TBackward0":
         return block.transpose(0, 1) if len(block.shape) == 2 else block
     axes = (internals.saved(trace.nodes[node], f"dim{k}") for k in (0, 1))
-    return block.transpose(*(_signed(axis) % max(1, len(block.shape)) for axis in axes))
-
-
-def _signed(axis: int) -> int:
-    return axis - 2**64 if axis >= 2**63 else axis
+    return block.transpose(*(axis % max(1, len(block.shape)) for axis in axes))
 
 
 def _reshaped(trace: Trace, node: int, block: Block) -> Block:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gradscope.backends.hooks.graph.axes import (
+    Marks,
     OwnedAxis,
     SampleAxis,
     changed_axis,
@@ -75,21 +76,42 @@ def test_a_nan_proves_nothing() -> None:
     assert support(gradient, 1).tolist() == [False, True]
 
 
+def marked(values: torch.Tensor, owner: torch.Tensor, marks: Marks) -> list[torch.Tensor]:
+    """The gradients (entries, w) of the weighted losses, where an owner of -1 has none."""
+    return [values * w[owner.clamp_min(0)].unsqueeze(1) for w in marks.weights]
+
+
 @pytest.mark.parametrize("axis", [0, 1])
-def test_owners_are_read_off_two_gradients(axis: int) -> None:
-    owner = torch.tensor([2, 0, 0, -1, 3, 2, 2])
-    values = torch.rand(7, 4, dtype=torch.float64) + 0.1
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [2, 5, 300, 2000])
+def test_owners_are_read_off_marked_gradients(axis: int, dtype: torch.dtype, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    owner = torch.randint(-1, n, (3 * n,), generator=generator)
+    values = (torch.rand(3 * n, 4, generator=generator) + 0.1).to(dtype)
     values[owner == -1] = 0
-    weighted = values * (owner + 1).unsqueeze(1)
-    pair = (values, weighted) if axis == 0 else (values.T, weighted.T)
-    assert owned(*pair, axis, 5).owner.tolist() == owner.tolist()
+    marks = Marks.of(values.new_zeros(n), seed=3)
+    pair = (values, marked(values, owner, marks))
+    if axis == 1:
+        pair = (values.T, [t.T for t in pair[1]])
+    assert owned(*pair, axis, marks).owner.tolist() == owner.tolist()
 
 
-def test_an_entry_of_two_samples_has_no_owner() -> None:
-    gradient = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
-    weighted = torch.tensor([[1.0, 2.0], [2.0, 2.0]])
-    with pytest.raises(ValueError, match="several samples"):
-        owned(gradient, weighted, 0, 3)
+@pytest.mark.parametrize("share", [0.5, 0.3, 1e-2])
+def test_an_entry_of_two_samples_has_no_owner(share: float) -> None:
+    """Whatever the marks are, bar chance: also in equal shares, whose mark is the middle."""
+    seen = 0
+    for seed in range(20):
+        marks = Marks.of(torch.zeros(6), seed)
+        weights = marks.weights[0]
+        gradient = torch.ones(6, 3)
+        weighted = weights.unsqueeze(1).expand(6, 3).clone()
+        weighted[2] = (1 - share) * weights[2] + share * weights[4]
+        try:
+            owned(gradient, [weighted], 0, marks)
+        except ValueError as error:
+            assert "several samples" in str(error)
+            seen += 1
+    assert seen >= 19
 
 
 def test_uneven_samples_are_padded_with_zeros() -> None:

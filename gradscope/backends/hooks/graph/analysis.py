@@ -18,12 +18,10 @@ from gradscope.backends.hooks.graph.axes import (
     layouts,
     support,
 )
-from gradscope.backends.hooks.graph.trace import Trace
+from gradscope.backends.hooks.graph.movement import Growth, Output, movers, stays
+from gradscope.backends.hooks.graph.trace import Program, Trace
 from gradscope.core.scalar import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
-
-Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
-Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
 
 _CONSTANT: Growth = (-1, None)
 
@@ -50,29 +48,46 @@ class Analysis:
     """The static facts of a program.
 
     Attributes:
-        trace: The small forward pass that was analysed; only its shape is used afterwards.
-        axes: The sample axis of each output at the frontier whose layout is known.
+        program: What was analysed.
+        axes: The sample axis of each output at the frontier that has the samples in order.
         open: The axis of each output at the frontier whose owners each batch must tell: masked,
             sorted or packed rows, or rows without a gradient so far.
+        movers: Operations that may move samples on their way from the frontier's nodes to the
+            losses, by node.
         frontier: Every edge by which a selected parameter's influence reaches samples.
         sizes: For each output that grows with the batch: (axis, entries a sample or None).
     """
 
-    trace: Trace
+    program: Program
     axes: dict[Output, SampleAxis]
     open: dict[Output, int]
+    movers: dict[int, tuple[int, ...]]
     frontier: tuple[FrontierEdge, ...]
     sizes: dict[Output, Growth | None]
 
     def fits(self, other: Trace) -> bool:
         """Whether another forward pass is this program, up to the number of samples."""
-        if not self.trace.same_program(other):
+        if not other.same_program(self.program):
             return False
-        return all(
+        shapes = all(
             self._fits(self.sizes.get((node, output), _CONSTANT), shape, found, other.n)
-            for node, shapes in enumerate(self.trace.shapes)
+            for node, shapes in enumerate(self.program.shapes)
             for output, (shape, found) in enumerate(zip(shapes, other.shapes[node], strict=True))
         )
+        return shapes and self.program.same_constants(other)
+
+    def layouts(self, batch: Trace) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
+        """Return the sample axes that are known in a batch, and those that it must tell itself.
+
+        A layout that was found on other samples holds only where nothing moves samples after it.
+        """
+        moving = {k for ks in self.movers.values() for k in ks if not self._stays(batch, k)}
+        moved = {output for output in self.axes if moving.intersection(self.movers[output[0]])}
+        known = {output: axis for output, axis in self.axes.items() if output not in moved}
+        return known, self.open | {output: self.axes[output].axis for output in moved}
+
+    def _stays(self, batch: Trace, node: int) -> bool:
+        return stays(batch, node, self.sizes.get(batch.edges[node][0]))
 
     @staticmethod
     def _fits(
@@ -119,7 +134,16 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     observed = {output: growth for output, growth in sizes.items() if output[0] in needed}
     axes, still_open = _layouts(first, _single_axes(first, observed))
     _refuse_mixing(first, on_samples, wanted)
-    return Analysis(first, axes, still_open, frontier, sizes)
+    after = movers(first, second, sizes)
+    on_frontier = {edge.node: after[edge.node] for edge in frontier}
+    return Analysis(
+        program=Program.of(first),
+        axes={output: axis for output, axis in axes.items() if output[0] in on_frontier},
+        open={output: axis for output, axis in still_open.items() if output[0] in on_frontier},
+        movers=on_frontier,
+        frontier=frontier,
+        sizes=sizes,
+    )
 
 
 def _growths(first: Trace, second: Trace) -> dict[Output, Growth | None]:
@@ -216,12 +240,22 @@ def _single_loss_gradients(
 
 
 def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:
-    """Refuse when the losses of two samples touch one entry."""
-    if supports and bool((torch.stack(list(supports.values())).sum(0) > 1).any()):
+    """Refuse when the losses of two samples touch one entry.
+
+    An entry of the inputs is one sample's own. Any other may hold what several samples have in
+    common (a token that is looked up once for all of them), and they may be independent.
+    """
+    if not supports or not bool((torch.stack(list(supports.values())).sum(0) > 1).any()):
+        return
+    where = f"operation {trace.kinds[output[0]]}"
+    if internals.leaf(trace.nodes[output[0]]) is not None:
         raise CoupledSamplesError(
             "the loss of one sample has a gradient with respect to the values of another",
-            where=f"operation {trace.kinds[output[0]]}",
+            where=where,
         )
+    raise UnsupportedError(
+        "a value is made from several samples, or is used by them", where=where, remedy=OTHERS
+    )
 
 
 def _first_difference(first: Trace, second: Trace) -> str:

@@ -112,27 +112,86 @@ class OwnedAxis:
 Axis = SampleAxis | OwnedAxis
 
 
-def owned(gradient: Tensor, weighted: Tensor, axis: int, n: int) -> OwnedAxis:
-    """Find the owner of each entry from two gradients.
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """Weights of the losses by which a gradient tells whose it is.
+
+    A sample's number is written in digits, and each digit is a weight of its own in one backward
+    pass. Low precision tells few digits apart. Digits are not evenly spaced and numbers are dealt
+    out at random, so that what two samples share has the weight of neither.
+
+    Attributes:
+        weights: (passes, n), of each sample's loss.
+        values: (base,) increasing, the weight that stands for each digit.
+        samples: (base ** passes,), the sample with each number, -1 where there is none.
+    """
+
+    weights: Tensor
+    values: Tensor
+    samples: Tensor
+
+    @classmethod
+    def of(cls, losses: Tensor, seed: int) -> "Marks":
+        """Return marks for losses (n,)."""
+        n, passes = len(losses), 1
+        base = min(max(n, 2), _DIGITS.get(losses.dtype, 4))
+        while base**passes < n:
+            passes += 1
+        generator = torch.Generator().manual_seed(seed)
+        jitter = 0.4 * torch.rand(base, generator=generator, dtype=torch.float64) - 0.2
+        values = (torch.arange(1, base + 1) + jitter).to(losses.dtype)
+        numbers = torch.randperm(n, generator=generator)
+        digits = [numbers // base**k % base for k in range(passes)]
+        samples = torch.full((base**passes,), -1)
+        samples[numbers] = torch.arange(n)
+        found = (values[torch.stack(digits)], values, samples)
+        return cls(*(t.to(losses.device) for t in found))
+
+    def owners(self, ratios: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the sample (m,) that each entry's ratios (m,) stand for, and what they should be.
+
+        Args:
+            ratios: One for each pass: weighted gradients over those with all weights 1.
+        """
+        middles = (self.values[1:] + self.values[:-1]) / 2
+        digits = [torch.bucketize(ratio, middles) for ratio in ratios]
+        base = len(self.values)
+        numbers = torch.stack([digit * base**k for k, digit in enumerate(digits)]).sum(0)
+        return self.samples[numbers], [self.values[digit] for digit in digits]
+
+
+_DIGITS = {torch.float64: 2**16, torch.float32: 2**9}
+
+
+def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks) -> OwnedAxis:
+    """Find the owner of each entry of an axis.
 
     Args:
         gradient: Of Σᵢ Lᵢ.
-        weighted: Of Σᵢ (i+1) Lᵢ: at sample i's entries it is (i+1) times as large.
+        weighted: For each pass, that of Σᵢ wᵢ Lᵢ: wᵢ times as large at sample i's entries.
         axis: The axis in question.
-        n: The number of samples.
+        marks: The weights w.
 
     Raises:
         ValueError: An entry belongs to no single sample.
     """
-    a, b = (_entries(t, axis) for t in (gradient, weighted))
-    peak = a.abs().argmax(1, keepdim=True)
-    one, many = (t.gather(1, peak).squeeze(1) for t in (a, b))
-    factor = torch.where(one == 0, torch.zeros_like(one), many / one).real.round()
-    gap = (b - factor.unsqueeze(1) * a).abs().amax(1)
-    tolerance = torch.finfo(a.dtype).eps ** 0.5 * one.abs() * factor.abs().clamp_min(1)
-    if not bool(((gap <= tolerance) & (factor >= 0) & (factor <= n)).all()):
-        raise ValueError("an entry's gradient comes from the losses of several samples")
-    return OwnedAxis(axis, factor.long() - 1)
+    once = _entries(gradient, axis)
+    peak = once.abs().argmax(1, keepdim=True)
+    one = once.gather(1, peak)
+    empty = (once == 0).all(1)
+    often = [_entries(t, axis) for t in weighted]
+    ratios = [
+        torch.where(empty, 1, (t.gather(1, peak) / one).real.squeeze(1).to(marks.values.dtype))
+        for t in often
+    ]
+    owner, wanted = marks.owners(ratios)
+    tolerance = torch.finfo(gradient.dtype).eps ** 0.5 * one.abs().squeeze(1)
+    for entries, factor in zip(often, wanted, strict=True):
+        own = factor.to(once.dtype).unsqueeze(1)
+        gap = torch.where(empty.unsqueeze(1), entries, entries - own * once).abs().amax(1)
+        if not bool(((gap <= tolerance * factor) & (empty | (owner >= 0))).all()):
+            raise ValueError("an entry's gradient comes from the losses of several samples")
+    return OwnedAxis(axis, torch.where(empty, -1, owner))
 
 
 def _entries(values: Tensor, axis: int) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.analysis import OTHERS, Output
-from gradscope.backends.hooks.graph.axes import OwnedAxis, owned
+from gradscope.backends.hooks.graph.analysis import OTHERS
+from gradscope.backends.hooks.graph.axes import Marks, OwnedAxis, owned
+from gradscope.backends.hooks.graph.movement import Output
 from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.core.scalar import summed
 from gradscope.errors import UnsupportedError
@@ -33,11 +34,17 @@ def gradients_at(
 
 
 def opened(
-    trace: Trace, axes: Mapping[Output, int], at: Mapping[Output, Tensor | None]
+    trace: Trace, axes: Mapping[Output, int], at: Mapping[Output, Tensor | None], seed: int
 ) -> dict[Output, OwnedAxis]:
-    """Find the owners of the entries of open axes, by one more backward pass.
+    """Find the owners of the entries of open axes, by one more backward pass (few, in half).
 
-    With the losses weighted 1, 2, ..., n an entry's gradient grows by the weight of its owner.
+    With each loss weighted by a mark of its own, an entry's gradient shows the mark of its owner.
+
+    Args:
+        trace: The recorded pass; its graph is kept.
+        axes: By output.
+        at: The gradient of Σᵢ Lᵢ with respect to each output.
+        seed: Of the marks.
 
     Raises:
         UnsupportedError: An entry belongs to no single sample.
@@ -45,14 +52,16 @@ def opened(
     wanted = [output for output in axes if at.get(output) is not None]
     if not wanted:
         return {}
-    weights = torch.arange(1, trace.n + 1, device=trace.losses.device)
-    weighted = gradients_at(trace, wanted, weights.to(trace.losses.dtype))
+    marks = Marks.of(trace.losses.detach(), seed)
+    passes = [gradients_at(trace, wanted, weights) for weights in marks.weights]
     found = {}
     for output in wanted:
-        once, often = at[output], weighted[output]
-        assert once is not None and often is not None
+        once, often = at[output], [weighted[output] for weighted in passes]
+        assert once is not None
+        # no gradient at all is one of zeros
+        weighted = [torch.zeros_like(once) if t is None else t for t in often]
         try:
-            found[output] = owned(once, often, axes[output], trace.n)
+            found[output] = owned(once, weighted, axes[output], marks)
         except ValueError as error:
             raise UnsupportedError(
                 str(error), where=f"operation {trace.kinds[output[0]]}", remedy=OTHERS

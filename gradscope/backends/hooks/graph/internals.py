@@ -5,6 +5,8 @@ Node, `GradientEdge`, and what the engine is about to do. A torch release that c
 this file and its test, loudly.
 """
 
+import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 FUSED_RECURRENT = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"})
 
-_UNSIGNED_MINUS_ONE = 2**64 - 1
+_OF_SHAPES = re.compile("_sym_|_sizes|_strides|_numel")
+_NO_CONSTANT: Any = object()
 
 
 def kind(node: Node) -> str:
@@ -73,9 +76,53 @@ def saved(node: Node, name: str) -> Any:
     A size or index of -1 comes out of torch as an unsigned number and is set right here.
     """
     value = getattr(node, f"_saved_{name}")
+    return value.detach() if isinstance(value, Tensor) else _signed(value)
+
+
+def found(node: Node, name: str) -> Any:
+    """Return what the operation saved under `name`, or None if it saved no such thing."""
+    return saved(node, name) if hasattr(type(node), f"_saved_{name}") else None
+
+
+def constants(node: Node) -> dict[str, Any]:
+    """Return the numbers, flags and texts that are part of an operation, by attribute.
+
+    Shapes are left out, which are known from elsewhere, and so are tensors but for single numbers
+    on the host. Of indices there is their kind; of a Function written in Python what it keeps.
+    """
+    own: dict[str, Any] = (
+        vars(node) if isinstance(node, torch.autograd.function.BackwardCFunction) else {}
+    )
+    names = (*_attributes(type(node)), *own)
+    read = ((name, constant(node, name)) for name in names)
+    return {name: value for name, value in read if value is not _NO_CONSTANT}
+
+
+def constant(node: Node, attribute: str) -> Any:
+    """Return one of an operation's constants; what is none is told by an object of its own."""
+    value = getattr(node, attribute, None)
     if isinstance(value, Tensor):
-        return value.detach()
-    return -1 if isinstance(value, int) and value == _UNSIGNED_MINUS_ONE else value
+        single = value.dim() == 0 and value.device.type == "cpu"
+        return value.item() if single else _NO_CONSTANT
+    if isinstance(value, tuple | list):
+        if any(isinstance(v, Tensor) for v in value):
+            return tuple(None if v is None else (v.dtype, v.dim()) for v in value)
+        value = tuple(value)
+    simple = value is None or isinstance(value, int | float | complex | str | tuple)
+    return _signed(value) if simple else _NO_CONSTANT
+
+
+@cache
+def _attributes(kind: type) -> tuple[str, ...]:
+    names = (name for name in dir(kind) if name.startswith("_saved_"))
+    return tuple(name for name in names if not _OF_SHAPES.search(name))
+
+
+def _signed(value: Any) -> Any:
+    """Set right what torch hands out as unsigned numbers."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_signed, value))
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
 def saved_tensors(node: Node) -> tuple[Tensor, ...]:

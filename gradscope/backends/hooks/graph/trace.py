@@ -1,6 +1,7 @@
 """A forward pass as autograd recorded it: nodes in a reproducible order, and how they connect."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -31,9 +32,59 @@ class Trace:
         """The number of samples."""
         return int(self.losses.shape[0])
 
-    def same_program(self, other: "Trace") -> bool:
+    def same_program(self, other: "Trace | Program") -> bool:
         """Whether both passes recorded the same operations, connected in the same way."""
         return self.kinds == other.kinds and self.edges == other.edges
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What stays of a forward pass when its tensors are let go.
+
+    Attributes:
+        n: The number of samples.
+        edges: As in `Trace`.
+        kinds: As in `Trace`.
+        shapes: As in `Trace`.
+        constants: (index of a node, attribute, value): the numbers that are part of operations.
+    """
+
+    n: int
+    edges: tuple[tuple[tuple[int, int], ...], ...]
+    kinds: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    constants: tuple[tuple[int, str, Any], ...]
+
+    @classmethod
+    def of(cls, trace: Trace) -> "Program":
+        """Return the program that a forward pass ran."""
+        constants = (
+            (k, name, value)
+            for k, node in enumerate(trace.nodes)
+            for name, value in internals.constants(node).items()
+        )
+        return cls(trace.n, trace.edges, trace.kinds, trace.shapes, tuple(constants))
+
+    def same_constants(self, other: Trace) -> bool:
+        """Whether a forward pass has the same constants, or such as grow with the batch.
+
+        A number that is another in another batch may have been computed from all of its samples.
+        """
+        return all(
+            _alike(value, internals.constant(other.nodes[k], name), self.n, other.n)
+            for k, name, value in self.constants
+        )
+
+
+def _alike(a: Any, b: Any, n: int, m: int) -> bool:
+    """Whether constants of programs on n and on m samples are the same but for the batch's size."""
+    if a is b or a == b or (a != a and b != b):
+        return type(a) is type(b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        if len(a) == n and len(b) == m:
+            return True  # one for each sample
+        return len(a) == len(b) and all(_alike(x, y, n, m) for x, y in zip(a, b, strict=True))
+    return type(a) is int and type(b) is int and a * m == b * n
 
 
 def trace(losses: Tensor) -> Trace:
