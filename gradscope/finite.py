@@ -3,11 +3,11 @@
 from typing import Literal
 
 from gradscope.blocks import Evaluation, Gradients
-from gradscope.certificate import finite_samples
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.errors import NonFiniteError
 from gradscope.labels import chosen, over_labels
+from gradscope.proof import finite_samples
 
 NonFinite = Literal["skip", "fail", "keep"]
 

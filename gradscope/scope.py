@@ -2,10 +2,10 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,34 @@ from torch import Tensor, nn
 from gradscope import chains
 from gradscope.backends import Evaluate, backends
 from gradscope.backends.auto import candidates
-from gradscope.backends.compiled import Wanted
+from gradscope.backends.compiled import Computed, Wanted
 from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.backends.joint import own_loss_backends
 from gradscope.blocks import Evaluation, Gradients
-from gradscope.certificate import Certificate, certify
 from gradscope.core.batch import Batch, detached
+from gradscope.core.independence import same
 from gradscope.core.pages import keep_pages
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
-from gradscope.errors import CoupledSamplesError, RefusedError, SpecError
+from gradscope.core.state import facts
+from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.finite import NonFinite, NonFiniteWarning, usable
 from gradscope.labels import Labels, Mode, samples
 from gradscope.losses import resolve
+from gradscope.proof import (
+    Auditor,
+    Certificate,
+    Depth,
+    certify,
+    drawn,
+    examined,
+    glimpsed,
+    span,
+)
 from gradscope.reducers import State
 
-Verify = Literal["first", "always", "never"]
+T = TypeVar("T")
+Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
@@ -44,7 +56,9 @@ class Scope:
         loss: A name (`gradscope list losses`), `(outputs, targets) -> (n,)`, or a `model_loss`.
         parameters: Globs of parameter names; all trainable ones when None.
         backend: `auto`, or one of `gradscope list backends`.
-        verify: Prove the first batch, every batch, or none (the certificate).
+        verify: Prove the first batch and audit those that follow ("audit"), prove the first, every
+            batch ("always"), or none ("never"). An audit takes a twentieth of the time at most; of
+            a scope that is left as a context manager, the last batch always has one.
         coupling: What to do when a sample's loss depends on its batch: "refuse"; "own-loss" for
             ∂Lᵢ/∂θ through everybody's statistics (backends loop and vmap; the rows depend on which
             samples share a batch, so none is split); "frozen" puts normalisation layers on their
@@ -58,7 +72,8 @@ class Scope:
 
     Attributes:
         backend: The backend in use; `auto` until the first batch has been seen.
-        certificate: The last proof, or None.
+        certificate: The proof of the first batch (the last proof, if every batch has one), or None.
+        auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
         compiler: What compiles; told how many batches are `left`, it counts its own time.
 
@@ -72,7 +87,7 @@ class Scope:
         loss: str | Callable[..., Tensor],
         parameters: str | list[str] | None = None,
         backend: str = "auto",
-        verify: Verify = "first",
+        verify: Verify = "audit",
         coupling: Coupling = "refuse",
         nonfinite: NonFinite = "skip",
         labels: Mode = "data",
@@ -85,35 +100,80 @@ class Scope:
                 known = list(get_args(kind))
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
         keep_pages()
-        problem = Problem.of(model, resolve(loss), parameters)
-        self.problem = replace(problem, running_statistics=coupling == "frozen")
-        self.own_loss = coupling == "own-loss"
-        self.labels = Labels(labels, self.problem, seed, own_loss=self.own_loss)
+        self._model, self._loss, self._globs = model, resolve(loss), parameters
+        self.own_loss, self._frozen = coupling == "own-loss", coupling == "frozen"
         self.backend = self._asked = backend
-        self.verify = verify
-        self.nonfinite = nonfinite
+        self.verify, self.nonfinite, self.seed = verify, nonfinite, seed
         self.certificate: Certificate | None = None
         self.notes: list[str] = []
-        self._waiting = list(candidates(backend, own_loss=self.own_loss))
+        self.auditor = Auditor(seed)
+        self._labels = labels
+        self._choice = Choice(compile, backend, verify, coupling)
         self._bound: dict[str, chains.Chain] = {}
-        self._evaluate: Evaluate | None = None
         self._stack = ExitStack()
-        choice = Choice(compile, backend, verify, coupling)
-        self.compiler = Compiler(self.problem, choice, self.notes)
+        self._bind()
 
-    def evaluate(self, batch: Batch, wanted: Wanted | None = None) -> Evaluation:
+    def _bind(self) -> None:
+        """Bind the model as it is now; the next batch is proved."""
+        self._stack.close()
+        problem = Problem.of(self._model, self._loss, self._globs)
+        self.problem = replace(problem, running_statistics=self._frozen)
+        self.labels = Labels(self._labels, self.problem, self.seed, own_loss=self.own_loss)
+        self.compiler = Compiler(self.problem, self._choice, self.notes)
+        self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
+        self._evaluate: Evaluate | None = None
+        self._due = True  # a proof is
+        self._wary = False  # one batch was refused: every other is proved
+        self._facts: list[Any] | None = None
+        self._unaudited: Batch | None = None  # the last one, unless it was proved
+        self._doubtful = 0  # batches since the last one that was proved
+
+    def evaluate(
+        self,
+        batch: Batch,
+        wanted: Wanted | None = None,
+        *,
+        ordinal: int | None = None,
+        last: bool = False,
+    ) -> Evaluation:
         """Return the losses (n,) and the gradients of a batch as blocks, one a sample and label.
 
         Args:
             batch: The samples.
             wanted: What the gradients will be asked for; the gradients themselves if None. It
                 tells what to compile.
+            ordinal: The number of the batch in its run, from 0; counted when not given.
+            last: Whether it is known to be the last: it is then audited.
 
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        batch = detached(self.labels.of(batch))
-        return self.compiler.evaluation(batch, wanted or Wanted(), self._uncompiled)
+        self._follow()
+        batch, wanted = detached(self.labels.of(batch)), wanted or Wanted()
+        number = self.auditor.audits.batches if ordinal is None else ordinal
+        before = self.certificate
+        try:
+            with self.problem.state.kept():
+                evaluation = self.compiler.evaluation(batch, wanted, self._uncompiled)
+                proof = None if self.certificate is before else self.certificate
+                depth, recorded = self.auditor.begin(
+                    len(batch), number, last=last, new=evaluation.new, proof=proof
+                )
+                if self.verify == "audit" and proof is None and depth is not None:
+                    evaluation, proof = self._audited(
+                        batch, wanted, number, depth, recorded, evaluation
+                    )
+                self.auditor.end(batch, depth, proof, recorded=recorded)
+        except RefusedError:
+            self._due = self._wary = True
+            raise
+        except BaseException:
+            self._due = True  # until a proof has passed, nothing more is answered
+            raise
+        self._facts = facts(self.problem.model)
+        self._unaudited = batch if proof is None else None
+        self._doubtful = 0 if proof is not None else self._doubtful + 1
+        return evaluation
 
     def _uncompiled(self, batch: Batch) -> Evaluation:
         while True:
@@ -123,10 +183,72 @@ class Scope:
             except CoupledSamplesError:
                 raise  # true for every backend
             except RefusedError as error:
-                if not self._waiting:
+                if not self._goes_on(error):
                     raise
-                self.notes.append(f"{self.backend} refused: {error.what}")
-                self._evaluate = None
+
+    def _goes_on(self, error: RefusedError) -> bool:
+        """Let go of a backend that has no right answer; return whether there is another."""
+        self._due = True
+        self.notes.append(f"{self.backend} refused: {error.what}")
+        self._stack.close()
+        self._evaluate = None
+        if self._waiting:
+            return True
+        self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
+        return False
+
+    def _audited(
+        self,
+        batch: Batch,
+        wanted: Wanted,
+        number: int,
+        depth: Depth,
+        watching: bool,
+        evaluation: Evaluation,
+    ) -> tuple[Evaluation, Certificate | None]:
+        """Look at an answer once more; return it, and its proof if all of it was proved.
+
+        Raises:
+            CertificateError: It is wrong.
+            CoupledSamplesError: A sample's loss depends on other samples of this batch.
+        """
+        state, uncompiled = self.problem.state, evaluation
+        known = state.found
+        try:
+            with state.watched() if watching else nullcontext():
+                if isinstance(evaluation.gradients, Computed):
+                    uncompiled = self._uncompiled(batch)
+                    self.compiler.require_equal(evaluation, uncompiled, wanted)
+                examine = examined if depth == "whole" else glimpsed
+                proof = examine(
+                    self.problem,
+                    self.backend,
+                    uncompiled,
+                    batch,
+                    own_loss=self.own_loss,
+                    seed=drawn(self.seed, number),
+                )
+            if state.found == known:
+                return evaluation, proof
+            # what the forward pass changes here is put back from now on: does it matter?
+            again = self._uncompiled(batch)
+            if same(again.losses, evaluation.losses):
+                return self._audited(batch, wanted, number, depth, watching, again)
+            raise CertificateError(
+                f"the forward pass changes {state.latest}, and with it the losses",
+                where=span(batch),
+                remedy="It is put back from now on: begin again with the first batch.",
+            )
+        except CertificateError as error:
+            self._goes_on(error)
+            raise
+
+    def _follow(self) -> None:
+        """See whether the model is the one that was proved; if not, begin again with it."""
+        if self._facts is None or self._facts == facts(self.problem.model):
+            return
+        self.notes.append("the model was changed between two calls: it is bound and proved anew")
+        self._bind()
 
     def per_sample_gradients(
         self, inputs: Any, targets: Any = None, out: Mapping[str, Tensor] | None = None
@@ -140,7 +262,8 @@ class Scope:
         """
         self.labels.require_one()
         batch = Batch.of(inputs, targets)
-        return self.evaluate(batch, Wanted(out=out)).gradients.dense(out)
+        evaluation = self._repeated(lambda: self.evaluate(batch, Wanted(out=out)))
+        return evaluation.gradients.dense(out)
 
     def norms(
         self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"
@@ -153,8 +276,11 @@ class Scope:
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.labels.require_one()
-        parts = self._parts(Batch.of(inputs, targets))
-        found = [self.evaluate(part, Wanted(rows=False)).gradients for part in parts]
+        batch = Batch.of(inputs, targets)
+        wanted = Wanted(rows=False)
+        found = self._repeated(
+            lambda: [found.gradients for _, found in self._evaluations(batch, wanted)]
+        )
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
         return {
@@ -179,13 +305,15 @@ class Scope:
     ) -> list[dict[str, Tensor]]:
         """Return what `expectation` does for several chains, in one pass over the samples."""
         whole = Batch.of(inputs, targets)
+        return self._repeated(lambda: self._expectations(texts, whole))
+
+    def _expectations(self, texts: Sequence[str], whole: Batch) -> list[dict[str, Tensor]]:
         bound = self.settled([*map(self._chain, texts)], lambda: self._parts(whole))
         wanted = chains.wanted(bound)
         states: Sequence[State | None] = [None] * len(bound)
         dtypes: list[dict[str, torch.dtype]] = []  # of a batch's own sums
         skipped = 0
-        for part in self._parts(whole):
-            evaluation = self.evaluate(part, wanted)
+        for part, evaluation in self._evaluations(whole, wanted):
             found: Sequence[State | None] | None = None
             if self.labels.mode != "exact":
                 found = chains.updated_if_finite(bound, states, evaluation)
@@ -199,7 +327,7 @@ class Scope:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",
                 NonFiniteWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         if skipped == len(whole):
             raise SpecError("no sample has a finite gradient, so there is no expectation")
@@ -252,7 +380,7 @@ class Scope:
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""
         self._stack.close()
-        self._evaluate = None
+        self._evaluate, self._due, self._unaudited = None, True, None
         self.compiler.forget()
         self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
 
@@ -265,7 +393,12 @@ class Scope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        """Audit the last batch, unless that was done or an error is under way, and close."""
+        try:
+            if kind is None and self._unaudited is not None and self.verify == "audit":
+                self.evaluate(self._unaudited, last=True)
+        finally:
+            self.close()
 
     def _chain(self, text: str) -> chains.Chain:
         """Return a bound chain, which most are for as long as the scope lives."""
@@ -274,20 +407,50 @@ class Scope:
             self._bound[text] = found
         return found
 
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
+    def _parts(self, batch: Batch) -> list[Batch]:
         step = len(batch) if self.own_loss else max(1, _STREAMED // self.labels.each(batch))
-        for start in range(0, len(batch), step):
-            yield batch.select(slice(start, start + step))
+        return [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
+
+    def _evaluations(self, batch: Batch, wanted: Wanted) -> Iterator[tuple[Batch, Evaluation]]:
+        """Yield the parts of a batch and their evaluations; of several, the last is audited."""
+        parts = self._parts(batch)
+        for k, part in enumerate(parts, start=1):
+            yield part, self.evaluate(part, wanted, last=k == len(parts) > 1)
+
+    def _repeated(self, run: Callable[[], T]) -> T:
+        """Return what `run` returns, with another backend where an audit found the first wrong.
+
+        That is, where all answers that were given before have been proved.
+        """
+        doubtful = self._doubtful
+        while True:
+            try:
+                return run()
+            except CertificateError as error:
+                if doubtful:
+                    error.remedy = (
+                        f"The answers to {doubtful} batches since the last that was proved may be "
+                        f"wrong as well.\n{error.remedy}"
+                    )
+                if doubtful or self._evaluate is not None or not self._others:
+                    raise
+
+    @property
+    def _others(self) -> bool:
+        """Whether another backend waits for its turn."""
+        return 0 < len(self._waiting) < len(candidates(self._asked, own_loss=self.own_loss))
 
     def _proved(self, batch: Batch) -> Evaluation:
-        fresh = self._evaluate is None
         if self._evaluate is None:
             self.backend = self._waiting.pop(0)
             registry = own_loss_backends if self.own_loss else backends
             self._evaluate = self._stack.enter_context(registry.get(self.backend)(self.problem))
-        if self.verify == "never" or (self.verify == "first" and not fresh):
+        if self.verify == "never" or not (self._due or self._wary or self.verify == "always"):
             return self._evaluate(batch)
-        evaluation, self.certificate = certify(
-            self.problem, self.backend, self._evaluate, batch, own_loss=self.own_loss
+        seed = drawn(self.seed, 0)
+        evaluation, proof = certify(
+            self.problem, self.backend, self._evaluate, batch, own_loss=self.own_loss, seed=seed
         )
+        self.certificate = proof
+        self._due = not proof.proves
         return evaluation

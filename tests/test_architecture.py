@@ -21,7 +21,7 @@ FLOORS = {
     "sources": 3,
     "storage": 3,
     "chains": 4,
-    "certificate": 5,
+    "proof": 5,
     "labels": 5,
     "finite": 6,
     "scope": 7,

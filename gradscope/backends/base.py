@@ -28,6 +28,21 @@ Backend = Callable[[Problem], AbstractContextManager[Evaluate]]
 backends: Registry[Backend] = Registry("backend")
 
 
+def require_unhooked(backend: str, problem: Problem) -> None:
+    """Refuse parameters with a hook on their gradient, which this backend would not run.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    for name, p in problem.parameters.items():
+        if p._backward_hooks:
+            raise UnsupportedError(
+                f"the parameter has a hook on its gradient, which {backend} does not run",
+                where=f"parameter {name!r}",
+                remedy="Use backend loop, as auto does, or remove the hook.",
+            )
+
+
 @contextmanager
 def refusing(backend: str, model: nn.Module, remedy: str) -> Iterator[None]:
     """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer.

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradscope.backends.base import Evaluate
+from gradscope.backends.base import Evaluate, require_unhooked
 from gradscope.backends.compilation import NotCompiledError, compiled, traced
 from gradscope.backends.vmap import per_sample, untouched
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.problem import Problem
+from gradscope.errors import UnsupportedError
 
 _NOWHERE: Any = object()  # whoever draws random numbers by a sample's position does not find it
 
@@ -99,6 +100,11 @@ class Computed(Gradients):
         """Whether the norms show that every gradient is finite."""
         return bool(self.norms.isfinite().all())
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The keys of the reductions that the program has computed."""
+        return tuple(self._states)
+
     def computed(self, key: str | None) -> State | None:
         """Return the state of a reduction, if the program has computed it."""
         return None if key is None else self._states.get(key)
@@ -133,6 +139,10 @@ class Program:
     """
 
     def __init__(self, problem: Problem, batch: Batch, wanted: Wanted, plain: Evaluate) -> None:
+        try:
+            require_unhooked("a compiled program", problem)
+        except UnsupportedError as error:
+            raise NotCompiledError(error.what) from error
         self._problem, self._plain = problem, plain
         self.outside: dict[str, str] = {}
         for key in wanted.keys:
@@ -152,7 +162,7 @@ class Program:
             states = starts(keys, blocks) if keys else {}
             return losses, blocks.squared_norms, states, gradients if rows else {}
 
-        with untouched(problem.model), torch.no_grad():
+        with problem.state.kept(), untouched(), torch.no_grad():
             self._serve = compiled(program, *self._arguments(batch))
 
     def __call__(self, batch: Batch) -> Evaluation:
@@ -161,7 +171,7 @@ class Program:
         Raises:
             NotCompiledError: The program does not serve for it.
         """
-        with untouched(self._problem.model), torch.no_grad():
+        with self._problem.state.kept(), untouched(), torch.no_grad():
             losses, squared_norms, states, gradients = self._serve(*self._arguments(batch))
 
         def rows() -> Gradients:

@@ -16,7 +16,7 @@ import torch
 from gradscope.backends.auto import AUTO
 from gradscope.backends.base import Evaluate
 from gradscope.backends.compilation import NotCompiledError
-from gradscope.backends.compiled import Program, Wanted, shape_of
+from gradscope.backends.compiled import Computed, Program, Wanted, shape_of
 from gradscope.backends.compiled_proof import distance
 from gradscope.backends.compiled_ranges import Ranges
 from gradscope.blocks import Evaluation
@@ -24,6 +24,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.locate import first_line
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
+from gradscope.errors import CertificateError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FIXED, _EACH = 5.0, 0.5  # seconds that compiling takes, and each parameter adds, about
@@ -114,6 +115,22 @@ class Compiler:
         self._ranges.widen(batch)
         self._consider(batch, wanted, right, plain)
         return right
+
+    def require_equal(self, found: Evaluation, right: Evaluation, wanted: Wanted) -> None:
+        """Hold a program's answer against the uncompiled one.
+
+        Raises:
+            CertificateError: They differ. The programs are not used again.
+        """
+        assert isinstance(found.gradients, Computed)
+        off = distance(found, right, wanted, found.gradients.states)
+        if not off <= _TOLERANCES.get(self._problem.dtype, 1e-8):
+            self._able = False
+            self.forget()
+            raise CertificateError(
+                f"the compiled program is off by {off:.1e}",
+                remedy="Leave --compile out.",
+            )
 
     @property
     def in_use(self) -> bool:

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradscope.backends.base import Backend, Evaluate, refusing
+from gradscope.backends.base import Backend, Evaluate, refusing, require_unhooked
 from gradscope.backends.loop import dense
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
@@ -53,7 +53,15 @@ def vmap(problem: Problem) -> Iterator[Evaluate]:
         ]
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
-    yield _joint(problem, rows, "vmap", "Use backend loop: one ordinary backward pass a sample.")
+    evaluate = _joint(
+        problem, rows, "vmap", "Use backend loop: one ordinary backward pass a sample."
+    )
+
+    def unhooked(batch: Batch) -> Evaluation:
+        require_unhooked("vmap", problem)
+        return evaluate(batch)
+
+    yield unhooked
 
 
 def own_gradient(problem: Problem, batch: Batch, sample: int) -> dict[str, Tensor]:

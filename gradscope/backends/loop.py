@@ -45,6 +45,7 @@ def one_sample(problem: Problem, sample: Batch) -> tuple[Tensor, dict[str, Tenso
         gradients = torch.autograd.grad(
             summed(losses),
             list(problem.parameters.values()),
+            retain_graph=True,  # a part of the graph may be the model's own, and be needed again
             allow_unused=True,
             materialize_grads=True,
         )

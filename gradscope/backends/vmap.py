@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradscope.backends.base import Evaluate, backends, refusing
+from gradscope.backends.base import Evaluate, backends, refusing, require_unhooked
 from gradscope.backends.vmap_rewrites import Rewrites
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
@@ -42,8 +42,9 @@ def vmap(problem: Problem) -> Iterator[Evaluate]:
     """torch.func: vmap over samples of the gradient of one sample's loss."""
 
     def evaluate(batch: Batch) -> Evaluation:
+        require_unhooked("vmap", problem)
         try:
-            with refusing("vmap", problem.model, _REMEDY), untouched(problem.model):
+            with refusing("vmap", problem.model, _REMEDY), problem.state.kept(), untouched():
                 return _evaluate(problem, batch)
         except UnsupportedError as error:
             problem.losses(batch)  # a model that fails by itself is not for us to refuse
@@ -114,12 +115,8 @@ def _own(t: Tensor, zero: Tensor) -> Tensor:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes and torch's switches after a forward pass.
-
-    Tensors of torch.func that a forward pass leaves in a module are dead outside it.
-    """
-    saved = [(module, dict(vars(module))) for module in model.modules()]
+def untouched() -> Iterator[None]:
+    """Restore torch's switches after a forward pass."""
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel without derivative
@@ -128,6 +125,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, attributes in saved:
-            vars(module).clear()
-            vars(module).update(attributes)

@@ -147,7 +147,9 @@ class Evaluation:
     Attributes:
         losses: (n,), detached.
         gradients: The per-sample gradients.
+        new: Whether the backend had to find out first how the batch is computed.
     """
 
     losses: Tensor
     gradients: Gradients
+    new: bool = False

@@ -1,7 +1,5 @@
 """The oracle: the loop in float64, and what else the diagnosis wants to know of the batch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -10,33 +8,12 @@ from torch import Tensor
 from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
 from gradscope.comparison.agreement import Oracle
-from gradscope.core.batch import Batch, map_tensors, tensors
+from gradscope.core.batch import Batch, tensors
 from gradscope.core.independence import COUPLED_REMEDY
 from gradscope.core.problem import Problem
 from gradscope.errors import CoupledSamplesError, ModelError
 
 _SAME_LOSS = 1e-8
-
-
-@contextmanager
-def double_precision() -> Iterator[None]:
-    """Let tensors that a forward pass makes itself be float64, as its inputs are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def in_double_precision(batch: Batch) -> Batch:
-    """Return the batch with floating-point and complex tensors widened."""
-
-    def wide(t: Tensor) -> Tensor:
-        return t.to(torch.complex128) if t.is_complex() else t
-
-    exact = batch.to(None, torch.float64)
-    return Batch(map_tensors(wide, exact.inputs), map_tensors(wide, exact.targets), exact.index)
 
 
 def oracle_of(problem: Problem, batch: Batch) -> Oracle:

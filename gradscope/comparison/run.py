@@ -13,11 +13,11 @@ from gradscope.backends import Backend, backends
 from gradscope.blocks.ways import choices
 from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.measure import measure
-from gradscope.comparison.oracle import double_precision, in_double_precision, oracle_of
+from gradscope.comparison.oracle import oracle_of
 from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
 from gradscope.core.batch import Batch, detached, map_tensors
 from gradscope.core.locate import first_line, layer_of
-from gradscope.core.problem import Loss, Problem
+from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.errors import GradscopeError, RefusedError, SpecError
 from gradscope.losses import resolve
 
@@ -71,7 +71,7 @@ def compare(
     chosen = _chosen(backends, others)
     problem = Problem.of(model, resolve(loss), parameters)
     batch = detached(Batch.of(inputs, targets)).to(problem.device, None)
-    exact, wide = problem.converted(torch.float64), in_double_precision(batch)
+    exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
         oracle = oracle_of(exact, wide)
     setting = _Setting(problem, batch, exact, wide, oracle)

@@ -100,6 +100,17 @@ class Batch:
 
         return Batch(map_tensors(move, self.inputs), map_tensors(move, self.targets), self.index)
 
+    def in_double_precision(self) -> "Batch":
+        """Return the batch with floating-point and complex tensors widened."""
+
+        def widened(t: Tensor) -> Tensor:
+            if t.is_complex():
+                return t.to(torch.complex128)
+            return t.double() if t.is_floating_point() else t
+
+        inputs, targets = map_tensors(widened, (self.inputs, self.targets))
+        return Batch(inputs, targets, self.index)
+
     def with_inputs(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with `fn` applied to every input tensor."""
         return Batch(map_tensors(fn, self.inputs), self.targets, self.index)

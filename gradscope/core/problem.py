@@ -1,8 +1,8 @@
 """A problem: a model, an unreduced loss, and the parameters to differentiate by.
 
 The model is the user's own object. Nothing is attached to it; buffers that a forward pass changes
-(running statistics, counters, power-iteration vectors) are copies, so every evaluation starts from
-the same state and the model is left as it was found.
+(running statistics, power-iteration vectors) are copies, and what else it changes is put back, so
+every evaluation starts from the same state and the model is left as it was found.
 """
 
 import copy
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
 from gradscope.core.shortage import is_shortage
-from gradscope.errors import RefusedError, SpecError
+from gradscope.core.state import State, random_numbers_kept
+from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 Loss = Callable[..., Tensor]
 LossT = TypeVar("LossT", bound=Loss)
@@ -52,12 +53,18 @@ class Problem:
         parameters: The selected trainable parameters by name, each object once (tied parameters
             go under their first name).
         running_statistics: Normalisation layers use their running statistics, whatever their mode.
+        state: What model and loss carry from one forward pass to the next.
     """
 
     model: nn.Module
     loss: Loss
     parameters: dict[str, nn.Parameter]
     running_statistics: bool = False
+    state: State = None  # type: ignore[assignment]  # made when it is not given
+
+    def __post_init__(self) -> None:
+        if self.state is None:
+            object.__setattr__(self, "state", State(self.model, self.loss))
 
     @classmethod
     def of(
@@ -67,6 +74,7 @@ class Problem:
 
         Raises:
             SpecError: Nothing is trainable, or a glob matches nothing.
+            UnsupportedError: A parameter is made from others, or has a hook on its accumulation.
         """
         trainable = {k: p for k, p in model.named_parameters() if p.requires_grad}
         if not trainable:
@@ -84,6 +92,8 @@ class Problem:
         chosen = {
             k: p for k, p in trainable.items() if any(fnmatch.fnmatchcase(k, g) for g in globs)
         }
+        for name, p in chosen.items():
+            _require_ordinary(name, p)
         return cls(model, loss, chosen)
 
     @property
@@ -94,6 +104,11 @@ class Problem:
         for dtype in dtypes[1:]:
             widest = torch.promote_types(widest, dtype)
         return widest
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The real dtype that has the precision of the parameters, which may be complex."""
+        return self.dtype.to_real()
 
     @property
     def device(self) -> torch.device:
@@ -107,8 +122,14 @@ class Problem:
             SpecError: The loss does not return one number a sample.
             ModelError: The model or the loss raised.
         """
-        statistics = self._frozen_statistics()
-        with self._scratch_state(), statistics, torch.enable_grad(), user_code(self.model, batch):
+        with (
+            self.state.kept(),
+            self._scratch_buffers(),
+            random_numbers_kept(),
+            self._frozen_statistics(),
+            torch.enable_grad(),
+            user_code(self.model, batch),
+        ):
             return self._checked(self._raw(self.model, batch), len(batch))
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -135,8 +156,11 @@ class Problem:
             for module, weights in lists:
                 module._flat_weights = weights
 
-    def converted(self, dtype: torch.dtype) -> "Problem":
+    def converted(self, dtype: torch.dtype | None) -> "Problem":
         """Return the same problem on a deep copy of the model with floating-point tensors cast.
+
+        Args:
+            dtype: What they are cast to; None leaves them as they are.
 
         Raises:
             RefusedError: The model cannot be copied.
@@ -148,16 +172,17 @@ class Problem:
             if is_shortage(error):
                 raise
             raise RefusedError(
-                f"the model cannot be copied for the cross-check in {dtype}: {error}",
+                f"the model cannot be copied for a cross-check: {error}",
                 remedy="Give the model a working __deepcopy__, or switch verification off.",
             ) from error
         for p, own in zip(model.parameters(), self.model.parameters(), strict=True):
             p.requires_grad_(own.requires_grad)
             p.grad = None
-        # .to would drop the imaginary parts of complex tensors
-        model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
+        if dtype is not None:  # .to would drop the imaginary parts of complex tensors
+            model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
-        return replace(self, model=model, parameters={k: named[k] for k in self.parameters})
+        parameters = {k: named[k] for k in self.parameters}
+        return replace(self, model=model, parameters=parameters, state=State(model, self.loss))
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:
@@ -209,7 +234,7 @@ class Problem:
         )
 
     @contextmanager
-    def _scratch_state(self) -> Iterator[None]:
+    def _scratch_buffers(self) -> Iterator[None]:
         """Let the forward pass write to copies of the buffers and draw from a forked generator."""
         owners = [(m, dict(m._buffers)) for m in self.model.modules() if m._buffers]
         copies: dict[int, Tensor] = {}  # a buffer shared by two modules stays shared
@@ -227,11 +252,39 @@ class Problem:
                     module._buffers[key] = value
 
 
+def _require_ordinary(name: str, p: Tensor) -> None:
+    if not p.is_leaf:
+        raise UnsupportedError(
+            "the parameter is computed from other tensors, so it is no parameter of its own",
+            where=f"parameter {name!r}",
+            remedy="Register what it is computed from as the parameter, and compute it in forward "
+            "(torch.nn.utils.parametrize does so).",
+        )
+    if getattr(p, "_post_accumulate_grad_hooks", None):
+        raise UnsupportedError(
+            "the parameter has a hook that runs when its gradient has been accumulated, which no "
+            "gradient of a single sample ever is",
+            where=f"parameter {name!r}",
+            remedy="Remove the hook (register_post_accumulate_grad_hook returns its handle).",
+        )
+
+
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast floating-point tensors to `dtype`, complex ones to the complex dtype of its width."""
     if t.is_complex():
         return t.to(dtype.to_complex())
     return t.to(dtype) if t.is_floating_point() else t
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Let tensors that a forward pass makes itself be float64, as its inputs are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def differentiable_inputs(batch: Batch) -> Batch:

@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass
 from math import nan
 from typing import Any
 
-from gradscope.certificate import finite_samples
 from gradscope.labels import mean
 from gradscope.losses import options
 from gradscope.pipeline.estimate import Estimate, estimate
 from gradscope.pipeline.job import Job
+from gradscope.proof import finite_samples
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Evaluation
-from gradscope.certificate import finite_samples
 from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
 from gradscope.labels import mean
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
+from gradscope.proof import finite_samples
 from gradscope.reducers import State, carried_state
 from gradscope.scope import Scope
 from gradscope.stats import ParameterRow, RunReport, parameter_rows

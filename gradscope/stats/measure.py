@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Evaluation
-from gradscope.certificate import finite_samples
 from gradscope.core.batch import Batch
+from gradscope.proof import finite_samples
 from gradscope.reducers.base import wide
 from gradscope.scope import Scope
 from gradscope.stats.base import Floats, Mask

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradscope.backends.base import Evaluate, backends, refusing
+from gradscope.backends.base import Evaluate, backends, refusing, require_unhooked
 from gradscope.backends.expand import (  # noqa: F401  (importing files the rules)
     attention,
     convolution,
@@ -78,6 +78,7 @@ def expand(problem: Problem) -> Iterator[Evaluate]:
         return losses, values
 
     def evaluate(batch: Batch) -> Evaluation:
+        require_unhooked("expand", problem)
         with _located(problem), refusing("expand", problem.model, REMEDY):
             n, step = len(batch), _samples_at_once(problem)
             parts = [torch.arange(i, min(i + step, n)) for i in range(0, n, step)]

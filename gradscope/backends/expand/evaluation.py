@@ -1,8 +1,6 @@
 """One evaluation: the model, the loss and one backward pass, on tensors that hold all samples."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from gradscope.backends.expand.mode import Interpreter
 from gradscope.backends.expand.signals import Own
 from gradscope.backends.expand.tensor import PerSample
-from gradscope.core.batch import Batch, call, map_tensors, tensors
+from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.problem import Problem, is_model_loss, model_loss
 
 
@@ -36,7 +34,7 @@ def evaluated(problem: Problem, batch: Batch, own: Own) -> tuple[Tensor, dict[st
     bound = replace(problem, loss=_differentiating(problem.loss, list(params.values()), found))
     devices = [problem.device] if problem.device.type == "cuda" else []
     with (
-        _forgetting(problem.model),
+        problem.state.kept(),
         torch.random.fork_rng(devices=devices),
         torch.enable_grad(),
         Interpreter(n, own) as mode,
@@ -76,42 +74,6 @@ def _differentiating(
         return losses
 
     return loss
-
-
-@contextmanager
-def _forgetting(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass keeps in the modules, if it is per sample."""
-    before = [(vars(m), {k: _copied(v) for k, v in vars(m).items()}) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for now, attributes in before:
-            for name in [k for k, v in now.items() if _holds_samples(v)]:
-                value = now.pop(name)
-                if name in attributes:
-                    now[name] = _restored(value, attributes[name])
-
-
-def _copied(value: Any) -> Any:
-    return copy(value) if isinstance(value, dict | list) and value else value
-
-
-def _holds_samples(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(isinstance(t, PerSample) for t in tensors(value))
-    return isinstance(value, PerSample)
-
-
-def _restored(value: Any, before: Any) -> Any:
-    """Return what was there before; a list or dict stays the same object."""
-    if isinstance(value, dict) and isinstance(before, dict):
-        value.clear()
-        value.update(before)
-        return value
-    if isinstance(value, list) and isinstance(before, list):
-        value[:] = before
-        return value
-    return before
 
 
 def _leaf(parameter: Tensor, n: int) -> PerSample:

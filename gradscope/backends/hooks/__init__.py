@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradscope.backends.base import Evaluate, backends, refusing
+from gradscope.backends.base import Evaluate, backends, refusing, require_unhooked
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import (
     OTHERS,
@@ -37,6 +37,7 @@ from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
 
+_REMEMBERED = 256  # programs: sequences of so many lengths, for example
 _SMALL, _SMALLER = 3, 2  # the sizes of the two forward passes that show the sample axes
 
 
@@ -47,6 +48,7 @@ def hooks(problem: Problem) -> Iterator[Evaluate]:
     program = _Program(problem)
 
     def evaluate(batch: Batch) -> Evaluation:
+        require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
             return program.evaluate(batch) if len(batch) > 1 else program.evaluate_one(batch)
 
@@ -67,8 +69,10 @@ class _Program:
     def evaluate(self, batch: Batch) -> Evaluation:
         losses, recorded = self._record(batch)
         if recorded is None:
-            return Evaluation(losses.detach(), self._gradients({}, losses))
-        return self._contracted(recorded, self._analysis(recorded, batch))
+            return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
+        known = self._fitting(recorded)
+        analysis = self._analysis(recorded, batch) if known is None else known
+        return self._contracted(recorded, analysis, new=known is None)
 
     def evaluate_one(self, sample: Batch) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
@@ -78,15 +82,16 @@ class _Program:
         _, recorded = self._record(sample.resized(2)) if self.known else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is not None:
-            both = self._contracted(recorded, analysis)
+            both = self._contracted(recorded, analysis, new=False)
             return Evaluation(both.losses[:1], both.gradients.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
         rows = {name: DenseBlock(value[None]) for name, value in gradients.items()}
         return Evaluation(loss[None], Gradients(rows))
 
-    def _contracted(self, recorded: Trace, analysis: Analysis) -> Evaluation:
+    def _contracted(self, recorded: Trace, analysis: Analysis, *, new: bool) -> Evaluation:
         parts = self._parts(recorded, analysis)
-        return Evaluation(recorded.losses.detach(), self._gradients(parts, recorded.losses))
+        gradients = self._gradients(parts, recorded.losses)
+        return Evaluation(recorded.losses.detach(), gradients, new)
 
     def _record(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         """Return the losses (n,) and their graph, or None where they have none."""
@@ -114,23 +119,22 @@ class _Program:
         return next((analysis for analysis in self.known if analysis.fits(recorded)), None)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
-        """Return what is known of this program, finding it out when it is new."""
-        known = self._fitting(recorded)
-        if known is not None:
-            return known
-        require_independent(self.problem, batch)
+        """Find out about a program that is new."""
+        require_independent(self.problem, batch, recorded.losses.detach())
         finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
-        with suppress(UnsupportedError):  # what depends on the data may still hold for all of them
+        with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
             analysis = self._analysed(spread, batch.resized(_SMALLER))
             if analysis.fits(recorded):
-                self.known.append(analysis)
-                return analysis
+                return self._noted(analysis)
         analysis = self._analysed(batch, batch.resized(2 * len(batch)))
         if not analysis.fits(recorded):
             raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
-        self.known.append(analysis)
+        return self._noted(analysis)
+
+    def _noted(self, analysis: Analysis) -> Analysis:
+        self.known = [*self.known[-_REMEMBERED:], analysis]
         return analysis
 
     def _analysed(self, batch: Batch, other: Batch) -> Analysis:

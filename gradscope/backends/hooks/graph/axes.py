@@ -160,6 +160,7 @@ class Marks:
         return self.samples[numbers], [self.values[digit] for digit in digits]
 
 
+_NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
 _DIGITS = {torch.float64: 2**16, torch.float32: 2**9}
 
 
@@ -173,7 +174,7 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         marks: The weights w.
 
     Raises:
-        ValueError: An entry belongs to no single sample.
+        ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
     once = _entries(gradient, axis)
     peak = once.abs().argmax(1, keepdim=True)
@@ -185,13 +186,16 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         for t in often
     ]
     owner, wanted = marks.owners(ratios)
-    tolerance = torch.finfo(gradient.dtype).eps ** 0.5 * one.abs().squeeze(1)
+    size, eps = one.abs().squeeze(1), torch.finfo(gradient.dtype).eps
+    torn = ~empty & (owner < 0)
     for entries, factor in zip(often, wanted, strict=True):
         own = factor.to(once.dtype).unsqueeze(1)
         gap = torch.where(empty.unsqueeze(1), entries, entries - own * once).abs().amax(1)
-        if not bool(((gap <= tolerance * factor) & (empty | (owner >= 0))).all()):
-            raise ValueError("an entry's gradient comes from the losses of several samples")
-    return OwnedAxis(axis, torch.where(empty, -1, owner))
+        torn |= ~(gap <= eps**0.5 * size * factor)
+    noise = size <= _NOISE * eps * size.amax() if len(size) else empty
+    if bool((torn & ~noise).any()):
+        raise ValueError("an entry's gradient comes from the losses of several samples")
+    return OwnedAxis(axis, torch.where(empty | torn, -1, owner))
 
 
 def _entries(values: Tensor, axis: int) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -99,7 +100,7 @@ def masked(site: Site) -> Block:
         row = internals.pull(site.node, only)[site.slot]
         rows.append(row)
     some = next(g for g in (*rows, *site.gradients) if g is not None)
-    values = some.new_zeros(site.n, *site.shape)
+    values = torch.zeros(site.n, *site.shape, dtype=some.dtype, device=some.device)  # never sparse
     for sample, row in enumerate(rows):
         if row is not None:
             # the engine, too, sums to the input's shape what an operation broadcast

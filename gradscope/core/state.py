@@ -1,0 +1,328 @@
+"""What a model carries from one forward pass to the next: found, and put back every time.
+
+A counter, a cache, a running mean: whatever a forward pass leaves behind would make the answer
+depend on how often the model was asked before. So each forward pass begins with the state that the
+caller's model is in. What its modules hold is put back after every evaluation; for a proof,
+everything that can be reached from the model and the loss is compared, and what changes is put
+back from then on. What cannot be is refused by name. Buffers are no matter here: forward passes
+get copies.
+"""
+
+import copy
+import itertools
+import operator
+import random
+import sys
+import types
+import warnings
+import zlib
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradscope.core.reach import PLAIN, Items, Table, reachable
+from gradscope.errors import GradscopeError, UnsupportedError
+
+_COPIED = 2**24  # bytes of a value of which a copy is kept
+_READ = 2**28  # bytes of a value of which every bit is looked at
+_USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter(empty)) for empty in ([], (), range(1), "", set())),
+    *(enumerate, zip, map, reversed),
+    *(itertools.cycle, itertools.count, itertools.chain, itertools.repeat, itertools.islice),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A table as it was.
+
+    Attributes:
+        table: The table.
+        items: Its values, the objects themselves.
+        marks: What tells whether a value was changed in place.
+        copies: Of the values that can be put back when they are.
+    """
+
+    table: Table
+    items: Items
+    marks: Items
+    copies: Items
+
+    def put(self, wanted: Items) -> None:
+        """Make these the table's values."""
+        now = self.table.read()
+        if list(now) != list(wanted) or any(now[k] is not v for k, v in wanted.items()):
+            self.table.write(wanted)
+
+    def changed(self) -> tuple[bool, set[Hashable]]:
+        """Return whether other values are in the table, and which were changed in place."""
+        now = self.table.read()
+        moved = list(now) != list(self.items)
+        moved = moved or not all(_same(now[k], v) for k, v in self.items.items())
+        return moved, {k for k, mark in self.marks.items() if _mark(self.items[k]) != mark}
+
+    def repaired(self, keys: set[Hashable]) -> list[str]:
+        """Put back what was changed in place; return the names of what cannot be."""
+        for key in keys & self.copies.keys():
+            value, before = self.items[key], self.copies[key]
+            if isinstance(value, Tensor):
+                value.data.copy_(before)
+            elif isinstance(value, np.ndarray):
+                value[...] = before
+            else:
+                self.items[key] = before
+        lost = {k for k in keys if k not in self.copies or isinstance(self.items[k], nn.Parameter)}
+        return sorted(map(self.table.named, lost))
+
+    def replaceable(self, keys: set[Hashable]) -> set[Hashable]:
+        """Return those keys under which a copy may stand while a forward pass runs."""
+        return {k for k in keys & self.copies.keys() if not isinstance(self.items[k], nn.Parameter)}
+
+
+class State:
+    """The state of a model and its loss.
+
+    Args:
+        model: The model.
+        loss: The loss, any callable.
+
+    Attributes:
+        latest: The name of what was last seen to change.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self._model, self._loss = model, loss
+        self.latest = ""
+        self._known: dict[Hashable, tuple[Table, set[Hashable]]] = {}  # keys that change in place
+        self._before: tuple[list[tuple[Any, Any]], list[_Taken]] | None = None
+
+    @property
+    def found(self) -> int:
+        """How many places are known that forward passes change, and are put back every time."""
+        return sum(1 + len(keys) for _, keys in self._known.values())
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back what the body changes; one within another begins with the outer one's state."""
+        if self._before is not None:
+            self._begin()
+            yield
+            return
+        held = [(table, table.copy()) for table in _held(self._model)]
+        self._before = held, [_take(*found) for found in self._known.values()]
+        try:
+            self._begin()
+            yield
+        finally:
+            _put_back(held)
+            for taken in self._before[1]:
+                taken.put(taken.items)
+            self._before = None
+
+    def _begin(self) -> None:
+        assert self._before is not None
+        _put_back(self._before[0])
+        for taken in self._before[1]:
+            fresh = {key: _copy(value) for key, value in taken.copies.items()}
+            taken.put({**taken.items, **fresh})
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look everywhere for what the body changes, and put it back, now and from now on.
+
+        Raises:
+            UnsupportedError: It cannot be put back.
+        """
+        own = [*self._model.parameters(), *self._model.buffers()]
+        roots = [(self._model, "model"), (self._loss, "loss")]
+        before = {key: _take(table) for key, table in reachable(roots, own)}
+        generators = {
+            value.gi_frame: taken.table.named(key)
+            for taken in before.values()
+            for key, value in taken.items.items()
+            if isinstance(value, types.GeneratorType) and value.gi_frame is not None
+        }
+        try:
+            with _resumed(generators) as advanced:
+                yield
+            if advanced:
+                raise _changed(sorted(advanced))
+        except GradscopeError as error:
+            lost = self._learn(before)
+            if lost:
+                raise _changed(lost) from error
+            raise
+        except BaseException:
+            self._learn(before)
+            raise
+        lost = self._learn(before)
+        if lost:
+            raise _changed(lost)
+
+    def _learn(self, before: dict[Hashable, _Taken]) -> list[str]:
+        """Put back what has changed, and note where; return the names of what cannot be."""
+        lost: list[str] = []
+        for key, taken in before.items():
+            moved, in_place = taken.changed()
+            if moved or in_place:
+                lost += taken.repaired(in_place)
+                self.latest = taken.table.name
+                known = self._known.setdefault(key, (taken.table, set()))[1]
+                known |= taken.replaceable(in_place)
+            taken.put(taken.items)
+            if (moved or in_place) and self._before is not None:
+                self._before[1].append(_take(*self._known[key]))
+        return lost
+
+
+@contextmanager
+def _resumed(generators: dict[types.FrameType, str]) -> Iterator[set[str]]:
+    """Yield a set that fills with the names of the generators that the body asks for more."""
+    advanced: set[str] = set()
+    profile = sys.getprofile()
+    if not generators or profile is not None:
+        yield advanced
+        return
+
+    def watch(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame in generators:
+            advanced.add(generators[frame])
+
+    sys.setprofile(watch)
+    try:
+        yield advanced
+    finally:
+        sys.setprofile(None)
+
+
+def _changed(lost: list[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"the forward pass changes {', '.join(lost[:3])}, which cannot be undone: the next call "
+        "would ask another model",
+        where=lost[0],
+        remedy="Keep what changes in a buffer or in an attribute of the module, which are put "
+        "back, or take it out of the forward pass.",
+    )
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Leave Python's and numpy's global random generators as they are."""
+    python, legacy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+def facts(model: nn.Module) -> list[Any]:
+    """Return what a proof takes for granted: modules, their modes and hooks, parameters."""
+    found: list[Any] = []
+    for m in model.modules():
+        own = vars(m)
+        found += (
+            id(m),
+            m.training,
+            _forward(type(m)),
+            own.get("forward"),
+            *map(id, m._buffers.values()),
+        )
+        found += [key for kind in _HOOKS for key in own.get(kind, ())]
+        for name, p in m._parameters.items():
+            found += (name, id(p))
+            if p is not None:
+                found += (p.requires_grad, p.dtype, p.device, *hooks_of(p))
+    return found
+
+
+def _forward(kind: type) -> Any:
+    """Return the function that a class has for its forward pass, as it is written there."""
+    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+
+
+def hooks_of(p: Tensor) -> list[int]:
+    """Return the keys of the hooks on a parameter's gradient, before and after it accumulates."""
+    after = getattr(p, "_post_accumulate_grad_hooks", None)
+    return [*(p._backward_hooks or ()), *(after or ())]
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _take(table: Table, keys: set[Hashable] | None = None) -> _Taken:
+    """Return a table as it is, with copies of the values `keys`, or of all and their marks."""
+    items = table.read()
+    chosen = {k: items[k] for k in items if keys is None or k in keys}
+    copies = {k: c for k, v in chosen.items() if (c := _copy(v)) is not None}
+    marks = {k: m for k, v in chosen.items() if (m := _mark(v)) is not None} if keys is None else {}
+    return _Taken(table, items, marks, copies)
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of what may change in place, None of anything else or where it is too large."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= _COPIED:
+        with torch.no_grad():
+            return value.clone().requires_grad_(value.requires_grad)
+    if isinstance(value, np.ndarray) and value.nbytes <= _COPIED:
+        return value.copy()
+    if isinstance(value, _ITERATORS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # later releases of Python copy fewer of them
+            try:
+                return copy.copy(value)
+            except TypeError:
+                return None
+    return None
+
+
+def _mark(value: Any) -> Any:
+    """Return what is another once a value has changed in place, None if it cannot."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        if value.nbytes > _READ:
+            return value._version
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return value.shape, zlib.crc32(plain.view(-1).view(torch.uint8).numpy().data)
+    if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= _READ:
+        return value.shape, zlib.crc32(np.ascontiguousarray(value).data.cast("B"))
+    return object() if isinstance(value, _ITERATORS) and _copy(value) is not None else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether values are the same object, equal plain values, or made of such in the same way."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(_same, a.values(), b.values()))
+    return isinstance(a, PLAIN) and bool(a == b or (a != a and b != b))
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """Yield what each module holds, and the dicts and lists among it."""
+    for module in model.modules():
+        yield vars(module)
+        for name, value in vars(module).items():
+            if type(value) in (dict, list) and name not in _USUAL:
+                yield value
+
+
+def _put_back(held: list[tuple[Any, Any]]) -> None:
+    for now, before in held:
+        if isinstance(now, list):
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                now[:] = before
+        elif now.keys() != before.keys() or not all(
+            map(operator.is_, map(now.__getitem__, before), before.values())
+        ):
+            now.clear()
+            now.update(before)
