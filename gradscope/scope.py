@@ -30,7 +30,7 @@ from gradscope.losses import resolve
 from gradscope.proof import (
     Auditor,
     Certificate,
-    Depth,
+    Look,
     certify,
     drawn,
     examined,
@@ -148,29 +148,28 @@ class Scope:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        self._follow()
+        now = self._follow()
         batch, wanted = detached(self.labels.of(batch)), wanted or Wanted()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         before = self.certificate
         try:
-            with self.problem.state.kept():
+            with torch.inference_mode(False), self.problem.state.kept():
                 evaluation = self.compiler.evaluation(batch, wanted, self._uncompiled)
                 proof = None if self.certificate is before else self.certificate
-                depth, recorded = self.auditor.begin(
+                look = self.auditor.begin(
                     len(batch), number, last=last, new=evaluation.new, proof=proof
                 )
-                if self.verify == "audit" and proof is None and depth is not None:
-                    evaluation, proof = self._audited(
-                        batch, wanted, number, depth, recorded, evaluation
-                    )
-                self.auditor.end(batch, depth, proof, recorded=recorded)
+                audited = self.verify == "audit" and proof is None and not look.none
+                if audited:
+                    evaluation, proof = self._audited(batch, wanted, number, look, evaluation)
+                self.auditor.end(batch, look, proof, audited=audited)
         except RefusedError:
             self._due = self._wary = True
             raise
         except BaseException:
             self._due = True  # until a proof has passed, nothing more is answered
             raise
-        self._facts = facts(self.problem.model)
+        self._facts = now
         self._unaudited = batch if proof is None else None
         self._doubtful = 0 if proof is not None else self._doubtful + 1
         return evaluation
@@ -202,8 +201,7 @@ class Scope:
         batch: Batch,
         wanted: Wanted,
         number: int,
-        depth: Depth,
-        watching: bool,
+        look: Look,
         evaluation: Evaluation,
     ) -> tuple[Evaluation, Certificate | None]:
         """Look at an answer once more; return it, and its proof if all of it was proved.
@@ -215,25 +213,27 @@ class Scope:
         state, uncompiled = self.problem.state, evaluation
         known = state.found
         try:
-            with state.watched() if watching else nullcontext():
+            with state.watched(again=True) if look.recorded else nullcontext():
                 if isinstance(evaluation.gradients, Computed):
                     uncompiled = self._uncompiled(batch)
                     self.compiler.require_equal(evaluation, uncompiled, wanted)
-                examine = examined if depth == "whole" else glimpsed
-                proof = examine(
-                    self.problem,
-                    self.backend,
-                    uncompiled,
-                    batch,
-                    own_loss=self.own_loss,
-                    seed=drawn(self.seed, number),
-                )
+                given = (self.problem, self.backend, uncompiled, batch)
+                more: dict[str, Any] = {
+                    "own_loss": self.own_loss,
+                    "seed": drawn(self.seed, number),
+                    "alone": look.alone,
+                }
+                proof = None
+                if look.whole:
+                    proof = examined(*given, **more, after=self.certificate)
+                else:
+                    glimpsed(*given, **more)
             if state.found == known:
                 return evaluation, proof
             # what the forward pass changes here is put back from now on: does it matter?
             again = self._uncompiled(batch)
             if same(again.losses, evaluation.losses):
-                return self._audited(batch, wanted, number, depth, watching, again)
+                return self._audited(batch, wanted, number, look, again)
             raise CertificateError(
                 f"the forward pass changes {state.latest}, and with it the losses",
                 where=span(batch),
@@ -243,12 +243,15 @@ class Scope:
             self._goes_on(error)
             raise
 
-    def _follow(self) -> None:
-        """See whether the model is the one that was proved; if not, begin again with it."""
-        if self._facts is None or self._facts == facts(self.problem.model):
-            return
-        self.notes.append("the model was changed between two calls: it is bound and proved anew")
-        self._bind()
+    def _follow(self) -> list[Any]:
+        """Return what a proof takes for granted; if that has changed, bind the model anew."""
+        now = facts(self.problem.model)
+        if self._facts is not None and self._facts != now:
+            self.notes.append(
+                "the model was changed between two calls: it is bound and proved anew"
+            )
+            self._bind()
+        return now
 
     def per_sample_gradients(
         self, inputs: Any, targets: Any = None, out: Mapping[str, Tensor] | None = None
@@ -432,12 +435,17 @@ class Scope:
                         f"The answers to {doubtful} batches since the last that was proved may be "
                         f"wrong as well.\n{error.remedy}"
                     )
-                if doubtful or self._evaluate is not None or not self._others:
+                if doubtful or self._evaluate is not None or not self.has_others:
                     raise
 
     @property
-    def _others(self) -> bool:
-        """Whether another backend waits for its turn."""
+    def proved(self) -> bool:
+        """Whether the last answer was proved whole."""
+        return self._doubtful == 0
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another backend waits for its turn, now that the last one was found wrong."""
         return 0 < len(self._waiting) < len(candidates(self._asked, own_loss=self.own_loss))
 
     def _proved(self, batch: Batch) -> Evaluation:

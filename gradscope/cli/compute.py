@@ -80,7 +80,9 @@ def compute(
     verify: Annotated[
         str | None,
         typer.Option(
-            "--verify", metavar="first|always|never", help="Which batches are proved [first]."
+            "--verify",
+            metavar="audit|first|always|never",
+            help="Which batches are proved; audit: the first, the last, some between [audit].",
         ),
     ] = None,
     labels: Annotated[

@@ -27,6 +27,17 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
+def _plain(t: Tensor) -> Tensor:
+    """Return a tensor that autograd takes, as it does not take those of inference mode."""
+    if t.is_nested or t.layout != torch.strided:
+        kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
+        raise DatasetError(
+            f"a {kind} tensor among inputs and targets has no sample axis to go by",
+            remedy="Give dense tensors (n, ...); pad sequences, and mask the loss.",
+        )
+    return t.clone() if t.is_inference() else t
+
+
 def tensors(tree: Any) -> list[Tensor]:
     """Return every tensor in nested tuples, lists and dicts, in order."""
     found: list[Tensor] = []
@@ -62,8 +73,9 @@ class Batch:
         """Check that all tensors agree on n and wrap them.
 
         Raises:
-            DatasetError: There is no sample, or the lengths differ.
+            DatasetError: There is no sample, the lengths differ, or a tensor is no plain array.
         """
+        inputs, targets = map_tensors(_plain, (inputs, targets))
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
         if not sizes or sizes[0] == 0:
             raise DatasetError("the batch holds no sample", remedy="Give tensors (n, ...), n ≥ 1.")

@@ -30,11 +30,16 @@ COUPLED_REMEDY = (
 )
 
 _FEW = 3  # samples that are evaluated alone
+_OUTSTANDING = 4  # samples, at most, that are alone where others are in company
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
 
 
 def require_independent(
-    problem: Problem, batch: Batch, together: Tensor | None = None, seed: int = 0
+    problem: Problem,
+    batch: Batch,
+    together: Tensor | None = None,
+    seed: int = 0,
+    alone: int = _FEW,
 ) -> Tensor:
     """Compare the losses of a batch with those of the same samples in other company, and alone.
 
@@ -43,6 +48,7 @@ def require_independent(
         batch: The samples.
         together: Their losses (n,) in this batch, where they are known.
         seed: Of what is drawn: who comes together, who is alone.
+        alone: How many samples are evaluated alone.
 
     Returns:
         The losses (n,) in this batch.
@@ -57,8 +63,8 @@ def require_independent(
         return _require_same(problem, batch, together, [torch.zeros(1).long()])
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(batch), generator=draw)
-    few = [order[k : k + 1] for k in range(min(_FEW, len(batch)))]
-    groups = regrouped(len(batch), draw)
+    few = [order[k : k + 1] for k in range(min(alone, len(batch)))]
+    groups = regrouped(batch, draw)
     try:
         return _require_same(problem, batch, together, [*groups, *few])
     except ModelError:  # it does not take any number of samples: one at a time it must
@@ -66,11 +72,32 @@ def require_independent(
         return _require_same(problem, batch, together, each)
 
 
-def regrouped(n: int, draw: torch.Generator) -> list[Tensor]:
-    """Return the positions of n samples in another order, and in two groups of about one size."""
-    cut = n // 2 + int(torch.randint(-(n // 6), n // 6 + 1, (), generator=draw))
+def regrouped(batch: Batch, draw: torch.Generator) -> list[Tensor]:
+    """Return the positions of n samples in other company, and in another order.
+
+    A few that stand out are alone: what a batch does to its samples it does by the longest, the
+    shortest or the largest, or to these. The others are in two groups, by chance.
+    """
+    n = len(batch)
     order = torch.randperm(n, generator=draw)
-    return [order[:cut], order[cut:]]
+    out = _outstanding(batch)[: min(_OUTSTANDING, n // 2)]
+    rest = order[~torch.isin(order, torch.tensor(out))]
+    cut = len(rest) // 2 + int(torch.randint(-(n // 9), n // 9 + 1, (), generator=draw))
+    singles = [torch.tensor([k]) for k in out]
+    return [*singles, *(part for part in (rest[:cut], rest[cut:]) if len(part))]
+
+
+def _outstanding(batch: Batch) -> list[int]:
+    """Return positions of samples by how far they stand out, in sums and in numbers of entries."""
+    given = [t for t in tensors((batch.inputs, batch.targets)) if t.dim() and t.numel()]
+    rows = [t.detach().reshape(len(t), -1) for t in given]
+    sums = [t.abs().sum(1) if t.is_complex() else t.double().sum(1) for t in rows]
+    found: list[tuple[float, int]] = []
+    for values in (*sums, *(t.count_nonzero(1) for t in rows)):
+        v = values.double().cpu().nan_to_num()
+        far = ((v - v.median()).abs() / v.std().clamp_min(1e-300)).nan_to_num()
+        found += [(-float(far[k]), k) for k in (int(v.argmin()), int(v.argmax()))]
+    return list(dict.fromkeys(k for _, k in sorted(found)))
 
 
 def _require_same(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
 from gradscope.core.shortage import is_shortage
-from gradscope.core.state import State, random_numbers_kept
+from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 Loss = Callable[..., Tensor]
@@ -125,7 +125,6 @@ class Problem:
         with (
             self.state.kept(),
             self._scratch_buffers(),
-            random_numbers_kept(),
             self._frozen_statistics(),
             torch.enable_grad(),
             user_code(self.model, batch),
@@ -253,6 +252,12 @@ class Problem:
 
 
 def _require_ordinary(name: str, p: Tensor) -> None:
+    if nn.parameter.is_lazy(p):
+        raise UnsupportedError(
+            "the parameter has no shape yet",
+            where=f"parameter {name!r}",
+            remedy="Run the model once: lazy layers take their shapes from the first batch.",
+        )
     if not p.is_leaf:
         raise UnsupportedError(
             "the parameter is computed from other tensors, so it is no parameter of its own",

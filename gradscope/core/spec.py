@@ -211,8 +211,8 @@ class ComputeSpec(_Section):
     nonfinite: Literal["skip", "fail", "keep"] = Field(
         default="skip", description="skip, fail or keep (--nonfinite)"
     )
-    verify: Literal["first", "always", "never"] = Field(
-        default="first", description="first, always or never (--verify)"
+    verify: Literal["audit", "first", "always", "never"] = Field(
+        default="audit", description="audit, first, always or never (--verify)"
     )
 
 

@@ -16,7 +16,7 @@ import sys
 import types
 import warnings
 import zlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ _COPIED = 2**24  # bytes of a value of which a copy is kept
 _READ = 2**28  # bytes of a value of which every bit is looked at
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 _ITERATORS: tuple[type, ...] = (
-    *(type(iter(empty)) for empty in ([], (), range(1), "", set())),
+    *map(type, (iter([]), iter(()), iter(range(1)), iter(""), iter(set()))),
     *(enumerate, zip, map, reversed),
     *(itertools.cycle, itertools.count, itertools.chain, itertools.repeat, itertools.islice),
 )
@@ -117,7 +117,8 @@ class State:
         held = [(table, table.copy()) for table in _held(self._model)]
         self._before = held, [_take(*found) for found in self._known.values()]
         try:
-            self._begin()
+            if self._known:
+                self._begin()
             yield
         finally:
             _put_back(held)
@@ -133,15 +134,21 @@ class State:
             taken.put({**taken.items, **fresh})
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, *, again: bool = False) -> Iterator[None]:
         """Look everywhere for what the body changes, and put it back, now and from now on.
+
+        Python's and numpy's global random generators are left as they are, too.
+
+        Args:
+            again: Parameters were seen to stay the same before: their versions tell.
 
         Raises:
             UnsupportedError: It cannot be put back.
         """
         own = [*self._model.parameters(), *self._model.buffers()]
         roots = [(self._model, "model"), (self._loss, "loss")]
-        before = {key: _take(table) for key, table in reachable(roots, own)}
+        known = {id(p): p._version for p in own} if again else {}
+        before = {key: _take(table, but=known) for key, table in reachable(roots, own)}
         generators = {
             value.gi_frame: taken.table.named(key)
             for taken in before.values()
@@ -149,10 +156,11 @@ class State:
             if isinstance(value, types.GeneratorType) and value.gi_frame is not None
         }
         try:
-            with _resumed(generators) as advanced:
+            with random_numbers_kept(), _resumed(generators) as advanced:
                 yield
-            if advanced:
-                raise _changed(sorted(advanced))
+            written = [k for k, p in self._model.named_parameters() if _written(p, known)]
+            if advanced or written:
+                raise _changed([*sorted(advanced), *written])
         except GradscopeError as error:
             lost = self._learn(before)
             if lost:
@@ -256,10 +264,18 @@ def hooks_of(p: Tensor) -> list[int]:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _take(table: Table, keys: set[Hashable] | None = None) -> _Taken:
-    """Return a table as it is, with copies of the values `keys`, or of all and their marks."""
+def _take(
+    table: Table, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
+) -> _Taken:
+    """Return a table as it is, with copies of values and marks of them.
+
+    Args:
+        table: The table.
+        keys: Of the values that are copied, without marks; all, and with marks, if None.
+        but: The ids of values that are left out.
+    """
     items = table.read()
-    chosen = {k: items[k] for k in items if keys is None or k in keys}
+    chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
     copies = {k: c for k, v in chosen.items() if (c := _copy(v)) is not None}
     marks = {k: m for k, v in chosen.items() if (m := _mark(v)) is not None} if keys is None else {}
     return _Taken(table, items, marks, copies)
@@ -305,6 +321,10 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(_same, a.values(), b.values()))
     return isinstance(a, PLAIN) and bool(a == b or (a != a and b != b))
+
+
+def _written(p: Tensor, versions: dict[int, int]) -> bool:
+    return versions.get(id(p), p._version) != p._version
 
 
 def _held(model: nn.Module) -> Iterator[Any]:

@@ -39,16 +39,13 @@ class BatchSize:
             f"{self.samples:,} from there on",
         )
 
-    def fitting(
-        self, action: Callable[[int], T], most: int, again: Callable[[], None] | None = None
-    ) -> T:
+    def fitting(self, action: Callable[[int], T], most: int) -> T:
         """Return `action(n)` for the largest n that memory suffices for.
 
         Args:
             action: Computes n samples; it may be called again with a smaller n, so it keeps
                 nothing unless it succeeds.
             most: The largest n that there are samples for.
-            again: Called before another attempt.
 
         Raises:
             RefusedError: Memory does not suffice for a single sample.
@@ -65,8 +62,6 @@ class BatchSize:
             release_freed_memory()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if again is not None:
-                again()
 
     def _halve(self, n: int, error: Exception) -> None:
         if self._fixed:

@@ -31,8 +31,11 @@ class Appending(Protocol):
     def completed(self) -> int:
         """The number of rows in the file."""
 
-    def append(self, rows: Rows, states: States | None = None) -> None:
-        """Take one batch."""
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+        """Take one batch, up to which all is to be found again where it was proved."""
+
+    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
+        """Go back to the last batch that was proved; return how many rows that is, and states."""
 
     def finish(
         self,
@@ -89,16 +92,23 @@ class Behind:
         """The number of rows in the file by now."""
         return self._writer.completed
 
-    def append(self, rows: Rows, states: States | None = None) -> None:
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
         """Wait for the batch before, and begin to write this one.
 
         Args:
             rows: The batch's rows; they may be made dense only now.
             states: The reducers' states after it, which nobody changes any more.
+            proved: Whether `go_back` may go back to it.
         """
         self._wait()
         alike = copy_context().run  # a thread has no context of its own caller's
-        self._last = self._thread.submit(alike, self._write, rows, states, self._lane.mark())
+        mark = self._lane.mark()
+        self._last = self._thread.submit(alike, self._write, rows, states, mark, proved)
+
+    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
+        """Wait for the last batch, and go back to the last one that was proved."""
+        self._wait()
+        return self._writer.go_back()
 
     def finish(
         self,
@@ -121,11 +131,12 @@ class Behind:
         if kind is None:
             self._wait()
 
-    def _write(self, rows: Rows, states: States | None, mark: torch.cuda.Event | None) -> None:
+    def _write(
+        self, rows: Rows, states: States | None, mark: torch.cuda.Event | None, proved: bool
+    ) -> None:
         with torch.no_grad(), self._lane.entered(mark):  # grad mode is a thread's own
-            self._writer.append(
-                rows if self._pinned is None else on_host(rows, self._pinned), states
-            )
+            taken = rows if self._pinned is None else on_host(rows, self._pinned)
+            self._writer.append(taken, states, proved=proved)
 
     def _wait(self) -> None:
         if self._last is None:

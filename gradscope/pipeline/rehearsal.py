@@ -16,6 +16,7 @@ from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import Run
+from gradscope.proof import Auditor
 from gradscope.scope import Scope
 from gradscope.storage import Rows
 from gradscope.storage.columns import PART_BYTES
@@ -38,7 +39,7 @@ class Nowhere:
         self._scratch = Scratch()
         self._begun = time.monotonic()
 
-    def append(self, rows: Rows, states: States | None = None) -> None:
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
         """Make the rows of a batch."""
         copies = [t.clone() for state in (states or {}).values() for t in state.values()]
         self._kept = rows, copies
@@ -50,6 +51,10 @@ class Nowhere:
             if now < enough < time.monotonic():
                 break
         self.completed += len(rows.index)
+
+    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
+        """Begin again: nothing was written."""
+        return 0, {}
 
     def finish(self, *results: object, **more: object) -> None:
         """Do nothing: there is no file."""
@@ -85,13 +90,16 @@ def forgotten(scope: Scope) -> Iterator[None]:
 
     Nothing is compiled meanwhile.
     """
-    notes, compiler = list(scope.notes), scope.compiler
-    plain = Choice(wish=False, backend=scope.backend, verify=scope.verify, coupling="refuse")
+    notes, compiler, auditor, verify = [*scope.notes], scope.compiler, scope.auditor, scope.verify
+    plain = Choice(wish=False, backend=scope.backend, verify=verify, coupling="refuse")
     scope.compiler = Compiler(scope.problem, plain, scope.notes)
+    scope.auditor = Auditor(scope.seed)
+    scope.verify = "never" if verify == "never" else "first"
     try:
         yield
     finally:
         scope.close()
         scope.notes[:] = notes
         scope.certificate, scope.compiler = None, compiler
+        scope.auditor, scope.verify = auditor, verify
         release_freed_memory()  # or the run would come on top of it

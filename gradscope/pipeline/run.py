@@ -16,19 +16,20 @@ from torch import Tensor
 from gradscope.blocks import Evaluation
 from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
+from gradscope.errors import CertificateError, RefusedError
 from gradscope.labels import mean
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
-from gradscope.proof import finite_samples
+from gradscope.proof import Audits, finite_samples
 from gradscope.reducers import State, carried_state
-from gradscope.scope import Scope
 from gradscope.stats import ParameterRow, RunReport, parameter_rows
 from gradscope.storage import GradientFile, Rows, open_file
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
+_FEW = 64  # samples of the first batch that a run going on has to find again
 _SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
 
 
@@ -38,11 +39,14 @@ class Progress:
 
     Attributes:
         batch_size: How many samples were computed at a time.
-        certificate: The proof so far.
+        certificate: The proof so far, with its audits.
+        first: Losses and norms of a few samples of the first batch, to be found again by whoever
+            goes on.
     """
 
     batch_size: int | None = None
     certificate: Mapping[str, Any] | None = None
+    first: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def to_state(self) -> State:
         """Return the whole as a tensor of bytes."""
@@ -84,7 +88,9 @@ class Run:
         begun: When, on the performance counter.
         notes: What was noticed before it began.
         states: The reducers' states, by "chain:K" and "mean_gradient".
-        certificate: The proof of the first batch, or of the last one if every batch is proved.
+        progress: What is kept of it besides.
+        done: How many samples are computed.
+        returns: How often it went back to what was proved, to go on with another backend.
     """
 
     job: Job
@@ -95,18 +101,56 @@ class Run:
     begun: float
     notes: tuple[str, ...] = ()
     states: dict[str, State] = field(default_factory=dict)
-    certificate: Mapping[str, Any] | None = None
+    progress: Progress = Progress()
+    done: int = 0
+    returns: int = 0
 
     def remaining(self) -> Iterator[Batch]:
-        """Yield the batches that are not in the file yet."""
-        return self.job.batches(self.size, self.writer.completed)
+        """Yield the batches that are not computed yet."""
+        while self.done < len(self.job.rows):
+            returns = self.returns
+            for batch in self.job.batches(self.size, self.done):
+                yield batch
+                if self.returns != returns:
+                    break
 
     def add(self, batch: Batch) -> None:
-        """Compute one batch and append it, in parts where memory does not suffice for it."""
-        done = 0
-        while done < len(batch):
+        """Compute one batch and append it, in parts where memory does not suffice for it.
+
+        Where an audit finds the backend wrong, and `auto` has another, the run goes back to what
+        was proved: `remaining` goes on from there.
+
+        Raises:
+            RefusedError: There is no other. What was proved is kept.
+        """
+        done, returns = 0, self.returns
+        while done < len(batch) and self.returns == returns:
             part = partial(self._add, batch, done)
-            done += self.size.fitting(part, len(batch) - done, partial(unproved, self.job.scope))
+            try:
+                done += self.size.fitting(part, len(batch) - done)
+            except RefusedError as error:
+                self._go_back(error)
+
+    def _go_back(self, error: RefusedError) -> None:
+        """Go back to the last batch that was proved whole; raise unless there is another way."""
+        if not self.done:
+            raise error
+        stopped = self.done
+        self.done, self.states = self.writer.go_back()
+        self.progress = replace(Progress.of(self.states), batch_size=self.size.samples)
+        self.states.pop(PROGRESS, None)
+        kept = self.progress.certificate or {}
+        audits = Audits.of_json(kept["audit"]) if "audit" in kept else Audits()
+        self.job.scope.auditor.audits = audits
+        self.returns += 1
+        if not (isinstance(error, CertificateError) and self.job.scope.has_others):
+            proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
+            error.remedy = f"{error.remedy}\n{proved}: what was proved before."
+            raise error
+        self.job.scope.notes.append(
+            f"{error}".partition("\n")[0]
+            + f"; from sample {self.done:,} on (of {stopped:,}) computed by another backend"
+        )
 
     def finish(self) -> RunReport:
         """Write the aggregates, verify the file and put it in its place."""
@@ -117,7 +161,7 @@ class Run:
                 for k, chain in enumerate(self.chains)
                 if chain.reducer is not None and f"chain:{k}" in self.states
             },
-            certificate=self.certificate or NOT_VERIFIED,
+            certificate=self.progress.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
             look=lambda file: seen.append(_Seen.of(file)),
@@ -130,29 +174,40 @@ class Run:
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
-        evaluation = self.job.scope.evaluate(part, self.job.wanted)
+        scope, last = self.job.scope, self.done + n == len(self.job.rows)
+        ordinal = self.done // (self.progress.batch_size or n)
+        evaluation = scope.evaluate(part, self.job.wanted, ordinal=ordinal, last=last)
         if self.job.keeps_gradients:
             formed = evaluation.gradients.formed(anyway=True)
             evaluation = replace(evaluation, gradients=formed)
         rows = rows_of(self.job, self.chains, part, evaluation)  # its norms tell who is finite
-        kept = self.job.scope.usable(part, evaluation)
+        kept = scope.usable(part, evaluation)
         states = dict(self.states)
         if kept is not None:
             keys, reduced = zip(*self._reduced(), strict=True)
             found = updated(reduced, [states.get(key) for key in keys], *kept)
             states |= zip(keys, map(carried_state, found), strict=True)
-        self._note_proof()
-        progress = Progress(self.size.samples, self.certificate)
-        self.writer.append(rows, states | {PROGRESS: progress.to_state()})
-        self.states = states
+        self.progress = Progress(
+            batch_size=self.size.samples,
+            certificate=self._proof(),
+            first=self.progress.first or first_of(rows),
+        )
+        progress = {PROGRESS: self.progress.to_state()}
+        self.writer.append(rows, states | progress, proved=scope.proved)
+        self.states, self.done = states, self.done + n
         return n
 
-    def _note_proof(self) -> None:
-        found = self.job.scope.certificate
-        if found is not None and (self.certificate is None or self.job.scope.verify == "always"):
+    def _proof(self) -> Mapping[str, Any] | None:
+        """Return the proof of the first batch (of the last if every one is), with the audits."""
+        scope, before = self.job.scope, self.progress.certificate
+        found = scope.certificate
+        if found is None:
+            return before
+        proof = dict(before or {})
+        if not proof.get("proves") or scope.verify == "always":
             proof = found.to_json()
             del proof["seconds"]  # the same run gives the same file
-            self.certificate = proof
+        return {**proof, "audit": scope.auditor.audits.to_json()}
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
         yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
@@ -182,6 +237,7 @@ class Run:
             path=str(self.path),
             bytes=self.path.stat().st_size,
             chains=tuple(chain.text for chain in self.job.chains),
+            audits=scope.auditor.audits.text if scope.verify == "audit" else None,
         )
 
 
@@ -225,10 +281,10 @@ def mean_gradient_norms(
     return {name: {"mean_gradient_norm": float(g.norm()) / n} for name, g in sums.items()}
 
 
-def unproved(scope: Scope) -> None:
-    """Let a scope whose proof was cut short begin again, so that its next batch is proved."""
-    if scope.certificate is None:
-        scope.close()
+def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return losses and norms of a few samples of a run's first batch."""
+    losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
+    return tuple(losses), tuple(norms)
 
 
 def _one_number(targets: object) -> Tensor | None:

@@ -11,16 +11,21 @@ Whoever runs it may wrap the iterator of batches; progress is no parameter of an
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from gradscope.blocks import ways
+from gradscope.chains import Chain
 from gradscope.errors import OutputError
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.choice import Choice, choose
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Behind
-from gradscope.pipeline.run import PROGRESS, Progress, Run, unproved
+from gradscope.pipeline.run import PROGRESS, Progress, Run, first_of, rows_of
+from gradscope.proof import Audits
 from gradscope.stats import RunReport
 from gradscope.storage import ChainPlan, FilePlan, Writer, open_writer
 
@@ -52,14 +57,16 @@ def start(
         size = BatchSize(choice.samples, fixed=job.scope.own_loss)
         job.scope.compiler.left = -(-len(job.rows) // size.samples)
         chains = size.fitting(
-            lambda n: job.scope.settled(job.chains, lambda: job.batches(size)),
-            most=len(job.rows),
-            again=partial(unproved, job.scope),
+            lambda n: job.scope.settled(job.chains, lambda: job.batches(size)), len(job.rows)
         )
         job.scope.compiler.left = -(-(len(job.rows) - writer.completed) // size.samples)
         dense = job.spec.compute.layout == "dense"
         with Behind(writer, job.scope.problem.device, dense=dense) as behind:
             states = {key: state for key, state in writer.states.items() if key != PROGRESS}
+            progress = replace(before, batch_size=size.samples)
+            job.scope.auditor.audits = Audits()
+            if 0 < writer.completed < len(job.rows):
+                _recheck(job, chains, size, before, path)
             yield Run(
                 job,
                 chains,
@@ -69,8 +76,40 @@ def start(
                 begun,
                 choice.notes,
                 states,
-                before.certificate,
+                progress,
+                writer.completed,
             )
+
+
+def _recheck(
+    job: Job, chains: tuple[Chain, ...], size: BatchSize, before: Progress, path: Path
+) -> None:
+    """Prove the first batch of a stopped run again, and compare it with what was stored.
+
+    Raises:
+        OutputError: It has other losses or norms now.
+    """
+    if before.first is None or before.certificate is None:
+        return
+    batch = size.fitting(partial(job.load, 0), len(job.rows))
+    evaluation = job.scope.evaluate(batch, job.wanted, ordinal=0)
+    found = first_of(rows_of(job, chains, batch, evaluation))
+    for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
+        a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
+        if not torch.allclose(a, b, rtol=_ALIKE[job.scope.problem.precision], equal_nan=True):
+            worst = int((a - b).abs().nan_to_num().argmax())
+            raise OutputError(
+                f"sample {int(batch.index[worst])} had the {what} {then[worst]:.6g} when the run "
+                f"began, and has {now[worst]:.6g} now: model, loss or data have changed",
+                where=str(path),
+                remedy="Go on with the code and the data that the run began with, or start again "
+                "with --overwrite.",
+            )
+    kept = before.certificate.get("audit")
+    job.scope.auditor.audits = Audits() if kept is None else Audits.of_json(kept)
+
+
+_ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 def _batch_size(job: Job, writer: Writer, before: Progress) -> Choice:

@@ -1,6 +1,6 @@
 """The proof that numbers are right: of a first batch, and by audits of those that follow."""
 
-from gradscope.proof.audit import Auditor, Audits, Depth, drawn
+from gradscope.proof.audit import Auditor, Audits, Look, drawn
 from gradscope.proof.certificate import (
     Certificate,
     certify,
@@ -16,7 +16,7 @@ __all__ = [
     "Audits",
     "Certificate",
     "Check",
-    "Depth",
+    "Look",
     "certify",
     "drawn",
     "examined",

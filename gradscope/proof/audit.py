@@ -10,15 +10,15 @@ one sample of them alone.
 import hashlib
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from gradscope.core.batch import Batch
 from gradscope.proof.certificate import Certificate
 
-Depth = Literal["whole", "one"]
-
 SHARE = 0.05  # of the time that audits may take
 WINDOW = 64  # batches, of which one is audited
+_ALONE = 32  # samples of a batch, at most, that are evaluated alone
+_SAVED = 0.1  # seconds that are not lost while the caller does other things
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Audits:
             that are chosen by the seed, and the last.
         more: How many others were proved whole, since there was time for it.
         alone: Of how many others one sample was compared with a batch of one.
-        error: The largest relative error among those of `audited`.
+        error: The largest relative error of Σ wᵢ gᵢ among those of `audited`.
         parameter: Where it was.
     """
 
@@ -44,7 +44,7 @@ class Audits:
 
     def with_proof(self, batch: Batch, proof: Certificate) -> "Audits":
         """Add a batch that was proved whole."""
-        worst = max(proof.completeness, proof.agreement, key=lambda check: check.error)
+        worst = proof.completeness
         larger = worst.error >= self.error
         return replace(
             self,
@@ -73,6 +73,26 @@ class Audits:
         return f"{said}, of {self.alone:,} more a sample alone" if self.alone else said
 
 
+@dataclass(frozen=True)
+class Look:
+    """How closely a batch is looked at.
+
+    Attributes:
+        whole: Whether all of it is proved.
+        alone: How many samples are compared with a batch of one.
+        recorded: Whether the same run does so every time, and it is recorded.
+    """
+
+    whole: bool = False
+    alone: int = 0
+    recorded: bool = False
+
+    @property
+    def none(self) -> bool:
+        """Whether it is not looked at."""
+        return not (self.whole or self.alone)
+
+
 @dataclass
 class Auditor:
     """Decides how closely a batch is looked at, and watches the time that this takes.
@@ -85,14 +105,15 @@ class Auditor:
     seed: int
     audits: Audits = field(default_factory=Audits)
     _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
-    _costs: dict[Depth, float] = field(default_factory=dict)  # seconds that it took last
+    _whole: float = 0.0  # seconds that it took last to prove a batch, besides single samples
+    _one: float = 0.0  # and to evaluate one sample alone
     _credit: float = 0.0  # seconds that audits may take by now
     _last: float = field(default_factory=time.perf_counter)
 
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
-    ) -> tuple[Depth | None, bool]:
-        """Return how closely a batch is looked at, and whether that is to be recorded.
+    ) -> Look:
+        """Return how closely a batch is looked at.
 
         Args:
             n: How many samples it has; a number that has not come before is something new.
@@ -101,41 +122,41 @@ class Auditor:
             new: Whether it is computed in another way than those before.
             proof: Of this batch, where it was proved when it was evaluated.
         """
+        if proof is not None and not self._whole:  # which took kernels for the first time
+            self._whole, self._one = proof.seconds / 5, proof.seconds / 16
         new = new or n not in self._sizes
         self._sizes.add(n)
-        if proof is not None:  # audits take about as long
-            self._costs = {"whole": proof.seconds, "one": proof.seconds / 4}
         now = time.perf_counter()
-        whole, one = (self._costs.get(depth, 0.0) for depth in ("whole", "one"))
-        self._credit = min(self._credit + SHARE * (now - self._last), 3 * whole)
-        self._last = now
+        earned = self._credit + SHARE * (now - self._last)
+        self._credit, self._last = min(earned, max(_SAVED, 4 * self._whole)), now
         if last or is_chosen(ordinal, self.seed):
-            return "whole", True
-        left = self._credit - whole  # which is kept for the last batch
-        return ("whole" if new or left >= whole else "one" if left >= one else None), False
+            spare = (self._credit - self._whole) / self._one if self._one else 0.0
+            return Look(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
+        left = self._credit - 1.5 * self._whole  # which is kept for the last batch
+        return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
 
-    def end(
-        self, batch: Batch, depth: Depth | None, proof: Certificate | None, *, recorded: bool
-    ) -> None:
+    def end(self, batch: Batch, look: Look, proof: Certificate | None, *, audited: bool) -> None:
         """Count a batch, and the time since `begin`.
 
         Args:
             batch: The samples.
-            depth: How closely they were looked at.
+            look: How closely they were looked at.
             proof: Of the whole batch, if it was proved.
-            recorded: Whether that is to be recorded.
+            audited: Whether that was done since `begin`.
         """
         now, audits = time.perf_counter(), self.audits
-        if depth is not None and now > self._last:
-            self._costs[depth] = now - self._last
-            self._credit -= now - self._last
-        self._last = now
+        took, self._last = now - self._last, now
+        self._credit -= took
+        if audited and look.whole:
+            self._whole = min(max(took - look.alone * self._one, took / 4), 2 * self._whole or took)
+        elif audited:
+            self._one = min(took / look.alone, 2 * self._one or took)
         audits = replace(audits, batches=audits.batches + 1)
-        if proof is not None and recorded:
+        if proof is not None and look.recorded:
             audits = audits.with_proof(batch, proof)
         elif proof is not None:
             audits = replace(audits, more=audits.more + 1)
-        elif depth is not None:
+        elif audited:
             audits = replace(audits, alone=audits.alone + 1)
         self.audits = audits
 

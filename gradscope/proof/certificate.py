@@ -8,6 +8,7 @@ finite is known. State: what the forward pass changes in the model is found, and
 """
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from gradscope.blocks import Evaluation, Gradients
 from gradscope.blocks.ways import predicted
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
+    regrouped,
     require_deterministic,
     require_independent,
     require_own_gradients,
@@ -28,7 +30,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.problem import Problem
 from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
-from gradscope.proof.judge import Check, Claim, judged, ordinary
+from gradscope.proof.judge import Check, Claim, Objective, judged
 
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
@@ -126,7 +128,13 @@ def certify(
         with problem.state.watched():
             evaluation = _evaluated(problem, evaluate, batch, own_loss)
             return evaluation, examined(
-                problem, backend, evaluation, batch, own_loss=own_loss, seed=seed, alone=_ALONE
+                problem,
+                backend,
+                evaluation,
+                batch,
+                own_loss=own_loss,
+                seed=seed,
+                alone=_ALONE,
             )
 
     known = problem.state.found
@@ -150,6 +158,7 @@ def examined(
     own_loss: bool = False,
     seed: int = 0,
     alone: int = 1,
+    after: Certificate | None = None,
 ) -> Certificate:
     """Prove an answer that a backend has given; see `certify`.
 
@@ -160,30 +169,24 @@ def examined(
         batch: To which samples.
         own_loss: Samples may be coupled.
         seed: Of what is drawn at random.
-        alone: How many samples are evaluated alone.
+        alone: How many samples' gradients are compared with a batch of one.
+        after: The proof of an earlier batch. Then the same samples in two other batches suffice,
+            unless they give rise to doubt.
     """
     begun = time.perf_counter()
-    finite = finite_samples(evaluation).cpu()
-    rows = finite.nonzero().flatten()
+    rows = finite_samples(evaluation).cpu().nonzero().flatten()
     everyone = len(rows) == len(batch)
     part = batch if everyone else batch.select(rows)
     gradients = evaluation.gradients if everyone else evaluation.gradients.select(rows)
+    losses = evaluation.losses[rows.to(evaluation.losses.device)]
     draw = torch.Generator().manual_seed(seed)
     with predicted():  # nothing is measured for the proof's sake
-        completeness = Check(0.0, "", 0.0)
+        checks = [Check(0.0, "", 0.0)]
         if len(rows):
-            weights = _weights(gradients, problem.precision, draw)
-            losses, right = ordinary(problem, part, weights)
-            _require_losses(
-                problem, backend, part, evaluation.losses[rows.to(losses.device)], losses
-            )
-            if own_loss:
-                require_deterministic(problem, part)
-            else:
-                require_independent(problem, part, losses, seed)
-                require_own_gradients(problem, part, seed)
-            claim = Claim.of(gradients, weights)
-            completeness = judged(problem, part, claim, right, alone_too=not own_loss)
+            claim = Claim.of(gradients, _weights(gradients, problem.precision, draw))
+            small = frozenset(after.unproved if after is not None else ())
+            checks = [*_sums(problem, backend, part, losses, claim, small, own_loss, after, draw)]
+        completeness = _worst(checks)
         chosen = rows[torch.randperm(len(rows), generator=draw)[:alone]]
         agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
         if not completeness.passed and agreement.passed and len(rows) > len(chosen):
@@ -212,6 +215,52 @@ def examined(
     return certificate
 
 
+def _sums(
+    problem: Problem,
+    backend: str,
+    batch: Batch,
+    losses: Tensor,
+    claim: Claim,
+    small: frozenset[str],
+    own_loss: bool,
+    after: Certificate | None,
+    draw: torch.Generator,
+) -> Iterator[Check]:
+    """Compare losses (n,) and the claim with the samples in two other batches, and as they are.
+
+    After an earlier proof the two other batches suffice.
+
+    Raises:
+        CertificateError: The losses are others.
+        CoupledSamplesError: The samples are not independent.
+    """
+    together = Objective.together(batch, claim.weights)
+    apart = None
+    if not own_loss and len(batch) > 1:
+        rows = regrouped(batch, draw)
+        apart = Objective.apart(batch, claim.weights, rows)
+        try:
+            found, right = apart.evaluated(problem)
+        except ModelError:  # it does not take any number of samples
+            apart = None
+        else:
+            here = losses[torch.cat(rows).to(losses.device)]
+            if not same(here, found):
+                _explain(problem, backend, batch.select(torch.cat(rows)), here, found)
+            yield judged(problem, claim, apart, right, together, small)
+    if apart is not None and after is not None:
+        return
+    found, right = together.evaluated(problem)
+    if not same(losses, found):
+        _explain(problem, backend, batch, losses, found)
+    if own_loss:
+        require_deterministic(problem, batch)
+    else:
+        require_independent(problem, batch, found, seed=draw.initial_seed())
+        require_own_gradients(problem, batch, seed=draw.initial_seed())
+    yield judged(problem, claim, together, right, apart, small)
+
+
 def glimpsed(
     problem: Problem,
     backend: str,
@@ -220,18 +269,19 @@ def glimpsed(
     *,
     own_loss: bool = False,
     seed: int = 0,
+    alone: int = 1,
 ) -> None:
-    """Prove one sample of an answer, drawn at random: alone, its loss and gradient are the same.
+    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same.
 
     Raises:
         CertificateError: They are not.
-        CoupledSamplesError: Its loss depends on other samples.
+        CoupledSamplesError: A loss depends on other samples.
     """
-    finite = finite_samples(evaluation).nonzero().flatten()
-    if len(finite):
-        chosen = finite[seed % len(finite)].reshape(1)
-        check = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
-        _require_passed(check, "agreement", backend, batch.select(chosen))
+    finite = finite_samples(evaluation).cpu().nonzero().flatten()
+    draw = torch.Generator().manual_seed(seed)
+    chosen = finite[torch.randperm(len(finite), generator=draw)[:alone]]
+    check = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+    _require_passed(check, "agreement", backend, batch.select(chosen))
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
@@ -262,16 +312,17 @@ def _weights(gradients: Gradients, dtype: torch.dtype, draw: torch.Generator) ->
     return (size * signs * lift).to(norms.device, norms.dtype)
 
 
-def _require_losses(
-    problem: Problem, backend: str, batch: Batch, found: Tensor, right: Tensor
-) -> None:
-    """Refuse losses (n,) of a backend that are not those of an ordinary evaluation."""
-    if same(found, right):
-        return
+def _explain(problem: Problem, backend: str, batch: Batch, found: Tensor, right: Tensor) -> None:
+    """Refuse losses (n,) of a backend that are not those of an ordinary evaluation: say why.
+
+    Raises:
+        UnsupportedError: The forward pass is random.
+        CoupledSamplesError: The samples depend on each other.
+        CertificateError: Neither, and rounding is not to blame.
+    """
     require_deterministic(problem, batch)
     require_independent(problem, batch)
-    gap = (found - right).abs()
-    size = right.abs().max()
+    gap, size = (found - right).abs(), right.abs().max()
     if bool((gap <= torch.finfo(found.dtype).eps ** 0.5 * size).all()):
         return
     worst = int(gap.nan_to_num().argmax())
@@ -281,6 +332,14 @@ def _require_losses(
         where=f"sample {int(batch.index[worst])}",
         remedy="Use another backend (auto tries all); loop is the reference.",
     )
+
+
+def _worst(checks: Sequence[Check]) -> Check:
+    """Return the check that is nearest to failing, with what all of them say of rounding."""
+    worst = max(checks, key=lambda check: check.rank)
+    dtype = max((check.dtype for check in checks), key=_digits)
+    small = sorted({name for check in checks for name in check.small})
+    return replace(worst, dtype=dtype, small=tuple(small))
 
 
 def _agreement(
@@ -295,12 +354,7 @@ def _agreement(
     checks = [
         alone(problem, backend, batch, evaluation, k, own_loss=own_loss) for k in chosen.tolist()
     ]
-    if not checks:
-        return Check(0.0, "", 0.0)
-    worst = max(checks, key=lambda check: check.rank)
-    dtype = max((check.dtype for check in checks), key=_digits)
-    small = sorted({name for check in checks for name in check.small})
-    return replace(worst, dtype=dtype, small=tuple(small))
+    return _worst(checks or [Check(0.0, "", 0.0)])
 
 
 def alone(
@@ -324,14 +378,15 @@ def alone(
         weights = torch.zeros_like(evaluation.losses)
         weights[sample] = 1
         right = own_gradient(problem, batch, sample)
-        return judged(problem, batch, replace(claim, weights=weights), right, alone_too=False)
+        return judged(problem, claim, Objective.together(batch, weights), right)
     one = batch.one(sample)
     loss, right = one_sample(problem, one)
     here = evaluation.losses[sample : sample + 1]
     if not same(here, loss[None], evaluation.losses):
         require_independent(problem, batch)
-        _require_losses(problem, backend, one, here, loss[None])
-    return judged(problem, one, claim, right)
+        _explain(problem, backend, one, here, loss[None])
+    objective = Objective.together(one, claim.weights)
+    return judged(problem, claim, objective, right, Objective.twice(one))
 
 
 def _require_graph(problem: Problem, batch: Batch) -> None:
@@ -340,8 +395,8 @@ def _require_graph(problem: Problem, batch: Batch) -> None:
         raise ModelError(
             "the losses do not depend on any parameter: they are cut off from the graph",
             where="the model or its loss",
-            remedy="Look for detach, .data, .item(), numpy or torch.no_grad in the forward pass "
-            "and in the loss.",
+            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
+            "forward pass and in the loss.",
         )
 
 

@@ -7,9 +7,9 @@ other last digits of the parameters do to the gradient, as where an activation i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from gradscope.backends.base import refusing
 from gradscope.backends.loop import dense
 from gradscope.blocks import Gradients
+from gradscope.blocks.base import precise
 from gradscope.core.batch import Batch
-from gradscope.core.independence import regrouped
 from gradscope.core.problem import Problem, double_precision
 from gradscope.core.rounding import nearby
 from gradscope.core.scalar import summed
@@ -93,69 +93,105 @@ class Claim:
         return math.sqrt(sum(size**2 for size in self.sizes.values()))
 
 
-def ordinary(problem: Problem, batch: Batch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
-    losses = problem.losses(batch)
-    if not losses.requires_grad:
-        return losses, {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
-    with refusing("autograd", problem.model, "Its backward pass fails in ordinary training too."):
-        found = torch.autograd.grad(
-            summed(losses, weights.to(losses)),
-            list(problem.parameters.values()),
-            retain_graph=True,  # a part of the graph may be the model's own, and be needed again
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    gradients = {name: dense(g) for name, g in zip(problem.parameters, found, strict=True)}
-    return losses.detach(), gradients
+@dataclass(frozen=True)
+class Objective:
+    """Σ wᵢ Lᵢ of some samples, and in which batches they are evaluated.
+
+    Attributes:
+        batches: The samples.
+        weights: (n,) for each batch.
+    """
+
+    batches: tuple[Batch, ...]
+    weights: tuple[Tensor, ...]
+
+    @classmethod
+    def together(cls, batch: Batch, weights: Tensor) -> "Objective":
+        """Return that of n samples in one batch."""
+        return cls((batch,), (weights,))
+
+    @classmethod
+    def apart(cls, batch: Batch, weights: Tensor, rows: Sequence[Tensor]) -> "Objective":
+        """Return that of n samples in several batches, the positions `rows` in each."""
+        own = (weights[k.to(weights.device)] for k in rows)
+        return cls(tuple(batch.select(k) for k in rows), tuple(own))
+
+    @classmethod
+    def twice(cls, sample: Batch) -> "Objective":
+        """Return that of a single sample, as the mean of two of it."""
+        half = torch.full((2,), 0.5)
+        return cls((sample.resized(2),), (half,))
+
+    def in_double_precision(self) -> "Objective":
+        """Return the same on widened inputs and targets."""
+        return replace(self, batches=tuple(b.in_double_precision() for b in self.batches))
+
+    def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
+        losses = [problem.losses(batch) for batch in self.batches]
+        found = torch.cat([part.detach() for part in losses])
+        if not any(part.requires_grad for part in losses):
+            return found, {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
+        parts = [summed(part, w.to(part)) for part, w in zip(losses, self.weights, strict=True)]
+        with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
+            slopes = torch.autograd.grad(
+                torch.stack(parts).sum(),
+                list(problem.parameters.values()),
+                retain_graph=True,  # part of the graph may be the model's own, and needed again
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        return found, {name: dense(g) for name, g in zip(problem.parameters, slopes, strict=True)}
 
 
 def judged(
     problem: Problem,
-    batch: Batch,
     claim: Claim,
+    objective: Objective,
     right: Mapping[str, Tensor],
-    *,
-    alone_too: bool = True,
+    other: Objective | None = None,
+    small: frozenset[str] = frozenset(),
 ) -> Check:
     """Compare a claim with what is right, and have rounding answer for what differs.
 
     Args:
         problem: What was evaluated.
-        batch: The n samples.
-        claim: About them.
-        right: ∇ Σ wᵢ Lᵢ, evaluated in one batch.
-        alone_too: The samples may be evaluated in other company.
+        claim: About the objective's gradient.
+        objective: What it is of.
+        right: Its gradient by autograd.
+        other: The same samples in other company, if they may be evaluated so.
+        small: Parameters of which it is known that their gradient is mere rounding.
     """
     tolerance = TOLERANCES[problem.precision]
     errors = {name: _error(claim, right, name) for name in right}
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [name for name in right if not errors[name] <= tolerance]
-    small: list[str] = []
-    if doubtful and alone_too:
-        other = _in_other_company(problem, batch, claim.weights)
-        small = [name for name in doubtful if _is_noise(problem, claim, right, other, name)]
-        doubtful = [name for name in doubtful if name not in small]
+    share = _noise(problem) * claim.whole
+    tiny = [k for k in doubtful if _distance(claim.values[k], right[k]) <= share]
+    noise = [name for name in tiny if name in small or _is_last_digits(problem, claim, right, name)]
+    if other is not None and set(tiny) - set(noise):
+        again = other.evaluated(problem)[1]
+        noise = [k for k in tiny if k in noise or _differs_no_more(claim, right, again, k)]
+    doubtful = [name for name in doubtful if name not in noise]
     dtype = problem.precision
-    truth, spread = right, dict[str, float]()
     if doubtful and dtype != torch.float64:
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
-            truth, spread = _in_float64(problem, batch, claim.weights, doubtful)
+            truth, spread = _in_float64(problem, objective, doubtful)
             dtype = torch.float64
-        for name, most in spread.items():
-            errors[name] = _error(claim, truth, name)
-            size = max(claim.sizes[name], _norm(truth[name]))
-            allowed[name] = max(tolerance, _KINKS * _relative(most, size))
-            if errors[name] <= allowed[name] and allowed[name] > _MOST:
-                small.append(name)
-    told = [name for name in right if name not in small]
+            for name in doubtful:
+                size = max(claim.sizes[name], _norm(truth[name]))
+                errors[name] = _relative(_distance(claim.values[name], truth[name]), size)
+                allowed[name] = max(tolerance, _KINKS * _relative(spread[name], size))
+                if errors[name] <= allowed[name] and allowed[name] > _MOST:
+                    noise.append(name)
+    told = [name for name in right if name not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
     return Check(
         error=errors.get(worst, 0.0),
         parameter=worst,
         tolerance=allowed.get(worst, tolerance),
         dtype=str(dtype).removeprefix("torch."),
-        small=tuple(small),
+        small=tuple(noise),
     )
 
 
@@ -167,7 +203,7 @@ def _rank(error: float, allowed: float) -> float:
 
 def _error(claim: Claim, right: Mapping[str, Tensor], name: str) -> float:
     """Return ‖Σ wᵢ gᵢ − ∇ Σ wᵢ Lᵢ‖ relative to the size of what is summed."""
-    size = max(claim.sizes[name], _norm(right[name]))
+    size = claim.sizes[name] or _norm(right[name])
     return _relative(_distance(claim.values[name], right[name]), size)
 
 
@@ -175,52 +211,49 @@ def _relative(gap: float, size: float) -> float:
     return gap / size if size else (0.0 if gap == 0 else float("inf"))
 
 
-def _in_other_company(problem: Problem, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
-    """Return ∇ Σ wᵢ Lᵢ of the same samples in two batches; of a single one, as two halves."""
-    n = len(batch)
-    if n == 1:
-        return ordinary(problem, batch.resized(2), weights.expand(2) / 2)[1]
-    groups = regrouped(n, torch.Generator().manual_seed(n))
-    parts = [ordinary(problem, batch.select(rows), weights[rows])[1] for rows in groups]
-    return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+def _noise(problem: Problem) -> float:
+    """Return which share of the whole gradient a parameter's may have that is mere rounding."""
+    return min(_NOISE * torch.finfo(problem.precision).eps, 0.05)
 
 
-def _is_noise(
-    problem: Problem,
-    claim: Claim,
-    right: Mapping[str, Tensor],
-    other: Mapping[str, Tensor],
-    name: str,
+def _is_last_digits(problem: Problem, claim: Claim, right: Mapping[str, Tensor], name: str) -> bool:
+    """Whether nobody can tell a parameter's gradient from rounding, there being no wider format."""
+    gap, eps = _distance(claim.values[name], right[name]), torch.finfo(torch.float64).eps
+    return problem.precision == torch.float64 and gap <= _LAST_DIGITS * eps * claim.whole
+
+
+def _differs_no_more(
+    claim: Claim, right: Mapping[str, Tensor], again: Mapping[str, Tensor], name: str
 ) -> bool:
-    """Whether a parameter's gradient is so small that autograd agrees with itself no better."""
-    gap, eps = _distance(claim.values[name], right[name]), torch.finfo(problem.precision).eps
-    if problem.precision == torch.float64 and gap <= _LAST_DIGITS * eps * claim.whole:
-        return True  # there is no wider precision to judge it in
-    share = min(_NOISE * eps, 0.05)
-    return gap <= share * claim.whole and gap <= _LUCK * _distance(right[name], other[name])
+    """Whether autograd agrees with itself about a parameter no better than with the claim."""
+    gap = _distance(claim.values[name], right[name])
+    return gap <= _LUCK * _distance(right[name], again[name])
 
 
 def _in_float64(
-    problem: Problem, batch: Batch, weights: Tensor, names: list[str]
+    problem: Problem, objective: Objective, names: list[str]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the gradient without rounding, and how far rounding can lead away from it."""
-    wide, cast = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
-        truth = ordinary(wide, cast, weights)[1]
+        wide = problem.converted(torch.float64)
+        truth = objective.in_double_precision().evaluated(wide)[1]
     spread = dict.fromkeys(names, 0.0)
     for near in nearby(problem, _TRIALS):
-        found = ordinary(near, batch, weights)[1]
+        found = objective.evaluated(near)[1]
         for name in names:
             spread[name] = max(spread[name], _distance(found[name], truth[name]))
     return truth, spread
 
 
 def _norm(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(t)))
+    found = float(torch.linalg.vector_norm(precise(t)))
+    if 0 < found < math.inf:
+        return found
+    return float(torch.linalg.vector_norm(_wide(t)))  # squares may not be numbers of its own dtype
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return _norm(_wide(a) - _wide(b))
+    return _norm(a - b)
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ def render_run(result: RunReport, console: Console) -> None:
     heading(console, "Run")
     samples = count(result.samples, "sample")
     rows: list[tuple[str, str | Text]] = [("certificate", verdict(result.certificate))]
+    if result.audits is not None:
+        rows.append(("audits", result.audits))
     if (names := unused(result.certificate)) is not None:
         rows.append(("unused", names))
     if result.nonfinite:

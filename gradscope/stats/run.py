@@ -22,6 +22,7 @@ class RunReport(Record):
         path: What was written, or None.
         bytes: Its size.
         chains: In canonical spelling.
+        audits: What was audited, in a line.
     """
 
     schema_: Literal["gradscope.compute"] = Field(
@@ -38,3 +39,4 @@ class RunReport(Record):
     path: str | None = None
     bytes: int | None = None
     chains: tuple[str, ...] = ()
+    audits: str | None = None

@@ -82,6 +82,7 @@ class Writer:
         self._slots: Slots | None = None
         self._structure = found.structure if found else None
         self._kept = Kept(self.completed, self.states)
+        self._proved = self._kept
         self._done = False
 
     @classmethod
@@ -91,13 +92,14 @@ class Writer:
         writer.completed, writer._done = plan.n, True
         return writer
 
-    def append(self, rows: Rows, states: States | None = None) -> None:
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
         """Write one batch.
 
         Args:
             rows: The batch's rows, which follow those that are complete.
             states: The reducers' states after this batch. They may be changed in place later:
                 what is to be kept is copied or written before this returns.
+            proved: Whether `go_back` may go back to it.
 
         Raises:
             OutputError: It cannot be written; what was complete before stays so.
@@ -120,8 +122,34 @@ class Writer:
             self.completed += n
             self._kept = Kept(self.completed, _copied(states or {}), slots.marks)
             last = self.completed == self._plan.n and self._kept.states is None
+            if proved:
+                self._proved = self._kept
             if self._commits.are_due() or last:
                 self._commit(states or {})
+
+    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
+        """Forget the batches after the last one that was proved.
+
+        Where that is not possible (states too large to be kept twice, compressed rows, which lie
+        where they were put), the file begins anew.
+
+        Returns:
+            How many rows are left, and the reducers' states after them.
+        """
+        kept, slots = self._proved, self._slots
+        with writing(self._paths.final):
+            self._disk.wait()
+            if slots is None or slots.packed or not kept.completed or kept.states is None:
+                kept, self._slots, self._found = Kept(0, {}), None, None
+                self._paths.progress.unlink(missing_ok=True)
+            else:
+                slots.return_to(kept.marks)
+            self.completed = kept.completed
+            self._kept = self._proved = kept
+            if kept.completed:
+                self._commit(kept.states or {})
+            self._commits.completed = kept.completed
+        return kept.completed, {k: dict(state) for k, state in (kept.states or {}).items()}
 
     def finish(
         self,
@@ -221,6 +249,7 @@ class Writer:
             extents = made.found_again(file)
         self._slots, self._structure = made, Structure.of(self._descriptor, extents)
         self._kept = replace(self._kept, marks=made.marks)
+        self._proved = Kept(0, {})  # rows up to there lie where they do no more
         return made
 
     def _go_back(self) -> None:

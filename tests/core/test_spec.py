@@ -51,7 +51,7 @@ def test_the_defaults_are_those_of_the_design(tmp_path: Path) -> None:
     assert spec.compute.transform == ("identity",)
     assert spec.compute.seed == 0
     assert spec.compute.layout == "dense"
-    assert spec.compute.verify == "first"
+    assert spec.compute.verify == "audit"
     assert spec.compare.backends == ("loop", "hooks", "vmap", "expand")
 
 

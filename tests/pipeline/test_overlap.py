@@ -93,7 +93,7 @@ class Recorder:
     def completed(self) -> int:
         return len(self.seen)
 
-    def append(self, rows: Rows, states: Any = None) -> None:
+    def append(self, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
         k = int(rows.index[0])
         self.begun.append(k)
         assert self.gate.wait(PATIENCE)
@@ -220,7 +220,7 @@ def test_rows_before_a_failed_write_are_kept(
     folder, path = write(tmp_path), tmp_path / "out.h5"
     append, calls = Writer.append, []
 
-    def failing(self: Writer, rows: Rows, states: Any = None) -> None:
+    def failing(self: Writer, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
         calls.append(len(rows.index))
         if len(calls) == 4:
             raise GradscopeError("a transform fails on this batch")
@@ -245,7 +245,7 @@ def test_rows_before_a_failed_write_are_kept(
 def test_memory_that_runs_out_in_writing_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Writer, rows: Rows, states: Any = None) -> None:
+    def failing(self: Writer, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Writer, "append", failing)

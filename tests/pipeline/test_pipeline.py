@@ -243,7 +243,7 @@ def test_nothing_is_left_of_a_run_that_fails_at_once(
 ) -> None:
     job = prepare(spec())
 
-    def fail(*given: object) -> None:
+    def fail(*given: object, **more: object) -> None:
         raise GradscopeError("the first batch fails")
 
     monkeypatch.setattr(job.scope, "evaluate", fail)

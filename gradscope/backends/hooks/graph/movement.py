@@ -176,8 +176,19 @@ def _sliced(p: Passage) -> bool:
 
 
 def _padded(p: Passage) -> bool:
-    """Filled up along the last axes."""
-    return p.axis == p.out_axis and p.axis < p.rank - len(p.saved("pad")) // 2
+    """Filled up; the numbers come in pairs, from the last axis on."""
+    at = 2 * (p.rank - 1 - p.axis)
+    return p.axis == p.out_axis and not any(p.saved("pad")[at : at + 2])
+
+
+def _in_place(p: Passage) -> bool:
+    """Statistics are taken over the samples, or are not: in either case all stay where they are."""
+    return p.axis == p.out_axis
+
+
+def _matrices(p: Passage) -> bool:
+    """Operations on the last two axes."""
+    return p.axis == p.out_axis and p.axis < p.rank - 2
 
 
 def _within_rows(p: Passage) -> bool:
@@ -250,13 +261,13 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
         "Abs Acos Acosh Add Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy "
         "BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Complex Conj ConjPhysical "
         "Copysign Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor Fmax Fmin Fmod "
-        "Frac Gelu GradscopeTanhBackward Hardshrink Hardsigmoid Hardswish Hardtanh Huber Hypot "
-        "HuberLoss I0 Imag L1Loss LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp "
-        "Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul Mvlgamma NanToNum "
-        "NativeDropout Neg Normal Polar Polygamma Pow PreluKernel Real Reciprocal Relu Remainder Round Rsqrt Rsub "
-        "Selu Sgn Sigmoid SigmoidBackward Sign Silu SiluBackward Sin Sinc Sinh SmoothL1Loss "
-        "SoftMarginLoss Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 "
-        "SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Square Sub Tan Tanh "
+        "Frac Gelu GradscopeTanhBackward Hardshrink Hardsigmoid Hardswish Hardtanh Huber "
+        "HuberLoss Hypot I0 Imag L1Loss LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid "
+        "Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul Mvlgamma NanToNum "
+        "NativeDropout Neg Normal Polar Polygamma Pow PreluKernel Real Reciprocal Relu Remainder "
+        "Round Rsqrt Rsub Selu Sgn Sigmoid SigmoidBackward Sign Silu SiluBackward Sin Sinc Sinh "
+        "SmoothL1Loss SoftMarginLoss Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E "
+        "SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Square Sub Tan Tanh "
         "TanhBackward Threshold ThresholdBackward Trunc Where Xlogy",
     ),
     **_named(
@@ -268,26 +279,33 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     **_named(
         _other_axes,
         "Amax Amin Cummax Cummin Cumprod Cumsum Diagonal FftC2C FftC2R FftR2C Flip Gather Glu "
-        "IndexAdd IndexCopy IndexFill IndexReduce IndexSelect Kthvalue LinalgVectorNorm LogSoftmax "
-        "Logcumsumexp Logsumexp Max Mean Median Min Mode Nanmedian Nansum Norm Prod Renorm Roll "
-        "SafeSoftmax Scatter ScatterAdd ScatterReduce Select Softmax Sort Std StdMean Sum Topk "
-        "Unbind Unfold Var VarMean",
+        "IndexAdd IndexCopy IndexFill IndexReduce IndexSelect Kthvalue LinalgVectorNorm "
+        "LogSoftmax Logcumsumexp Logsumexp Max Mean Median Min Mode Nanmedian Nansum Norm Prod "
+        "Roll SafeSoftmax Scatter ScatterAdd ScatterReduce Select Softmax Sort Std StdMean "
+        "Sum Topk Unbind Unfold Var VarMean",
     ),
     **_named(_sliced, "Slice Split SplitWithSizes UnsafeSplit"),
     **_named(_padded, "ConstantPadNd"),
+    **_named(_in_place, "CudnnBatchNorm NativeBatchNorm"),
+    **_named(
+        _matrices,
+        "Cdist LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr "
+        "LinalgSlogdet LinalgSvd Tril Triu",
+    ),
     **_named(_within_rows, "FusedRmsNorm NativeLayerNorm"),
     **_named(
         _first_axis,
         "AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D "
-        "AvgPool3D ChannelShuffle Col2Im Convolution CudnnBatchNorm CudnnConvolution Embedding "
-        "FractionalMaxPool2D FractionalMaxPool3D GradscopePoolBackward GridSampler2D GridSampler3D "
-        "Im2Col MaxPool2DWithIndices MaxPool3DWithIndices MiopenConvolution MkldnnConvolution "
-        "MultiMarginLoss MultilabelMarginLoss NativeBatchNorm NativeGroupNorm NllLoss NllLoss2D "
-        "ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D "
-        "ReplicationPad3D ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention "
-        "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu UpsampleBicubic2D "
-        "UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D "
-        "UpsampleNearest3D UpsampleTrilinear3D",
+        "AvgPool3D ChannelShuffle Col2Im Convolution CudnnConvolution Embedding "
+        "FractionalMaxPool2D FractionalMaxPool3D GradscopePoolBackward GridSampler2D "
+        "GridSampler3D Im2Col MaxPool2DWithIndices MaxPool3DWithIndices MiopenConvolution "
+        "MkldnnConvolution MultiMarginLoss MultilabelMarginLoss NativeGroupNorm "
+        "NllLoss NllLoss2D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D "
+        "ReplicationPad2D ReplicationPad3D ScaledDotProductCudnnAttention "
+        "ScaledDotProductEfficientAttention ScaledDotProductFlashAttention "
+        "ScaledDotProductFlashAttentionForCpu UpsampleBicubic2D UpsampleBilinear2D "
+        "UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D "
+        "UpsampleTrilinear3D",
     ),
     **_named(_product(0), "Bmm Mm"),
     **_named(_product(1), "Addmm Baddbmm"),
