@@ -35,7 +35,8 @@ def _plain(t: Tensor) -> Tensor:
             f"a {kind} tensor among inputs and targets has no sample axis to go by",
             remedy="Give dense tensors (n, ...); pad sequences, and mask the loss.",
         )
-    return t.clone() if t.is_inference() else t
+    with torch.inference_mode(False):
+        return t.clone() if t.is_inference() else t
 
 
 def tensors(tree: Any) -> list[Tensor]:

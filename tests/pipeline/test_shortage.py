@@ -53,7 +53,6 @@ def test_smaller_batches_give_the_same_numbers(
     assert report.certificate["samples"] <= limit
     (note,) = (note for note in report.notes if "memory ran out" in note)
     assert f"with {batch_size} samples" in note
-    assert max(job.scope.problem.model.seen) > limit
 
 
 def test_a_run_goes_on_where_smaller_batches_stopped(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Models whose later batches are unlike the first."""

@@ -1,0 +1,82 @@
+"""How a case is written: a seeded builder of a model, a loss and several batches, in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.base import Net, smooth
+
+__all__ = ["CASES", "Case", "Net", "Stage", "case", "rows", "smooth"]
+
+Batch = tuple[Any, Any]
+
+
+class Stage(NamedTuple):
+    """What a case consists of.
+
+    Attributes:
+        model: A model.
+        loss: A loss.
+        batches: The first is harmless.
+        between: Called with the model and the number of a batch before that.
+    """
+
+    model: nn.Module
+    loss: Callable[..., Tensor]
+    batches: list[Batch]
+    between: Callable[[nn.Module, int], None] = lambda model, k: None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named course of events.
+
+    Attributes:
+        name: Its name.
+        kind: "moves" (samples are independent, and to be answered right), "coupled" (those of the
+            last batch are not), "carries" (the answer depends on earlier calls, unless the state
+            is put back), "backward" (something is done to gradients) or "user" (the caller changes
+            the model between two calls).
+        build: Returns it, anew and identical at every call.
+    """
+
+    name: str
+    kind: str
+    build: Callable[[], Stage]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(kind: str) -> Callable[[Callable[[], Stage]], Callable[[], Stage]]:
+    """File a builder under its own name."""
+
+    def add(builder: Callable[[], Stage]) -> Callable[[], Stage]:
+        name = builder.__name__
+
+        def build() -> Stage:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(crc32(name.encode()))
+                    stage = builder()
+            finally:
+                torch.set_default_dtype(before)
+            stage.model.eval()
+            return stage
+
+        assert name not in CASES, name
+        CASES[name] = Case(name, kind, build)
+        return builder
+
+    return add
+
+
+def rows(*sizes: int, width: int = 4, out: int = 3) -> list[Batch]:
+    """Random inputs (n, width) and targets (n, out), a batch of each size."""
+    return [(torch.randn(n, width), torch.randn(n, out)) for n in sizes]

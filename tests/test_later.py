@@ -1,0 +1,298 @@
+"""Batches unlike the first: answered right, or refused; of coupled ones at the latest in the last.
+
+The reference is a batch of one on a model made anew, in float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradscope
+from gradscope.core.batch import Batch, map_tensors
+from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError
+from gradscope.scope import Scope
+from tests.later import depends, moves  # noqa: F401  (importing files the cases)
+from tests.later.base import CASES, Case, Stage
+
+TOLERANCE = 1e-8
+
+
+def of_kind(*kinds: str) -> list[Any]:
+    found = [case for case in CASES.values() if case.kind in kinds]
+    assert found
+    return [pytest.param(case, id=case.name) for case in found]
+
+
+def right(case: Case, k: int) -> dict[str, Tensor]:
+    """Return {name: (n, *shape)} of batch k: each sample by itself, on a model of its own."""
+    rows: list[dict[str, Tensor]] = []
+    n = len(case.build().batches[k][1])
+    for i in range(n):
+        stage = case.build()
+        for earlier in range(k + 1):
+            stage.between(stage.model, earlier)
+        model, (inputs, targets) = stage.model, stage.batches[k]
+        given, wanted = map_tensors(lambda t, i=i: t[i : i + 1], (inputs, targets))
+        outputs = model(*given) if isinstance(given, tuple) else model(given)
+        stage.loss(outputs, wanted).sum().backward()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        zeros = {name: torch.zeros_like(p) for name, p in named.items()}
+        rows.append({m: zeros[m] if p.grad is None else p.grad for m, p in named.items()})
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def is_right(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    if found.keys() != wanted.keys():
+        return False
+    gaps = [(found[name] - g).abs().amax() for name, g in wanted.items()]
+    sizes = [g.abs().amax().clamp_min(1e-9) for g in wanted.values()]
+    return all(float(a) <= TOLERANCE * float(b) for a, b in zip(gaps, sizes, strict=True))
+
+
+def outcomes(case: Case, ask: Callable[[Scope, int, Any, bool], dict[str, Tensor]], **options: Any):
+    """Ask about each batch; return "right", "wrong" or the error for each."""
+    stage = case.build()
+    found: list[Any] = []
+    scope = Scope(stage.model, stage.loss, **options)
+    for k, batch in enumerate(stage.batches):
+        stage.between(stage.model, k)
+        try:
+            rows = ask(scope, k, batch, k == len(stage.batches) - 1)
+        except gradscope.GradscopeError as error:
+            found.append(error)
+        else:
+            found.append("right" if is_right(rows, right(case, k)) else "wrong")
+    return found
+
+
+def rows_of(scope: Scope, k: int, batch: Any, last: bool) -> dict[str, Tensor]:
+    """As a run does, which knows which batch is its last."""
+    return scope.evaluate(Batch.of(*batch), ordinal=k, last=last).gradients.dense()
+
+
+def test_the_table_is_what_it_says() -> None:
+    """All kinds are there; of samples that only move, the whole batch gives the same losses."""
+    for case in CASES.values():
+        stage = case.build()
+        if case.kind == "moves":
+            for inputs, targets in stage.batches:
+                together = stage.loss(stage.model(*inputs), targets)
+                for i in range(len(targets)):
+                    one = map_tensors(lambda t, i=i: t[i : i + 1], (inputs, targets))
+                    alone = stage.loss(stage.model(*one[0]), one[1])
+                    torch.testing.assert_close(alone, together[i : i + 1])
+    assert {case.kind for case in CASES.values()} == {
+        "moves",
+        "coupled",
+        "carries",
+        "backward",
+        "user",
+    }
+
+
+@pytest.mark.parametrize("verify", ["audit", "first", "never"])
+@pytest.mark.parametrize("case", of_kind("moves"))
+def test_samples_that_move_are_never_mistaken(case: Case, verify: str) -> None:
+    """Not even where nothing is proved: the owners are read in every batch."""
+    backend = "hooks" if verify == "never" else "auto"
+    found = outcomes(case, rows_of, verify=verify, backend=backend)
+    if backend == "auto":
+        assert found == ["right"] * len(found)
+    assert "wrong" not in found
+    assert all(one == "right" or isinstance(one, RefusedError) for one in found)
+
+
+EXACT_BY_HOOKS = {
+    "sorted_by_length",
+    "nearly_sorted_by_length",
+    "gathered_and_scattered",
+    "permuted_by_a_matrix",
+    "permuted_by_a_function",
+    "sorted_under_a_checkpoint",
+    "time_major_and_sorted",
+    "the_last_positions_of_sequences",
+}
+
+
+@pytest.mark.parametrize("name", sorted(EXACT_BY_HOOKS))
+def test_hooks_itself_is_exact_where_samples_move(name: str) -> None:
+    found = outcomes(CASES[name], rows_of, verify="never", backend="hooks")
+    assert found == ["right"] * len(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_owners_are_told_in_low_precision(dtype: torch.dtype) -> None:
+    """Thirty samples: half precision needs several marks."""
+    torch.manual_seed(5)
+
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 7), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort()
+            return self.b(self.a(x[order]).tanh())[order.argsort()]
+
+    model, inputs = Sorting().to(dtype), torch.randn(30, 4).to(dtype)
+    targets = torch.randint(3, (30,))
+    given = model, "cross_entropy", inputs, targets
+    found = gradscope.per_sample_gradients(*given, backend="hooks", verify="never")
+    wanted = gradscope.per_sample_gradients(*given, backend="loop", verify="never")
+    for name, g in wanted.items():
+        gap = (found[name].double() - g.double()).flatten(1).norm(dim=1)
+        assert (gap <= 20 * torch.finfo(dtype).eps * g.double().flatten(1).norm(dim=1)).all(), name
+
+
+@pytest.mark.parametrize("backend", ["auto", "hooks"])
+@pytest.mark.parametrize("case", of_kind("coupled", "backward"))
+def test_what_couples_samples_is_found_in_the_last_batch(case: Case, backend: str) -> None:
+    found = outcomes(case, rows_of, backend=backend)
+    assert found[-1] != "wrong", found
+    assert all(one == "right" or isinstance(one, RefusedError) for one in (found[0], found[-1]))
+
+
+@pytest.mark.parametrize("backend", ["auto", "hooks", "vmap", "expand", "loop"])
+@pytest.mark.parametrize("case", of_kind("carries", "user"))
+def test_what_a_model_carries_along_makes_no_difference(case: Case, backend: str) -> None:
+    """It is put back, or refused by name; and so is what the user changes between two calls."""
+    found = outcomes(case, rows_of, backend=backend)
+    assert all(one == "right" or isinstance(one, RefusedError) for one in found), found
+
+
+ANSWERED = {
+    "a_counter",
+    "counters_in_all_kinds_of_places",
+    "a_weight_that_is_kept_after_the_first_call",
+    "a_weight_kept_with_its_graph",
+    "other_parameters_are_assigned",
+    "a_head_is_replaced",
+    "a_parameter_is_frozen",
+    "a_hook_is_put_on_a_parameter",
+    "a_hook_is_put_on_a_layer",
+    "an_optimizer_steps",
+    "a_hook_on_a_parameter",
+}
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERED))
+def test_what_can_be_answered_is(name: str) -> None:
+    found = outcomes(CASES[name], rows_of)
+    assert found == ["right"] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("a_parameter_that_the_forward_pass_changes", r"model\.a\.weight"),
+        ("factors_from_a_generator", r"model\.factors"),
+        ("training_mode_is_switched_on", r"'drop' \(Dropout\).*random"),
+    ],
+)
+def test_what_cannot_is_refused_by_name(name: str, what: str) -> None:
+    *_, last = outcomes(CASES[name], rows_of)
+    assert isinstance(last, RefusedError)
+    with pytest.raises(RefusedError, match=what):
+        raise last
+
+
+@pytest.mark.parametrize("case", of_kind("carries", "user"))
+def test_the_model_is_left_as_it_was(case: Case) -> None:
+    stage = case.build()
+    before = {name: p.detach().clone() for name, p in stage.model.state_dict().items()}
+    attributes = {k: v for k, v in vars(stage.model).items() if isinstance(v, int | None)}
+    scope = Scope(stage.model, stage.loss)
+    for batch in stage.batches:
+        try:
+            scope.per_sample_gradients(*batch)
+        except RefusedError:
+            break
+    after = stage.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert {k: vars(stage.model)[k] for k in attributes} == attributes
+
+
+def through_a_context(stage: Stage, **options: Any) -> None:
+    """Ask in a hurry: there is no time for audits, but the last."""
+    with Scope(stage.model, stage.loss, **options) as scope:
+        for inputs, targets in stage.batches:
+            scope.per_sample_gradients(inputs, targets)
+            scope.auditor._credit = -1e9
+
+
+def test_a_scope_that_is_left_audits_its_last_batch() -> None:
+    stage = CASES["shifted_where_a_flag_is_set"].build()
+    for verify in ("first", "never"):
+        through_a_context(stage, verify=verify)  # they say nothing of it
+    with pytest.raises(CoupledSamplesError, match="depends on other samples"):
+        through_a_context(stage)
+
+
+def test_an_error_of_the_callers_own_is_not_hidden() -> None:
+    stage = CASES["shifted_where_a_flag_is_set"].build()
+    with pytest.raises(KeyError, match="mine"), Scope(stage.model, stage.loss) as scope:
+        scope.norms(*stage.batches[0])
+        scope.auditor._credit = -1e9
+        scope.norms(*stage.batches[-1])
+        raise KeyError("mine")
+
+
+def test_the_last_part_of_an_expectation_is_audited() -> None:
+    """Here the first 512 samples are in order, and the 20 that follow are not independent."""
+    stage = CASES["shifted_where_a_flag_is_set"].build()
+    inputs, targets = torch.randn(532, 4).double(), torch.randn(532, 3).double()
+    inputs[520, 0] = 9
+    with pytest.raises(CoupledSamplesError):
+        gradscope.expectation(stage.model, stage.loss, "mean", inputs, targets)
+
+
+def test_a_refusal_stays_a_refusal_until_a_proof_has_passed() -> None:
+    model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+    inputs, targets = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    for backend in ("loop", "expand", "vmap", "hooks", "auto"):
+        scope = Scope(model.train(), "cross_entropy", backend=backend)
+        for _ in range(3):
+            with pytest.raises(RefusedError):
+                scope.norms(inputs, targets)
+        model.eval()
+        scope.norms(inputs, targets)
+        model.train()
+        with pytest.raises(RefusedError):
+            scope.norms(inputs, targets)
+
+
+def test_after_a_refusal_every_batch_is_proved() -> None:
+    """A model that couples samples once may do so again: batches 1 and 3 do, 0 and 2 do not."""
+    stage = CASES["centred_where_it_is_far_off"].build()
+    (good, bad), scope = (stage.batches[0], stage.batches[-1]), Scope(stage.model, stage.loss)
+    scope.norms(*good)
+    with pytest.raises(RefusedError):
+        scope.evaluate(Batch.of(*bad), last=True)
+    for _ in range(3):
+        scope.norms(*good)
+        with pytest.raises(RefusedError):
+            scope.norms(*bad)
+
+
+def test_auto_goes_on_with_another_backend_and_says_so() -> None:
+    """Where the answers before are proved, the caller need not ask again."""
+    stage = CASES["a_hook_that_clips_the_batch"].build()
+    scope = Scope(stage.model, stage.loss)
+    for k in (0, 2):
+        rows = scope._repeated(lambda k=k: rows_of(scope, k, stage.batches[k], k == 2))
+        assert is_right(rows, right(CASES["a_hook_that_clips_the_batch"], k))
+    assert scope.backend != "hooks"
+    assert any("hooks refused: the hooks backend failed the proof" in note for note in scope.notes)
+
+
+def test_doubtful_answers_are_told() -> None:
+    stage = CASES["a_hook_that_clips_the_batch"].build()
+    scope = Scope(stage.model, stage.loss, backend="hooks")
+    scope.norms(*stage.batches[0])
+    scope.auditor._credit = -1e9  # no time for more
+    scope.norms(*stage.batches[1])
+    with pytest.raises(CertificateError, match="answers to 1 batches since the last that was prov"):
+        scope._repeated(lambda: rows_of(scope, 2, stage.batches[2], True))
