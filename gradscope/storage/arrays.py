@@ -10,8 +10,9 @@ import numpy as np
 
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import ResultFileError
+from gradscope.storage.checks import Checks
 from gradscope.storage.factors import AXES, KINDS, stored_rows
-from gradscope.storage.formats import named, numpy_dtype, read_rows
+from gradscope.storage.formats import named, numpy_dtype
 
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
 
@@ -54,9 +55,9 @@ class StoredArray:
         dtype: The dtype of what is returned: float32 also where bfloat16 is stored.
     """
 
-    def __init__(self, name: str, item: h5py.HLObject) -> None:
+    def __init__(self, name: str, item: h5py.HLObject, checks: Checks) -> None:
         self.name = name
-        self._item = item
+        self._item, self._checks = item, checks
         self._where = f"{item.file.filename}: {item.name}"
         if isinstance(item, h5py.Dataset):
             self.representation = "dense"
@@ -103,7 +104,7 @@ class StoredArray:
         if self.shape:
             return self._read(0, self.shape[0])
         with reading(self._where):
-            return np.asarray(self._item[()])
+            return self._checks.whole(self._item)
 
     def _slice(self, rows: slice) -> np.ndarray:
         chosen = range(self.shape[0])[rows]
@@ -129,8 +130,8 @@ class StoredArray:
     def _read(self, start: int, stop: int) -> np.ndarray:
         with reading(self._where):
             if isinstance(self._item, h5py.Group):
-                return stored_rows(self._item, slice(start, stop))
-            return read_rows(self._item, start, stop)
+                return stored_rows(self._item, slice(start, stop), self._checks)
+            return self._checks.rows(self._item, start, stop)
 
     @property
     def _datasets(self) -> list[h5py.Dataset]:

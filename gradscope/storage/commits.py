@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradscope.errors import OutputError
 from gradscope.storage.plan import States
 from gradscope.storage.sidecar import Paths, Progress
@@ -53,7 +55,7 @@ class Commits:
         """Whether the last one was long ago, measured by what it cost."""
         return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * self._cost)
 
-    def make(self, kept: Kept, states: States, structure: Structure) -> None:
+    def make(self, kept: Kept, states: States, structure: Structure, records: np.ndarray) -> None:
         """Make the rows durable, then say so."""
         begin = time.monotonic()
         marks = kept.marks.items()
@@ -66,6 +68,7 @@ class Commits:
                 tails={path: mark.tail for path, mark in marks if len(mark.tail)},
                 overflowed={path: mark.overflowed for path, mark in marks if mark.overflowed},
                 structure=structure,
+                records=records,
             ).save(self._paths.progress)
         self.completed = kept.completed
         self._last = time.monotonic()

@@ -13,8 +13,12 @@ from contextlib import contextmanager
 
 import h5py
 import numpy as np
+from crc32c import crc32c
+
+Written = dict[int, tuple[int, int]]
 
 _HOLE = 4096  # shorter runs of zeros are written
+_VERSION = ("v110", "v110")  # the older one needs kilobytes for each data set
 
 
 class DescriptorFile:
@@ -22,10 +26,12 @@ class DescriptorFile:
 
     Attributes:
         error: The first thing that went wrong; nothing is written after it.
+        written: Size and CRC-32C of what was written, by its offset, for who asks.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, written: Written | None = None) -> None:
         self.error: BaseException | None = None
+        self.written = written
         self._descriptor = descriptor
         self._position = 0
         self._end = os.fstat(descriptor).st_size
@@ -60,6 +66,8 @@ class DescriptorFile:
 
     def write(self, data: memoryview) -> int:
         """Write `data`, or leave a hole."""
+        if self.written is not None:
+            self.written[self._position] = len(data), crc32c(data)
         beyond = len(data) >= _HOLE and self._position >= self._end
         if not beyond or _is_any(data):
             self._write(data, self._position)
@@ -90,14 +98,18 @@ class DescriptorFile:
 
 
 @contextmanager
-def editing(descriptor: int) -> Iterator[h5py.File]:
+def editing(descriptor: int, written: Written | None = None) -> Iterator[h5py.File]:
     """Open the HDF5 file behind `descriptor`, or begin one in an empty file; and close it.
+
+    Args:
+        descriptor: Of the file.
+        written: Takes size and CRC-32C of all that HDF5 writes, by offset: compressed chunks too.
 
     Raises:
         OSError: Something could not be written.
     """
-    behind = DescriptorFile(descriptor)
-    with h5py.File(behind, "r+" if os.fstat(descriptor).st_size else "w") as file:
+    behind = DescriptorFile(descriptor, written)
+    with h5py.File(behind, "r+" if os.fstat(descriptor).st_size else "w", libver=_VERSION) as file:
         yield file
     behind.check()
 

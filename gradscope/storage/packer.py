@@ -3,6 +3,7 @@
 How large a compressed chunk is shows when it is there, so its place cannot be known beforehand.
 HDF5 finds one, and its structure changes with every chunk: what a run needs to go on is the
 structure as it was at the last commit, and chunks that are complete are never written again.
+Their checksums are taken when HDF5 hands them over to be written.
 """
 
 from contextlib import AbstractContextManager
@@ -11,7 +12,9 @@ from math import prod
 import h5py
 import numpy as np
 
-from gradscope.storage.editing import editing
+from gradscope.storage.checks import RECORD
+from gradscope.storage.editing import Written, editing
+from gradscope.storage.places import Place
 from gradscope.storage.stream import Piece
 
 
@@ -21,10 +24,12 @@ class Packer:
     Attributes:
         failed: Whether something was not written: the structure is then that of the last commit
             only.
+        written: Size and CRC-32C of what HDF5 has written, by offset: chunks among it.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.failed = False
+        self.written: Written = {}
         self._descriptor = descriptor
         self._editing: AbstractContextManager[h5py.File] | None = None
         self._file: h5py.File | None = None
@@ -33,7 +38,7 @@ class Packer:
     def write(self, piece: Piece) -> None:
         """Compress one piece, which is a whole chunk, and write it."""
         if self._file is None:
-            self._editing = editing(self._descriptor)
+            self._editing = editing(self._descriptor, self.written)
             self._file = self._editing.__enter__()
         if piece.path not in self._open:
             self._open[piece.path] = self._file[piece.path]
@@ -47,6 +52,17 @@ class Packer:
         inside = dataset.id.get_space()
         inside.select_hyperslab(tuple(int(at) for at in first), count)
         dataset.id.write(h5py.h5s.create_simple(count), inside, data, kind)
+
+    def know(self, records: np.ndarray) -> None:
+        """Take over what was written before (m, 3): offset, size and CRC-32C."""
+        self.written |= {offset: (size, sum_) for offset, size, sum_ in records.tolist()}
+
+    def records(self, place: Place) -> np.ndarray:
+        """Return offset, size and CRC-32C of the chunks at a place, (m, 3) int64."""
+        found = [(at, *self.written[at]) for at in place.offsets.tolist()]
+        records = np.array(found, np.int64).reshape(-1, RECORD)
+        assert np.array_equal(records[:, 1], place.sizes)  # each was written at once
+        return records
 
     def flush(self) -> None:
         """Return when everything is in the file.

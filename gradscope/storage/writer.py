@@ -17,6 +17,8 @@ from gradscope.storage.build import build
 from gradscope.storage.commits import Commits, Kept
 from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
+from gradscope.storage.integrity import joined
+from gradscope.storage.places import Place
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.relayout import make_dense
 from gradscope.storage.sidecar import Paths, Progress
@@ -187,12 +189,16 @@ class Writer:
             with editing(self._descriptor) as file:
                 build(file, self._plan, rows)
                 slots = bind(file)
-            self._structure = Structure.of(self._descriptor, slots.extents)
+            extents = joined(stream.place for stream in slots.streams.values())
+            self._structure = Structure.of(self._descriptor, extents)
             secure_space(self._paths.part, self._descriptor)
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
                 slots = bind(file)
-            slots.start_at(self.completed, self._found.tails, self._found.overflowed)
+            found = self._found
+            slots.start_at(found.completed, found.tails, found.overflowed, found.records)
+            if slots.packed:
+                self._disk.packer.know(found.records)
         self._slots = slots
         self._kept = replace(self._kept, marks=slots.marks)
         return slots
@@ -218,7 +224,7 @@ class Writer:
             self._structure.put_back(self._descriptor)
             raise
         with h5py.File(self._paths.part, "r", locking=False) as file:
-            extents = made.found_again(file)
+            extents = joined(made.places(file).values())
         self._slots, self._structure = made, Structure.of(self._descriptor, extents)
         self._kept = replace(self._kept, marks=made.marks)
         return made
@@ -235,12 +241,16 @@ class Writer:
             self._commit(self._kept.states)
 
     def _commit(self, states: States) -> None:
-        assert self._structure is not None and self._slots is not None  # there are rows
-        if self._slots.packed:  # chunks have come, and the structure with them
+        slots, structure = self._slots, self._structure
+        assert structure is not None and slots is not None  # there are rows
+        places: Mapping[str, Place] = {}
+        if slots.packed:  # chunks have come, and the structure with them
             with h5py.File(self._paths.part, "r", locking=False) as file:
-                extents = self._slots.found_again(file)
-            self._structure = Structure.of(self._descriptor, extents)
-        self._commits.make(self._kept, states, self._structure)
+                places = slots.places(file)
+            structure = Structure.of(self._descriptor, joined(places.values()))
+            self._structure = structure
+        records = slots.records(self._kept.marks, places, self._disk.packer)
+        self._commits.make(self._kept, states, structure, records)
 
 
 def _copied(states: States) -> States | None:
