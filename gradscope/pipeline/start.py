@@ -22,7 +22,14 @@ from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import PROGRESS, Progress, Run, unproved
 from gradscope.stats import RunReport
-from gradscope.storage import ChainPlan, FilePlan, Writer, open_writer
+from gradscope.storage import (
+    LONGEST,
+    ChainPlan,
+    FilePlan,
+    Writer,
+    open_writer,
+    require_place,
+)
 
 
 @contextmanager
@@ -40,6 +47,7 @@ def start(
     """
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
+    require_place(path, LONGEST)
     _refuse_inputs(job, path)
     plan = file_plan(job)
     with (

@@ -24,10 +24,10 @@ from gradscope.storage.merge_parts import Part, Parts
 from gradscope.storage.merge_virtual import create_virtual
 from gradscope.storage.opening import Opened, opened_again
 from gradscope.storage.plan import FilePlan, States
-from gradscope.storage.sidecar import Paths
+from gradscope.storage.sidecar import LONGEST, Paths
 from gradscope.storage.slots import Slots, bind
 from gradscope.storage.stream import Piece, Stream
-from gradscope.storage.trouble import secure_space, writing
+from gradscope.storage.trouble import require_place, secure_space, writing
 
 Owned = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
 
@@ -225,9 +225,7 @@ def _require_order(source: Opened, part: Part) -> None:
 
 def _require_free(paths: Paths, parts: Parts, overwrite: bool) -> None:
     """Check that the final file may be written."""
-    folder = paths.final.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_place(paths.final, LONGEST)
     if not paths.final.exists():
         return
     if any(paths.final.samefile(part.path) for part in parts.files):

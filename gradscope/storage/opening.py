@@ -1,5 +1,6 @@
 """Opening a result file that comes from somewhere else: its seal first, then all that it holds."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -61,7 +62,7 @@ def opened_again(path: Path, digest: bytes) -> Opened:
         ResultFileError: It has changed, or cannot be read.
     """
     with reading(str(path)):
-        seal = integrity.seal_of(path) if path.is_file() else None
+        seal = integrity.seal_of(path) if _is_file(path) else None
         if seal is None or not seal.intact or seal.digest != digest:
             raise ResultFileError(
                 "it is no longer what it was when it was opened first",
@@ -74,12 +75,12 @@ def opened_again(path: Path, digest: bytes) -> Opened:
 
 def _file(path: Path) -> tuple[h5py.File, integrity.Seal | None]:
     """Open the file, having checked its seal, and return that."""
-    if not path.is_file():
+    if not _is_file(path):
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
             "there is no such file",
             remedy=f"{part.name} is there: the run is not finished; give --resume."
-            if part.exists()
+            if _is_file(part)
             else "Check the path.",
         )
     seal = integrity.seal_of(path)
@@ -123,6 +124,10 @@ def _checked(file: h5py.File, size: int, seal: integrity.Seal | None) -> tuple[C
         raise _changed("its seal is missing: it was cut short, or changed after it was written")
     consistency.check(file, safety.check(file, size))
     return Checks(file.id.get_vfd_handle, seal.table), seal.digest
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113 (which raises where a name is too long)
 
 
 def _changed(what: str) -> ResultFileError:

@@ -26,6 +26,8 @@ from gradscope.errors import OutputError
 from gradscope.storage.formats import as_numpy
 from gradscope.storage.structure import Structure
 
+LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
+
 _MAGIC, _SUM_BYTES = b"gradprog", 4
 
 

@@ -8,6 +8,7 @@ from gradscope.storage.build import Shapes, result_array, state_arrays, table_ar
 from gradscope.storage.columns import arrays_of
 from gradscope.storage.factors import AXES
 from gradscope.storage.layout import Array
+from gradscope.storage.names import escape
 from gradscope.storage.plan import FilePlan, Rows, to_json
 
 # What HDF5 1.10's format takes, measured; a test compares it with files.
@@ -30,7 +31,7 @@ class _Object:
     @property
     def structure(self) -> int:
         """About how many bytes HDF5 and the seal need besides the numbers."""
-        array, named = self.array, _NAMED + self.numbers * _NUMBER + 2 * len(self.name.encode())
+        array, named = self.array, _NAMED + self.numbers * _NUMBER + 2 * len(escape(self.name))
         size = _DATASET + _AXIS * len(array.shape) + (named if self.name else 0)
         if array.chunks is not None:
             size += _CHUNKED + (_INDEXED + _ENTRY * array.pieces if array.pieces > 1 else 0)

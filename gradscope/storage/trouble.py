@@ -1,6 +1,7 @@
 """What the operating system and HDF5 say when a file cannot be written, in our words."""
 
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from gradscope.errors import OutputError
 from gradscope.storage.linux import FULL, reserve
 from gradscope.storage.signals import deferred
 
+_NAME_BYTES = 255
 _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 
 
@@ -39,6 +41,35 @@ def writing(path: Path) -> Iterator[None]:
             what = f"writing failed: {str(error).strip().splitlines()[0]}"
             remedy = "Check the path and the disk; what is complete is kept for --resume."
         raise OutputError(what, where=str(path), remedy=remedy) from error
+
+
+def require_place(path: Path, suffix: str = "") -> None:
+    """Refuse a file whose folder is not there, or whose name is too long for it.
+
+    Args:
+        path: The file.
+        suffix: What is put behind its name while it is written.
+
+    Raises:
+        OutputError: It cannot be there.
+    """
+    folder = path.absolute().parent
+    if not os.path.isdir(folder):  # noqa: PTH112 (which raises where a name is too long)
+        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    over = excess(path.name + suffix, folder)
+    if over > 0:
+        behind = f", since {suffix} is put behind it while it is written" if suffix else ""
+        raise OutputError(
+            f"the name is {over} bytes too long for the disk{behind}",
+            where=str(path),
+            remedy="Choose a shorter one.",
+        )
+
+
+def excess(name: str, folder: Path) -> int:
+    """Return by how many bytes a name is too long for a file in a folder."""
+    most = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else _NAME_BYTES
+    return max(0, len(os.fsencode(name)) - most)
 
 
 def secure_space(part: Path, descriptor: int) -> None:

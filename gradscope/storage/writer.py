@@ -21,10 +21,10 @@ from gradscope.storage.integrity import joined
 from gradscope.storage.places import Place
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.relayout import make_dense
-from gradscope.storage.sidecar import Paths, Progress
+from gradscope.storage.sidecar import LONGEST, Paths, Progress
 from gradscope.storage.slots import Slots, bind
 from gradscope.storage.structure import Structure
-from gradscope.storage.trouble import secure_space, writing
+from gradscope.storage.trouble import require_place, secure_space, writing
 
 KEEP_BYTES = 2**26  # states up to this size are copied with every batch, for a stop in between
 
@@ -50,9 +50,7 @@ def open_writer(
     paths = Paths(Path(path))
     if plan.n < 1:
         raise OutputError("there is no sample to store", where=str(path))
-    if not paths.final.absolute().parent.is_dir():
-        folder = paths.final.parent
-        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_place(paths.final, LONGEST)
     if resuming.is_done(paths, plan, overwrite=overwrite, resume=resume):
         yield Writer.of_complete(paths, plan)
         return
