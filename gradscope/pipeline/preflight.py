@@ -103,7 +103,8 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
         OutputError: The file does not fit.
         RefusedError: No backend has an exact, proved answer.
     """
-    if (path.exists() and not overwrite) or _guess(job) <= LARGE:
+    refused = not path.absolute().parent.is_dir() or (path.exists() and not overwrite)
+    if refused or _guess(job) <= LARGE:
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.own_loss)
     with predicted(), forgotten(job.scope):

@@ -119,7 +119,8 @@ class StoredArray:
         """Read each run of neighbouring rows once, then put them in the order asked for."""
         positions = np.arange(self.shape[0])[rows.astype(int) if rows.size == 0 else rows]
         wanted, order = np.unique(positions, return_inverse=True)
-        found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+        with reading(self._where):
+            found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         at = 0
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1):
             if len(run):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
+from gradscope.core.shortage import require_memory
 from gradscope.core.threads import started
 from gradscope.errors import ResultFileError
 from gradscope.storage.checksum import CHECKSUM_BYTES, fletcher32
@@ -71,6 +72,7 @@ class Checks:
         row = prod(shape[1:]) * dataset.id.get_type().get_size()
         if not known.direct:
             self._look(dataset, known, start * row, stop * row)
+            require_memory()
             return read_rows(dataset, start, stop)
         halves = format_of(dataset) == torch.bfloat16
         made = np.empty(shape, np.int16 if halves else dataset.dtype)

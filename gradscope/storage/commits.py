@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
 from gradscope.storage.plan import States
 from gradscope.storage.sidecar import Paths, Progress
@@ -80,6 +81,7 @@ class Commits:
         try:
             with writing(self._paths.final):
                 yield
-        except OutputError:
-            self.trusted = False
+        except OutputError as error:
+            cause = error.__cause__
+            self.trusted = cause is not None and is_shortage(cause)  # the disk is not to blame
             raise

@@ -19,7 +19,7 @@ from gradscope.storage.names import escape
 from gradscope.storage.reader import GradientFile
 from gradscope.storage.replacing import SUFFIX, check_free, replacing
 from gradscope.storage.selection import Part, find_chain, find_parts
-from gradscope.storage.trouble import excess, require_place
+from gradscope.storage.trouble import excess, require_short
 
 FORMATS = (".npy", ".safetensors", *TABLES)
 
@@ -66,7 +66,7 @@ def export(
         ResultFileError: The data are damaged; nothing is written then.
         OutputError: A file cannot be written.
     """
-    require_place(path, SUFFIX if path.suffix else "")
+    require_short(path, SUFFIX if path.suffix else "")
     suffix = path.suffix.lower()
     if path.exists() and path.samefile(file.path):
         raise OutputError(

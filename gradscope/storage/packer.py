@@ -8,10 +8,12 @@ Their checksums are taken when HDF5 hands them over to be written.
 
 from contextlib import AbstractContextManager
 from math import prod
+from typing import Any
 
 import h5py
 import numpy as np
 
+from gradscope.core.shortage import require_memory
 from gradscope.storage.checks import RECORD
 from gradscope.storage.editing import Written, editing
 from gradscope.storage.places import Place
@@ -36,7 +38,26 @@ class Packer:
         self._open: dict[str, h5py.Dataset] = {}
 
     def write(self, piece: Piece) -> None:
-        """Compress one piece, which is a whole chunk, and write it."""
+        """Compress one piece, which is a whole chunk, and write it.
+
+        Raises:
+            OSError: It could not be written; the file is closed.
+        """
+        try:
+            self._write(piece)
+        except BaseException as error:  # at once: HDF5 may need the memory that is kept for it
+            self._close(type(error), error, error.__traceback__)
+            raise
+
+    def flush(self) -> None:
+        """Return when everything is in the file.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        self._close(None, None, None)
+
+    def _write(self, piece: Piece) -> None:
         if self._file is None:
             self._editing = editing(self._descriptor, self.written)
             self._file = self._editing.__enter__()
@@ -51,6 +72,7 @@ class Packer:
         data = np.concatenate([piece.data, np.zeros(missing, np.uint8)]) if missing else piece.data
         inside = dataset.id.get_space()
         inside.select_hyperslab(tuple(int(at) for at in first), count)
+        require_memory()
         dataset.id.write(h5py.h5s.create_simple(count), inside, data, kind)
 
     def know(self, records: np.ndarray) -> None:
@@ -64,17 +86,14 @@ class Packer:
         assert np.array_equal(records[:, 1], place.sizes)  # each was written at once
         return records
 
-    def flush(self) -> None:
-        """Return when everything is in the file.
-
-        Raises:
-            OSError: Something could not be written.
-        """
+    def _close(self, *error: Any) -> None:
+        """Close the file, and with it the data sets, as a context does on its exit."""
         context, self._editing, self._file = self._editing, None, None
-        self._open.clear()
-        if context is not None:
-            try:
-                context.__exit__(None, None, None)
-            except OSError:
-                self.failed = True
-                raise
+        try:
+            if context is not None:
+                context.__exit__(*error)
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self._open.clear()

@@ -109,7 +109,7 @@ class Writer:
                 f"{self._plan.n} samples",
                 where=str(self._paths.final),
             )
-        with writing(self._paths.final):
+        with writing(self._paths.final, again=True):
             slots = self._ready(rows)
             try:
                 slots = self._fit(slots, rows)
@@ -151,14 +151,18 @@ class Writer:
                 where=str(self._paths.part),
                 remedy="Go on with --resume.",
             )
-        if self._commits.are_due():
+        with writing(self._paths.final):
+            slots = self._ready(None)
+        if self._commits.are_due() or slots.packed:  # whose structure cannot be committed later
             self._commit_kept()
         with self._commits.trusting():
+            if not slots.packed:
+                self._restore()
             complete.complete(
                 self._paths,
                 self._descriptor,
                 self._disk,
-                self._ready(None),
+                slots,
                 results,
                 certificate,
                 norm_attributes or {},
@@ -170,7 +174,7 @@ class Writer:
     def close(self) -> None:
         """Keep what is complete for `resume`; remove the file when that is nothing."""
         if not self._done and self._commits.trusted and not self._disk.packer.failed:
-            with suppress(OutputError):  # the last commit still stands
+            with suppress(OutputError, MemoryError):  # the last commit still stands
                 self._commit_kept()
         self._disk.close()
         if not self._done and self._commits.completed == 0:
@@ -206,6 +210,8 @@ class Writer:
         changed = slots.misfits(rows)
         if not changed:
             return slots
+        if not slots.packed:
+            self._restore()
         try:
             made = make_dense(
                 self._paths.part,
@@ -218,14 +224,18 @@ class Writer:
             )
             secure_space(self._paths.part, self._descriptor)
         except BaseException:
-            assert self._structure is not None  # there are slots
-            self._structure.put_back(self._descriptor)
+            self._restore()
             raise
         with h5py.File(self._paths.part, "r", locking=False) as file:
             extents = joined(made.places(file).values())
         self._slots, self._structure = made, Structure.of(self._descriptor, extents)
         self._kept = replace(self._kept, marks=made.marks)
         return made
+
+    def _restore(self) -> None:
+        """Make the file's structure what it was: the disk may have changed it since."""
+        assert self._structure is not None  # there are slots
+        self._structure.put_back(self._descriptor)
 
     def _go_back(self) -> None:
         """Forget a batch that was not written to its end."""
