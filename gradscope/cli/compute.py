@@ -154,6 +154,7 @@ def compute(
         resume = resume or worker.restarted
         quiet = quiet or worker.shard.index > 0
     from gradscope.pipeline import prepare
+    from gradscope.storage import LONGEST, require_place
 
     stopping.unwinding()
     with stopping.told(lambda: _nothing_new(resume)):
@@ -161,6 +162,7 @@ def compute(
         job = prepare(spec)
         if output is not None:  # the user's code may have gone to another folder
             output = job.place(output if Path.cwd() == here else here / output)
+            require_place(output, LONGEST)
         if dry_run:
             _plan(job, output, json)
             return

@@ -29,6 +29,9 @@ def init(
     json: options.Json = False,
 ) -> None:
     """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
+    from gradscope.storage import require_place
+
+    require_place(output)
     if output.exists() and not overwrite:
         raise OutputError(
             "the file exists", where=str(output), remedy="Choose another name, or --overwrite."

@@ -19,7 +19,7 @@ _Found = list[Mapping[str, Tensor]]
 
 def aggregate_shapes(
     job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
-) -> list[Shapes]:
+) -> tuple[list[Shapes], list[Shapes]]:
     """Return what the result file holds besides rows: results, and the states it keeps.
 
     Some grow with the number of samples: it is told by the difference that half of these makes.
@@ -33,7 +33,7 @@ def aggregate_shapes(
     kept = job.scope.usable(batch, evaluation)
     reduced = [chain for chain in chains if chain.reducer is not None]
     if kept is None:
-        return []
+        return [], []
     gradients, problem, samples = kept
     n, few = gradients.n, gradients.n // 2
     every = [job.scope.labels.chain(bind("mean")), *reduced]
@@ -46,7 +46,7 @@ def aggregate_shapes(
     else:
         stored, made = _grown(states, states, 0), _grown(results, results, 0)
     size = sum(prod(shape) * dtype.itemsize for one in stored for shape, dtype in one.values())
-    return [*made[1:], *(stored if keeps_states(job, size) else [])]
+    return made[1:], stored if keeps_states(job, size) else []
 
 
 def _found(

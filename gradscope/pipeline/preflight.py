@@ -135,7 +135,7 @@ def room_for(
     more = aggregate_shapes(job, chains, batch, evaluation)
 
     def size(layout: Layout, dtype: torch.dtype) -> int:
-        return sum(file_bytes(replace(plan, layout=layout, dtype=dtype), rows, more))
+        return sum(file_bytes(replace(plan, layout=layout, dtype=dtype), rows, *more))
 
     layouts = {name: size(name, plan.dtype) for name in get_args(Layout)}
     smaller = {"--layout factored": layouts["factored"]}
@@ -144,7 +144,7 @@ def room_for(
     if plan.dtype.itemsize > 2:
         smaller["--dtype float16"] = size(plan.layout, torch.float16)
     none = replace(rows, chains=tuple(None for _ in chains))
-    table = sum(file_bytes(plan, none, more))
+    table = sum(file_bytes(plan, none, *more))
     projected = plan.n * _PROJECTED * plan.dtype.itemsize
     smaller[f'a projection (-t "project:dim={_PROJECTED}")'] = table + projected
     mean = sum(p.nbytes for p in job.scope.problem.parameters.values())

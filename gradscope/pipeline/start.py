@@ -27,7 +27,14 @@ from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import PROGRESS, Progress, Run, first_of, rows_of
 from gradscope.proof import Audits
 from gradscope.stats import RunReport
-from gradscope.storage import ChainPlan, FilePlan, Writer, open_writer
+from gradscope.storage import (
+    LONGEST,
+    ChainPlan,
+    FilePlan,
+    Writer,
+    open_writer,
+    require_place,
+)
 
 
 @contextmanager
@@ -45,6 +52,7 @@ def start(
     """
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
+    require_place(path, LONGEST)
     _refuse_inputs(job, path)
     plan = file_plan(job)
     with (

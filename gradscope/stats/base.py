@@ -73,8 +73,11 @@ class Source(Protocol):
     parameters: Any
     samples: Any
     norms: Any
-    norm_attributes: Any
     chains: Any
+
+    @property
+    def norm_attributes(self) -> Any:
+        """{parameter: {attribute: number}}."""
 
 
 def wide(values: Any) -> Floats:

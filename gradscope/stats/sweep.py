@@ -120,7 +120,7 @@ class _Walk:
         self.picked: NDArray[Any] | None = None
         self.scratch = np.empty(tiles.most, tiles.dtype)
         self.ones = np.ones(tiles.columns, tiles.dtype)
-        random = np.random.default_rng(crc32(name.encode()))
+        random = np.random.default_rng(crc32(name.encode("utf-8", "surrogatepass")))
         self.bucket = int(random.integers(SKETCH))
         self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
         self.probe = None

@@ -1,4 +1,4 @@
-"""Floor 3: result files: HDF5, format version 1 (docs/format.md). It alone writes HDF5."""
+"""Floor 3: result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.arrays import StoredArray
 from gradscope.storage.compression import require as require_compression
@@ -8,10 +8,13 @@ from gradscope.storage.merge import Joiner, open_joiner
 from gradscope.storage.merge_parts import Part, Parts, check_parts
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows
 from gradscope.storage.reader import GradientFile, open_file
+from gradscope.storage.sidecar import LONGEST
 from gradscope.storage.sizes import file_bytes
+from gradscope.storage.trouble import require_place
 from gradscope.storage.writer import Writer, open_writer
 
 __all__ = [
+    "LONGEST",
     "ChainPlan",
     "Exported",
     "FilePlan",
@@ -31,4 +34,5 @@ __all__ = [
     "open_joiner",
     "open_writer",
     "require_compression",
+    "require_place",
 ]

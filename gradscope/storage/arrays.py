@@ -10,8 +10,9 @@ import numpy as np
 
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import ResultFileError
+from gradscope.storage.checks import Checks
 from gradscope.storage.factors import AXES, KINDS, stored_rows
-from gradscope.storage.formats import named, numpy_dtype, read_rows
+from gradscope.storage.formats import named, numpy_dtype
 
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
 
@@ -54,9 +55,9 @@ class StoredArray:
         dtype: The dtype of what is returned: float32 also where bfloat16 is stored.
     """
 
-    def __init__(self, name: str, item: h5py.HLObject) -> None:
+    def __init__(self, name: str, item: h5py.HLObject, checks: Checks) -> None:
         self.name = name
-        self._item = item
+        self._item, self._checks = item, checks
         self._where = f"{item.file.filename}: {item.name}"
         if isinstance(item, h5py.Dataset):
             self.representation = "dense"
@@ -103,7 +104,7 @@ class StoredArray:
         if self.shape:
             return self._read(0, self.shape[0])
         with reading(self._where):
-            return np.asarray(self._item[()])
+            return self._checks.whole(self._item)
 
     def _slice(self, rows: slice) -> np.ndarray:
         chosen = range(self.shape[0])[rows]
@@ -118,7 +119,8 @@ class StoredArray:
         """Read each run of neighbouring rows once, then put them in the order asked for."""
         positions = np.arange(self.shape[0])[rows.astype(int) if rows.size == 0 else rows]
         wanted, order = np.unique(positions, return_inverse=True)
-        found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+        with reading(self._where):
+            found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         at = 0
         for run in np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1):
             if len(run):
@@ -129,8 +131,8 @@ class StoredArray:
     def _read(self, start: int, stop: int) -> np.ndarray:
         with reading(self._where):
             if isinstance(self._item, h5py.Group):
-                return stored_rows(self._item, slice(start, stop))
-            return read_rows(self._item, start, stop)
+                return stored_rows(self._item, slice(start, stop), self._checks)
+            return self._checks.rows(self._item, start, stop)
 
     @property
     def _datasets(self) -> list[h5py.Dataset]:

@@ -1,6 +1,6 @@
 """The structure of a result file: laid out by the first batch, and the results at the end."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from math import prod
 
@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from gradscope.storage.columns import create_column, describe
+from gradscope.storage.formats import name_of
 from gradscope.storage.layout import Array, create, split
 from gradscope.storage.names import escape
 from gradscope.storage.plan import FilePlan, Rows, States, to_json
 from gradscope.storage.stream import Stream
 
-FORMAT, FORMAT_VERSION = "gradscope", 1
+FORMAT, FORMAT_VERSION = "gradscope", 2
+KEYS = "keys"  # the attribute of an owner's states: [[key, format, shape], ...], in their order
+
+Filling = tuple[Stream, Sequence[Tensor]]  # tensors that go into a data set, one after the other
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def build(file: h5py.File, plan: FilePlan, rows: Rows) -> None:
@@ -48,26 +53,44 @@ def describe_run(file: h5py.File, plan: FilePlan) -> None:
         group.attrs["reduced"] = chain.reduced
 
 
-def add_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> list[tuple[Stream, Tensor]]:
+def add_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> list[Filling]:
     """Create data sets for the aggregates {name: (*shape)} of a reduced chain.
 
     Returns:
-        Each value and where it goes.
+        Where each value goes.
     """
-    return [(Stream(_create_result(chain, *result)), result[1]) for result in results.items()]
+    return [(Stream(_create_result(chain, *result)), [result[1]]) for result in results.items()]
 
 
-def add_states(file: h5py.File, states: States) -> list[tuple[Stream, Tensor]]:
+def add_states(file: h5py.File, states: States) -> list[Filling]:
     """Create data sets for the reducers' states {owner: {key: tensor}}, in /states.
 
+    Those of a number format lie one behind the other: of thousands of small tensors, each would
+    take more for its data set than for its numbers.
+
     Returns:
-        Each tensor and where it goes.
+        Where each owner's tensors go.
     """
-    made = []
+    made: list[Filling] = []
     for owner, state in states.items():
         group = file.require_group(f"states/{owner}")
-        made += add_results(group, state)
+        group.attrs[KEYS] = to_json(
+            [[key, name_of(tensor.dtype), list(tensor.shape)] for key, tensor in state.items()]
+        )
+        shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
+        for name, array in state_arrays(shapes).items():
+            stream = Stream(create(group, name, array))
+            made.append((stream, [t for t in state.values() if name_of(t.dtype) == name]))
     return made
+
+
+def state_arrays(shapes: Shapes) -> dict[str, Array]:
+    """Return how a state {key: (shape, dtype)} is stored, by the names of its number formats."""
+    found = {}
+    for dtype in dict.fromkeys(dtype for _, dtype in shapes.values()):
+        size = sum(prod(shape) for shape, other in shapes.values() if other == dtype)
+        found[name_of(dtype)] = result_array((size,), dtype)
+    return found
 
 
 def _create_table(group: h5py.Group, name: str, n: int, column: Tensor) -> h5py.Dataset:

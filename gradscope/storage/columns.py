@@ -14,13 +14,14 @@ from gradscope.blocks import Block, DenseBlock
 from gradscope.core.compressions import Compression
 from gradscope.storage.factors import KINDS, factor_dtype, factors_of, is_smaller
 from gradscope.storage.formats import name_of, stored_dtype
-from gradscope.storage.layout import Array, Shape, create, row_chunks
+from gradscope.storage.layout import Array, Shape, create, put_attribute, row_chunks
 from gradscope.storage.names import escape
 from gradscope.storage.plan import FilePlan, Layout
 from gradscope.storage.scratch import Scratch
 from gradscope.storage.stream import Stream
 
 PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches
+_TEXT = h5py.string_dtype()
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -173,8 +174,8 @@ def rows_array(
 def describe(item: h5py.HLObject, name: str, representation: str) -> None:
     """Record the parameter's own name, unless HDF5 text cannot hold it, and the structure."""
     if "\0" not in name and not any("\ud800" <= c <= "\udfff" for c in name):
-        item.attrs["name"] = name
-    item.attrs["representation"] = representation
+        put_attribute(item, "name", np.array(name, object), _TEXT)
+    put_attribute(item, "representation", np.array(representation, object), _TEXT)
 
 
 def bind_column(

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
 from gradscope.storage.plan import States
 from gradscope.storage.sidecar import Paths, Progress
@@ -53,7 +56,7 @@ class Commits:
         """Whether the last one was long ago, measured by what it cost."""
         return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * self._cost)
 
-    def make(self, kept: Kept, states: States, structure: Structure) -> None:
+    def make(self, kept: Kept, states: States, structure: Structure, records: np.ndarray) -> None:
         """Make the rows durable, then say so."""
         begin = time.monotonic()
         marks = kept.marks.items()
@@ -66,6 +69,7 @@ class Commits:
                 tails={path: mark.tail for path, mark in marks if len(mark.tail)},
                 overflowed={path: mark.overflowed for path, mark in marks if mark.overflowed},
                 structure=structure,
+                records=records,
             ).save(self._paths.progress)
         self.completed = kept.completed
         self._last = time.monotonic()
@@ -77,6 +81,7 @@ class Commits:
         try:
             with writing(self._paths.final):
                 yield
-        except OutputError:
-            self.trusted = False
+        except OutputError as error:
+            cause = error.__cause__
+            self.trusted = cause is not None and is_shortage(cause)  # the disk is not to blame
             raise

@@ -13,12 +13,11 @@ from gradscope.storage.build import add_results, add_states
 from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
 from gradscope.storage.names import escape
-from gradscope.storage.places import place_of
 from gradscope.storage.plan import States, to_json
 from gradscope.storage.reader import GradientFile, open_file
-from gradscope.storage.relayout import ASIDE
+from gradscope.storage.resume import require_intact
 from gradscope.storage.sidecar import Paths
-from gradscope.storage.slots import Slots
+from gradscope.storage.slots import ASIDE, Slots
 
 Look = Callable[[GradientFile], None]
 
@@ -36,33 +35,35 @@ def complete(
 ) -> None:
     """Turn the `.part`, whose rows are all there, into the final file.
 
+    Every byte of it is read back before it gets there, and compared with what it was in memory.
     What is to be reported of it is looked at when it is opened to be verified.
     """
-    rows = {path: s for path, s in slots.streams.items() if not path.startswith(f"/{ASIDE}/")}
     with editing(descriptor) as file:
         if ASIDE in file:
             del file[ASIDE]
+        slots = slots.without_aside
         made = [pair for k in results for pair in add_results(file[f"chains/{k}"], results[k])]
         made += add_states(file, states)
-        for path, stream in rows.items():
+        for path, stream in slots.streams.items():
             if stream.mark.overflowed:
                 file[path].attrs["overflowed"] = stream.mark.overflowed
         for name, attributes in norm_attributes.items():
             for key, number in attributes.items():
                 file[f"norms/{escape(name)}"].attrs[key] = float(number)
-        for table in integrity.TABLES:
-            for column in file[table].values():
-                column.attrs["sha256"] = integrity.column_digest(column[()])
         scales.attach_all(file)
-        packed = [place_of(file[path]) for path, stream in rows.items() if stream.place.packed]
+        places = slots.places(file)
         file.attrs["certificate"] = to_json(certificate)
         file.attrs["status"] = "complete"
-    for stream, value in made:
-        disk.write(stream.add(value))
+    for stream, values in made:
+        for value in values:
+            disk.write(stream.add(value))
     disk.wait()
-    places = [s.place for s in rows.values() if not s.place.packed]
-    places += [s.place for s, _ in made if s.place.checked]
-    integrity.write_seal(descriptor, integrity.joined([*places, *packed]))
+    records = [slots.records(slots.marks, places, disk.packer)]
+    records += [stream.records(stream.mark) for stream, _ in made]
+    table = np.concatenate(records)
+    table = table[np.argsort(table[:, 0])]
+    require_intact(paths.part, descriptor, table)
+    integrity.write_seal(descriptor, table)
     _verify(paths, look)
     os.fsync(descriptor)
     paths.part.replace(paths.final)
@@ -71,14 +72,9 @@ def complete(
 
 
 def _verify(paths: Paths, look: Look | None) -> None:
-    """Open the file as a reader does, and read its tables and the end of every array."""
+    """Open the file as a reader does, with all its checks."""
     try:
         with open_file(paths.part) as file:
-            for name in file.norms:
-                np.asarray(file.norms[name])
-            for chain in file.chains:
-                for array in chain.values():
-                    array[-1:]
             if look is not None:
                 look(file)
     except ResultFileError as error:

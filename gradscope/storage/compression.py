@@ -13,6 +13,8 @@ import h5py
 from gradscope.core.compressions import Compression
 from gradscope.errors import GradscopeError, ResultFileError, SpecError
 
+Filters = list[tuple[int, tuple[int, ...]]]  # code and values of each
+
 _CODES = {"gzip": h5py.h5z.FILTER_DEFLATE, "zstd": 32015, "blosc2": 32026}
 _NAMES = {code: name for name, code in _CODES.items()}
 _SHUFFLE, _CHECK = h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32
@@ -50,9 +52,15 @@ def set_filters(plist: h5py.h5p.PropDCID, compression: Compression | None) -> No
     plist.set_fletcher32()
 
 
+def filters_of(plist: h5py.h5p.PropDCID) -> Filters:
+    """Return a data set's filters."""
+    found = (plist.get_filter(k) for k in range(plist.get_nfilters()))
+    return [(int(code), values) for code, _, values, _ in found]
+
+
 def compression_of(dataset: h5py.Dataset) -> Compression | None:
     """Return how a data set that a run has written is compressed."""
-    for code, values in _filters(dataset):
+    for code, values in filters_of(dataset.id.get_create_plist()):
         if code in _NAMES:
             place = {"gzip": 0, "zstd": 0, "blosc2": 4}[_NAMES[code]]
             level = int(values[place]) if len(values) > place else 1
@@ -60,30 +68,24 @@ def compression_of(dataset: h5py.Dataset) -> Compression | None:
     return None
 
 
-def is_compressed(dataset: h5py.Dataset) -> bool:
+def is_compressed(filters: Filters) -> bool:
     """Whether chunks are of any size."""
-    return any(code in _NAMES for code, _ in _filters(dataset))
+    return any(code in _NAMES for code, _ in filters)
 
 
-def is_known(dataset: h5py.Dataset) -> bool:
-    """Whether a data set has no other filters than these, in this order, the checksum last.
+def is_known(filters: Filters, name: str) -> bool:
+    """Whether the data set `name` has no other filters than these, in this order, checksum last.
 
     Raises:
         ResultFileError: They are known, but not to be had here.
     """
-    codes = [code for code, _ in _filters(dataset)]
+    codes = [code for code, _ in filters]
     first = [code for code in codes[:-1] if code != _SHUFFLE]
     if codes[-1:] != [_CHECK] or len(first) > 1 or any(code not in _NAMES for code in first):
         return not codes
     if first and first[0] != h5py.h5z.FILTER_DEFLATE:
-        _plugin(ResultFileError, f"{dataset.name} is compressed with {_NAMES[first[0]]}, which")
+        _plugin(ResultFileError, f"{name} is compressed with {_NAMES[first[0]]}, which")
     return True
-
-
-def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
-    plist = dataset.id.get_create_plist()
-    found = (plist.get_filter(k) for k in range(plist.get_nfilters()))
-    return [(int(code), values) for code, _, values, _ in found]
 
 
 def _plugin(kind: type[GradscopeError], what: str) -> Any:

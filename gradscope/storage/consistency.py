@@ -5,7 +5,7 @@ found here once need not be thought of wherever something is read.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import h5py
@@ -14,86 +14,116 @@ import numpy as np
 from gradscope.errors import ResultFileError
 from gradscope.storage.integrity import TABLES
 from gradscope.storage.names import unescape
+from gradscope.storage.safety import Item
+
+Inside = dict[str, list[str]]  # the paths of what is in each group, by its path
 
 _PLAIN = ("identity", "mean")  # chains of gradients as they are
 _KINDS = {"index": "iu", "loss": "f", "norm": "f", "finite": "b"}  # of the columns always there
 
 
-def check(file: h5py.File) -> None:
+def check(file: h5py.File, items: Mapping[str, Item]) -> None:
     """Check the tables, the chains, and that every row belongs to a sample.
+
+    Args:
+        file: Open.
+        items: All that is in it, by path.
 
     Raises:
         ResultFileError: Something is missing, or is of another shape or type.
     """
+    inside = _inside(items)
     for name in (*TABLES, "chains"):
-        _require(isinstance(file.get(name), h5py.Group), f"there is no group /{name}")
+        found = items.get(f"/{name}")
+        _require(found is not None and found.shape is None, f"there is no group /{name}")
     for name, kinds in _KINDS.items():
-        column = file["samples"].get(name)
-        sound = isinstance(column, h5py.Dataset) and column.dtype.kind in kinds and column.ndim == 1
+        column = items.get(f"/samples/{name}")
+        sound = column is not None and column.kind in tuple(kinds) and len(column.shape or ()) == 1
         _require(sound, f"the column /samples/{name} is missing or of another type")
-    n = len(file["samples/index"])
-    for table in TABLES:
-        for item in _items(file[table]):
-            sound = isinstance(item, h5py.Dataset) and item.shape == (n,)
-            _require(sound, f"{item.name} is no column of {n} samples")
-            _require_attributes(item, {"sha256": _is_text})
-    for k in range(len(file["chains"])):
-        chain = file["chains"].get(str(k))
-        _require(isinstance(chain, h5py.Group), f"there is no chain {k}")
-        _require_attributes(chain, {"chain": _is_text, "reduced": _is_flag})
-        for item in _items(chain):
-            _check_array(item, None if chain.attrs["reduced"] else n)
-        if chain.attrs["chain"] in _PLAIN:
-            _check_parameters(file, chain, () if chain.attrs["reduced"] else (n,))
-    for owner in _items(file["states"]) if "states" in file else ():
-        _require(isinstance(owner, h5py.Group), f"{owner.name} is no group")
-        for item in _items(owner):
-            _check_array(item, None)
+    n = (items["/samples/index"].shape or ())[0]
+    for path in (path for table in TABLES for path in inside[f"/{table}"]):
+        _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
+        _require_attributes(file, items, path, {"sha256": _is_text}, always=False)
+    for k in range(len(inside["/chains"])):
+        chain = items.get(f"/chains/{k}")
+        _require(chain is not None and chain.shape is None, f"there is no chain {k}")
+        _check_chain(file, items, inside, f"/chains/{k}", n)
+    for owner in inside.get("/states", []):
+        _require(items[owner].shape is None, f"{owner} is no group")
+        for path in inside[owner]:
+            _check_array(file, items, inside, path, None)
 
 
-def _check_array(item: h5py.HLObject, n: int | None) -> None:
-    """Check an array, or a group of factors, with one row for each of n samples if given."""
-    if "overflowed" in item.attrs:
-        _require_attributes(item, {"overflowed": _is_count})
-    if isinstance(item, h5py.Dataset):
-        _require(n is None or item.shape[:1] == (n,), f"{item.name} has not {n} rows")
-        return
-    _require_attributes(item, {"kind": _is_text, "dtype": _is_text, "shape": _is_shape})
-    for factor in item.values():
-        sound = isinstance(factor, h5py.Dataset) and factor.ndim > 0
-        _require(sound, f"{factor.name} is no factor")
-
-
-def _check_parameters(file: h5py.File, chain: h5py.Group, front: tuple[int, ...]) -> None:
-    """Check that the arrays of a chain of gradients are the parameters', after `front` axes.
+def _check_chain(
+    file: h5py.File, items: Mapping[str, Item], inside: Inside, path: str, n: int
+) -> None:
+    """Check a chain: of gradients as they are, that its arrays are the parameters'.
 
     There is no mean where no sample was finite.
     """
+    _require_attributes(file, items, path, {"chain": _is_text, "reduced": _is_flag})
+    attributes = file[path].attrs
+    front = () if attributes["reduced"] else (n,)
+    for array in inside[path]:
+        _check_array(file, items, inside, array, None if attributes["reduced"] else n)
+    if attributes["chain"] not in _PLAIN:
+        return
     document = json.loads(str(file.attrs.get("parameters")))
     sound = isinstance(document, dict) and all(isinstance(s, list) for s in document.values())
     _require(sound, "the attribute 'parameters' does not hold shapes")
     wanted = {name: (*front, *shape) for name, shape in document.items()}
-    found = {unescape(name): _shape(item, front) for name, item in chain.items()}
-    none = not found and not front
-    _require(none or wanted == found, f"the arrays of {chain.name} are not the parameters'")
+    arrays = {unescape(a.rpartition("/")[2]): _shape(file, items, a, front) for a in inside[path]}
+    none = not arrays and not front
+    _require(none or wanted == arrays, f"the arrays of {path} are not the parameters'")
 
 
-def _shape(item: h5py.HLObject, front: tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(item, h5py.Dataset):
-        return tuple(item.shape)
-    return (*front, *(int(size) for size in item.attrs["shape"]))
+def _check_array(
+    file: h5py.File, items: Mapping[str, Item], inside: Inside, path: str, n: int | None
+) -> None:
+    """Check an array, or a group of factors, with one row for each of n samples if given."""
+    _require_attributes(file, items, path, {"overflowed": _is_count}, always=False)
+    shape = items[path].shape
+    if shape is not None:
+        _require(n is None or shape[:1] == (n,), f"{path} has not {n} rows")
+        return
+    tests = {"kind": _is_text, "dtype": _is_text, "shape": _is_shape}
+    _require_attributes(file, items, path, tests)
+    for factor in inside[path]:
+        _require(bool(items[factor].shape), f"{factor} is no factor")
 
 
-def _items(group: h5py.Group) -> Sequence[h5py.HLObject]:
-    names = [unescape(name) for name in group]
-    _require(len(set(names)) == len(names), f"{group.name} names a parameter twice")
-    return list(group.values())
+def _shape(
+    file: h5py.File, items: Mapping[str, Item], path: str, front: tuple[int, ...]
+) -> tuple[int, ...]:
+    shape = items[path].shape
+    return (*front, *(int(s) for s in file[path].attrs["shape"])) if shape is None else shape
 
 
-def _require_attributes(item: h5py.HLObject, tests: dict[str, Callable[[Any], bool]]) -> None:
+def _inside(items: Mapping[str, Item]) -> Inside:
+    """Return the paths of what is in each group."""
+    inside: Inside = {path: [] for path, item in items.items() if item.shape is None}
+    for path in items:
+        if path:
+            inside[path.rpartition("/")[0]].append(path)
+    for group, paths in inside.items():
+        names = {unescape(path.rpartition("/")[2]) for path in paths}
+        _require(len(names) == len(paths), f"{group} names a parameter twice")
+    return inside
+
+
+def _require_attributes(
+    file: h5py.File,
+    items: Mapping[str, Item],
+    path: str,
+    tests: Mapping[str, Callable[[Any], bool]],
+    *,
+    always: bool = True,
+) -> None:
+    """Check attributes by name; those that need not be there `always`, where they are."""
     for name, test in tests.items():
-        sound = name in item.attrs and test(item.attrs[name])
-        _require(sound, f"the attribute {name!r} of {item.name} is missing or of another type")
+        there = name in items[path].attributes
+        sound = test(file[path].attrs[name]) if there else not always
+        _require(sound, f"the attribute {name!r} of {path} is missing or of another type")
 
 
 def _is_text(value: Any) -> bool:

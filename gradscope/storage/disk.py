@@ -7,6 +7,9 @@ the other's bytes are copied by the operating system.
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
+from functools import reduce
+
+from crc32c import crc32c
 
 from gradscope.core.threads import started
 from gradscope.storage.checksum import fletcher32
@@ -99,12 +102,13 @@ def _write_large(descriptor: int, run: Sequence[Piece]) -> None:
 
 def _write_run(descriptor: int, run: Sequence[Piece]) -> None:
     for piece in run:
+        parts: list[bytes | memoryview] = [piece.data.data]
         if piece.checked:
             zeros = bytes(piece.length - len(piece.data))
-            checksum = fletcher32(piece.data, piece.length)  # the data are in the cache afterwards
-            _write(descriptor, [piece.data.data, zeros, checksum], piece.offset)
-        else:
-            _write(descriptor, [piece.data.data], piece.offset)
+            parts += [zeros, fletcher32(piece.data, piece.length)]  # the data are in the cache now
+        if piece.sums is not None:
+            piece.sums[piece.number] = reduce(lambda found, part: crc32c(part, found), parts, 0)
+        _write(descriptor, parts, piece.offset)
 
 
 def _write(descriptor: int, parts: list[bytes | memoryview], offset: int) -> None:

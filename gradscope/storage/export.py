@@ -17,8 +17,9 @@ from gradscope.storage.export_arrays import (
 from gradscope.storage.export_table import TABLES, Table, table_of
 from gradscope.storage.names import escape
 from gradscope.storage.reader import GradientFile
-from gradscope.storage.replacing import check_free, replacing
+from gradscope.storage.replacing import SUFFIX, check_free, replacing
 from gradscope.storage.selection import Part, find_chain, find_parts
+from gradscope.storage.trouble import excess, require_short
 
 FORMATS = (".npy", ".safetensors", *TABLES)
 
@@ -65,6 +66,7 @@ def export(
         ResultFileError: The data are damaged; nothing is written then.
         OutputError: A file cannot be written.
     """
+    require_short(path, SUFFIX if path.suffix else "")
     suffix = path.suffix.lower()
     if path.exists() and path.samefile(file.path):
         raise OutputError(
@@ -98,6 +100,13 @@ def _folder(parts: Sequence[Part], path: Path, overwrite: bool) -> list[Exported
             where=str(path),
             remedy="Choose one of them with --parameter, or export .safetensors.",
         )
+    for name in names:
+        if excess(name + SUFFIX, path.absolute().parent):
+            raise SpecError(
+                f"the name of the parameter {name[:40]}… is too long for a file of its own",
+                where=str(path),
+                remedy="Export .safetensors, or this one to a .npy file with --parameter.",
+            )
     if not path.exists():
         try:
             path.mkdir()

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from gradscope.core.texts import printable
 from gradscope.errors import SpecError
 from gradscope.storage.selection import Part
 
@@ -57,8 +58,9 @@ def _header(parts: Sequence[Part], facts: Mapping[str, str]) -> bytes:
     at = 0
     for part in parts:
         name, dtype = part.array.name, part.array.dtype.name
-        if dtype not in _DTYPES or name in table:
-            what = f"names the array {name!r}" if name in table else f"holds no {dtype}"
+        odd = name in table or printable(name) != name
+        if dtype not in _DTYPES or odd:
+            what = f"has no array {name!r}" if odd else f"holds no {dtype}"
             raise SpecError(f"safetensors itself {what}", remedy="Export .npy files to a folder.")
         place = [at, at + part.nbytes]
         table[name] = {"dtype": _DTYPES[dtype], "shape": part.shape, "data_offsets": place}

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from gradscope.core.texts import printable
 from gradscope.errors import SpecError
 from gradscope.storage.reader import GradientFile
 from gradscope.storage.selection import find_rows, matching
@@ -51,7 +52,8 @@ def table_of(file: GradientFile, globs: Sequence[str], samples: slice | None) ->
     """
     columns = dict(file.samples)
     if globs:
-        columns |= {f"norm:{name}": file.norms[name] for name in matching([*file.norms], globs)}
+        names = matching([*file.norms], globs)
+        columns |= {f"norm:{printable(name)}": file.norms[name] for name in names}
     return Table(columns, find_rows(file, samples))
 
 

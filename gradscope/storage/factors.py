@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
 from gradscope.errors import ResultFileError
-from gradscope.storage.formats import as_numpy, named, read_rows, stored_dtype
+from gradscope.storage.checks import Checks
+from gradscope.storage.formats import as_numpy, named, stored_dtype
 
 AXES = {  # the axes' names after the sample axis
     "left": ("k", "t", "r"),
@@ -51,14 +52,14 @@ def is_smaller(block: Block, factors: dict[str, Tensor], wanted: torch.dtype) ->
     return sum(sizes) < prod(block.shape) * stored_dtype(block.dtype, wanted).itemsize
 
 
-def stored_rows(group: h5py.Group, rows: slice) -> np.ndarray:
+def stored_rows(group: h5py.Group, rows: slice, checks: Checks) -> np.ndarray:
     """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype.
 
     Raises:
-        ResultFileError: A scatter's index points outside its table.
+        ResultFileError: The factors are damaged, or a scatter's index points outside its table.
     """
     kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
-    read = (read_rows(group[name], rows.start, rows.stop) for name in KINDS[kind])
+    read = (checks.rows(group[name], rows.start, rows.stop) for name in KINDS[kind])
     first, second = (torch.from_numpy(factor) for factor in read)
     block: Block
     if kind == "outer":

@@ -1,20 +1,22 @@
 """The seal: which bytes of a result file are checked by what.
 
-Rows lie in chunks with checksums, the sample table and the norms have one SHA-256 a column. All
-other bytes (structure, names, attributes, scalars) are few, and HDF5 would believe them whatever
-they say. Their SHA-256 stands behind HDF5's own end of the file, and is checked before HDF5 sees
-the file: no byte of it can change unseen.
+Rows, aggregates, states and tables lie in pieces, each with a checksum. All other bytes
+(structure, names, attributes) are few, and HDF5 would believe them whatever they say. The seal
+stands behind HDF5's own end of the file, and is checked before HDF5 sees the file: no byte of it
+can change unseen.
 
-    seal = extents (m, 2) int64 · m int64 · SHA-256 (32 bytes) · "gradseal"      little-endian
+    seal = table (m, 3) int64 · m int64 · SHA-256 (32 bytes) · "gradcrcs"      little-endian
 
-An extent is (offset, size) of bytes that have a checksum of their own. The SHA-256 is that of the
-extents followed by all bytes before the seal that lie in none of them.
+A record of the table is the offset, the size and the CRC-32C of a piece. The SHA-256 is that of
+the table followed by all bytes before the seal that lie in none of the pieces. In the first
+version, "gradseal", a record is (offset, size) only: chunks have Fletcher-32 and tables a SHA-256.
 """
 
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +25,11 @@ from gradscope.storage.places import Place
 
 TABLES = ("samples", "norms")
 _PIECE = 2**22
-_MAGIC = b"gradseal"
+_MAGICS = {2: b"gradseal", 3: b"gradcrcs"}  # by the numbers in a record
 _TAIL = struct.Struct("<q32s8s")
 
 
-def joined(places: Sequence[Place]) -> np.ndarray:
+def joined(places: Iterable[Place]) -> np.ndarray:
     """Return (m, 2) int64: offset and size of all bytes at `places`, neighbours together."""
     together = np.concatenate([np.empty((0, 2), np.int64), *(place.extents for place in places)])
     together = together[np.argsort(together[:, 0])]
@@ -38,9 +40,9 @@ def joined(places: Sequence[Place]) -> np.ndarray:
 
 
 def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of what lies between the sorted extents in a file of `size` bytes."""
+    """Yield (start, stop) of what lies between sorted extents (m, 2 or 3) in a file of `size`."""
     position = 0
-    for start, length in taken.tolist():
+    for start, length in taken[:, :2].tolist():
         if start > position:
             yield position, start
         position = max(position, start + length)
@@ -48,48 +50,58 @@ def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
         yield position, size
 
 
-def write_seal(descriptor: int, taken: np.ndarray) -> None:
-    """Append the seal to a file whose bytes `taken` (m, 2) have checksums of their own."""
+@dataclass(frozen=True)
+class Seal:
+    """What stands at the end of a file.
+
+    Attributes:
+        table: (m, 3) int64: offset, size, CRC-32C; or (m, 2) in the first version.
+        digest: The SHA-256, which tells the file from any other.
+        intact: Whether it is that of the file.
+    """
+
+    table: np.ndarray
+    digest: bytes
+    intact: bool
+
+
+def write_seal(descriptor: int, table: np.ndarray) -> None:
+    """Append the seal to a file whose pieces are in `table` (m, 3), by their offsets."""
     size = os.fstat(descriptor).st_size
-    table = np.ascontiguousarray(taken, "<i8").tobytes()
-    digest = _digest(descriptor, table, size)
-    os.pwrite(descriptor, table + _TAIL.pack(len(taken), digest, _MAGIC), size)
+    stored = np.ascontiguousarray(table, "<i8")
+    tail = _TAIL.pack(len(stored), _digest(descriptor, stored, size), _MAGICS[stored.shape[1]])
+    os.pwrite(descriptor, stored.tobytes() + tail, size)
 
 
-def is_intact(path: Path) -> bool | None:
-    """Whether the file is as it was sealed; None when it has no seal."""
+def seal_of(path: Path) -> Seal | None:
+    """Read a file's seal, and compare the file with it; None when it has no seal."""
     with path.open("rb") as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         tail = os.pread(descriptor, _TAIL.size, max(0, size - _TAIL.size))
-        if len(tail) < _TAIL.size or not tail.endswith(_MAGIC):
+        columns = {magic: columns for columns, magic in _MAGICS.items()}.get(tail[-8:])
+        if len(tail) < _TAIL.size or columns is None:
             return None
         count, digest, _ = _TAIL.unpack(tail)
-        end = size - _TAIL.size - 16 * count
+        end = size - _TAIL.size - 8 * columns * count
         if count < 0 or end < 0:
-            return False
-        table = os.pread(descriptor, 16 * count, end)
-        return _is_sound(table, end) and _digest(descriptor, table, end) == digest
+            return Seal(np.empty((0, columns), np.int64), digest, intact=False)
+        table = np.frombuffer(os.pread(descriptor, 8 * columns * count, end), "<i8")
+        table = table.reshape(-1, columns)
+        intact = _is_sound(table, end) and _digest(descriptor, table, end) == digest
+        return Seal(table, digest, intact)
 
 
-def seal_of(path: Path) -> bytes:
-    """Return the SHA-256 of a sealed file's seal, which tells it from any other."""
-    with path.open("rb") as file:
-        file.seek(-_TAIL.size, os.SEEK_END)
-        digest: bytes = _TAIL.unpack(file.read())[1]
-    return digest
-
-
-def _is_sound(table: bytes, size: int) -> bool:
-    """Whether the extents lie in the file one after the other, so that reading them ends."""
-    starts, lengths = np.frombuffer(table, "<i8").reshape(-1, 2).T
+def _is_sound(table: np.ndarray, size: int) -> bool:
+    """Whether the pieces lie in the file one after the other, so that reading them ends."""
+    starts, lengths = table[:, 0], table[:, 1]
     if not ((starts >= 0) & (lengths >= 0) & (starts <= size) & (lengths <= size)).all():
         return False
     return bool((starts + lengths <= np.append(starts[1:], size)).all())
 
 
-def _digest(descriptor: int, table: bytes, size: int) -> bytes:
-    digest = hashlib.sha256(table)
-    for start, stop in gaps(np.frombuffer(table, "<i8").reshape(-1, 2), size):
+def _digest(descriptor: int, table: np.ndarray, size: int) -> bytes:
+    digest = hashlib.sha256(table.tobytes())
+    for start, stop in gaps(table, size):
         for at in range(start, stop, _PIECE):
             digest.update(os.pread(descriptor, min(_PIECE, stop - at), at))
     return digest.digest()

@@ -16,8 +16,9 @@ import numpy as np
 from gradscope.errors import ResultFileError
 from gradscope.storage import integrity
 from gradscope.storage.arrays import StoredArray
+from gradscope.storage.checks import Checks
 from gradscope.storage.names import escape
-from gradscope.storage.opening import opened, opened_again
+from gradscope.storage.opening import Opened, opened, opened_again
 from gradscope.storage.safety import SOURCES
 
 _OPEN = 4  # files that are kept open
@@ -47,10 +48,11 @@ class Source:
         """
         if not self.path.is_file():
             what = "this file, which holds rows of a virtual one, is missing"
-        elif not integrity.is_intact(self.path) or integrity.seal_of(self.path) != self.seal:
-            what = "this file, which holds rows of a virtual one, has changed"
         else:
-            return
+            seal = integrity.seal_of(self.path)
+            if seal is not None and seal.intact and seal.digest == self.seal:
+                return
+            what = "this file, which holds rows of a virtual one, has changed"
         raise ResultFileError(
             what,
             where=str(self.path),
@@ -67,7 +69,7 @@ class Sources:
 
     def __init__(self, files: tuple[Source, ...]) -> None:
         self.files = files
-        self._open: OrderedDict[int, h5py.File] = OrderedDict()
+        self._open: OrderedDict[int, Opened] = OrderedDict()
         self._sound: set[int] = set()  # those that were opened before
 
     def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> np.ndarray:
@@ -89,15 +91,16 @@ class Sources:
     def close(self) -> None:
         """Close them."""
         while self._open:
-            self._open.popitem()[1].close()
+            self._open.popitem()[1].file.close()
 
     def _array(self, k: int, chain: int, name: str) -> StoredArray:
-        group = self._opened(k)["chains"].get(str(chain))
+        source = self._opened(k)
+        group = source.file["chains"].get(str(chain))
         if group is None or group.attrs["reduced"] or escape(name) not in group:
             raise _other(self.files[k], f"it has no rows of {name!r} in chain {chain}")
-        return StoredArray(name, group[escape(name)])
+        return StoredArray(name, group[escape(name)], source.checks)
 
-    def _opened(self, k: int) -> h5py.File:
+    def _opened(self, k: int) -> Opened:
         """Open a source, and close the one that was not used for longest."""
         if k not in self._open:
             source = self.files[k]
@@ -105,10 +108,10 @@ class Sources:
             known = k in self._sound
             self._open[k] = opened_again(source.path, source.seal) if known else opened(source.path)
             self._sound.add(k)
-            if SOURCES in self._open[k].attrs:
+            if SOURCES in self._open[k].file.attrs:
                 raise _other(source, "it is a virtual file itself")
             if len(self._open) > _OPEN:
-                self._open.popitem(last=False)[1].close()
+                self._open.popitem(last=False)[1].file.close()
         self._open.move_to_end(k)
         return self._open[k]
 
@@ -116,8 +119,10 @@ class Sources:
 class JoinedArray(StoredArray):
     """One parameter's rows, in several files."""
 
-    def __init__(self, name: str, item: h5py.HLObject, chain: int, sources: Sources) -> None:
-        super().__init__(name, item)
+    def __init__(
+        self, name: str, item: h5py.HLObject, checks: Checks, chain: int, sources: Sources
+    ) -> None:
+        super().__init__(name, item, checks)
         self._chain, self._sources = chain, sources
         rows = sources.files[-1].stop if sources.files else 0
         if not self.shape or self.shape[0] != rows:

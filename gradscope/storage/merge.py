@@ -14,19 +14,20 @@ from torch import Tensor
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage import complete, resume
 from gradscope.storage.build import describe_run
-from gradscope.storage.contents import ArraysByName, stored_column
+from gradscope.storage.checks import Checks
+from gradscope.storage.contents import StoredStates, stored_column
 from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
 from gradscope.storage.merge_copy import copied, multiplied
 from gradscope.storage.merge_forms import Form, create_columns, in_table
 from gradscope.storage.merge_parts import Part, Parts
 from gradscope.storage.merge_virtual import create_virtual
-from gradscope.storage.opening import opened_again
+from gradscope.storage.opening import Opened, opened_again
 from gradscope.storage.plan import FilePlan, States
-from gradscope.storage.sidecar import Paths
+from gradscope.storage.sidecar import LONGEST, Paths
 from gradscope.storage.slots import Slots, bind
 from gradscope.storage.stream import Piece, Stream
-from gradscope.storage.trouble import secure_space, writing
+from gradscope.storage.trouble import require_place, secure_space, writing
 
 Owned = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
 
@@ -102,10 +103,10 @@ class Joiner:
             ResultFileError: It is damaged, has changed meanwhile or has no states.
             OutputError: It cannot be copied.
         """
-        with opened_again(part.path, part.seal) as file, part.path.open("rb") as source:
-            _require_order(file, part)
-            states = _states(file, part)
-            for pieces in self._pieces(file, source.fileno()):
+        with opened_again(part.path, part.seal) as source:
+            _require_order(source, part)
+            states = _states(source, part)
+            for pieces in self._pieces(source):
                 with writing(self._paths.final):
                     self._disk.write(pieces)
         with writing(self._paths.final):
@@ -151,33 +152,32 @@ class Joiner:
         if not self._done:
             self._paths.part.unlink(missing_ok=True)
 
-    def _pieces(self, file: h5py.File, source: int) -> Iterator[list[Piece]]:
+    def _pieces(self, source: Opened) -> Iterator[list[Piece]]:
         """Yield what is to be written of a part, column by column."""
         assert self._slots is not None  # it is laid out
-        streams = self._slots.streams
+        streams, file = self._slots.streams, source.file
         for path, form in self._parts.forms.items():
             if in_table(path):
-                column = stored_column(file[path])
+                column = stored_column(file[path], source.checks)
                 values = column.view(np.uint8) if column.dtype.kind == "S" else column
                 yield streams[path].add(torch.from_numpy(values))
             elif self._virtual:
                 _count_overflowed(file, path, streams)
             else:
-                yield from _rows(file, path, form, source, streams)
+                yield from _rows(file[path], source.checks, form, streams)
 
 
 def _rows(
-    file: h5py.File, path: str, form: Form, source: int, streams: Mapping[str, Stream]
+    item: h5py.HLObject, checks: Checks, form: Form, streams: Mapping[str, Stream]
 ) -> Iterator[list[Piece]]:
     """Yield one column's rows in the form that all parts have in common."""
-    item = file[path]
     if isinstance(item, h5py.Dataset):
-        yield from copied(item, source, streams[path])
+        yield from copied(item, checks, streams[item.name])
     elif form.kind is None:
-        yield from multiplied(item, streams[path])
+        yield from multiplied(item, checks, streams[item.name])
     else:
         for name in form.parts:
-            yield from copied(item[name], source, streams[f"{path}/{name}"])
+            yield from copied(item[name], checks, streams[f"{item.name}/{name}"])
 
 
 def _count_overflowed(file: h5py.File, path: str, streams: Mapping[str, Stream]) -> None:
@@ -190,28 +190,32 @@ def _count_overflowed(file: h5py.File, path: str, streams: Mapping[str, Stream])
             streams[place].mark = replace(mark, overflowed=mark.overflowed + lost)
 
 
-def _states(file: h5py.File, part: Part) -> Owned:
+def _states(source: Opened, part: Part) -> Owned:
     """Read the reducers' states.
 
     Raises:
         ResultFileError: They are damaged, or were not kept.
     """
+    file, checks = source.file, source.checks
     kept = file.get("states", {})
-    if not kept and bool(np.any(stored_column(file["samples/finite"]))):
+    if not kept and bool(np.any(stored_column(file["samples/finite"], checks))):
         raise ResultFileError(
             "the file holds no states of reducers, which are kept in shards and where small",
             where=str(part.path),
             remedy="Compute it as a shard: --shard I/N.",
         )
     return {
-        owner: {key: torch.from_numpy(array[...]) for key, array in ArraysByName(state, []).items()}
+        owner: {
+            key: torch.from_numpy(values) for key, values in StoredStates(state, checks).items()
+        }
         for owner, state in kept.items()
     }
 
 
-def _require_order(file: h5py.File, part: Part) -> None:
+def _require_order(source: Opened, part: Part) -> None:
     """Check that a file has the samples that it says, in their order."""
-    if not np.array_equal(stored_column(file["samples/index"]), np.arange(part.start, part.stop)):
+    index = stored_column(source.file["samples/index"], source.checks)
+    if not np.array_equal(index, np.arange(part.start, part.stop)):
         raise ResultFileError(
             f"its samples are not {part.start:,} to {part.stop:,}, as it says",
             where=str(part.path),
@@ -221,9 +225,7 @@ def _require_order(file: h5py.File, part: Part) -> None:
 
 def _require_free(paths: Paths, parts: Parts, overwrite: bool) -> None:
     """Check that the final file may be written."""
-    folder = paths.final.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_place(paths.final, LONGEST)
     if not paths.final.exists():
         return
     if any(paths.final.samefile(part.path) for part in parts.files):

@@ -1,10 +1,9 @@
 """Rows of one result file as pieces of another.
 
 A chunk that lies in the new file as it did in the old one is copied with its checksum, which is
-verified on the way; all other rows are cut into the new file's chunks.
+compared on the way; all other rows are cut into the new file's chunks.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,21 +12,18 @@ import numpy as np
 import torch
 
 from gradscope.blocks.base import TILE_BYTES
-from gradscope.errors import ResultFileError
 from gradscope.storage.arrays import reading
-from gradscope.storage.checksum import CHECKSUM_BYTES, fletcher32
+from gradscope.storage.checks import Checks
 from gradscope.storage.factors import KINDS, stored_rows
-from gradscope.storage.formats import read_rows
-from gradscope.storage.places import place_of
 from gradscope.storage.stream import Piece, Stream
 
 
-def copied(dataset: h5py.Dataset, source: int, stream: Stream) -> Iterator[list[Piece]]:
+def copied(dataset: h5py.Dataset, checks: Checks, stream: Stream) -> Iterator[list[Piece]]:
     """Yield pieces for the rows of `dataset`, which follow those that `stream` has taken.
 
     Args:
         dataset: In chunks.
-        source: A descriptor of its file.
+        checks: Of its file.
         stream: Of the same row shape and format.
 
     Raises:
@@ -35,35 +31,29 @@ def copied(dataset: h5py.Dataset, source: int, stream: Stream) -> Iterator[list[
     """
     where = f"{dataset.file.filename}: {dataset.name}"
     with reading(where):
-        place, lost = place_of(dataset), int(dataset.attrs.get("overflowed", 0))
+        place, lost = checks.known(dataset).place, int(dataset.attrs.get("overflowed", 0))
     if place.packed:
-        yield from _unpacked(dataset, stream, where)
-    position = place.size if place.packed else 0
-    while position < place.size:
-        length = place.room(position)
-        with reading(where):
-            chunk = _read(source, place.piece + CHECKSUM_BYTES, place.offset(position))
-        if fletcher32(chunk[: place.piece], place.piece) != chunk[place.piece :].tobytes():
-            raise ResultFileError(
-                "its data are damaged (a checksum does not match)",
-                where=where,
-                remedy="Compute this file again with --overwrite, and merge then.",
-            )
-        yield _taken(stream, chunk, length, place.piece)
-        position += length
+        yield from _unpacked(dataset, checks, stream, where)
+    else:
+        for number in range(len(place.offsets)):
+            with reading(where):
+                chunk = checks.stored(dataset, number)
+            yield _taken(stream, chunk, place.room(place.start(number)), place.piece)
     stream.mark = replace(stream.mark, overflowed=stream.mark.overflowed + lost)
 
 
-def _unpacked(dataset: h5py.Dataset, stream: Stream, where: str) -> Iterator[list[Piece]]:
+def _unpacked(
+    dataset: h5py.Dataset, checks: Checks, stream: Stream, where: str
+) -> Iterator[list[Piece]]:
     """Yield pieces for compressed rows, some chunks at a time."""
     step = stream.together * max(1, TILE_BYTES // max(1, stream.place.piece))
     for start in range(0, len(dataset), step):
         with reading(where):
-            rows = read_rows(dataset, start, min(start + step, len(dataset)))
+            rows = checks.rows(dataset, start, min(start + step, len(dataset)))
         yield stream.add(torch.from_numpy(rows).to(stream.dtype))
 
 
-def multiplied(group: h5py.Group, stream: Stream) -> Iterator[list[Piece]]:
+def multiplied(group: h5py.Group, checks: Checks, stream: Stream) -> Iterator[list[Piece]]:
     """Yield pieces for the rows of a factored group, which are dense in the new file.
 
     Raises:
@@ -74,7 +64,7 @@ def multiplied(group: h5py.Group, stream: Stream) -> Iterator[list[Piece]]:
     step = max(1, TILE_BYTES // row)
     for start in range(0, n, step):
         with reading(f"{group.file.filename}: {group.name}"):
-            rows = stored_rows(group, slice(start, min(start + step, n)))
+            rows = stored_rows(group, slice(start, min(start + step, n)), checks)
         yield stream.add(torch.from_numpy(rows).to(stream.dtype))
 
 
@@ -84,12 +74,5 @@ def _taken(stream: Stream, chunk: np.ndarray, length: int, piece: int) -> list[P
     if piece != place.piece or len(mark.tail) or place.room(mark.position) != length:
         return stream.add(torch.from_numpy(chunk[:length]))
     stream.mark = replace(mark, position=mark.position + length)
-    return [Piece(place.offset(mark.position), chunk, len(chunk), checked=False)]
-
-
-def _read(source: int, size: int, offset: int) -> np.ndarray:
-    """Return bytes of a file, fewer at its end."""
-    found, done = np.empty(size, np.uint8), 0
-    while done < size and (count := os.preadv(source, [found[done:].data], offset + done)):
-        done += count
-    return found[:done]
+    number = place.number(mark.position)
+    return [Piece(int(place.offsets[number]), chunk, len(chunk), False, stream.sums, number)]

@@ -7,13 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from gradscope.errors import ResultFileError
-from gradscope.storage import integrity
 from gradscope.storage.arrays import reading
 from gradscope.storage.merge_forms import Form, common, forms_of
-from gradscope.storage.opening import opened
+from gradscope.storage.opening import Opened, opened
 from gradscope.storage.reader import document
 from gradscope.storage.resume import differences
 from gradscope.storage.safety import SOURCES
@@ -86,16 +83,17 @@ def check_parts(paths: Iterable[Path]) -> Parts:
     """
     found: Parts | None = None
     for path in paths:
-        with opened(path) as file, reading(str(path)):
-            one = _parts(path, file)
+        with opened(path) as source, reading(str(path)):
+            one = _parts(path, source)
         found = one if found is None else _joined(found, one)
     if found is None:
         raise ResultFileError("there is no file to merge", remedy="Name the shards, or a folder.")
     return _in_order(found)
 
 
-def _parts(path: Path, file: h5py.File) -> Parts:
+def _parts(path: Path, source: Opened) -> Parts:
     """Return what one file is, as the only one of its run."""
+    file = source.file
     if SOURCES in file.attrs:
         raise ResultFileError(
             "this is a virtual file: its rows are elsewhere",
@@ -123,7 +121,7 @@ def _parts(path: Path, file: h5py.File) -> Parts:
             remedy="Compute it again.",
         )
     return Parts(
-        files=(Part(path, start, stop, index, integrity.seal_of(path)),),
+        files=(Part(path, start, stop, index, source.seal),),
         start=whole[0],
         stop=whole[-1],
         identity=facts,

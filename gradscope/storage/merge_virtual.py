@@ -15,7 +15,7 @@ import torch
 from gradscope.errors import RefusedError
 from gradscope.storage.columns import describe, factors_group
 from gradscope.storage.formats import h5_type, numpy_dtype
-from gradscope.storage.layout import Shape
+from gradscope.storage.layout import Shape, utf8_links
 from gradscope.storage.merge_forms import DENSE, in_table
 from gradscope.storage.merge_parts import Parts
 from gradscope.storage.names import unescape
@@ -90,9 +90,7 @@ def _create(
         names = (os.path.relpath(part.path, folder), path)
         plist.set_virtual(space, *(_literal(name) for name in names), source)
     space.select_all()
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    made = h5py.h5d.create(group.id, escaped.encode(), h5_type(dtype), space, plist, links)
+    made = h5py.h5d.create(group.id, escaped.encode(), h5_type(dtype), space, plist, utf8_links())
     return h5py.Dataset(made)
 
 

@@ -1,6 +1,9 @@
 """Opening a result file that comes from somewhere else: its seal first, then all that it holds."""
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import h5py
 import numpy as np
@@ -9,9 +12,31 @@ from gradscope.errors import ResultFileError
 from gradscope.storage import consistency, integrity, safety
 from gradscope.storage.arrays import reading
 from gradscope.storage.build import FORMAT, FORMAT_VERSION
+from gradscope.storage.checks import REMEDY, Checks
 
 
-def opened(path: Path) -> h5py.File:
+@dataclass(frozen=True)
+class Opened:
+    """An open result file; close it, or use it in a `with` statement.
+
+    Attributes:
+        file: Its structure, which was checked.
+        checks: Its data.
+        seal: The SHA-256 of its seal.
+    """
+
+    file: h5py.File
+    checks: Checks
+    seal: bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def opened(path: Path) -> Opened:
     """Open a result file and check everything but its rows.
 
     Raises:
@@ -20,52 +45,53 @@ def opened(path: Path) -> h5py.File:
     """
     try:
         with reading(str(path)):
-            file, sealed = _file(path)
+            file, seal = _file(path)
             try:
-                _check(file, path.stat().st_size, sealed)
+                return Opened(file, *_checked(file, path.stat().st_size, seal))
             except BaseException:
                 file.close()
                 raise
-            return file
     except ResultFileError as error:
         raise error if error.where else error.at(str(path)) from error.__cause__
 
 
-def opened_again(path: Path, seal: bytes) -> h5py.File:
+def opened_again(path: Path, digest: bytes) -> Opened:
     """Open a file whose structure was checked when it had this seal.
 
     Raises:
         ResultFileError: It has changed, or cannot be read.
     """
     with reading(str(path)):
-        if not path.is_file() or not integrity.is_intact(path) or integrity.seal_of(path) != seal:
+        seal = integrity.seal_of(path) if _is_file(path) else None
+        if seal is None or not seal.intact or seal.digest != digest:
             raise ResultFileError(
                 "it is no longer what it was when it was opened first",
                 where=str(path),
                 remedy="Wait until nobody changes it, and try again.",
             )
-        return h5py.File(path, "r", locking=False)
+        file = h5py.File(path, "r", locking=False)
+        return Opened(file, Checks(file.id.get_vfd_handle, seal.table), digest)
 
 
-def _file(path: Path) -> tuple[h5py.File, bool]:
-    """Open the file, having checked its seal, and return whether it has one."""
-    if not path.is_file():
+def _file(path: Path) -> tuple[h5py.File, integrity.Seal | None]:
+    """Open the file, having checked its seal, and return that."""
+    if not _is_file(path):
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
             "there is no such file",
             remedy=f"{part.name} is there: the run is not finished; give --resume."
-            if part.exists()
+            if _is_file(part)
             else "Check the path.",
         )
-    intact = integrity.is_intact(path)
-    if intact is False:
+    seal = integrity.seal_of(path)
+    if seal is not None and not seal.intact:
         raise _changed("its structure was changed after it was written")
     if not h5py.is_hdf5(path):
         raise ResultFileError(
             "this is not an HDF5 file", remedy="Give the file that gradscope compute -o wrote."
         )
     try:
-        return h5py.File(path, "r", locking=False), intact is not None
+        return h5py.File(path, "r", locking=False), seal
     except OSError as error:
         if "truncated" not in str(error):
             raise
@@ -74,7 +100,8 @@ def _file(path: Path) -> tuple[h5py.File, bool]:
         ) from error
 
 
-def _check(file: h5py.File, size: int, sealed: bool) -> None:
+def _checked(file: h5py.File, size: int, seal: integrity.Seal | None) -> tuple[Checks, bytes]:
+    """Check the structure, and return what is needed for the data."""
     safety.check_attributes(file, size)
     found = file.attrs.get("format")
     if not isinstance(found, str) or found != FORMAT:
@@ -93,11 +120,15 @@ def _check(file: h5py.File, size: int, sealed: bool) -> None:
             "the file is not finished: its run was stopped, or is still going on",
             remedy="Go on with it: the same command and --resume.",
         )
-    if not sealed:
+    if seal is None:
         raise _changed("its seal is missing: it was cut short, or changed after it was written")
-    safety.check(file, size)
-    consistency.check(file)
+    consistency.check(file, safety.check(file, size))
+    return Checks(file.id.get_vfd_handle, seal.table), seal.digest
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113 (which raises where a name is too long)
 
 
 def _changed(what: str) -> ResultFileError:
-    return ResultFileError(what, remedy="Take another copy of the file, or compute it again.")
+    return ResultFileError(what, remedy=REMEDY)

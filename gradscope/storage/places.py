@@ -7,7 +7,7 @@ of a data set cut along its rows, or one row where rows themselves are cut.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import h5py
@@ -15,9 +15,7 @@ import numpy as np
 
 from gradscope.errors import ResultFileError
 from gradscope.storage.checksum import CHECKSUM_BYTES
-from gradscope.storage.compression import is_compressed
-
-_NONE = np.empty(0, np.int64)
+from gradscope.storage.compression import filters_of, is_compressed
 
 
 @dataclass(frozen=True)
@@ -26,39 +24,47 @@ class Place:
 
     Attributes:
         offsets: (m,) int64, where each piece begins in the file, in the order of the bytes.
+        sizes: (m,) int64, the bytes it takes there.
         piece: Bytes of a piece; the last one of a line may be shorter, with zeros after it.
         line: Bytes of a line.
         size: Bytes of the data set.
-        checked: Whether each piece has a checksum behind it.
-        packed: The pieces are compressed: those that are there lie anywhere, of any size.
-        sizes: (m,) int64, the stored bytes of each piece where they are compressed.
+        checked: Whether each piece has a Fletcher-32 checksum behind it.
+        packed: The pieces are compressed: of any size, anywhere, and perhaps not all are there.
     """
 
     offsets: np.ndarray
+    sizes: np.ndarray
     piece: int
     line: int
     size: int
     checked: bool
     packed: bool = False
-    sizes: np.ndarray | None = None
 
     @property
     def extents(self) -> np.ndarray:
         """Offset and stored size of each piece, (m, 2) int64."""
-        if self.sizes is not None:
-            return np.stack([self.offsets, self.sizes], 1)
-        stored = self.piece + (CHECKSUM_BYTES if self.checked else 0)
-        return np.stack([self.offsets, np.full_like(self.offsets, stored)], 1)
+        return np.stack([self.offsets, self.sizes], 1)
 
     def room(self, position: int) -> int:
         """Return how many bytes from `position` on lie in the same piece."""
         within = position % self.line
         return min(self.piece - within % self.piece, self.line - within)
 
+    def number(self, position: int) -> int:
+        """Return which piece holds the byte at `position`."""
+        if not self.line:
+            return 0
+        line, within = divmod(position, self.line)
+        return line * -(-self.line // self.piece) + within // self.piece
+
+    def start(self, number: int) -> int:
+        """Return the position of the first byte of a piece."""
+        line, within = divmod(number, -(-self.line // self.piece))
+        return line * self.line + within * self.piece
+
     def offset(self, position: int) -> int:
         """Return where in the file the piece begins that holds the byte at `position`."""
-        line, within = divmod(position, self.line)
-        return int(self.offsets[line * -(-self.line // self.piece) + within // self.piece])
+        return int(self.offsets[self.number(position)])
 
 
 def place_of(dataset: h5py.Dataset) -> Place:
@@ -67,21 +73,23 @@ def place_of(dataset: h5py.Dataset) -> Place:
     Raises:
         ResultFileError: Its chunks are not one for each place of the grid, with its checksum.
     """
-    item, chunks = dataset.id.get_type().get_size(), dataset.chunks
-    if dataset.id.get_create_plist().get_layout() == h5py.h5d.VIRTUAL:
-        return Place(np.empty(0, np.int64), 0, 0, 0, checked=False)  # elsewhere
-    if chunks is None:
-        size = dataset.id.get_storage_size()
-        offsets = np.array([dataset.id.get_offset()] if size else [], np.int64)
-        return Place(offsets, size, size, size, checked=False)
-    size = prod(dataset.shape) * item
+    plist, item = dataset.id.get_create_plist(), dataset.id.get_type().get_size()
+    layout, shape = plist.get_layout(), dataset.shape
+    if layout == h5py.h5d.VIRTUAL:
+        none = np.empty(0, np.int64)
+        return Place(none, none, 0, 0, 0, checked=False)  # elsewhere
+    if layout != h5py.h5d.CHUNKED:
+        size, offset = dataset.id.get_storage_size(), dataset.id.get_offset()
+        found = [] if offset is None else [(offset, size)]
+        offsets, sizes = np.array(found, np.int64).reshape(-1, 2).T
+        return Place(offsets, sizes, size, size, size, checked=False)
+    chunks, packed = plist.get_chunk(), is_compressed(filters_of(plist))
     cut = next((axis for axis, c in enumerate(chunks) if c > 1), len(chunks) - 1)
-    inner = prod(dataset.shape[cut + 1 :]) * item
-    if is_compressed(dataset):
-        line = dataset.shape[cut] * inner
-        return _packed(dataset, Place(_NONE, chunks[cut] * inner, line, size, False, packed=True))
-    offsets = _offsets(dataset)
-    return Place(offsets, chunks[cut] * inner, dataset.shape[cut] * inner, size, checked=True)
+    inner = prod(shape[cut + 1 :]) * item
+    exact = None if packed else prod(chunks) * item + CHECKSUM_BYTES
+    offsets, sizes = _stored(dataset, shape, chunks, exact).T
+    piece, line, size = chunks[cut] * inner, shape[cut] * inner, prod(shape) * item
+    return Place(offsets, sizes, piece, line, size, not packed, packed)
 
 
 def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
@@ -98,27 +106,32 @@ def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
                 pending.append((inner, item))
 
 
-def _packed(dataset: h5py.Dataset, place: Place) -> Place:
-    """Return the place with those chunks that are there."""
-    found: list[tuple[int, int]] = []
-    dataset.id.chunk_iter(lambda chunk: found.append((chunk.byte_offset, chunk.size)))
-    table = np.array(found, np.int64).reshape(-1, 2)
-    return replace(place, offsets=table[:, 0], sizes=table[:, 1])
+def _stored(
+    dataset: h5py.Dataset, shape: tuple[int, ...], chunks: tuple[int, ...], exact: int | None
+) -> np.ndarray:
+    """Return offset and size of each chunk (m, 2), in the order of the grid.
 
-
-def _offsets(dataset: h5py.Dataset) -> np.ndarray:
+    Args:
+        dataset: In chunks.
+        shape: Of all of it.
+        chunks: Of a chunk.
+        exact: The bytes of each chunk; None where they are compressed, and where the last ones may
+            not be there yet.
+    """
     found: list[tuple[int, ...]] = []
     dataset.id.chunk_iter(
         lambda c: found.append((c.byte_offset, c.size, c.filter_mask, *c.chunk_offset))
     )
-    table = np.array(found, np.int64).reshape(-1, 3 + dataset.ndim)
-    grid = -(-np.array(dataset.shape) // np.array(dataset.chunks))
-    places = table[:, 3:] // np.array(dataset.chunks)
-    inside = len(table) == grid.prod() and ((places >= 0) & (places < grid)).all()
-    order = np.ravel_multi_index(tuple(places.T), tuple(grid)) if inside else np.empty(0)
-    stored = prod(dataset.chunks) * dataset.id.get_type().get_size() + CHECKSUM_BYTES
-    sound = inside and len(np.unique(order)) == len(table)
-    if not sound or table[:, 2].any() or (table[:, 1] != stored).any():
+    table = np.array(found, np.int64).reshape(-1, 3 + len(shape))
+    grid = [-(-size // c) for size, c in zip(shape, chunks, strict=True)]
+    places = table[:, 3:] // np.array(chunks)
+    numbers = places @ np.array([prod(grid[axis + 1 :]) for axis in range(len(grid))])
+    order = np.argsort(numbers)
+    sound = np.array_equal(numbers[order], np.arange(len(table))) and not table[:, 2].any()
+    sound = sound and bool(((places >= 0) & (places < grid)).all())
+    if exact is not None:
+        sound = sound and len(table) == prod(grid) and bool((table[:, 1] == exact).all())
+    if not sound:
         raise ResultFileError(f"chunks of {dataset.name} are missing or unchecked")
-    offsets: np.ndarray = table[np.argsort(order), 0]
-    return offsets
+    chosen: np.ndarray = table[order, :2]
+    return chosen

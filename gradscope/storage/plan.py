@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.core.compressions import Compression
+from gradscope.core.texts import printable
 from gradscope.storage.formats import name_of
 
 Layout = Literal["auto", "dense", "factored"]
@@ -110,5 +111,8 @@ class Rows:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON; what JSON has no form for is written as its text."""
-    return json.dumps(value, default=str, ensure_ascii=False)
+    """Return JSON; what JSON has no form for is written as its text.
+
+    Half of a surrogate pair, which UTF-8 does not have, is escaped as in JSON.
+    """
+    return printable(json.dumps(value, default=str, ensure_ascii=False))

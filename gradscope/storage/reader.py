@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -13,17 +13,18 @@ import h5py
 import numpy as np
 
 from gradscope.errors import ResultFileError, SpecError
-from gradscope.storage.arrays import StoredArray, reading
+from gradscope.storage.arrays import reading
+from gradscope.storage.checks import Checks
 from gradscope.storage.contents import (
-    ArraysByName,
     Norms,
     StoredChain,
+    StoredStates,
     number_attributes,
     read_column,
 )
 from gradscope.storage.joined import JoinedArray, Sources, sources_of
 from gradscope.storage.names import unescape
-from gradscope.storage.opening import opened
+from gradscope.storage.opening import Opened, opened
 from gradscope.storage.safety import SOURCES
 
 _BATCH_BYTES = 2**28  # of dense rows, unless the caller says how many
@@ -44,15 +45,14 @@ class GradientFile:
         n: The number of samples.
         samples: The sample table: index, loss, norm, finite; target and id where stored; each (N,).
         norms: {parameter: (N,)}, L2 norms of the raw gradients.
-        norm_attributes: {parameter: {attribute: number}}.
         chains: The chains, in the order given.
-        states: {owner: {key: StoredArray}}, what the aggregates were made from, where kept.
+        states: {owner: {key: tensor}}, what the aggregates were made from, where kept.
         sources: The files that the rows of a virtual file are in, else None.
     """
 
-    def __init__(self, path: Path, file: h5py.File) -> None:
+    def __init__(self, path: Path, file: h5py.File, checks: Checks) -> None:
         self.path = path
-        self.hdf5 = file
+        self.hdf5, self._checks = file, checks
         texts = {key: value for key, value in file.attrs.items() if isinstance(value, str)}
         documents = ("run", "certificate", "identity", "parameters")
         self.run, self.certificate, self.identity, shapes = (
@@ -61,20 +61,26 @@ class GradientFile:
         self.attributes = {k: v for k, v in texts.items() if k not in documents}
         self.parameters: dict[str, tuple[int, ...]] = {k: tuple(s) for k, s in shapes.items()}
         order = list(self.parameters)
-        self.samples = {name: read_column(column) for name, column in file["samples"].items()}
-        self.n = len(self.samples["index"])
-        self.norms: Mapping[str, np.ndarray] = Norms(file["norms"], order)
-        self.norm_attributes = {
-            unescape(name): number_attributes(column) for name, column in file["norms"].items()
+        self.samples = {
+            name: read_column(column, checks) for name, column in file["samples"].items()
         }
+        self.n = len(self.samples["index"])
+        self.norms: Mapping[str, np.ndarray] = Norms(file["norms"], checks, order)
         self.sources: Sources | None = None
         if SOURCES in texts:
             self.sources = sources_of(self.attributes.pop(SOURCES), path.parent)
         self.chains = tuple(self._chain(k, order) for k in range(len(file["chains"])))
         kept = file.get("states", {})
-        self.states: Mapping[str, Mapping[str, StoredArray]] = {
-            owner: ArraysByName(group, []) for owner, group in kept.items()
+        self.states: Mapping[str, Mapping[str, np.ndarray]] = {
+            owner: StoredStates(group, checks) for owner, group in kept.items()
         }
+
+    @cached_property
+    def norm_attributes(self) -> dict[str, dict[str, float]]:
+        """{parameter: {attribute: number}}."""
+        with reading(str(self.path)):
+            norms = self.hdf5["norms"]
+            return {unescape(name): number_attributes(norms[name]) for name in norms}
 
     def iterate(
         self, chain: int = 0, batch_size: int | None = None
@@ -110,8 +116,9 @@ class GradientFile:
     def _chain(self, k: int, order: list[str]) -> StoredChain:
         group = self.hdf5["chains"][str(k)]
         if self.sources is None or group.attrs["reduced"]:
-            return StoredChain(group, order)
-        return StoredChain(group, order, partial(JoinedArray, chain=k, sources=self.sources))
+            return StoredChain(group, self._checks, order)
+        make = partial(JoinedArray, chain=k, sources=self.sources)
+        return StoredChain(group, self._checks, order, make)
 
     def close(self) -> None:
         """Close the file; what was read stays valid."""
@@ -140,18 +147,18 @@ def open_file(path: str | Path) -> GradientFile:
         ResultFileError: The file is absent, unfinished, damaged, not a result file, newer than
             this gradscope, or reaches outside itself.
     """
-    file = opened(Path(path))
+    found = opened(Path(path))
     try:
         with reading(str(path)):
-            return _contents(Path(path), file)
+            return _contents(Path(path), found)
     except BaseException:
-        file.close()
+        found.file.close()
         raise
 
 
-def _contents(path: Path, file: h5py.File) -> GradientFile:
+def _contents(path: Path, found: Opened) -> GradientFile:
     try:
-        return GradientFile(path, file)
+        return GradientFile(path, found.file, found.checks)
     except (AttributeError, TypeError, ValueError) as error:
         raise ResultFileError(
             f"groups or attributes are not those of a result file ({error})",

@@ -11,6 +11,7 @@ import h5py
 import torch
 
 from gradscope.blocks.base import TILE_BYTES
+from gradscope.storage.checks import Checks
 from gradscope.storage.columns import create_dense, rows_array
 from gradscope.storage.compression import compression_of
 from gradscope.storage.disk import Disk
@@ -18,10 +19,8 @@ from gradscope.storage.editing import editing
 from gradscope.storage.factors import stored_rows
 from gradscope.storage.formats import named
 from gradscope.storage.names import unescape
-from gradscope.storage.slots import Slots, bind
+from gradscope.storage.slots import ASIDE, Slots, bind
 from gradscope.storage.stream import Stream
-
-ASIDE = "replaced"
 
 
 def make_dense(
@@ -51,13 +50,16 @@ def make_dense(
         if path.startswith(tuple(f"{column}/" for column in columns)):
             disk.write(stream.held_back())
     disk.wait()
+    with h5py.File(part, "r", locking=False) as file:
+        records = slots.records(slots.marks, slots.places(file), disk.packer)
     with editing(descriptor) as file:
         moved = {column: _move(file, column, batch) for column in columns}
         made = bind(file)
-        made.return_to({path: m for path, m in slots.marks.items() if path in made.streams})
+        made.take_over(slots)
     with h5py.File(part, "r", locking=False) as file:
+        checks = Checks(lambda: descriptor, records)
         for column, aside in moved.items():
-            _copy(file[aside], made.streams[column], completed, disk)
+            _copy(file[aside], checks, made.streams[column], completed, disk)
         disk.wait()
     return made
 
@@ -77,9 +79,9 @@ def _move(file: h5py.File, column: str, batch: int) -> str:
     return moved
 
 
-def _copy(old: h5py.Group, new: Stream, completed: int, disk: Disk) -> None:
+def _copy(old: h5py.Group, checks: Checks, new: Stream, completed: int, disk: Disk) -> None:
     row = max(1, new.place.size // new.shape[0])
     step = max(1, TILE_BYTES // row // new.together) * new.together
     for at in range(0, completed, step):
-        rows = stored_rows(old, slice(at, min(at + step, completed)))
+        rows = stored_rows(old, slice(at, min(at + step, completed)), checks)
         disk.write(new.add(torch.from_numpy(rows).to(new.dtype)))

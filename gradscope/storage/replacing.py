@@ -9,6 +9,9 @@ from typing import BinaryIO
 
 from gradscope.errors import OutputError
 from gradscope.storage.resume import locked
+from gradscope.storage.trouble import require_place
+
+SUFFIX = ".part"
 
 
 def check_free(path: Path, size: int, *, overwrite: bool) -> None:
@@ -17,9 +20,7 @@ def check_free(path: Path, size: int, *, overwrite: bool) -> None:
     Raises:
         OutputError: It is there already, or there is no folder or no space for it.
     """
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_place(path, SUFFIX)
     if path.is_dir():
         raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
     if path.exists() and not overwrite:
@@ -28,7 +29,7 @@ def check_free(path: Path, size: int, *, overwrite: bool) -> None:
             where=str(path),
             remedy="Choose another name, or give --overwrite.",
         )
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(path.absolute().parent).free
     if size > free:
         raise OutputError(
             f"the file would take {size:,} bytes, the disk has {free:,}",
@@ -47,7 +48,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OutputError: It cannot be written.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + SUFFIX)
     try:
         with locked(part) as descriptor:
             try:

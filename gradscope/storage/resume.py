@@ -8,7 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
+
 from gradscope.errors import OutputError, ResultFileError
+from gradscope.storage.checks import damage_text, damaged
 from gradscope.storage.plan import FilePlan
 from gradscope.storage.reader import open_file
 from gradscope.storage.sidecar import Paths, Progress
@@ -79,7 +83,31 @@ def start(
         return None
     _check_same(progress.identity, plan.identity, paths.part)
     progress.structure.put_back(descriptor)
+    require_intact(paths.part, descriptor, progress.records)
     return progress
+
+
+def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
+    """Check that what is complete in an unfinished file is what was written.
+
+    Args:
+        part: The file.
+        descriptor: The same, open.
+        records: (m, 3) int64: offset, size and CRC-32C of each piece.
+
+    Raises:
+        OutputError: Something has changed.
+    """
+    offsets = damaged(descriptor, records)
+    if len(offsets):
+        with h5py.File(part, "r", locking=False) as file:
+            places = damage_text(file, offsets)
+        raise OutputError(
+            f"the unfinished file is damaged: {places} changed after they were written",
+            where=str(part),
+            remedy="Look after the disk. Then start again with --overwrite, or put back a copy of "
+            f"{part.name} and {part.name}.progress, and give --resume.",
+        )
 
 
 @contextmanager

@@ -1,25 +1,34 @@
 """The record beside `OUT.h5.part` of what is complete, replaced as a whole: the old or the new.
 
 `OUT.h5.part.progress` holds everything a run needs to go on that is not in whole chunks of rows:
-how many rows are complete, those of them that do not fill a chunk yet, the reducers' states, and
-the file's structure. It is numpy's npz, whose members carry checksums.
+how many rows are complete, those of them that do not fill a chunk yet, the reducers' states, the
+file's structure, and the checksums of the chunks. It is, little-endian,
+
+    "gradprog" · bytes of the header int64 · header, JSON · arrays, one behind the other · CRC-32C
+
+where the header has the type and the shape of each array, and the checksum is of all before it.
 """
 
 import json
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from crc32c import crc32c
 from torch import Tensor
 
 from gradscope.errors import OutputError
 from gradscope.storage.formats import as_numpy
 from gradscope.storage.structure import Structure
+
+LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
+
+_MAGIC, _SUM_BYTES = b"gradprog", 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class Progress:
         tails: uint8, by the path of a data set: the rows that do not fill a chunk yet.
         overflowed: By the path of a data set: numbers too large for its format.
         structure: The file's structure.
+        records: (m, 3) int64: offset, size and CRC-32C of what is complete, by offset.
     """
 
     completed: int
@@ -61,6 +71,7 @@ class Progress:
     tails: Mapping[str, np.ndarray]
     overflowed: Mapping[str, int]
     structure: Structure
+    records: np.ndarray
 
     @classmethod
     def load(cls, path: Path) -> "Progress | None":
@@ -77,9 +88,10 @@ class Progress:
         for owner, key in header["keys"]:
             states[owner][key] = torch.from_numpy(arrays.pop(0))
         tails = {name: arrays.pop(0) for name in header["tails"]}
+        records = arrays.pop()
         structure = Structure(header["size"], *arrays)
-        counts = header["overflowed"]
-        return cls(header["completed"], header["identity"], states, tails, counts, structure)
+        completed, counts = header["completed"], header["overflowed"]
+        return cls(completed, header["identity"], states, tails, counts, structure, records)
 
     def save(self, path: Path) -> None:
         """Replace the progress file, durably."""
@@ -95,16 +107,22 @@ class Progress:
         }
         states = (as_numpy(self.states[owner][key]) for owner, key in keys)
         structure = (self.structure.pieces, self.structure.data)
-        _save(path, header, [*states, *self.tails.values(), *structure])
+        _save(path, header, [*states, *self.tails.values(), *structure, self.records])
 
 
 def _save(path: Path, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write header and arrays to `path`, which is replaced only when they are on the disk."""
     temporary = path.with_name(path.name + ".tmp")
-    members = {f"a{k}": array for k, array in enumerate(arrays)}
+    text = json.dumps(header | {"arrays": [(a.dtype.str, a.shape) for a in arrays]}).encode()
+    memory = (np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays)
+    parts: list[bytes | memoryview] = [_MAGIC, len(text).to_bytes(8, "little"), text, *memory]
+    checksum = 0
     try:
         with temporary.open("wb") as file:
-            np.savez(file, header=np.array(json.dumps(header)), allow_pickle=False, **members)
+            for part in parts:
+                file.write(part)
+                checksum = crc32c(part, checksum)
+            file.write(checksum.to_bytes(_SUM_BYTES, "little"))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -115,14 +133,21 @@ def _save(path: Path, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> N
 def _load(path: Path) -> tuple[dict[str, Any], list[np.ndarray]] | None:
     """Return header and arrays, or None when the file does not exist."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(str(file["header"]))
-            return header, [file[f"a{k}"] for k in range(len(file.files) - 1)]
+        data = bytearray(path.read_bytes())  # arrays in it can be written to
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    view, at = memoryview(data), len(_MAGIC) + 8
+    sum_ = crc32c(view[:-_SUM_BYTES]).to_bytes(_SUM_BYTES, "little")
+    if data[: len(_MAGIC)] != _MAGIC or data[-_SUM_BYTES:] != sum_:
         raise OutputError(
-            f"the record of what is complete is damaged: {error}",
+            "the record of what is complete is damaged, or of another version of gradscope",
             where=str(path),
-            remedy="Start again with --overwrite.",
-        ) from error
+            remedy="Start again with --overwrite, or put back a copy of it.",
+        )
+    start = at + int.from_bytes(view[at - 8 : at], "little")
+    header, arrays = json.loads(data[at:start]), []
+    for kind, shape in header["arrays"]:
+        array = np.frombuffer(data, kind, prod(shape), start).reshape(shape)
+        arrays.append(array)
+        start += array.nbytes
+    return header, arrays

@@ -1,22 +1,26 @@
 """Where the parts of a batch go in a file that is laid out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import h5py
 import numpy as np
 
 from gradscope.errors import OutputError
 from gradscope.storage import integrity
+from gradscope.storage.checks import NONE
 from gradscope.storage.columns import Column, bind_column
 from gradscope.storage.disk import Disk
 from gradscope.storage.names import escape, unescape
-from gradscope.storage.places import datasets, place_of
+from gradscope.storage.packer import Packer
+from gradscope.storage.places import Place, datasets, place_of
 from gradscope.storage.plan import Rows
 from gradscope.storage.scratch import Scratch
 from gradscope.storage.stream import Mark, Stream
 
 Marks = Mapping[str, Mark]
+
+ASIDE = "replaced"  # a group of factors that have become dense, until the file is complete
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,24 @@ class Slots:
         return any(stream.place.packed for stream in self.streams.values())
 
     @property
-    def extents(self) -> np.ndarray:
-        """The bytes of the file that are rows, offsets and sizes (m, 2) int64.
+    def without_aside(self) -> "Slots":
+        """The same, but for factors that have become dense."""
+        own = {k: s for k, s in self.streams.items() if not k.startswith(f"/{ASIDE}/")}
+        return replace(self, streams=own)
 
-        Of compressed rows those that were there when the places were found.
-        """
-        return integrity.joined([stream.place for stream in self.streams.values()])
-
-    def found_again(self, file: h5py.File) -> np.ndarray:
-        """Return the extents with those compressed rows that are in the file by now."""
-        places = [
-            place_of(file[path]) if stream.place.packed else stream.place
+    def places(self, file: h5py.File) -> dict[str, Place]:
+        """Return where all streams lie, with those compressed chunks that are there by now."""
+        return {
+            path: place_of(file[path]) if stream.place.packed else stream.place
             for path, stream in self.streams.items()
-        ]
-        return integrity.joined(places)
+        }
+
+    def records(self, marks: Marks, places: Mapping[str, Place], packer: Packer) -> np.ndarray:
+        """Return offset, size and CRC-32C of what is complete at `marks`, by offset (m, 3)."""
+        found = [stream.records(marks[path]) for path, stream in self.streams.items()]
+        found += [packer.records(place) for place in places.values() if place.packed]
+        table = np.concatenate([NONE, *found])
+        return table[np.argsort(table[:, 0])]
 
     @property
     def marks(self) -> dict[str, Mark]:
@@ -64,14 +72,29 @@ class Slots:
         for path, mark in marks.items():
             self.streams[path].mark = mark
 
+    def take_over(self, other: "Slots") -> None:
+        """Go on where other streams of the same paths stand."""
+        for path in self.streams.keys() & other.streams.keys():
+            self.streams[path].mark = other.streams[path].mark
+            self.streams[path].sums = other.streams[path].sums
+
     def start_at(
-        self, completed: int, tails: Mapping[str, np.ndarray], overflowed: Mapping[str, int]
+        self,
+        completed: int,
+        tails: Mapping[str, np.ndarray],
+        overflowed: Mapping[str, int],
+        records: np.ndarray,
     ) -> None:
         """Go on after `completed` rows; what did not fill a chunk is given by path."""
-        for path, stream in self.streams.items():
+        known = np.append(records, [[np.iinfo(np.int64).max, 0, 0]], 0)
+        for path, stream in self.without_aside.streams.items():
             position = completed * (stream.place.size // stream.shape[0])
+            found = known[np.searchsorted(records[:, 0], stream.place.offsets)]
+            right = found[:, 0] == stream.place.offsets
+            stream.sums = np.where(right, found[:, 2], 0).astype(np.uint32)
             tail = tails.get(path, Mark().tail)
-            stream.mark = Mark(position, tail, overflowed.get(path, 0))
+            whole = int(stream.sums[0]) if len(stream.sums) == 1 else 0
+            stream.mark = Mark(position, tail, overflowed.get(path, 0), whole)
 
     def misfits(self, rows: Rows) -> list[str]:
         """Return the paths of columns that cannot hold their blocks."""

@@ -1,10 +1,11 @@
 """What the operating system and HDF5 say when a file cannot be written, in our words."""
 
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gradscope.core.shortage import is_shortage
@@ -12,23 +13,31 @@ from gradscope.errors import OutputError
 from gradscope.storage.linux import FULL, reserve
 from gradscope.storage.signals import deferred
 
+_NAME_BYTES = 255
 _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, *, again: bool = False) -> Iterator[None]:
     """Turn what is raised while `path` is written into an `OutputError` with its remedy.
 
     A signal that arrives meanwhile is handled afterwards.
+
+    Args:
+        path: The file.
+        again: What is written may be tried again in smaller parts where memory does not suffice
+            for the blocks that it is computed from: that is raised as it is.
     """
     try:
         with deferred():
             yield
-    except (OSError, RuntimeError) as error:  # h5py raises both
-        if isinstance(error, RuntimeError) and is_shortage(error):
-            raise  # blocks may be computed as they are written
+    except (OSError, RuntimeError, MemoryError) as error:  # h5py raises the first two
+        if again and is_shortage(error) and not isinstance(error, OSError):
+            raise
         number = _number(error)
-        if number in FULL:
+        if is_shortage(error):
+            what, remedy = f"memory ran out: {_line(error)}", "Free some, and give --resume."
+        elif number in FULL:
             what = "the disk is full, or a limit on the file's size is reached"
             remedy = f"Free space and go on with --resume, {_SMALLER}."
         elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -36,9 +45,49 @@ def writing(path: Path) -> Iterator[None]:
         elif number == errno.EAGAIN:
             what, remedy = "another process has the file open", "Close it, and give --resume."
         else:
-            what = f"writing failed: {str(error).strip().splitlines()[0]}"
+            what = f"writing failed: {_line(error)}"
             remedy = "Check the path and the disk; what is complete is kept for --resume."
         raise OutputError(what, where=str(path), remedy=remedy) from error
+
+
+def require_place(path: Path, suffix: str = "") -> None:
+    """Refuse a file whose folder is not there, or whose name is too long for it.
+
+    Args:
+        path: The file.
+        suffix: What is put behind its name while it is written.
+
+    Raises:
+        OutputError: It cannot be there.
+    """
+    folder = path.absolute().parent
+    if not os.path.isdir(folder):  # noqa: PTH112 (which raises where a name is too long)
+        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_short(path, suffix)
+
+
+def require_short(path: Path, suffix: str = "") -> None:
+    """Refuse a file whose name is too long, with what is put behind it while it is written.
+
+    Raises:
+        OutputError: It is.
+    """
+    over = excess(path.name + suffix, path.absolute().parent)
+    if over > 0:
+        behind = f", since {suffix} is put behind it while it is written" if suffix else ""
+        raise OutputError(
+            f"the name is {over} bytes too long for the disk{behind}",
+            where=str(path),
+            remedy="Choose a shorter one.",
+        )
+
+
+def excess(name: str, folder: Path) -> int:
+    """Return by how many bytes a name is too long for a file in a folder."""
+    most = _NAME_BYTES
+    with suppress(AttributeError, OSError):  # elsewhere than on Unix, or there is no such folder
+        most = os.pathconf(folder, "PC_NAME_MAX")
+    return max(0, len(os.fsencode(name)) - most)
 
 
 def secure_space(part: Path, descriptor: int) -> None:
@@ -58,6 +107,10 @@ def secure_space(part: Path, descriptor: int) -> None:
             remedy=f"Choose another disk, {_SMALLER}.",
         )
     reserve(descriptor)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _number(error: Exception) -> int | None:

@@ -17,12 +17,14 @@ from gradscope.storage.build import build
 from gradscope.storage.commits import Commits, Kept
 from gradscope.storage.disk import Disk
 from gradscope.storage.editing import editing
+from gradscope.storage.integrity import joined
+from gradscope.storage.places import Place
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.relayout import make_dense
-from gradscope.storage.sidecar import Paths, Progress
+from gradscope.storage.sidecar import LONGEST, Paths, Progress
 from gradscope.storage.slots import Slots, bind
 from gradscope.storage.structure import Structure
-from gradscope.storage.trouble import secure_space, writing
+from gradscope.storage.trouble import require_place, secure_space, writing
 
 KEEP_BYTES = 2**26  # states up to this size are copied with every batch, for a stop in between
 
@@ -48,9 +50,7 @@ def open_writer(
     paths = Paths(Path(path))
     if plan.n < 1:
         raise OutputError("there is no sample to store", where=str(path))
-    if not paths.final.absolute().parent.is_dir():
-        folder = paths.final.parent
-        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_place(paths.final, LONGEST)
     if resuming.is_done(paths, plan, overwrite=overwrite, resume=resume):
         yield Writer.of_complete(paths, plan)
         return
@@ -111,7 +111,7 @@ class Writer:
                 f"{self._plan.n} samples",
                 where=str(self._paths.final),
             )
-        with writing(self._paths.final):
+        with writing(self._paths.final, again=True):
             slots = self._ready(rows)
             try:
                 slots = self._fit(slots, rows)
@@ -179,14 +179,18 @@ class Writer:
                 where=str(self._paths.part),
                 remedy="Go on with --resume.",
             )
-        if self._commits.are_due():
+        with writing(self._paths.final):
+            slots = self._ready(None)
+        if self._commits.are_due() or slots.packed:  # whose structure cannot be committed later
             self._commit_kept()
         with self._commits.trusting():
+            if not slots.packed:
+                self._restore()
             complete.complete(
                 self._paths,
                 self._descriptor,
                 self._disk,
-                self._ready(None),
+                slots,
                 results,
                 certificate,
                 norm_attributes or {},
@@ -198,7 +202,7 @@ class Writer:
     def close(self) -> None:
         """Keep what is complete for `resume`; remove the file when that is nothing."""
         if not self._done and self._commits.trusted and not self._disk.packer.failed:
-            with suppress(OutputError):  # the last commit still stands
+            with suppress(OutputError, MemoryError):  # the last commit still stands
                 self._commit_kept()
         self._disk.close()
         if not self._done and self._commits.completed == 0:
@@ -215,12 +219,16 @@ class Writer:
             with editing(self._descriptor) as file:
                 build(file, self._plan, rows)
                 slots = bind(file)
-            self._structure = Structure.of(self._descriptor, slots.extents)
+            extents = joined(stream.place for stream in slots.streams.values())
+            self._structure = Structure.of(self._descriptor, extents)
             secure_space(self._paths.part, self._descriptor)
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
                 slots = bind(file)
-            slots.start_at(self.completed, self._found.tails, self._found.overflowed)
+            found = self._found
+            slots.start_at(found.completed, found.tails, found.overflowed, found.records)
+            if slots.packed:
+                self._disk.packer.know(found.records)
         self._slots = slots
         self._kept = replace(self._kept, marks=slots.marks)
         return slots
@@ -230,6 +238,8 @@ class Writer:
         changed = slots.misfits(rows)
         if not changed:
             return slots
+        if not slots.packed:
+            self._restore()
         try:
             made = make_dense(
                 self._paths.part,
@@ -242,15 +252,19 @@ class Writer:
             )
             secure_space(self._paths.part, self._descriptor)
         except BaseException:
-            assert self._structure is not None  # there are slots
-            self._structure.put_back(self._descriptor)
+            self._restore()
             raise
         with h5py.File(self._paths.part, "r", locking=False) as file:
-            extents = made.found_again(file)
+            extents = joined(made.places(file).values())
         self._slots, self._structure = made, Structure.of(self._descriptor, extents)
         self._kept = replace(self._kept, marks=made.marks)
         self._proved = Kept(0, {})  # rows up to there lie where they do no more
         return made
+
+    def _restore(self) -> None:
+        """Make the file's structure what it was: the disk may have changed it since."""
+        assert self._structure is not None  # there are slots
+        self._structure.put_back(self._descriptor)
 
     def _go_back(self) -> None:
         """Forget a batch that was not written to its end."""
@@ -264,12 +278,16 @@ class Writer:
             self._commit(self._kept.states)
 
     def _commit(self, states: States) -> None:
-        assert self._structure is not None and self._slots is not None  # there are rows
-        if self._slots.packed:  # chunks have come, and the structure with them
+        slots, structure = self._slots, self._structure
+        assert structure is not None and slots is not None  # there are rows
+        places: Mapping[str, Place] = {}
+        if slots.packed:  # chunks have come, and the structure with them
             with h5py.File(self._paths.part, "r", locking=False) as file:
-                extents = self._slots.found_again(file)
-            self._structure = Structure.of(self._descriptor, extents)
-        self._commits.make(self._kept, states, self._structure)
+                places = slots.places(file)
+            structure = Structure.of(self._descriptor, joined(places.values()))
+            self._structure = structure
+        records = slots.records(self._kept.marks, places, self._disk.packer)
+        self._commits.make(self._kept, states, structure, records)
 
 
 def _copied(states: States) -> States | None:

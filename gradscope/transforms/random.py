@@ -67,7 +67,7 @@ def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tenso
 
 def _hash(*parts: str | int) -> int:
     """Return 128 bits that belong to `parts`."""
-    text = "\0".join(map(str, parts)).encode()
+    text = "\0".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
 
 

@@ -23,6 +23,7 @@ from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlo
 from gradscope.core.compressions import Compression, parse_compression
 from gradscope.errors import OutputError, ResultFileError, SpecError
 from gradscope.storage import FilePlan, Writer, integrity, open_file, open_writer
+from gradscope.storage.checks import NONE
 from gradscope.storage.editing import editing
 from tests.storage.example import (
     BATCH,
@@ -34,6 +35,7 @@ from tests.storage.example import (
     names,
     rows,
     same,
+    unsealed,
     with_layout,
     write,
 )
@@ -340,13 +342,11 @@ def test_what_is_no_name(text: str) -> None:
 
 
 def _sealed(path: Path, change: Callable[[h5py.File], None]) -> None:
-    data = path.read_bytes()
-    count = int.from_bytes(data[-48:-40], "little")
-    path.write_bytes(data[: -48 - 16 * count])
+    path.write_bytes(unsealed(path.read_bytes()))
     with path.open("r+b") as raw:
         with editing(raw.fileno()) as file:
             change(file)
-        integrity.write_seal(raw.fileno(), np.empty((0, 2), np.int64))
+        integrity.write_seal(raw.fileno(), NONE)
 
 
 def _large_chunks(file: h5py.File) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from gradscope.errors import ResultFileError
 from gradscope.storage import integrity, open_file
+from gradscope.storage.checks import NONE
 from gradscope.storage.editing import editing
-from tests.storage.example import load, same, write
+from tests.storage.example import load, same, unsealed, write
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,10 @@ def test_a_seal_whose_table_claims_petabytes_is_refused_at_once(
     tmp_path: Path, good: bytes
 ) -> None:
     path, count = tmp_path / "o.h5", int.from_bytes(good[-48:-40], "little")
-    for k in range(2 * count):
+    for k in range(3 * count):
         for byte in (6, 7):
             data = bytearray(good)
-            data[-48 - 16 * count + 8 * k + byte] ^= 0x81
+            data[-48 - 24 * count + 8 * k + byte] ^= 0x81
             path.write_bytes(data)
             with pytest.raises(ResultFileError, match="changed"):
                 open_file(path)
@@ -146,7 +147,7 @@ def test_what_is_no_complete_result(
 
 
 def _newer(file: h5py.File) -> None:
-    file.attrs["format_version"] = 2
+    file.attrs["format_version"] = 3
 
 
 def _external_link(file: h5py.File) -> None:
@@ -230,7 +231,7 @@ def _shapes(file: h5py.File) -> None:
 
 
 HOSTILE: list[tuple[Callable[[h5py.File], None], str]] = [
-    (_newer, "format version 2"),
+    (_newer, "format version 3"),
     (_external_link, "link 'w' to somewhere else"),
     (_soft_link, "link 'more' to somewhere else"),
     (_loop, "in a loop"),
@@ -257,12 +258,11 @@ def test_a_hostile_file_is_refused(
 ) -> None:
     """Whoever makes such a file can seal it too."""
     path = tmp_path / "o.h5"
-    count = int.from_bytes(good[-48:-40], "little")
-    path.write_bytes(good[: -48 - 16 * count])
+    path.write_bytes(unsealed(good))
     with path.open("r+b") as raw:
         with editing(raw.fileno()) as file:
             change(file)
-        integrity.write_seal(raw.fileno(), np.empty((0, 2), np.int64))
+        integrity.write_seal(raw.fileno(), NONE)
     with pytest.raises(ResultFileError, match=what), open_file(path) as opened:
         for chain in opened.chains:
             for array in chain.values():

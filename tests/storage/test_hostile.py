@@ -5,7 +5,6 @@ Whoever makes such a file can seal it, too; so every one here is sealed.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,9 +18,10 @@ import pytest
 from gradscope.errors import GradscopeError, ResultFileError
 from gradscope.stats import summarize
 from gradscope.storage import export, integrity, open_file
+from gradscope.storage.checks import NONE
 from gradscope.storage.editing import editing
 from tests.cli.conftest import Gradscope, gradscope  # noqa: F401 (a fixture)
-from tests.storage.example import SHAPES, write
+from tests.storage.example import SHAPES, unsealed, write
 
 Change = Callable[[h5py.File], None]
 
@@ -34,14 +34,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _sealed(good: Path, path: Path, change: Change) -> Path:
-    shutil.copy(good, path)
-    data = path.read_bytes()
-    count = int.from_bytes(data[-48:-40], "little")
-    path.write_bytes(data[: -48 - 16 * count])
+    path.write_bytes(unsealed(good.read_bytes()))
     with path.open("r+b") as raw:
         with editing(raw.fileno()) as file:
             change(file)
-        integrity.write_seal(raw.fileno(), np.empty((0, 2), np.int64))
+        integrity.write_seal(raw.fileno(), NONE)
     return path
 
 
@@ -62,10 +59,10 @@ def _read(path: Path) -> None:
 
 
 def _grows(file: h5py.File) -> None:
-    """A chunk of 4 GB for ten numbers."""
+    """A chunk of 2 GB for ten numbers."""
     del file["chains/0/scale"]
     file["chains/0"].create_dataset(
-        "scale", (100,), "f4", chunks=(2**30,), maxshape=(None,), fletcher32=True
+        "scale", (100,), "f4", chunks=(2**29,), maxshape=(None,), fletcher32=True
     )
 
 
@@ -306,18 +303,20 @@ def test_it_is_refused(good: Path, tmp_path: Path, change: Change, said: str) ->
 
 
 def test_an_index_of_chunks_that_is_wrong(good: Path, tmp_path: Path) -> None:
-    """HDF5 would follow it anywhere."""
-    with h5py.File(good) as file:
-        rows = file["chains/0/layer.weight/left"]
-        first = rows.id.get_chunk_info(0)
-    path = _sealed(good, tmp_path / "o.h5", lambda file: None)
-    data = path.read_bytes()
-    data = data[: data.rindex(b"gradseal") - 40]
-    address = first.byte_offset.to_bytes(8, "little")
-    assert data.count(address) == 1
-    path.write_bytes(data.replace(address, (2**40).to_bytes(8, "little")))
+    """HDF5 would follow it anywhere; an index of the older kind has no checksum of its own."""
+    path = tmp_path / "o.h5"
+    path.write_bytes(unsealed(good.read_bytes()))
+    with h5py.File(path, "r+", libver=("earliest", "v108")) as file:
+        del file["chains/0/scale"]
+        made = file["chains/0"].create_dataset(
+            "scale", (100,), "f4", chunks=(100,), fletcher32=True, data=np.ones(100)
+        )
+        first = made.id.get_chunk_info(0)
+    data, address = path.read_bytes(), first.byte_offset.to_bytes(8, "little")
+    at = data.index(address, data.index(b"TREE"))
+    path.write_bytes(data[:at] + (2**40).to_bytes(8, "little") + data[at + 8 :])
     with path.open("r+b") as raw:
-        integrity.write_seal(raw.fileno(), np.empty((0, 2), np.int64))
+        integrity.write_seal(raw.fileno(), NONE)
     with pytest.raises(ResultFileError, match="index of chunks") as caught:
         _read(path)
     assert "o.h5" in str(caught.value) and caught.value.remedy
@@ -374,7 +373,7 @@ PLACES = {
     "chains/0/w": ["name", "representation", "overflowed"],
     "chains/0/layer.weight": ["kind", "shape", "dtype", "name", "representation"],
     "chains/0/emb": ["kind", "shape", "dtype"],
-    "norms/w": ["sha256", "mean_gradient_norm", "name"],
+    "norms/w": ["sha256", "mean_gradient_norm", "name"],  # sha256: of the first version
     "samples/loss": ["sha256"],
 }
 
@@ -460,15 +459,12 @@ def test_a_file_of_a_petabyte_of_nothing(good: Path, tmp_path: Path) -> None:
         h5py.h5d.create(file["samples"].id, b"index", h5py.h5t.STD_I64LE, space, plist)
 
     path = tmp_path / "o.h5"
-    shutil.copy(good, path)
-    data = path.read_bytes()
-    count = int.from_bytes(data[-48:-40], "little")
-    path.write_bytes(data[: -48 - 16 * count])
+    path.write_bytes(unsealed(good.read_bytes()))
     with path.open("r+b") as raw:
         with editing(raw.fileno()) as file:
             change(file)
             place = file["samples/index"].id.get_offset()
-        integrity.write_seal(raw.fileno(), np.array([[place, 2**43]]))
+        integrity.write_seal(raw.fileno(), np.array([[place, 2**43, 0]]))
     assert path.stat().st_size > 2**43
     with pytest.raises(ResultFileError):
         open_file(path)

@@ -1,5 +1,7 @@
 """The size of a file, told before it is written, against the file."""
 
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def test_the_numbers_take_exactly_what_was_told(
 ) -> None:
     plan = with_layout(layout, dtype=dtype)
     results = {name: (shape, torch.float64) for name, shape in plan.parameters.items()}
-    numbers, structure = file_bytes(plan, rows(0, 16), [results, results])  # the means, the sums
+    numbers, structure = file_bytes(plan, rows(0, 16), [results], [results])  # the means, the sums
     write(tmp_path / "o.h5", plan)
     assert _stored(tmp_path / "o.h5") == numbers
     total = (tmp_path / "o.h5").stat().st_size
@@ -55,6 +57,30 @@ def test_the_structure_of_many_chunks(
             writer.append(part)
         writer.finish({}, {})
     assert told == pytest.approx((tmp_path / "o.h5").stat().st_size, rel=1e-3)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("shape", [(), (2,), (3, 1, 2)])
+def test_thousands_of_small_tensors(tmp_path: Path, chains: int, shape: tuple[int, ...]) -> None:
+    """A file takes a few times its numbers, and about what was told."""
+    shapes = {f"layers.{k}.weight": shape for k in range(1000)}
+    plan = with_layout("dense", n=64, parameters=shapes, chains=PLAN.chains[:chains])
+    values = torch.randn(64, *shape)
+    made = Gradients({name: DenseBlock(values) for name in shapes})
+    means = {name: values.double().mean(0) for name in shapes}
+    one = rows(0, 64, made)
+    one = replace(one, chains=(made, None)[:chains])
+    kinds = dict.fromkeys(shapes, (shape, torch.float64))
+    results, states = [kinds] * (chains - 1), [kinds]
+    told = sum(file_bytes(plan, one, results, states))
+    with open_writer(tmp_path / "o.h5", plan) as writer:
+        writer.append(one, {})
+        attributes = {name: {"mean_gradient_norm": 1.0} for name in shapes}
+        writer.finish({1: means} if chains > 1 else {}, {}, attributes, {"mean_gradient": means})
+    size = (tmp_path / "o.h5").stat().st_size
+    numbers = 1000 * 64 * 4 * (1 + prod(shape))
+    assert told == pytest.approx(size, rel=0.05)
+    assert size < numbers + 1000 * 3000
 
 
 def test_nothing_is_computed_to_tell(tmp_path: Path) -> None:
