@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gradscope.core import streams
 from gradscope.core.spec import RunSpec, resolve
 from gradscope.errors import GradscopeError, SpecError
 
@@ -178,4 +179,4 @@ _PLACES = {
 
 def print_json(document: dict[str, Any]) -> None:
     """Print one document to stdout, names in their own letters."""
-    typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
+    typer.echo(json.dumps(document, ensure_ascii=False, indent=2), file=streams.out())

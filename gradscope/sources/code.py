@@ -9,20 +9,20 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from gradscope.core.locate import own_lines, raised
+from gradscope.core.locate import first_line, is_users, own_lines, raised
 from gradscope.core.references import split_reference
 from gradscope.core.registry import suggestion
-from gradscope.core.stops import STOPS
-from gradscope.errors import ModelError
+from gradscope.core.shortage import is_shortage
+from gradscope.core.stops import is_stop
+from gradscope.errors import GradscopeError, ModelError, RefusedError
 from gradscope.sources.listing import article
 
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
@@ -85,27 +85,22 @@ def user_file(what: str) -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except (MemoryError, *STOPS):
+    except MemoryError:
         raise
     except BaseException as error:  # whatever the user's code raises
-        raise ModelError(f"your code {raised(error)}", where=what, remedy=_trace(error)) from error
+        if is_stop(error):
+            raise
+        raise _users(error).at(what) from error
 
 
-@contextmanager
-def _no_silent_exit() -> Iterator[None]:
-    """Let os._exit raise SystemExit in this process: nobody is to leave without a word."""
-    process, leave = os.getpid(), os._exit
-
-    def stop(status: int) -> NoReturn:
-        if os.getpid() != process:  # a fork that the user's code made
-            leave(status)
-        raise SystemExit(status)
-
-    os._exit = stop
-    try:
-        yield
-    finally:
-        os._exit = leave
+def blamed(error: BaseException) -> GradscopeError | None:
+    """Return the error for what nobody nearer to it has caught; None where it is a bug of ours."""
+    if is_users(error) or isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+        return _users(error)
+    if is_shortage(error):
+        remedy = "Free memory, or give it less to do."
+        return RefusedError(f"memory ran out: {first_line(error)}", remedy=remedy)
+    return None
 
 
 def _import_file(path: Path, kind: str) -> ModuleType:
@@ -128,7 +123,7 @@ def _import_file(path: Path, kind: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with user_file(f"{kind} {path}"), importable(path.parent), _no_silent_exit():
+        with user_file(f"{kind} {path}"), importable(path.parent):
             exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -138,7 +133,7 @@ def _import_file(path: Path, kind: str) -> ModuleType:
 
 def _import(name: str, kind: str) -> ModuleType:
     what = f"{kind} {name}"
-    with user_file(what), importable(Path.cwd()), _no_silent_exit():
+    with user_file(what), importable(Path.cwd()):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -186,6 +181,10 @@ def _functions(module: ModuleType) -> list[str]:
     public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
     own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
     return own or list(public)
+
+
+def _users(error: BaseException) -> ModelError:
+    return ModelError(f"your code {raised(error)}", remedy=_trace(error))
 
 
 def _trace(error: BaseException) -> str:
