@@ -20,6 +20,7 @@ MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
 _PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
 _PATH_TABLES = (("dataset", "files"), ("dataset", "tokenizer"))
 _REFERENCES = (("model", "factory"), ("loss", "name"))
+_RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,11 @@ def gather(
 
 
 def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[tuple[str, ...], Layer]]:
-    """Lay the layers over each other; also return which layer each (section, key) is from."""
+    """Lay the layers over each other; also return which layer each (section, key) is from.
+
+    Of two settings that decide the same, the one that was given last is kept: a --batch-size takes
+    the place of the run file's memory.
+    """
     merged: dict[str, Any] = {}
     origin: dict[tuple[str, ...], Layer] = {}
     for layer in layers:
@@ -84,9 +89,28 @@ def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[tuple[str, ...], La
             if not isinstance(table, dict):
                 merged[section] = table
             elif isinstance(merged.setdefault(section, {}), dict):
+                for rival in (_RIVALS.get((section, key)) for key in table):
+                    merged[section].pop(rival, None)
                 merged[section].update(table)
                 origin.update({(section, key): layer for key in table})
     return merged, origin
+
+
+def contradictions(
+    merged: Mapping[str, Any], origin: Mapping[tuple[str, ...], Layer]
+) -> list[SpecError]:
+    """Return one error where a layer itself gives two settings that decide the same."""
+    table = merged.get("compute")
+    if not isinstance(table, Mapping) or not {"batch_size", "memory"} <= table.keys():
+        return []
+    layer = origin["compute", "memory"]
+    return [
+        SpecError(
+            "memory is there to choose the batch size, and batch_size is given too",
+            where=f"{layer.source}: {layer.key(('compute', 'memory'))}",
+            remedy="Give one of them.",
+        )
+    ]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gradscope.core import settings
 from gradscope.core.complaints import combined, complaints, salvaged
 from gradscope.core.grammar import Stage
 from gradscope.core.references import HELD, REFERENCE_FORMS, function_of, parse_loss
-from gradscope.core.runfile import Layer, gather, merge
+from gradscope.core.runfile import Layer, contradictions, gather, merge
 from gradscope.core.settings import parse_samples as parse_samples
 from gradscope.errors import SpecError
 
@@ -262,6 +262,7 @@ def resolve(
     """
     layers, problems = gather(config, overrides)
     merged, origin = merge(layers)
+    opposed = contradictions(merged, origin)
     for section in ("model", "checkpoint", "dataset", "loss"):
         merged.setdefault(section, {})  # so that the missing key is named, not only its table
     try:
@@ -274,6 +275,7 @@ def resolve(
             problems += also(
                 _placed(RunSpec.model_validate(salvaged(merged, failure)), layers, origin)
             )
+    problems += opposed
     if problems:
         raise combined(problems)
     return _placed(spec, layers, origin)

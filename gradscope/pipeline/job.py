@@ -210,13 +210,12 @@ def _compression(spec: RunSpec) -> Compression | None:
 
 def _require_choice(spec: RunSpec) -> None:
     """Check that the batch size may be chosen by memory, if that is asked for."""
-    chosen = spec.compute.memory is not None and spec.compute.batch_size is None
-    if chosen and spec.compute.coupling == "own-loss":
+    if spec.compute.memory is not None and spec.compute.coupling == "own-loss":
         raise SpecError(
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
             "is not to choose the batch size",
             where="memory",
-            remedy="Give --batch-size.",
+            remedy="Give --batch-size instead.",
         )
 
 

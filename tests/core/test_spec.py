@@ -93,6 +93,23 @@ def test_flags_win_and_their_paths_are_relative_to_the_working_directory(
     assert spec.dataset.path == tmp_path / "data.npz"
 
 
+def test_a_batch_size_and_a_budget_are_one_choice(tmp_path: Path) -> None:
+    """The flag takes the place of the run file's other one; side by side they are refused."""
+    memory, size = 'memory = "2GB"\n', "batch_size = 7\n"
+    config = write(tmp_path, f"{RUN}[compute]\n{memory}")
+    spec = resolve(config, {"compute": {"batch_size": 3}}).compute
+    assert (spec.memory, spec.batch_size) == (None, 3)
+    write(tmp_path, f"{RUN}[compute]\n{size}")
+    spec = resolve(config, {"compute": {"memory": "1GB"}}).compute
+    assert (spec.memory, spec.batch_size) == ("1GB", None)
+    write(tmp_path, f"{RUN}[compute]\n{size}{memory}seed = -1\n")
+    told = message(config)
+    assert f"{config}: compute.memory: memory is there to choose the batch size" in told
+    assert "compute.seed: found -1" in told
+    both = message(None, {"compute": {"memory": "1GB", "batch_size": 3}})
+    assert "command line: compute.memory: memory is there" in both
+
+
 def test_no_run_file_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = resolve(
