@@ -7,6 +7,7 @@ number of samples, the first axis of everything.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -133,6 +134,17 @@ def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = row
         last = row
     yield start, last + 1
+
+
+def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
+    """Return positions in ascending order, and where each of `rows` is in it; None if that is so.
+
+    Files that can be read only forwards are then gone through once.
+    """
+    if isinstance(rows, range) or all(a < b for a, b in pairwise(rows)):
+        return rows, None
+    order = torch.tensor(rows).argsort(stable=True)
+    return torch.tensor(rows)[order].tolist(), order.argsort()
 
 
 def from_numpy(array: np.ndarray) -> Tensor:

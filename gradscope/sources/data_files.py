@@ -15,10 +15,11 @@ from gradscope.core.spec import DatasetSpec
 from gradscope.errors import DatasetError
 from gradscope.sources import dataset_formats  # noqa: F401 (it registers the readers)
 from gradscope.sources.conversion import converter
-from gradscope.sources.data_columns import Column, Stored, StoredArrays, runs
+from gradscope.sources.data_columns import Column, Stored, StoredArrays, in_order, runs
 from gradscope.sources.data_folders import open_folder
 from gradscope.sources.data_made import made
 from gradscope.sources.data_parts import composed
+from gradscope.sources.listing import listed
 from gradscope.sources.readers import HEAD, dataset_readers, find_dataset_reader, reachable
 
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -61,16 +62,22 @@ class FileRows:
                 where=str(self.spec.path),
                 remedy="Leave it as it is while a run reads it, and begin again.",
             )
-        return {name: self._tensor(name, rows) for name in self.columns}
+        ascending, back = in_order(rows)
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
+        for start, stop in runs(ascending):  # all columns of one stretch: files come in rows
+            for name, column in self.columns.items():
+                with self._at(name, start, stop):
+                    parts[name].append(self.convert[name](column[start:stop]))
+        found = {k: p[0] if len(p) == 1 else torch.cat(p) for k, p in parts.items()}
+        return found if back is None else {name: t[back] for name, t in found.items()}
 
-    def _tensor(self, name: str, rows: Sequence[int]) -> Tensor:
-        column, convert = self.columns[name], self.convert[name]
+    @contextmanager
+    def _at(self, name: str, start: int, stop: int) -> Iterator[None]:
         try:
-            parts = [convert(column[start:stop]) for start, stop in runs(rows)]
+            yield
         except DatasetError as error:
-            where = f"{self.spec.path}: {name}, rows {rows[0]} to {rows[-1]}"
+            where = f"{self.spec.path}: {name}, rows {start} to {stop - 1}"
             raise error.at(where) if error.where is None else error from None
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def open_files(spec: DatasetSpec) -> FileRows:
@@ -143,7 +150,7 @@ def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
         raise DatasetError(
             f"there is no array {name!r} in the file",
             where=str(files[name]),
-            remedy=f"It holds {', '.join(arrays.names)}.",
+            remedy=f"It holds {listed(arrays.names)}.",
         )
 
     return StoredArrays(tuple(dict.fromkeys((*files, *own.names))), load, own.notes)
@@ -168,8 +175,9 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
     """Every array that is named must be there, also where only a dtype is given for it."""
     tables = (spec.dtype, spec.scale, spec.reshape, spec.classes, spec.tokenizer, spec.pad)
     others = (n for n in (spec.id, spec.select) if isinstance(n, str))
+    known = set(names)
     for name in dict.fromkeys((*spec.arrays, *chain(*tables, spec.length), *others)):
-        if name not in names:
+        if name not in known:
             some = list(names) if len(names) <= 20 else [*names[:20], f"... ({len(names)} in all)"]
             raise DatasetError(
                 f"there is no array {name!r} in the file",

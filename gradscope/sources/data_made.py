@@ -24,7 +24,8 @@ def made(spec: DatasetSpec, arrays: Arrays) -> tuple[tuple[str, ...], Callable[[
 
     It raises a `DatasetError` where they are not numbers of one shape.
     """
-    padded = tuple(dict.fromkeys((*spec.pad, *spec.length, *spec.tokenizer)))
+    padded = dict.fromkeys((*spec.pad, *spec.length, *spec.tokenizer))
+    stored_names = frozenset(arrays.names)
     names = tuple(dict.fromkeys((*arrays.names, *(f"{name}{MASK}" for name in padded))))
 
     @cache
@@ -40,7 +41,7 @@ def made(spec: DatasetSpec, arrays: Arrays) -> tuple[tuple[str, ...], Callable[[
 
     def column(name: str) -> Column:
         source = name.removesuffix(MASK)
-        if name not in arrays.names and source in padded:
+        if name not in stored_names and source in padded:
             stored, value = encoded(source)
             return _mask(_sequences(stored, source), spec.length.get(source))
         stored, value = encoded(name)
