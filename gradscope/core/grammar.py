@@ -193,14 +193,13 @@ def _stage(chain: str, text: str, start: int) -> Stage:
 
 def _split(text: str, at: str) -> list[str]:
     """Split at a character, but not within double quotes."""
-    pieces, quoted = [""], False
-    for character in text:
+    pieces, start, quoted = [], 0, False
+    for k, character in enumerate(text):
         quoted ^= character == '"'
         if character == at and not quoted:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    return pieces
+            pieces.append(text[start:k])
+            start = k + 1
+    return [*pieces, text[start:]]
 
 
 def _unquoted(value: str) -> str:

@@ -4,6 +4,7 @@ Each is a layer `{section: {key: value}}`; a later layer wins, key by key. Paths
 made absolute here, each against the folder of its own file.
 """
 
+import re
 import reprlib
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,10 @@ from gradscope.core.references import function_of
 from gradscope.errors import SpecError
 
 MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
+MAX_PARTS = 32  # of a dotted key: tomllib takes the square of their number in time and memory
+
+_PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_PARTS}}}")
 
 _PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
 _PATH_TABLES = (("dataset", "files"), ("dataset", "tokenizer"))
@@ -117,7 +122,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file of at most a megabyte.
 
     Raises:
-        SpecError: It is missing, no regular file, too big, not UTF-8 or not TOML.
+        SpecError: It is missing, no regular file, too big or too deep, not UTF-8 or not TOML.
     """
 
     def error(what: str, remedy: str) -> SpecError:
@@ -137,7 +142,13 @@ def read_toml(path: Path) -> dict[str, Any]:
                 f"the file is larger than {MAX_BYTES:,} bytes",
                 "This must be a TOML file of settings; data and weights have paths of their own.",
             )
-        return tomllib.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        long = _LONG_KEY.search(text)
+        if long is not None:
+            line = text.count("\n", 0, long.start()) + 1
+            what = f"more than {MAX_PARTS} names are joined by dots at line {line}"
+            raise error(what, "Shorten the key.")
+        return tomllib.loads(text)
     except OSError as failure:
         raise error(f"cannot be read: {failure.strerror}", "Check its permissions.") from failure
     except UnicodeDecodeError as failure:
