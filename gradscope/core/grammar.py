@@ -19,8 +19,17 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CODE = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise SpecError(f"{text} takes more than 64 bits", remedy="Give a smaller number.")
+    return value
+
+
 _CONVERTERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
+    int: _integer,
     float: float,
     bool: lambda text: {"true": True, "false": False}[text.lower()],
     tuple[float, ...]: lambda text: tuple(map(float, text.split(","))),

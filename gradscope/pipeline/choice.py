@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from gradscope.core.memory import available
 from gradscope.core.sizes import memory_text, parse_memory
 from gradscope.errors import SpecError
 from gradscope.pipeline.footprint import Footprint, Meter
 from gradscope.pipeline.job import Job
-from gradscope.pipeline.memory import available
 from gradscope.pipeline.rehearsal import forgotten
 
 _FEW = 2  # samples that tell whether more has to be known

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from gradscope.core.locate import first_line
+from gradscope.core.memory import available
+from gradscope.core.sizes import memory_text
 from gradscope.errors import DatasetError, GradscopeError
 from gradscope.sources.damage import damage
 
+_SMALL = 2**27  # bytes that nobody asks for
 _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with these
 
 
@@ -181,6 +184,17 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
         DatasetError: There is none.
     """
     return from_numpy(np.empty(0, dtype)).dtype
+
+
+def require_memory(needed: int) -> None:
+    """Refuse what cannot fit, before it is tried: the system may promise more than it has.
+
+    Raises:
+        MemoryError: More bytes are needed than there are.
+    """
+    there = available(torch.device("cpu")) if needed > _SMALL else None
+    if there is not None and needed > there:
+        raise MemoryError(f"{memory_text(needed)} are needed, there are {memory_text(there)}")
 
 
 def objects() -> DatasetError:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,21 @@ from gradscope.core.spec import DatasetSpec
 from gradscope.errors import DatasetError
 from gradscope.sources import dataset_formats  # noqa: F401 (it registers the readers)
 from gradscope.sources.conversion import converter
-from gradscope.sources.data_columns import Column, Stored, StoredArrays, in_order, runs
+from gradscope.sources.data_columns import (
+    Column,
+    Stored,
+    StoredArrays,
+    in_order,
+    require_memory,
+    runs,
+)
 from gradscope.sources.data_folders import open_folder
 from gradscope.sources.data_made import made
 from gradscope.sources.data_parts import composed
 from gradscope.sources.listing import listed
 from gradscope.sources.readers import HEAD, dataset_readers, find_dataset_reader, reachable
 
+_COPIES = 4  # of a sample at a time: stored, converted, the model's own, and what comes of it
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
@@ -50,11 +60,17 @@ class FileRows:
     def __len__(self) -> int:
         return int(next(iter(self.columns.values())).shape[0])
 
+    @cached_property
+    def _row(self) -> int:
+        """The bytes that one sample takes."""
+        return _COPIES * sum(map(_row_bytes, self.columns.values()))
+
     def read(self, rows: Sequence[int]) -> dict[str, Any]:
         """Return {name: (n, ...)} of the samples `rows`, in this order.
 
         Raises:
             DatasetError: A value does not fit its dtype, or a file has changed meanwhile.
+            MemoryError: So many samples are more than the machine can hold.
         """
         if _stamp(self.spec) != self.stamp:
             raise DatasetError(
@@ -62,6 +78,7 @@ class FileRows:
                 where=str(self.spec.path),
                 remedy="Leave it as it is while a run reads it, and begin again.",
             )
+        require_memory(len(rows) * self._row)
         ascending, back = in_order(rows)
         parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
         for start, stop in runs(ascending):  # all columns of one stretch: files come in rows
@@ -96,6 +113,7 @@ def open_files(spec: DatasetSpec) -> FileRows:
     for name in spec.arrays:
         with _at(spec, name):
             columns[name] = column(name)
+            _check_row(columns[name])
     _check_lengths(spec, {name: tuple(map(int, c.shape)) for name, c in columns.items()})
     for name, stored in columns.items():
         with _at(spec, name):
@@ -169,6 +187,20 @@ def _stamp(spec: DatasetSpec) -> tuple[tuple[int, int], ...]:
     """Return size and time of change of every file."""
     found = [path.stat() for path in spec.sources if path.exists()]
     return tuple((status.st_size, status.st_mtime_ns) for status in found)
+
+
+def _row_bytes(column: Column) -> int:
+    return prod(map(int, column.shape[1:])) * column.dtype.itemsize
+
+
+def _check_row(column: Column) -> None:
+    try:
+        require_memory(_COPIES * _row_bytes(column))
+    except MemoryError as error:
+        raise DatasetError(
+            f"one sample of the shape {tuple(column.shape[1:])} is too large: {error}",
+            remedy="Check [dataset] length, or what the file says of its shape.",
+        ) from error
 
 
 def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:

@@ -1,6 +1,5 @@
 """numpy's formats: .npz, .npy and folders of .npy files. Rows are read where they lie."""
 
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -23,6 +22,7 @@ from gradscope.sources.data_columns import (
     from_numpy,
     objects,
     reading,
+    require_memory,
     torch_dtype,
 )
 from gradscope.sources.listing import listed
@@ -192,7 +192,7 @@ def _cut_off(header: _Header, found: int) -> DatasetError:
 
 def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
     """Read the numbers that come next in a file."""
-    _check_memory(header.nbytes)
+    require_memory(header.nbytes)
     values = np.empty(header.nbytes, np.uint8)
     view, found = values.data, 0
     while found < header.nbytes and (data := file.read(min(_PIECE, header.nbytes - found))):
@@ -298,10 +298,3 @@ def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
     if crc != info.CRC:
         raise zipfile.BadZipFile(f"Bad CRC-32 for file {info.filename!r}")
     return start
-
-
-def _check_memory(needed: int) -> None:
-    """Refuse what cannot fit, before it is tried: the system may promise more than it has."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > total:
-        raise MemoryError(f"{needed:,} bytes are needed, the machine has {total:,}")

@@ -50,7 +50,7 @@ def power(p: float) -> Transform:
         raise ValueError(f"p must be positive and finite, not {p}")
     if not float(p).is_integer():
         return _mapped(lambda t: torch.sgn(t) * t.abs().pow(p))
-    whole = int(p)
+    whole = int(p) if p < 2**31 else p
 
     def apply(block: Block) -> Block:
         real_square = whole == 2 and not block.dtype.is_complex

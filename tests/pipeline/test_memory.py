@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from gradscope.comparison.measure import release_freed_memory
+from gradscope.core.memory import available, taken
 from gradscope.core.sizes import memory_text, parse_memory
 from gradscope.core.spec import resolve
 from gradscope.errors import SpecError
 from gradscope.pipeline import choice, compute, estimate, footprint, prepare
 from gradscope.pipeline.footprint import Footprint, Meter
-from gradscope.pipeline.memory import available, taken
 from gradscope.storage import open_file
 from tests.pipeline.project import SAMPLES, spec, write
 from tests.pipeline.test_pipeline import SAMPLES as MODELS
