@@ -351,7 +351,7 @@ def test_a_part_that_is_marked_as_a_folder(tmp_path: Path) -> None:
 def test_two_parts_of_one_name(tmp_path: Path) -> None:
     path = saved(tmp_path, state())
     with zipfile.ZipFile(path, "a") as archive:
-        name = f"{path.stem}/data/0"
+        name = "/".join((path.stem, "data", "0"))
         archive.writestr(name, b"\x00" * len(archive.read(name)))
     assert "several of its parts have one name" in refusal(path)
 
