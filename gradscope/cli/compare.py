@@ -100,13 +100,20 @@ def compare(
         against=others,
     )
     if json:
-        options.print_json(result.to_json())
+        options.print_json(result.to_json() | {"digests": job.digests | _digests(against or [])})
     elif not quiet or not result.agrees:
         render_comparison(result, console())
     if not result.agrees:
         raise typer.Exit(DISAGREEMENT)
     if result.coupled:
         raise typer.Exit(RefusedError.exit_code)
+
+
+def _digests(references: list[str]) -> dict[str, Any]:
+    """Return the digests of the user's functions, by file."""
+    from gradscope.sources import code_digests
+
+    return {name: code_digests(name, "implementation") for name in references if ":" in name}
 
 
 def _against(references: list[str], job: "Job", rows: range) -> dict[str, Any]:

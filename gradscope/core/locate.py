@@ -53,6 +53,14 @@ def _is_machinery(file: str) -> bool:
 _OURS = Path(__file__).parents[1]
 _PACKAGES = (_OURS, Path(torch.__file__).parent)
 _INSTALLED = {Path(sysconfig.get_path(k)) for k in ("stdlib", "platstdlib", "purelib", "platlib")}
+_SITES = {"site-packages", "dist-packages"}
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file is part of Python, of a package that was installed, or of ours."""
+    if not file.is_absolute() or not _SITES.isdisjoint(file.parts):
+        return True
+    return any(file.is_relative_to(place) for place in (*_PACKAGES, *_INSTALLED))
 
 
 def is_users(error: BaseException) -> bool:
@@ -61,7 +69,7 @@ def is_users(error: BaseException) -> bool:
         file = Path(frame.filename)
         if file.is_relative_to(_OURS):
             return False
-        if file.is_absolute() and not any(file.is_relative_to(place) for place in _INSTALLED):
+        if not is_installed(file):
             return True
     return False
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from gradscope.chains import Chain, bind
 from gradscope.core.grammar import Stage, parse
 from gradscope.errors import RefusedError, ResultFileError, SpecError
-from gradscope.pipeline.job import stages_digest
+from gradscope.pipeline.job import stages_digests
 from gradscope.pipeline.shards import require_one_pass
 from gradscope.reducers import reducers
 from gradscope.storage import Parts
+from gradscope.storage.resume import differences
 
 
 def reduced_chains(parts: Parts, code: Iterable[Path] = ()) -> dict[int, Chain]:
@@ -82,10 +83,12 @@ def _require_known_code(
             where="chains",
             remedy="Give --code FILE.py for each of them, if you trust it.",
         )
-    found = stages_digest(tuple(bind(text) for text, _ in parts.chains))
-    if found != (parts.identity.get("digests") or {}).get("stages"):
+    found = stages_digests([bind(text) for text, _ in parts.chains])
+    recorded = (parts.identity.get("digests") or {}).get("stages")
+    changed = list(differences(recorded, found, "digests.stages"))
+    if changed:
         raise RefusedError(
-            f"{', '.join(sorted(map(str, named)))}: not the code that the run had",
+            f"this is not the code that the run had: {'; '.join(changed)}",
             where="chains",
             remedy="Take the files as they were, or compute the shards again.",
         )
