@@ -77,5 +77,6 @@ def root(
     """Per-sample gradients of PyTorch models, and the expectation of their transformation.
 
     Exit codes: 0 done, 1 a bug in gradscope, 2 usage or spec, 3 input, 4 refused, 5 compare found
-    a disagreement, 6 output, 7 finished but some samples are not finite, 130/143 interrupted.
+    a disagreement, 6 output, 7 finished but some samples or numbers are not finite, 130/143
+    interrupted.
     """

@@ -168,7 +168,8 @@ def compute(
     report = _run(job, output, resume=resume, overwrite=overwrite, quiet=quiet or json)
     with stopping.told(lambda: f"stopped; {output} is complete"):
         _show(report, json, quiet)
-    if report.nonfinite and job.shard is None:  # of shards, merge says so: others wait for these
+    broken = report.nonfinite or any(report.chains_nonfinite)
+    if broken and job.shard is None:  # of shards, merge says so: others wait for these
         raise typer.Exit(NONFINITE)
 
 

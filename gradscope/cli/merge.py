@@ -57,7 +57,7 @@ def merge(
         report = under_way.finish()
     with stopping.told(lambda: f"stopped; {output} is complete"):
         _show(report, json, quiet)
-    if report.nonfinite:
+    if report.nonfinite or any(report.chains_nonfinite):
         raise typer.Exit(NONFINITE)
 
 
