@@ -12,7 +12,7 @@ GradscopeError                      1   a bug in gradscope, when nothing below f
 │   ├── CoupledSamplesError             a sample's loss depends on other samples
 │   └── CertificateError                the proof on the first batch failed
 ├── OutputError                     6   something that was to be written
-└── NonFiniteError                  7   a sample is not finite, and that was to be an error
+└── NonFiniteError                  7   something is not finite, and that was to be an error
 
 The inner raise states the fact and the remedy; a boundary adds where it happened with `at`.
 """
@@ -105,6 +105,6 @@ class OutputError(GradscopeError):
 
 
 class NonFiniteError(GradscopeError):
-    """A sample's gradient is not finite, and the run was told to fail then."""
+    """A gradient, or what a chain made of it, is not finite, and the run was told to fail then."""
 
     exit_code = 7

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import parser
-from gradscope.cli import main
+from gradscope.cli.app import run as command_line
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(
@@ -93,11 +93,7 @@ def gradscope(words: list[str]) -> tuple[int, str, str]:
     before, sys.argv = sys.argv, words
     try:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-            try:
-                main()
-                code: Any = 0
-            except SystemExit as stop:
-                code = stop.code or 0
+            code = command_line()
     finally:
         sys.argv = before
     return code, out.getvalue(), err.getvalue()

@@ -298,7 +298,7 @@ def test_changed_code_is_another_run(tmp_path, mine):
     Path(mine).write_text(MINE + "\n# another\n")
     assert fingerprint() != before
     spec = resolve(SAMPLES / "digits_mlp" / "run.toml", {"compute": {"samples": ":10"}})
-    assert prepare(spec).digests["stages"] is None
+    assert prepare(spec).digests["stages"] == {}
 
 
 def test_in_python(mine):

@@ -100,6 +100,10 @@ class ScaledBlock(DerivedBlock):
         """Multiply sample i by `factors[i]`."""
         return ScaledBlock(self.base, self.factors * factors)
 
+    def bound(self) -> Tensor:
+        """Return the base's bound times the largest factor."""
+        return self.base.bound() * self.factors.abs().amax()
+
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""
         return self._times(squares(self.factors), self.base.squared_norms())

@@ -18,9 +18,15 @@ class MappedBlock(DerivedBlock):
     Attributes:
         base: The block that f is applied to.
         fn: A function of a tensor that acts on each entry alone.
+        grows: From a number (0-d) that no ‖gᵢ‖ exceeds to one that no ‖f(gᵢ)‖ does, if known.
     """
 
     fn: Callable[[Tensor], Tensor]
+    grows: Callable[[Tensor], Tensor] | None = None
+
+    def bound(self) -> Tensor:
+        """Return what the base's bound grows to."""
+        return super().bound() if self.grows is None else self.grows(self.base.bound().double())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -36,6 +42,7 @@ class SquaredBlock(MappedBlock):
     """|gᵢ|² entry by entry, whose weighted sum the base may know without any dense form."""
 
     fn: Callable[[Tensor], Tensor] = squares
+    grows: Callable[[Tensor], Tensor] | None = torch.square
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² (*shape)."""

@@ -1,5 +1,24 @@
 """The command line: parse, call the library, render, exit from the result."""
 
-from gradscope.cli.app import main
+import sys
+
+from gradscope.cli import stopping
+from gradscope.core import streams
+
+
+def main() -> None:
+    """Be the process `gradscope`, and exit with the code of DESIGN's table.
+
+    Within another program, `gradscope.cli.app.run` leaves the process as it was.
+    """
+    streams.open_standard_ones()
+    stopping.at_once()
+    stopping.ignored_at_the_end()
+    from gradscope.cli.app import execute
+
+    code = execute()
+    stopping.finished(code)
+    sys.exit(code)
+
 
 __all__ = ["main"]

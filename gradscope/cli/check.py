@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gradscope.cli import options
+from gradscope.cli import options, stopping
 
 NONFINITE = 7
 
@@ -61,6 +61,7 @@ def check(
     from gradscope.report.console import console
     from gradscope.report.inspection import render_inspection
 
+    stopping.unwinding()
     found = inspect(prepare(spec))
     if json:
         options.print_json(found.to_json())

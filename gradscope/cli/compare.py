@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradscope.cli import options
+from gradscope.cli import options, stopping
+from gradscope.core import streams
 from gradscope.errors import RefusedError, SpecError
 
 if TYPE_CHECKING:
@@ -77,13 +78,15 @@ def compare(
     from gradscope.report.comparison import render_comparison
     from gradscope.report.console import console
 
+    stopping.unwinding()
     job = prepare(spec)
     rows = job.rows if spec.compute.samples else job.rows[: batch_size or _SAMPLES]
     others = _against(against or [], job, rows)
     if spec.compute.compile:
         others[LABEL] = compiled(spec.compute.parameters)
     if dry_run:
-        typer.echo(f"would compare {', '.join(spec.compare.backends)} on {len(rows)} samples")
+        names = ", ".join(spec.compare.backends)
+        typer.echo(f"would compare {names} on {len(rows)} samples", file=streams.out())
         return
     batch = job.dataset.batch(rows).to(job.scope.problem.device, job.dtype)
     problem = job.scope.problem
@@ -97,13 +100,20 @@ def compare(
         against=others,
     )
     if json:
-        options.print_json(result.to_json())
+        options.print_json(result.to_json() | {"digests": job.digests | _digests(against or [])})
     elif not quiet or not result.agrees:
         render_comparison(result, console())
     if not result.agrees:
         raise typer.Exit(DISAGREEMENT)
     if result.coupled:
         raise typer.Exit(RefusedError.exit_code)
+
+
+def _digests(references: list[str]) -> dict[str, Any]:
+    """Return the digests of the user's functions, by file."""
+    from gradscope.sources import code_digests
+
+    return {name: code_digests(name, "implementation") for name in references if ":" in name}
 
 
 def _against(references: list[str], job: "Job", rows: range) -> dict[str, Any]:

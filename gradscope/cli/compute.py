@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradscope.cli import options, stopping
+from gradscope.core import streams
 from gradscope.core.shards import this_worker
 from gradscope.errors import SpecError
 
@@ -169,8 +170,10 @@ def compute(
         assert output is not None
         _check_room(job, output, overwrite=overwrite, quiet=quiet or json)
     report = _run(job, output, resume=resume, overwrite=overwrite, quiet=quiet or json)
-    _show(report, json, quiet)
-    if report.nonfinite and job.shard is None:  # of shards, merge says so: others wait for these
+    with stopping.told(lambda: f"stopped; {output} is complete"):
+        _show(report, json, quiet)
+    broken = report.nonfinite or any(report.chains_nonfinite)
+    if broken and job.shard is None:  # of shards, merge says so: others wait for these
         raise typer.Exit(NONFINITE)
 
 
@@ -198,24 +201,27 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
 
     run: Run | None = None
     with (
-        stopping.told(lambda: _stopped(job, run, resume)),
+        stopping.told(lambda: _stopped(job, run, output, resume)),
         start(job, output, resume=resume, overwrite=overwrite) as opened,
     ):
         run = opened
         if not quiet:
             for note in run.notes:
-                typer.echo(note, err=True)
+                typer.echo(note, file=streams.err())
         total = len(job.rows) - run.writer.completed
         for batch in track(run.remaining(), total, quiet=quiet):
             run.add(batch)
+            stopping.once_more()
         return run.finish()
 
 
-def _stopped(job: "Job", run: "Run | None", resume: bool) -> str:
+def _stopped(job: "Job", run: "Run | None", output: Path, resume: bool) -> str:
     """Say how far a stopped run has come, and how it goes on."""
     finished = 0 if run is None else run.writer.completed
     if not finished:
         return _nothing_new(resume)
+    if finished == len(job.rows) and not output.with_name(f"{output.name}.part").exists():
+        return f"stopped; {output} is complete"
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     command = shlex.join(["gradscope", *words, "--resume"])
     return f"stopped after {finished:,} of {len(job.rows):,} samples; go on with\n  {command}"

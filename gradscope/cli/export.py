@@ -44,9 +44,8 @@ def export(
     from gradscope.storage import open_file
 
     stopping.unwinding()
-
     chosen = None if samples is None else parse_samples(samples)
-    with open_file(file) as opened:
+    with stopping.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
         found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
     if json:
         options.print_json(

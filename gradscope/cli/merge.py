@@ -47,15 +47,18 @@ def merge(
     from gradscope.report.progress import track
 
     stopping.unwinding()
-
     files = [file for place in shards for file in found_in(place)]
-    with merging(files, output, overwrite=overwrite, virtual=virtual, code=code or []) as under_way:
+    with (
+        stopping.told(lambda: "stopped; nothing was written"),
+        merging(files, output, overwrite=overwrite, virtual=virtual, code=code or []) as under_way,
+    ):
         total = len(under_way.parts)
         for part in track(under_way.remaining(), total, quiet=quiet or json):
             under_way.add(part)
         report = under_way.finish()
-    _show(report, json, quiet)
-    if report.nonfinite:
+    with stopping.told(lambda: f"stopped; {output} is complete"):
+        _show(report, json, quiet)
+    if report.nonfinite or any(report.chains_nonfinite):
         raise typer.Exit(NONFINITE)
 
 

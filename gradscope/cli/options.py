@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gradscope.core import streams
 from gradscope.core.spec import RunSpec, resolve
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
@@ -179,4 +180,4 @@ _PLACES = {
 
 def print_json(document: dict[str, Any]) -> None:
     """Print one document to stdout, names in their own letters."""
-    typer.echo(printable(json.dumps(document, ensure_ascii=False, indent=2)))
+    typer.echo(printable(json.dumps(document, ensure_ascii=False, indent=2)), file=streams.out())

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradscope.cli import options
+from gradscope.cli import options, stopping
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def _found(
     from gradscope.stats import difference, read_history, summarize
     from gradscope.storage import open_file
 
+    stopping.unwinding()
     if history:
         return read_history(files[0])
     with open_file(files[0]) as first:

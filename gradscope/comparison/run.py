@@ -18,6 +18,7 @@ from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreeme
 from gradscope.core.batch import Batch, detached, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Loss, Problem, double_precision
+from gradscope.core.stops import is_stop
 from gradscope.errors import GradscopeError, RefusedError, SpecError
 from gradscope.losses import resolve
 
@@ -155,7 +156,9 @@ def _other_row(
     try:
         with double_precision():
             found = called(model, setting.wide)
-    except Exception as error:
+    except BaseException as error:  # sys.exit is as good as an error
+        if is_stop(error):
+            raise
         return _stopped(label, error, model)
     if not isinstance(found, Mapping):
         reason = f"it returned {type(found).__name__}, not a dict {{name: (n, *shape)}}"
@@ -207,7 +210,7 @@ def _summary(wrong: list[ParameterAgreement], total: int) -> str:
     return f"{which}: {meaning}{rest}"
 
 
-def _stopped(label: str, error: Exception, model: nn.Module) -> BackendRow:
+def _stopped(label: str, error: BaseException, model: nn.Module) -> BackendRow:
     """Make the row of a backend or implementation that raised."""
     if isinstance(error, GradscopeError):
         reason = error.what if error.where is None else f"{error.where}: {error.what}"
@@ -222,7 +225,9 @@ def _measured(row: BackendRow, run: Callable[[], tuple[float, int | None]]) -> B
     """Add time and memory; a dtype in which it cannot run leaves them out."""
     try:
         seconds, peak = run()
-    except Exception:
+    except BaseException as error:
+        if is_stop(error):
+            raise
         return row
     return replace(row, seconds=seconds, peak_bytes=peak)
 

@@ -1,6 +1,7 @@
 """What is wrong with settings, in our words: where it stands, what was found, what is accepted."""
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +12,9 @@ from gradscope.core.runfile import Layer, shown
 from gradscope.errors import SpecError
 
 Parts = tuple[str | int, ...]
+
+MOST = 20  # mistakes that are told at once
+_ENOUGH = 10_000  # of what pydantic finds, to find these
 
 _EXAMPLES = (("model", "factory", HELD), ("checkpoint", "path", "."), ("dataset", "path", "."))
 
@@ -23,7 +27,7 @@ def complaints(
     *,
     missing: bool,
 ) -> list[SpecError]:
-    """Return one error for each key that is wrong.
+    """Return one error for each key that is wrong, `MOST` and one more at most.
 
     Args:
         failure: What pydantic found.
@@ -32,28 +36,31 @@ def complaints(
         origin: The layer that each (section, key) is from; () is where missing keys belong.
         missing: Report missing keys too.
     """
-    errors = failure.errors(include_url=False, include_context=False)
+    errors = failure.errors(include_url=False, include_context=False)[:_ENOUGH]
     found = [
         (e["loc"] if e["type"] == "missing" else _walk(merged, e["loc"]), e["type"]) for e in errors
     ]
     # Of a value that may be of two kinds both complain: keep the one that points into it.
     places = {parts for parts, _ in found}
     outer = {parts[:k] for parts in places for k in range(len(parts))}
-    return [
-        _complaint(parts, kind, model, merged, origin)
+    told = (
+        (parts, kind)
         for parts, kind in dict.fromkeys(found)
         if parts not in outer and (missing or kind != "missing")
+    )
+    return [
+        _complaint(parts, kind, model, merged, origin) for parts, kind in islice(told, MOST + 1)
     ]
 
 
 def combined(problems: list[SpecError]) -> SpecError:
-    """Return one error that tells all of `problems`."""
+    """Return one error that tells all of `problems`, or `MOST` of them and that there are more."""
     unique = list({(p.where, p.what): p for p in problems}.values())
     if len(unique) == 1:
         return unique[0]
-    error = SpecError(
-        f"{len(unique)} settings are wrong:", remedy="\n".join(map(_in_one_line, unique))
-    )
+    count = f"{len(unique)}" if len(unique) <= MOST else f"more than {MOST}"
+    lines = [*map(_in_one_line, unique[:MOST]), *(["..."] if len(unique) > MOST else [])]
+    error = SpecError(f"{count} settings are wrong:", remedy="\n".join(lines))
     error.parts = tuple(unique)
     return error
 
@@ -106,6 +113,9 @@ def _complaint(
         # `spec` is taken out of [dataset] before the rest is validated
         known = [*fields, *(["spec"] if names[0] == "dataset" and not layer.flat else [])]
         what, remedy = "unknown key", suggestion(name, known if len(parts) > 1 else [*fields])
+    elif kind == "string_too_long":
+        length = len(_value(merged, parts))
+        what, remedy = f"found a text of {length:,} characters", "Write less."
     else:
         what = "missing" if kind == "missing" else f"found {shown(_value(merged, parts))}"
         remedy = f"Accepted: {fields[name].description}."

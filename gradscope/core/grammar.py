@@ -19,8 +19,17 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CODE = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise SpecError(f"{text} takes more than 64 bits", remedy="Give a smaller number.")
+    return value
+
+
 _CONVERTERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
+    int: _integer,
     float: float,
     bool: lambda text: {"true": True, "false": False}[text.lower()],
     tuple[float, ...]: lambda text: tuple(map(float, text.split(","))),
@@ -193,14 +202,13 @@ def _stage(chain: str, text: str, start: int) -> Stage:
 
 def _split(text: str, at: str) -> list[str]:
     """Split at a character, but not within double quotes."""
-    pieces, quoted = [""], False
-    for character in text:
+    pieces, start, quoted = [], 0, False
+    for k, character in enumerate(text):
         quoted ^= character == '"'
         if character == at and not quoted:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    return pieces
+            pieces.append(text[start:k])
+            start = k + 1
+    return [*pieces, text[start:]]
 
 
 def _unquoted(value: str) -> str:

@@ -1,6 +1,7 @@
 """Whose code raised: the innermost layer of a model on an exception's traceback."""
 
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import nn
 from gradscope.core.batch import Batch
 from gradscope.core.hints import hint
 from gradscope.core.shortage import is_shortage
-from gradscope.core.stops import STOPS
+from gradscope.core.stops import is_stop
 from gradscope.errors import GradscopeError, ModelError
 
 
@@ -49,7 +50,28 @@ def _is_machinery(file: str) -> bool:
     return imports or any(Path(file).is_relative_to(package) for package in _PACKAGES)
 
 
-_PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+_OURS = Path(__file__).parents[1]
+_PACKAGES = (_OURS, Path(torch.__file__).parent)
+_INSTALLED = {Path(sysconfig.get_path(k)) for k in ("stdlib", "platstdlib", "purelib", "platlib")}
+_SITES = {"site-packages", "dist-packages"}
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file is part of Python, of a package that was installed, or of ours."""
+    if not file.is_absolute() or not _SITES.isdisjoint(file.parts):
+        return True
+    return any(file.is_relative_to(place) for place in (*_PACKAGES, *_INSTALLED))
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether the user's code raised, and not ours: by the last frame that is either's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_relative_to(_OURS):
+            return False
+        if not is_installed(file):
+            return True
+    return False
 
 
 def raised(error: BaseException) -> str:
@@ -63,7 +85,7 @@ def raised(error: BaseException) -> str:
 def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
 
-    sys.exit is as good as an error.
+    sys.exit is as good as an error, and so is a `KeyboardInterrupt` that is no Ctrl-C.
 
     Running out of memory is not the model's fault and passes through unchanged.
 
@@ -73,10 +95,10 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (GradscopeError, *STOPS):
+    except GradscopeError:
         raise
     except BaseException as error:
-        if is_shortage(error):
+        if is_stop(error) or is_shortage(error):
             raise
         sample, remedy = hint(error, batch)
         lines = own_lines(error, 3)
@@ -85,3 +107,22 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
             where=", ".join(filter(None, (layer_of(error, model), sample))) or None,
             remedy=f"{remedy}\nIt came from:\n{lines}" if lines else remedy,
         ) from error
+
+
+@contextmanager
+def own_stage(what: str) -> Iterator[None]:
+    """Turn what a stage of the user's raises into a `ModelError`; see `user_code`.
+
+    Args:
+        what: Such as "transform soft_threshold".
+    """
+    try:
+        yield
+    except GradscopeError:
+        raise
+    except BaseException as error:
+        if is_stop(error) or is_shortage(error):
+            raise
+        lines = own_lines(error, 3)
+        remedy = f"It came from:\n{lines}" if lines else None
+        raise ModelError(f"your code {raised(error)}", where=what, remedy=remedy) from error

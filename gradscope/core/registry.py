@@ -14,10 +14,12 @@ from gradscope.errors import SpecError
 
 T = TypeVar("T")
 
+_LONG = 200  # letters of a name that is no slip any more, and takes long to compare
+
 
 def suggestion(name: str, known: list[str]) -> str:
     """Return a sentence that helps somebody who wrote `name` where one of `known` was expected."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if len(name) < _LONG else []
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Supported: {', '.join(known)}."
 

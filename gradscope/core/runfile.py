@@ -4,6 +4,7 @@ Each is a layer `{section: {key: value}}`; a later layer wins, key by key. Paths
 made absolute here, each against the folder of its own file.
 """
 
+import re
 import reprlib
 import tomllib
 from collections.abc import Mapping
@@ -16,10 +17,15 @@ from gradscope.core.references import function_of
 from gradscope.errors import SpecError
 
 MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
+MAX_PARTS = 32  # of a dotted key: tomllib takes the square of their number in time and memory
+
+_PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_PARTS}}}")
 
 _PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
 _PATH_TABLES = (("dataset", "files"), ("dataset", "tokenizer"))
 _REFERENCES = (("model", "factory"), ("loss", "name"))
+_RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,11 @@ def gather(
 
 
 def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[tuple[str, ...], Layer]]:
-    """Lay the layers over each other; also return which layer each (section, key) is from."""
+    """Lay the layers over each other; also return which layer each (section, key) is from.
+
+    Of two settings that decide the same, the one that was given last is kept: a --batch-size takes
+    the place of the run file's memory.
+    """
     merged: dict[str, Any] = {}
     origin: dict[tuple[str, ...], Layer] = {}
     for layer in layers:
@@ -84,16 +94,35 @@ def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[tuple[str, ...], La
             if not isinstance(table, dict):
                 merged[section] = table
             elif isinstance(merged.setdefault(section, {}), dict):
+                for rival in (_RIVALS.get((section, key)) for key in table):
+                    merged[section].pop(rival, None)
                 merged[section].update(table)
                 origin.update({(section, key): layer for key in table})
     return merged, origin
+
+
+def contradictions(
+    merged: Mapping[str, Any], origin: Mapping[tuple[str, ...], Layer]
+) -> list[SpecError]:
+    """Return one error where a layer itself gives two settings that decide the same."""
+    table = merged.get("compute")
+    if not isinstance(table, Mapping) or not {"batch_size", "memory"} <= table.keys():
+        return []
+    layer = origin["compute", "memory"]
+    return [
+        SpecError(
+            "memory is there to choose the batch size, and batch_size is given too",
+            where=f"{layer.source}: {layer.key(('compute', 'memory'))}",
+            remedy="Give one of them.",
+        )
+    ]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file of at most a megabyte.
 
     Raises:
-        SpecError: It is missing, no regular file, too big, not UTF-8 or not TOML.
+        SpecError: It is missing, no regular file, too big or too deep, not UTF-8 or not TOML.
     """
 
     def error(what: str, remedy: str) -> SpecError:
@@ -113,7 +142,13 @@ def read_toml(path: Path) -> dict[str, Any]:
                 f"the file is larger than {MAX_BYTES:,} bytes",
                 "This must be a TOML file of settings; data and weights have paths of their own.",
             )
-        return tomllib.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        long = _LONG_KEY.search(text)
+        if long is not None:
+            line = text.count("\n", 0, long.start()) + 1
+            what = f"more than {MAX_PARTS} names are joined by dots at line {line}"
+            raise error(what, "Shorten the key.")
+        return tomllib.loads(text)
     except OSError as failure:
         raise error(f"cannot be read: {failure.strerror}", "Check its permissions.") from failure
     except UnicodeDecodeError as failure:

@@ -100,8 +100,11 @@ def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-Text = Annotated[str, Field(strict=True, min_length=1)]
+# Longer texts take the square of their length, here or there.
+Text = Annotated[str, Field(strict=True, min_length=1, max_length=10_000)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+Glob = Annotated[str, Field(strict=True, min_length=1, max_length=1_000)]
+Globs = Annotated[tuple[Glob, ...], Field(min_length=1)]
 SomePath = Annotated[Path, PlainValidator(_path)]
 Reference = Annotated[Text, AfterValidator(_reference)]
 LossName = Annotated[Text, AfterValidator(_loss)]

@@ -15,7 +15,7 @@ from gradscope.core import settings
 from gradscope.core.complaints import combined, complaints, salvaged
 from gradscope.core.grammar import Stage
 from gradscope.core.references import HELD, REFERENCE_FORMS, function_of, parse_loss
-from gradscope.core.runfile import Layer, gather, merge
+from gradscope.core.runfile import Layer, contradictions, gather, merge
 from gradscope.core.settings import parse_samples as parse_samples
 from gradscope.errors import SpecError
 
@@ -47,7 +47,7 @@ class CheckpointSpec(_Section):
     key: settings.Text | None = Field(
         default=None, description='where in it the weights are, such as "ema.module" (--key)'
     )
-    ignore: settings.Texts | None = Field(
+    ignore: settings.Globs | None = Field(
         default=None,
         description="a list of globs of names in it that the model does not have (--ignore)",
     )
@@ -70,7 +70,7 @@ class DatasetSpec(_Section):
     files: dict[settings.Text, settings.SomePath] = Field(
         default={}, description="a table from an array's name to another file that holds it"
     )
-    columns: dict[settings.Text, settings.Text | settings.Texts] = Field(
+    columns: dict[settings.Text, settings.Glob | settings.Globs] = Field(
         default={},
         description="a table from an array's name to a column, or to a list of columns that stand "
         'side by side in it, such as ["age", "pixel*", "table[0:3]"]',
@@ -173,7 +173,7 @@ class ComputeSpec(_Section):
         default=("identity",),
         description='a list of chains such as ["clip:max_norm=1.0 | mean"] (--transform)',
     )
-    parameters: settings.Texts | None = Field(
+    parameters: settings.Globs | None = Field(
         default=None, description='a list of globs such as ["head.*"] (--parameters)'
     )
     samples: settings.Samples | None = Field(
@@ -262,6 +262,7 @@ def resolve(
     """
     layers, problems = gather(config, overrides)
     merged, origin = merge(layers)
+    opposed = contradictions(merged, origin)
     for section in ("model", "checkpoint", "dataset", "loss"):
         merged.setdefault(section, {})  # so that the missing key is named, not only its table
     try:
@@ -274,6 +275,7 @@ def resolve(
             problems += also(
                 _placed(RunSpec.model_validate(salvaged(merged, failure)), layers, origin)
             )
+    problems += opposed
     if problems:
         raise combined(problems)
     return _placed(spec, layers, origin)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from gradscope.core.memory import available
 from gradscope.core.sizes import memory_text, parse_memory
 from gradscope.errors import SpecError
 from gradscope.pipeline.footprint import Footprint, Meter
 from gradscope.pipeline.job import Job
-from gradscope.pipeline.memory import available
 from gradscope.pipeline.rehearsal import forgotten
 
 _FEW = 2  # samples that tell whether more has to be known
@@ -31,7 +31,7 @@ class Choice:
 
 
 def choose(job: Job) -> Choice:
-    """Return the batch size that was asked for; else one that fits into memory.
+    """Return the batch size that was asked for, or one that fits into memory.
 
     Raises:
         SpecError: The memory budget does not hold a single sample.
@@ -40,7 +40,7 @@ def choose(job: Job) -> Choice:
     asked, memory = job.spec.compute.batch_size, job.spec.compute.memory
     if memory is not None:
         with forgotten(job.scope):
-            return _within(job, parse_memory(memory), asked)
+            return _within(job, parse_memory(memory))
     there = available(job.scope.problem.device)
     if asked is not None or job.scope.own_loss or there is None:
         return Choice(job.batch_size)
@@ -56,16 +56,12 @@ def too_large(samples: int, found: Footprint, budget: float, what: str) -> str:
     )
 
 
-def _within(job: Job, budget: int, asked: int | None) -> Choice:
-    """Choose by a given budget, or hold what was asked for against it."""
-    most = min(len(job.rows), asked or _LARGEST)
+def _within(job: Job, budget: int) -> Choice:
+    """Choose by a given budget."""
+    most = min(len(job.rows), _LARGEST)
     found = Meter(job).footprint(most, _MARGIN * budget)
     if found is None:
         return Choice(job.batch_size, ("how much memory is taken is not known here",))
-    if asked is not None:
-        fits = found.peak(most) <= budget
-        notes = () if fits else (too_large(most, found, budget, "--memory allows"),)
-        return Choice(asked, notes, found.largest)
     samples = found.most(_MARGIN * budget, most)
     if not samples:
         raise SpecError(

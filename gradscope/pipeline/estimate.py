@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.blocks import ways
+from gradscope.core.memory import available
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.choice import choose, too_large
 from gradscope.pipeline.footprint import Meter
 from gradscope.pipeline.job import Job
-from gradscope.pipeline.memory import available
 from gradscope.pipeline.preflight import Room, tried
 from gradscope.pipeline.rehearsal import forgotten
 

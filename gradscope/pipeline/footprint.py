@@ -9,8 +9,8 @@ import gc
 from dataclasses import dataclass
 
 from gradscope.comparison.measure import peak_memory, release_freed_memory
+from gradscope.core.memory import taken
 from gradscope.pipeline.job import Job
-from gradscope.pipeline.memory import taken
 from gradscope.pipeline.rehearsal import rehearse
 
 _CLEAR = 96 * 2**20

@@ -4,10 +4,10 @@ Names come first (chains, backend, loss), then the user's code, then weights and
 misspelt word costs nothing.
 """
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class Job:
         rows: The positions of the selected samples in it.
         whole: Those of the run that this is a shard of; the same as `rows` if it is none.
         batch_size: Samples a batch.
-        digests: SHA-256 of checkpoint and data, and of the user's code.
+        digests: SHA-256 of checkpoint and data; of the user's code and of stored vectors by file,
+            for what they are.
         notes: What was noticed while loading.
     """
 
@@ -64,7 +65,7 @@ class Job:
     rows: range
     whole: range
     batch_size: int
-    digests: dict[str, str | None]
+    digests: dict[str, str | dict[str, str]]
     notes: tuple[str, ...]
 
     @property
@@ -182,6 +183,7 @@ def prepare(spec: RunSpec) -> Job:
     dataset = datasets.open_dataset(spec.dataset)
     whole = dataset.rows(spec.compute.samples)
     scope = _scope(model, loss, spec)
+    name = spec.loss.stage.name
     batch_size = spec.compute.batch_size or _batch_size(scope, dataset, whole)
     return Job(
         spec=spec,
@@ -195,9 +197,10 @@ def prepare(spec: RunSpec) -> Job:
         digests={
             "checkpoint": loaded.checkpoint.sha256,
             "dataset": dataset.sha256,
-            "model": loaded.digest,
-            "loss": code.source_digest(loss) if ":" in spec.loss.stage.name else None,
-            "stages": stages_digest(bound),
+            "dataset_code": dataset.code,
+            "model": loaded.digests,
+            "loss": code.code_digests(name, "loss") if ":" in name else {},
+            "stages": stages_digests(bound),
         },
         notes=(*loaded.notes, *dataset.notes),
     )
@@ -210,13 +213,12 @@ def _compression(spec: RunSpec) -> Compression | None:
 
 def _require_choice(spec: RunSpec) -> None:
     """Check that the batch size may be chosen by memory, if that is asked for."""
-    chosen = spec.compute.memory is not None and spec.compute.batch_size is None
-    if chosen and spec.compute.coupling == "own-loss":
+    if spec.compute.memory is not None and spec.compute.coupling == "own-loss":
         raise SpecError(
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
             "is not to choose the batch size",
             where="memory",
-            remedy="Give --batch-size.",
+            remedy="Give --batch-size instead.",
         )
 
 
@@ -231,14 +233,25 @@ def _shard(spec: RunSpec) -> Shard | None:
     return None if found is None or found.count == 1 else found
 
 
-def stages_digest(bound: tuple[chains.Chain, ...]) -> str | None:
-    """Return one SHA-256 over the files that stages name: the user's own code, stored vectors."""
+def stages_digests(bound: Iterable[chains.Chain]) -> dict[str, str]:
+    """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
-    own = (code.load_function(s.name, "stage") for s in stages if ".py:" in s.name)
-    stored = {s.arguments["with"].rpartition(":")[0] for s in stages if "with" in s.arguments}
-    digests = {code.source_digest(stage) for stage in own} | {sha256(Path(p)) for p in stored}
-    found = sorted(digest for digest in digests if digest is not None)
-    return hashlib.sha256("".join(found).encode()).hexdigest() if found else None
+    own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
+    stored = dict.fromkeys(
+        Path(s.arguments["with"].rpartition(":")[0]) for s in stages if "with" in s.arguments
+    )
+    found: dict[str, str] = {}
+    for digests in (
+        *(code.code_digests(name, "stage") for name in own),
+        *({path.name: sha256(path)} for path in stored),
+    ):
+        for name, digest in digests.items():
+            numbered = (f"{name} ({k})" for k in count(2))  # files of other folders
+            place = name
+            while found.get(place, digest) != digest:
+                place = next(numbered)
+            found[place] = digest
+    return found
 
 
 def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:

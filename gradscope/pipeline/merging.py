@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from gradscope.chains import Chain
 from gradscope.core.compressions import parse_compression
+from gradscope.pipeline import nonfinite
 from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.pipeline.stored_chains import reduced_chains
 from gradscope.reducers import State, reducers
@@ -51,6 +53,8 @@ class MergeReport(Record):
         virtual: Whether the rows stay in them.
         samples: N.
         nonfinite: How many of them are not finite.
+        chains_nonfinite: For each chain, how many of its numbers are not finite, the rows of
+            such samples aside.
         chains: In canonical spelling.
         certificate: The first file's, or that of a file that was not verified.
         seconds: Wall time.
@@ -66,6 +70,7 @@ class MergeReport(Record):
     virtual: bool
     samples: int
     nonfinite: int
+    chains_nonfinite: tuple[int, ...] = ()
     chains: tuple[str, ...]
     certificate: Json
     seconds: float
@@ -106,30 +111,36 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
+        found = {
+            k: nonfinite.of_result(chain, self.states[str(k)])
+            for k, chain in self.chains.items()
+            if str(k) in self.states
+        }
+        self.states = nonfinite.recorded(self.states, {k: n for k, (_, n) in found.items()})
         self.joiner.finish(
-            results={
-                k: chain.result(self.states[str(k)])
-                for k, chain in self.chains.items()
-                if str(k) in self.states
-            },
+            results={k: result for k, (result, _) in found.items()},
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
         )
         with open_file(self.path) as file:
-            nonfinite = int(np.count_nonzero(~file.samples["finite"].astype(bool)))
+            samples = int(np.count_nonzero(~file.samples["finite"].astype(bool)))
+            chains = nonfinite.of_file(file, aggregates=False)
         return MergeReport(
             path=str(self.path),
             bytes=self.path.stat().st_size,
             files=len(self.parts.files),
             virtual=self.virtual,
             samples=len(self.parts),
-            nonfinite=nonfinite,
+            nonfinite=samples,
+            chains_nonfinite=chains,
             chains=tuple(text for text, _ in self.parts.chains),
             certificate=self.parts.certificate,
             seconds=time.perf_counter() - self.begun,
         )
 
     def _merge_of(self, owner: str) -> MergeStates:
+        if owner == nonfinite.OWNER:
+            return _counted
         if owner == MEAN_GRADIENT:
             return reducers.get("mean")().merge
         reducer = self.chains[int(owner)].reducer
@@ -184,6 +195,11 @@ def merge(
         for part in under_way.remaining():
             under_way.add(part)
         return under_way.finish()
+
+
+def _counted(a: State, b: State) -> State:
+    """Add counts by chain."""
+    return {k: sum(s[k] for s in (a, b) if k in s) + torch.tensor(0) for k in (a | b)}
 
 
 def _plan(parts: Parts) -> FilePlan:

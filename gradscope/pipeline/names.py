@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from gradscope import chains
 from gradscope.backends import backends
 from gradscope.backends.auto import candidates
-from gradscope.core.complaints import combined
+from gradscope.core.complaints import MOST, combined
 from gradscope.core.problem import Loss
 from gradscope.core.spec import RunSpec
 from gradscope.errors import SpecError
@@ -25,11 +25,13 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
     problems: list[SpecError] = []
     bound: list[chains.Chain] = []
     for k, text in enumerate(spec.compute.transform):
+        if len(problems) > MOST:
+            raise combined(problems)
         with _collected(problems, spec, "compute", "transform", f"[{k}]"):
             bound.append(chains.bind(text))
     with _collected(problems, spec, "compute", "backend"):
         candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
-    for name in spec.compare.backends:
+    for name in spec.compare.backends[: MOST + 1]:
         with _collected(problems, spec, "compare", "backends"):
             backends.get(name)
     with _collected(problems, spec, "loss", "name"):

@@ -18,6 +18,7 @@ from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
 from gradscope.errors import CertificateError, RefusedError
 from gradscope.labels import mean
+from gradscope.pipeline import nonfinite
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
@@ -67,12 +68,14 @@ class _Seen:
     parameters: tuple[ParameterRow, ...]
     certificate: dict[str, Any]
     nonfinite: int
+    chains_nonfinite: tuple[int, ...]
 
     @classmethod
-    def of(cls, file: GradientFile) -> "_Seen":
+    def of(cls, file: GradientFile, *, aggregates: bool = False) -> "_Seen":
         finite = np.asarray(file.samples["finite"], dtype=bool)
         rows = parameter_rows(file, finite)
-        return cls(rows, dict(file.certificate), int((~finite).sum()))
+        chains = nonfinite.of_file(file, aggregates=aggregates)
+        return cls(rows, dict(file.certificate), int((~finite).sum()), chains)
 
 
 @dataclass
@@ -153,14 +156,22 @@ class Run:
         )
 
     def finish(self) -> RunReport:
-        """Write the aggregates, verify the file and put it in its place."""
+        """Write the aggregates, verify the file and put it in its place.
+
+        Raises:
+            NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
+        """
         seen: list[_Seen] = []
+        found = {
+            k: nonfinite.of_result(chain, self.states[f"chain:{k}"])
+            for k, chain in enumerate(self.chains)
+            if chain.reducer is not None and f"chain:{k}" in self.states
+        }
+        counts = {k: count for k, (_, count) in found.items()}
+        self._judge(counts)
+        self.states = nonfinite.recorded(self.states, counts)
         self.writer.finish(
-            results={
-                k: chain.result(self.states[f"chain:{k}"])
-                for k, chain in enumerate(self.chains)
-                if chain.reducer is not None and f"chain:{k}" in self.states
-            },
+            results={k: result for k, (result, _) in found.items()},
             certificate=self.progress.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
@@ -168,8 +179,12 @@ class Run:
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
-                seen.append(_Seen.of(file))
-        return self._report(seen[0])
+                seen.append(_Seen.of(file, aggregates=True))
+        shown = enumerate(seen[0].chains_nonfinite)
+        own = {int(k): int(n) for k, n in self.states.get(nonfinite.OWNER, {}).items()}
+        return self._report(
+            seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in shown)
+        )
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
@@ -181,12 +196,15 @@ class Run:
             formed = evaluation.gradients.formed(anyway=True)
             evaluation = replace(evaluation, gradients=formed)
         rows = rows_of(self.job, self.chains, part, evaluation)  # its norms tell who is finite
+        made = self._made(rows)
         kept = scope.usable(part, evaluation)
         states = dict(self.states)
         if kept is not None:
             keys, reduced = zip(*self._reduced(), strict=True)
             found = updated(reduced, [states.get(key) for key in keys], *kept)
             states |= zip(keys, map(carried_state, found), strict=True)
+        if made:
+            states[nonfinite.OWNER] = made
         self.progress = Progress(
             batch_size=self.size.samples,
             certificate=self._proof(),
@@ -196,6 +214,21 @@ class Run:
         self.writer.append(rows, states | progress, proved=scope.proved)
         self.states, self.done = states, self.done + n
         return n
+
+    def _made(self, rows: Rows) -> State:
+        """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""
+        found = dict(self.states.get(nonfinite.OWNER, {}))
+        for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
+            if made is not None and chain.before and chain.text != "identity":
+                count = nonfinite.of_rows(made, rows.finite)
+                if int(count):
+                    self._judge({k: int(count)})
+                    found[str(k)] = found.get(str(k), torch.tensor(0)) + count.cpu()
+        return found
+
+    def _judge(self, counts: Mapping[int, int]) -> None:
+        if self.job.spec.compute.nonfinite == "fail":
+            nonfinite.refuse(self.chains, counts)
 
     def _proof(self) -> Mapping[str, Any] | None:
         """Return the proof of the first batch (of the last if every one is), with the audits."""
@@ -222,7 +255,7 @@ class Run:
             return {}
         return {owner.removeprefix("chain:"): state for owner, state in self.states.items()}
 
-    def _report(self, seen: _Seen) -> RunReport:
+    def _report(self, seen: _Seen, chains_nonfinite: tuple[int, ...]) -> RunReport:
         scope = self.job.scope
         return RunReport(
             parameters=seen.parameters,
@@ -233,6 +266,7 @@ class Run:
             ),
             samples=len(self.job.rows),
             nonfinite=seen.nonfinite,
+            chains_nonfinite=chains_nonfinite,
             seconds=time.perf_counter() - self.begun,
             path=str(self.path),
             bytes=self.path.stat().st_size,

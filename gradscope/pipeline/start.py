@@ -155,11 +155,10 @@ def _refuse_inputs(job: Job, path: Path) -> None:
 
 def file_plan(job: Job) -> FilePlan:
     """Return what the result file will hold."""
-    digests = {key: value for key, value in job.digests.items() if value is not None}
     return FilePlan(
         run=job.record(),
         fingerprint=job.fingerprint(),
-        attributes={f"{key}_sha256": digests[key] for key in ("checkpoint", "dataset")},
+        attributes={f"{key}_sha256": str(job.digests[key]) for key in ("checkpoint", "dataset")},
         n=len(job.rows),
         parameters=job.shapes,
         chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),

@@ -4,16 +4,18 @@ A file says which code its chains run, and a file comes from somewhere else: not
 the user names it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradscope.chains import Chain, bind
 from gradscope.core.grammar import Stage, parse
-from gradscope.errors import RefusedError
-from gradscope.pipeline.job import stages_digest
+from gradscope.errors import RefusedError, ResultFileError, SpecError
+from gradscope.pipeline.job import stages_digests
 from gradscope.pipeline.shards import require_one_pass
 from gradscope.reducers import reducers
 from gradscope.storage import Parts
+from gradscope.storage.resume import differences
 
 
 def reduced_chains(parts: Parts, code: Iterable[Path] = ()) -> dict[int, Chain]:
@@ -24,9 +26,15 @@ def reduced_chains(parts: Parts, code: Iterable[Path] = ()) -> dict[int, Chain]:
         code: Python files that may be run.
 
     Raises:
+        ResultFileError: What is to be a chain is none.
         RefusedError: A chain takes the mean of each file only, or needs code that is not among
             `code` or is not what the run had.
     """
+    with _of(parts):
+        return _reduced(parts, code)
+
+
+def _reduced(parts: Parts, code: Iterable[Path]) -> dict[int, Chain]:
     stages = [parse(text) for text, _ in parts.chains]
     if not parts.identity["shard"]:  # of a shard this is known
         for chain in stages:
@@ -35,6 +43,20 @@ def reduced_chains(parts: Parts, code: Iterable[Path] = ()) -> dict[int, Chain]:
     if any(map(_own, ends.values())):
         _require_known_code(parts, stages, code)
     return {k: bind(_text(end)) for k, end in ends.items()}
+
+
+@contextmanager
+def _of(parts: Parts) -> Iterator[None]:
+    """Say that a chain is the files' own and not what the user wrote."""
+    try:
+        yield
+    except SpecError as error:
+        raise ResultFileError(
+            f"the files hold a chain that is none here: {error.what}",
+            where=str(parts.files[0].path),
+            remedy=f"{error.remedy or ''}\nMerge them with what computed them: the same version, "
+            "and the packages that its stages are from.".lstrip(),
+        ) from error
 
 
 def _end(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
@@ -61,10 +83,12 @@ def _require_known_code(
             where="chains",
             remedy="Give --code FILE.py for each of them, if you trust it.",
         )
-    found = stages_digest(tuple(bind(text) for text, _ in parts.chains))
-    if found != (parts.identity.get("digests") or {}).get("stages"):
+    found = stages_digests([bind(text) for text, _ in parts.chains])
+    recorded = (parts.identity.get("digests") or {}).get("stages")
+    changed = list(differences(recorded, found, "digests.stages"))
+    if changed:
         raise RefusedError(
-            f"{', '.join(sorted(map(str, named)))}: not the code that the run had",
+            f"this is not the code that the run had: {'; '.join(changed)}",
             where="chains",
             remedy="Take the files as they were, or compute the shards again.",
         )

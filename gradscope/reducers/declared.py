@@ -15,13 +15,17 @@ In a chain that is `FILE.py:largest_norm`.
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from gradscope.blocks import Gradients
-from gradscope.errors import SpecError
+from gradscope.core.locate import own_stage
+from gradscope.errors import ModelError, SpecError
 from gradscope.reducers.base import Reducer, State
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MARK = "__gradscope_reducer__"
 
@@ -33,19 +37,25 @@ def reducer(factory: Callable[..., Any]) -> Callable[..., Reducer]:
         factory: Takes the stage's options by keyword; returns a `Reducer`, or its three functions
             start, merge and result as a tuple.
     """
+    name = factory.__name__
 
     @wraps(factory)
     def checked(**options: Any) -> Reducer:
-        made = factory(**options)
-        if isinstance(made, Reducer):
-            return made._replace(start=_with_state(factory.__name__, made.start))
-        if not (isinstance(made, tuple) and len(made) == 3 and all(map(callable, made))):
+        try:
+            with own_stage(f"reducer {name}"):
+                made = factory(**options)
+        except ModelError as error:  # a ValueError is about the options
+            raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+        if isinstance(made, tuple) and not isinstance(made, Reducer) and len(made) == 3:
+            made = Reducer(*made)
+        if not (isinstance(made, Reducer) and all(map(callable, made[:3]))):
             raise SpecError(
-                f"{factory.__name__!r} returned {type(made).__name__}, not a reducer",
+                f"{name!r} returned {type(made).__name__}, not a reducer",
                 where="reducer",
                 remedy="Return gradscope.Reducer(start, merge, result).",
             )
-        return Reducer(_with_state(factory.__name__, made[0]), made[1], made[2])
+        merge, result = _running(name, made.merge), _running(name, made.result)
+        return made._replace(start=_with_state(name, made.start), merge=merge, result=result)
 
     setattr(checked, _MARK, True)
     return checked
@@ -56,11 +66,25 @@ def is_reducer(found: Any) -> bool:
     return bool(getattr(found, _MARK, False))
 
 
+def _running(name: str, function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which says whose code raised where it is the user's."""
+    if (getattr(function, "__module__", None) or "").startswith("gradscope."):
+        return function
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        with own_stage(f"reducer {name}"):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
 def _with_state(name: str, start: Callable[[Gradients], Any]) -> Callable[[Gradients], State]:
     """Return `start`, which must give a flat dict of tensors: only these can be stored."""
 
     def checked(gradients: Gradients) -> State:
-        state = start(gradients)
+        with own_stage(f"reducer {name}"):
+            state = start(gradients)
         if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
             raise SpecError(
                 f"the state that {name!r} starts with is not a dict of tensors",

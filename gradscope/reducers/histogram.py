@@ -26,6 +26,7 @@ from gradscope.reducers.base import (
     tiles,
 )
 
+_MOST = 2**24  # bins
 _DIGITS = 40  # cells are no finer than so many binary digits below the largest coordinate
 
 
@@ -72,7 +73,7 @@ def histogram(
     the number of entries. A bin holds its left edge, the last one of a given range also its right.
 
     Args:
-        bins: How many, at least 2.
+        bins: How many, from 2 to 2^24.
         scale: `linear`; `log` for positive numbers (others count as below: put `abs` before it);
             `symlog` for both signs, x ↦ sign(x) log₂(1 + |x|/linear) (Webber 2013).
         low: Left end of the range. Without low and high, the range is found from the values, as
@@ -86,8 +87,8 @@ def histogram(
     if not 0 < linear < inf:
         raise ValueError(f"linear must be positive, not {linear}")
     scales = {"linear": _LINEAR, "log": _LOG, "symlog": _symlog(linear)}
-    if bins < 2:
-        raise ValueError(f"bins must be at least 2, not {bins}")
+    if not 2 <= bins <= _MOST:
+        raise ValueError(f"bins must be from 2 to {_MOST:,}, not {bins:,}")
     if scale not in scales:
         raise ValueError(f"scale must be {', '.join(scales)}, not {scale!r}")
     if low is None and high is None:

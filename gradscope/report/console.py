@@ -1,9 +1,16 @@
 """Consoles: where results and notices go, and in what form."""
 
-import sys
 from typing import TextIO
 
 from rich.console import Console
+
+from gradscope.core import streams
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command what becomes of it; rich would exit, and swallow stdout."""
+        raise
 
 
 def console(
@@ -19,13 +26,13 @@ def console(
         color: False switches colour off; None leaves it to the terminal and NO_COLOR.
         file: Write here instead.
     """
-    stream = file or (sys.stderr if stderr else sys.stdout)
+    stream = file or (streams.err() if stderr else streams.out())
     if not (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf"):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")  # an old locale shows ? where it has no such letter
     terminal = bool(getattr(stream, "isatty", lambda: False)())
-    return Console(
+    return _Console(
         file=stream,
         force_terminal=terminal,
         force_interactive=terminal,

@@ -6,6 +6,7 @@ from rich.text import Text
 from gradscope.pipeline.merging import MergeReport
 from gradscope.report.certificate import verdict
 from gradscope.report.layout import facts
+from gradscope.report.run import nonfinite
 from gradscope.report.text import count, duration, size
 
 
@@ -13,9 +14,7 @@ def render_merge(result: MergeReport, console: Console) -> None:
     """Print what was merged, whether it was proved, and what was written where."""
     samples = count(result.samples, "sample")
     rows: list[tuple[str, str | Text]] = [("certificate", verdict(result.certificate))]
-    if result.nonfinite:
-        text = f"{result.nonfinite:,} of {samples}: they are flagged in the file"
-        rows.append(("not finite", Text(text, style="bold red")))
+    rows += nonfinite(result)
     rows.append(("written", f"{result.path} ({size(result.bytes)})"))
     rows += [("chain" if not k else "", chain) for k, chain in enumerate(result.chains)]
     files = count(result.files, "file")

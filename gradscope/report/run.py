@@ -3,10 +3,11 @@
 from rich.console import Console
 from rich.text import Text
 
+from gradscope.pipeline.merging import MergeReport
 from gradscope.report.certificate import unused, verdict
 from gradscope.report.layout import facts, heading
 from gradscope.report.stats import print_parameters
-from gradscope.report.text import count, duration, short, size
+from gradscope.report.text import count, duration, short, size, visible
 from gradscope.stats import RunReport
 
 
@@ -20,9 +21,7 @@ def render_run(result: RunReport, console: Console) -> None:
         rows.append(("audits", result.audits))
     if (names := unused(result.certificate)) is not None:
         rows.append(("unused", names))
-    if result.nonfinite:
-        text = f"{result.nonfinite:,} of {samples}: they are flagged in the file"
-        rows.append(("not finite", Text(text, style="bold red")))
+    rows += nonfinite(result)
     if result.path is not None:
         rows += [("written", f"{result.path} ({size(result.bytes)})")]
     rows += [("chain" if not k else "", chain) for k, chain in enumerate(result.chains)]
@@ -33,3 +32,16 @@ def render_run(result: RunReport, console: Console) -> None:
     ]
     rows += [("note" if not k else "", note) for k, note in enumerate(result.notes)]
     facts(console, rows)
+
+
+def nonfinite(result: RunReport | MergeReport) -> list[tuple[str, str | Text]]:
+    """Return what is not finite: samples, and numbers that chains have made so."""
+    lines = []
+    if result.nonfinite:
+        samples = count(result.samples, "sample")
+        lines.append(f"{result.nonfinite:,} of {samples}: they are flagged in the file")
+    for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
+        if numbers:
+            lines.append(f"{count(numbers, 'number')} of {visible(chain)}")
+    shown = (Text(line, style="bold red") for line in lines)
+    return [("not finite" if not k else "", text) for k, text in enumerate(shown)]

@@ -1,7 +1,7 @@
 """Floor 3: what a run reads: the user's code, a model, its weights, a data set."""
 
 from gradscope.sources.checkpoints import CheckpointReport, load_into
-from gradscope.sources.code import load_function, source_digest
+from gradscope.sources.code import code_digests, load_function
 from gradscope.sources.datasets import Dataset, open_dataset
 from gradscope.sources.digests import sha256
 from gradscope.sources.loading import LoadedModel, load_model
@@ -14,11 +14,11 @@ __all__ = [
     "LoadedModel",
     "build",
     "checkpoint_readers",
+    "code_digests",
     "dataset_readers",
     "load_function",
     "load_into",
     "load_model",
     "open_dataset",
     "sha256",
-    "source_digest",
 ]

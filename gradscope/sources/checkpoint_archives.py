@@ -22,6 +22,8 @@ def verified_kind(path: Path) -> ArchiveKind:
     with reading(path), zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         kind = _kind(path, [entry.filename for entry in entries])
+        if len({entry.filename for entry in entries}) < len(entries):
+            raise damaged(path, "several of its parts have one name")
         claimed = sum(entry.file_size for entry in entries)
         if claimed > _MAX_EXPANSION * path.stat().st_size:
             raise damaged(path, f"its parts claim {claimed:,} bytes in all")

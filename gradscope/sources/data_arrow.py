@@ -1,6 +1,7 @@
 """Arrow arrays as what the rest reads: numbers, sequences of numbers, texts, images."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,18 +15,30 @@ from gradscope.sources.data_images import decoded
 from gradscope.sources.extras import need
 
 Read = Callable[[int, int], list[Any]]
-Scan = Callable[[], Iterator[Any]]
 _NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # numpy's
 
 
-def stored_column(kind: Any, n: int, read: Read, scan: Scan) -> Stored:
+@dataclass(frozen=True)
+class Sizes:
+    """What is known of a column of lists.
+
+    Attributes:
+        lengths: (N,) int64.
+        row: The shape of one entry of a list.
+    """
+
+    lengths: np.ndarray
+    row: tuple[int, ...]
+
+
+def stored_column(kind: Any, n: int, read: Read, sizes: Callable[[], Sizes]) -> Stored:
     """Return a column of a table.
 
     Args:
         kind: Its Arrow type.
         n: The number of rows.
         read: Returns rows from a start up to a stop, as Arrow arrays.
-        scan: Yields the whole column, part by part.
+        sizes: Returns those of a column of lists.
 
     Raises:
         DatasetError: It holds something else.
@@ -42,17 +55,47 @@ def stored_column(kind: Any, n: int, read: Read, scan: Scan) -> Stored:
             f"it holds {kind}, not numbers", remedy="Store numbers, texts, or lists of numbers."
         )
     dtype = np.dtype(_NAMES.get(str(inner), str(inner)))
-    if not _is_list(kind):
+    if not is_list(kind):
         return Sliced((n,), torch_dtype(dtype), lambda a, b: _together(map(_values, read(a, b))))
-    first = next((part for part in scan() if len(part)), None)
-    row = () if first is None else _values(_flat(first)).shape[1:]
-    lengths = np.concatenate([np.empty(0, np.int64), *map(_lengths, scan())])
+    found = sizes()
     return Ragged(
-        torch.from_numpy(lengths),
-        row,
+        torch.from_numpy(found.lengths),
+        found.row,
         torch_dtype(dtype),
         lambda a, b: [t for part in read(a, b) for t in _sequences(part)],
     )
+
+
+def sizes_of(batches: Iterator[Any], names: Sequence[str]) -> dict[str, Sizes | DatasetError]:
+    """Return the sizes of columns of lists, or what is wrong with a column.
+
+    Args:
+        batches: Yields the whole columns, part by part, in the order of `names`.
+        names: Theirs.
+    """
+    lengths: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in names}
+    rows: dict[str, tuple[int, ...]] = {}
+    wrong: dict[str, DatasetError] = {}
+    for batch in batches:
+        for k, name in enumerate(names):
+            part = batch.column(k)
+            try:
+                lengths[name].append(_lengths(part))
+                if len(part) and name not in rows:
+                    rows[name] = _values(_flat(part)).shape[1:]
+            except DatasetError as error:
+                wrong.setdefault(name, error)
+    return {
+        name: wrong.get(name) or Sizes(np.concatenate(lengths[name]), rows.get(name, ()))
+        for name in names
+    }
+
+
+def is_list(kind: Any) -> bool:
+    """Whether an Arrow type is one of lists."""
+    kind = getattr(kind, "storage_type", kind)
+    types = need("pyarrow", "Arrow").types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _images(n: int, read: Read) -> Stored:
@@ -88,7 +131,7 @@ def _sequences(part: Any) -> list[Tensor]:
 def _values(part: Any) -> np.ndarray:
     """Return the numbers of an array (n, ...), whose lists are all of one length."""
     part = _storage(part)
-    if not _is_list(part.type):
+    if not is_list(part.type):
         if part.null_count and not _is_float(part):
             raise _missing(f"{part.null_count} integers are missing (null)")
         found: np.ndarray = part.to_numpy(zero_copy_only=False)
@@ -120,18 +163,12 @@ def _storage(part: Any) -> Any:
     return part.storage if hasattr(part, "storage") else part
 
 
-def _is_list(kind: Any) -> bool:
-    kind = getattr(kind, "storage_type", kind)
-    types = need("pyarrow", "Arrow").types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
 def _is_float(part: Any) -> bool:
     return bool(need("pyarrow", "Arrow").types.is_floating(part.type))
 
 
 def _leaf(types: Any, kind: Any) -> Any:
-    while _is_list(kind):
+    while is_list(kind):
         kind = getattr(kind, "storage_type", kind).value_type
     return kind
 

@@ -7,6 +7,7 @@ number of samples, the first axis of everything.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from gradscope.core.locate import first_line
+from gradscope.core.memory import available
+from gradscope.core.sizes import memory_text
 from gradscope.errors import DatasetError, GradscopeError
 from gradscope.sources.damage import damage
 
+_SMALL = 2**27  # bytes that nobody asks for
 _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with these
 
 
@@ -135,6 +139,17 @@ def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield start, last + 1
 
 
+def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
+    """Return positions in ascending order, and where each of `rows` is in it; None if that is so.
+
+    Files that can be read only forwards are then gone through once.
+    """
+    if isinstance(rows, range) or all(a < b for a, b in pairwise(rows)):
+        return rows, None
+    order = torch.tensor(rows).argsort(stable=True)
+    return torch.tensor(rows)[order].tolist(), order.argsort()
+
+
 def from_numpy(array: np.ndarray) -> Tensor:
     """Return an array of numbers as a tensor, in a dtype that torch computes with.
 
@@ -169,6 +184,17 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
         DatasetError: There is none.
     """
     return from_numpy(np.empty(0, dtype)).dtype
+
+
+def require_memory(needed: int) -> None:
+    """Refuse what cannot fit, before it is tried: the system may promise more than it has.
+
+    Raises:
+        MemoryError: More bytes are needed than there are.
+    """
+    there = available(torch.device("cpu")) if needed > _SMALL else None
+    if there is not None and needed > there:
+        raise MemoryError(f"{memory_text(needed)} are needed, there are {memory_text(there)}")
 
 
 def objects() -> DatasetError:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,21 @@ from gradscope.core.spec import DatasetSpec
 from gradscope.errors import DatasetError
 from gradscope.sources import dataset_formats  # noqa: F401 (it registers the readers)
 from gradscope.sources.conversion import converter
-from gradscope.sources.data_columns import Column, Stored, StoredArrays, runs
+from gradscope.sources.data_columns import (
+    Column,
+    Stored,
+    StoredArrays,
+    in_order,
+    require_memory,
+    runs,
+)
 from gradscope.sources.data_folders import open_folder
 from gradscope.sources.data_made import made
 from gradscope.sources.data_parts import composed
+from gradscope.sources.listing import listed
 from gradscope.sources.readers import HEAD, dataset_readers, find_dataset_reader, reachable
 
+_COPIES = 4  # of a sample at a time: stored, converted, the model's own, and what comes of it
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
@@ -49,11 +60,17 @@ class FileRows:
     def __len__(self) -> int:
         return int(next(iter(self.columns.values())).shape[0])
 
+    @cached_property
+    def _row(self) -> int:
+        """The bytes that one sample takes."""
+        return _COPIES * sum(map(_row_bytes, self.columns.values()))
+
     def read(self, rows: Sequence[int]) -> dict[str, Any]:
         """Return {name: (n, ...)} of the samples `rows`, in this order.
 
         Raises:
             DatasetError: A value does not fit its dtype, or a file has changed meanwhile.
+            MemoryError: So many samples are more than the machine can hold.
         """
         if _stamp(self.spec) != self.stamp:
             raise DatasetError(
@@ -61,16 +78,23 @@ class FileRows:
                 where=str(self.spec.path),
                 remedy="Leave it as it is while a run reads it, and begin again.",
             )
-        return {name: self._tensor(name, rows) for name in self.columns}
+        require_memory(len(rows) * self._row)
+        ascending, back = in_order(rows)
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
+        for start, stop in runs(ascending):  # all columns of one stretch: files come in rows
+            for name, column in self.columns.items():
+                with self._at(name, start, stop):
+                    parts[name].append(self.convert[name](column[start:stop]))
+        found = {k: p[0] if len(p) == 1 else torch.cat(p) for k, p in parts.items()}
+        return found if back is None else {name: t[back] for name, t in found.items()}
 
-    def _tensor(self, name: str, rows: Sequence[int]) -> Tensor:
-        column, convert = self.columns[name], self.convert[name]
+    @contextmanager
+    def _at(self, name: str, start: int, stop: int) -> Iterator[None]:
         try:
-            parts = [convert(column[start:stop]) for start, stop in runs(rows)]
+            yield
         except DatasetError as error:
-            where = f"{self.spec.path}: {name}, rows {rows[0]} to {rows[-1]}"
+            where = f"{self.spec.path}: {name}, rows {start} to {stop - 1}"
             raise error.at(where) if error.where is None else error from None
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def open_files(spec: DatasetSpec) -> FileRows:
@@ -89,6 +113,7 @@ def open_files(spec: DatasetSpec) -> FileRows:
     for name in spec.arrays:
         with _at(spec, name):
             columns[name] = column(name)
+            _check_row(columns[name])
     _check_lengths(spec, {name: tuple(map(int, c.shape)) for name, c in columns.items()})
     for name, stored in columns.items():
         with _at(spec, name):
@@ -143,7 +168,7 @@ def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
         raise DatasetError(
             f"there is no array {name!r} in the file",
             where=str(files[name]),
-            remedy=f"It holds {', '.join(arrays.names)}.",
+            remedy=f"It holds {listed(arrays.names)}.",
         )
 
     return StoredArrays(tuple(dict.fromkeys((*files, *own.names))), load, own.notes)
@@ -164,12 +189,27 @@ def _stamp(spec: DatasetSpec) -> tuple[tuple[int, int], ...]:
     return tuple((status.st_size, status.st_mtime_ns) for status in found)
 
 
+def _row_bytes(column: Column) -> int:
+    return prod(map(int, column.shape[1:])) * column.dtype.itemsize
+
+
+def _check_row(column: Column) -> None:
+    try:
+        require_memory(_COPIES * _row_bytes(column))
+    except MemoryError as error:
+        raise DatasetError(
+            f"one sample of the shape {tuple(column.shape[1:])} is too large: {error}",
+            remedy="Check [dataset] length, or what the file says of its shape.",
+        ) from error
+
+
 def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
     """Every array that is named must be there, also where only a dtype is given for it."""
     tables = (spec.dtype, spec.scale, spec.reshape, spec.classes, spec.tokenizer, spec.pad)
     others = (n for n in (spec.id, spec.select) if isinstance(n, str))
+    known = set(names)
     for name in dict.fromkeys((*spec.arrays, *chain(*tables, spec.length), *others)):
-        if name not in names:
+        if name not in known:
             some = list(names) if len(names) <= 20 else [*names[:20], f"... ({len(names)} in all)"]
             raise DatasetError(
                 f"there is no array {name!r} in the file",

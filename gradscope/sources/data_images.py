@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ def open_image_folder(path: Path) -> StoredArrays:
     """One folder a class: `inputs` (N, c, h, w) uint8, `targets` 0, 1, ... by folder, `path`."""
     files = image_files(path)
     names = [file.relative_to(path).parts[0] for file in files]
-    classes = sorted(set(names))
+    classes = {name: k for k, name in enumerate(sorted(set(names)))}
     mode, shape = _one_form(files)
 
     def load(name: str) -> Stored:
         if name == "targets":
-            return torch.tensor([classes.index(c) for c in names])
+            return torch.tensor([classes[name] for name in names])
         if name == "path":
             texts = [file.relative_to(path).as_posix() for file in files]
             return Texts(len(files), lambda a, b: texts[a:b])
@@ -48,7 +49,7 @@ def open_image_folder(path: Path) -> StoredArrays:
             lambda a, b: torch.stack([_pixels(f, f, mode) for f in files[a:b]]),
         )
 
-    found = ", ".join(f"{k} {c}" for k, c in enumerate(classes[:10]))
+    found = ", ".join(f"{k} {name}" for name, k in islice(classes.items(), 10))
     more = ", ..." if len(classes) > 10 else ""
     return StoredArrays(("inputs", "targets", "path"), load, (f"classes: {found}{more}",))
 

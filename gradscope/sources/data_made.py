@@ -13,6 +13,7 @@ from torch import Tensor
 from gradscope.core.registry import suggestion
 from gradscope.core.spec import DatasetSpec
 from gradscope.errors import DatasetError
+from gradscope.sources.conversion import dtype_name
 from gradscope.sources.data_columns import Arrays, Column, Ragged, Sliced, Stored, Texts, even
 from gradscope.sources.data_tokens import tokenized
 
@@ -24,7 +25,8 @@ def made(spec: DatasetSpec, arrays: Arrays) -> tuple[tuple[str, ...], Callable[[
 
     It raises a `DatasetError` where they are not numbers of one shape.
     """
-    padded = tuple(dict.fromkeys((*spec.pad, *spec.length, *spec.tokenizer)))
+    padded = dict.fromkeys((*spec.pad, *spec.length, *spec.tokenizer))
+    stored_names = frozenset(arrays.names)
     names = tuple(dict.fromkeys((*arrays.names, *(f"{name}{MASK}" for name in padded))))
 
     @cache
@@ -40,7 +42,7 @@ def made(spec: DatasetSpec, arrays: Arrays) -> tuple[tuple[str, ...], Callable[[
 
     def column(name: str) -> Column:
         source = name.removesuffix(MASK)
-        if name not in arrays.names and source in padded:
+        if name not in stored_names and source in padded:
             stored, value = encoded(source)
             return _mask(_sequences(stored, source), spec.length.get(source))
         stored, value = encoded(name)
@@ -114,13 +116,11 @@ def _padded(found: Ragged, value: float | None, length: int | None, name: str) -
             f"some of its samples have fewer than {width:,} entries",
             remedy=f"[dataset] pad = {{ {name} = 0 }} says what they are filled up with.",
         )
-    filler = torch.tensor(0 if value is None else value)
-    if not found.dtype.is_floating_point and filler.is_floating_point():
-        filler = filler.to(torch.int64)
+    filler = _filler(0 if value is None else value, found.dtype)
     shape = (len(found.lengths), width, *found.row)
 
     def read(start: int, stop: int) -> Tensor:
-        rows = filler.to(found.dtype).expand(stop - start, *shape[1:]).clone()
+        rows = filler.expand(stop - start, *shape[1:]).clone()
         for row, sequence in zip(rows, found.read(start, stop), strict=True):
             row[: len(sequence)] = sequence[:width]
         return rows
@@ -128,14 +128,26 @@ def _padded(found: Ragged, value: float | None, length: int | None, name: str) -
     return Sliced(shape, found.dtype, read)
 
 
+def _filler(value: float, dtype: torch.dtype) -> Tensor:
+    """Return what sequences are filled up with, in their own dtype; it is never cut or wrapped."""
+    wanted = torch.tensor(value, dtype=torch.float64)
+    filler = wanted.to(dtype)
+    rounded = dtype.is_floating_point or dtype.is_complex
+    if not (filler.isfinite() if rounded else filler.to(torch.float64) == wanted):
+        raise DatasetError(
+            f"it holds {dtype_name(dtype)}, which cannot be filled up with {value}",
+            remedy="Give [dataset] pad a number that they can be.",
+        )
+    return filler
+
+
 def _mask(found: Ragged, length: int | None) -> Column:
     """Return which entries are a sample's own, (N, t) bool."""
     width = _width(found, length)
-    places = torch.arange(width)
     return Sliced(
         (len(found.lengths), width),
         torch.bool,
-        lambda a, b: places < found.lengths[a:b, None],
+        lambda a, b: torch.arange(width) < found.lengths[a:b, None],
     )
 
 

@@ -1,10 +1,11 @@
 """numpy's formats: .npz, .npy and folders of .npy files. Rows are read where they lie."""
 
-import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import IO, Literal
@@ -21,12 +22,15 @@ from gradscope.sources.data_columns import (
     from_numpy,
     objects,
     reading,
+    require_memory,
     torch_dtype,
 )
+from gradscope.sources.listing import listed
 from gradscope.sources.readers import dataset_readers, is_zip, matching
 
 _IN_MEMORY = 2**26  # bytes up to which a compressed array is read as a whole
 _PIECE = 2**22
+_LONGEST = 2**24  # bytes of a header; a table of 40,000 fields has a million
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,11 @@ def open_npy(path: Path) -> StoredArrays:
     with reading(path), path.open("rb") as file:
         header = _header(file, path.stat().st_size)
     fields = header.dtype.names
+    read = lru_cache(maxsize=1)(_reader(path, header))  # the fields share the rows of a batch
 
     def load(name: str) -> Stored:
         with reading(path, name):
-            return _rows(path, header, None if fields is None else name)
+            return _rows(path, header, read, None if fields is None else name)
 
     return StoredArrays(fields or (path.stem,), load)
 
@@ -106,30 +111,42 @@ def open_npy_folder(path: Path) -> StoredArrays:
 @matching(is_zip)
 def open_npz(path: Path) -> StoredArrays:
     """Named arrays of numbers or texts, as numpy.savez writes them."""
-    with reading(path), zipfile.ZipFile(path) as archive:
-        members = {
-            info.filename.removesuffix(".npy"): info
-            for info in archive.infolist()
-            if info.filename.endswith(".npy")
-        }
-        if not members:
-            raise DatasetError(
-                "this zip archive holds no numpy arrays",
-                remedy="Write the data with numpy.savez, one array a name.",
-            )
+    with reading(path):
+        archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long
+        members = _members(archive)
 
     def load(name: str) -> Stored:
-        with reading(path, name), zipfile.ZipFile(path) as archive:
+        with reading(path, name):
             info = members[name]
             with archive.open(info) as member:
                 header = _header(member, info.file_size)
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
-                    return _rows(path, replace(header, start=_start_of(path, info) + header.start))
+                    placed = replace(header, start=_start_of(path, info) + header.start)
+                    return _rows(path, placed, _reader(path, placed))
                 if header.nbytes <= _IN_MEMORY or not header.sliceable:
                     return _stored(path, _array(header, member))
-        return _inflated(path, name, info, header)
+        return _inflated(path, name, archive, info, header)
 
     return StoredArrays(tuple(members), load, _notes(members))
+
+
+def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the arrays of an archive by name."""
+    every = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+    members = {info.filename.removesuffix(".npy"): info for info in every}
+    if len(members) < len(every):
+        names = Counter(info.filename for info in every)
+        twice = [name.removesuffix(".npy") for name, count in names.items() if count > 1]
+        raise DatasetError(
+            f"several arrays in it are called {listed(map(repr, twice), 3)}",
+            remedy="Write the data again, each array under a name of its own.",
+        )
+    if not members:
+        raise DatasetError(
+            "this zip archive holds no numpy arrays",
+            remedy="Write the data with numpy.savez, one array a name.",
+        )
+    return members
 
 
 def _notes(members: dict[str, zipfile.ZipInfo]) -> tuple[str, ...]:
@@ -155,7 +172,9 @@ def _header(file: IO[bytes], size: int) -> _Header:
         if version == (1, 0)
         else np.lib.format.read_array_header_2_0
     )
-    shape, fortran, dtype = read(file)
+    shape, fortran, dtype = read(file, max_header_size=_LONGEST)
+    if version == (3, 0) and dtype.names is not None:  # read as if it were Latin-1
+        dtype.names = tuple(name.encode("latin-1").decode() for name in dtype.names)
     header = _Header(tuple(map(int, shape)), dtype, bool(fortran), file.tell())
     if dtype.hasobject:
         raise objects()
@@ -173,7 +192,7 @@ def _cut_off(header: _Header, found: int) -> DatasetError:
 
 def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
     """Read the numbers that come next in a file."""
-    _check_memory(header.nbytes)
+    require_memory(header.nbytes)
     values = np.empty(header.nbytes, np.uint8)
     view, found = values.data, 0
     while found < header.nbytes and (data := file.read(min(_PIECE, header.nbytes - found))):
@@ -187,26 +206,39 @@ def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
     return shaped if not header.fortran else np.ascontiguousarray(shaped)
 
 
-def _rows(path: Path, header: _Header, field: str | None = None) -> Stored:
-    """Return the array whose numbers begin at `header.start` of a file, or a field of it."""
-    if not header.sliceable:
-        with path.open("rb") as file:
-            file.seek(header.start)
-            whole = _array(header, file)
-            return _stored(path, whole if field is None else whole[field].copy())
+def _reader(path: Path, header: _Header) -> Callable[[int, int], np.ndarray]:
+    """Return what reads the rows from a start up to a stop; all of them where none is apart."""
 
     def read(start: int, stop: int) -> np.ndarray:
         with reading(path), path.open("rb") as file:
-            file.seek(header.start + start * header.row)
-            rows = _array(header.part(stop - start), file)
-            return rows if field is None else rows[field].copy()
+            file.seek(header.start + (start * header.row if header.sliceable else 0))
+            return _array(header.part(stop - start) if header.sliceable else header, file)
 
-    return _sliced(path, header, read, field)
+    return read
 
 
-def _inflated(path: Path, name: str, info: zipfile.ZipInfo, header: _Header) -> Stored:
+def _rows(
+    path: Path,
+    header: _Header,
+    read: Callable[[int, int], np.ndarray],
+    field: str | None = None,
+) -> Stored:
+    """Return the array whose numbers begin at `header.start` of a file, or a field of it."""
+    if not header.sliceable:
+        whole = read(0, 0)
+        return _stored(path, whole if field is None else whole[field].copy())
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        found = read(start, stop)
+        return found if field is None else found[field].copy()
+
+    return _sliced(path, header, rows, field)
+
+
+def _inflated(
+    path: Path, name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, header: _Header
+) -> Stored:
     """Return a compressed array of which only some rows are in memory at a time."""
-    archive = zipfile.ZipFile(path)
     member = archive.open(info)
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -266,10 +298,3 @@ def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
     if crc != info.CRC:
         raise zipfile.BadZipFile(f"Bad CRC-32 for file {info.filename!r}")
     return start
-
-
-def _check_memory(needed: int) -> None:
-    """Refuse what cannot fit, before it is tried: the system may promise more than it has."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > total:
-        raise MemoryError(f"{needed:,} bytes are needed, the machine has {total:,}")

@@ -30,14 +30,15 @@ def composed(arrays: Arrays, columns: Mapping[str, str | Sequence[str]]) -> Stor
 
     A text names one column; a list puts columns side by side, along axis 1.
     """
+    known = frozenset(arrays.names)
 
     def load(name: str) -> Stored:
         recipe = columns.get(name)
         if recipe is None:
             return arrays.load(name)
         if not isinstance(recipe, str):
-            return _beside([part for text in recipe for part in _parts(arrays, text)])
-        found = _parts(arrays, recipe)
+            return _beside([part for text in recipe for part in _parts(arrays, known, text)])
+        found = _parts(arrays, known, recipe)
         if len(found) > 1:
             raise DatasetError(
                 f"{recipe!r} names {len(found)} columns",
@@ -48,17 +49,18 @@ def composed(arrays: Arrays, columns: Mapping[str, str | Sequence[str]]) -> Stor
     return StoredArrays(tuple(dict.fromkeys((*columns, *arrays.names))), load)
 
 
-def _parts(arrays: Arrays, text: str) -> list[Stored]:
+def _parts(arrays: Arrays, known: frozenset[str], text: str) -> list[Stored]:
     names = arrays.names
-    if text in names:
+    if text in known:
         return [arrays.load(text)]
     cut = _CUT.fullmatch(text)
-    if cut and cut["name"] in names:
+    if cut and cut["name"] in known:
         return [_cut(arrays.load(cut["name"]), cut, text)]
     if cut and not cut["name"]:
         chosen = names[_span(cut, len(names), text)]
     else:
-        chosen = tuple(n for n in names if fnmatch.fnmatchcase(n, text))
+        match = re.compile(fnmatch.translate(text)).match
+        chosen = tuple(filter(match, names))
     if not chosen:
         some = list(names) if len(names) <= 20 else [*names[:20], "..."]
         raise DatasetError(

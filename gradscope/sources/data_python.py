@@ -16,7 +16,7 @@ from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.core.spec import DatasetSpec
 from gradscope.errors import DatasetError, ModelError
-from gradscope.sources.code import load_function, source_digest, user_file
+from gradscope.sources.code import code_digests, load_function, loading, user_file
 
 Collate = Callable[[list[Any]], Any]
 
@@ -30,7 +30,8 @@ class PythonRows:
         spec: Its `factory` and the arguments for it.
 
     Attributes:
-        sha256: Of the file, the arguments, the length and the first sample.
+        code: The digests of the user's code, by file.
+        sha256: Of the code, the arguments, the length and the first sample.
         notes: What there is to say about it.
     """
 
@@ -38,7 +39,7 @@ class PythonRows:
         assert spec.factory is not None
         self._where = f"data set {spec.factory}"
         factory = load_function(spec.factory, "data set")
-        with user_file(self._where):
+        with user_file(self._where), loading(spec.factory, "data set"):
             made = factory(**spec.kwargs)
         self._data, self._collate, self.notes = _parts(made, self._where)
         self._n = self._length()
@@ -46,7 +47,8 @@ class PythonRows:
         self._seen: dict[tuple[int, ...], str] = {}
         self._first: str | None = None
         self._first = _digest(self._batch(range(1)))
-        facts = [source_digest(factory), spec.kwargs, self._n, self._first]
+        self.code = code_digests(spec.factory, "data set")
+        facts = [self.code, spec.kwargs, self._n, self._first]
         self.sha256 = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,11 +16,12 @@ from gradscope.sources.readers import dataset_readers, is_safetensors, matching
 @matching(is_safetensors)
 def open_safetensors(path: Path) -> StoredArrays:
     """Named tensors, as safetensors writes them."""
-    with reading(path), safe_open(path, framework="pt") as file:
+    with reading(path):
+        file: Any = safe_open(path, framework="pt")  # it stays open: its header takes long
         names = tuple(file.keys())
 
     def load(name: str) -> Stored:
-        with reading(path, name), safe_open(path, framework="pt") as file:
+        with reading(path, name):
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
             whole: Tensor = file.get_tensor(name) if not shape else part[:0]
@@ -27,7 +29,7 @@ def open_safetensors(path: Path) -> StoredArrays:
 
     def read(name: str) -> Callable[[int, int], Tensor]:
         def rows(start: int, stop: int) -> Tensor:
-            with reading(path, name), safe_open(path, framework="pt") as file:
+            with reading(path, name):
                 found: Tensor = file.get_slice(name)[start:stop]
                 return found.clone(memory_format=torch.contiguous_format)
 

@@ -1,14 +1,17 @@
 """Arrow and Parquet through pyarrow, read batch by batch; also what Hugging Face saved."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from gradscope.errors import DatasetError
-from gradscope.sources.data_arrow import stored_column
+from gradscope.sources.data_arrow import Sizes, is_list, sizes_of, stored_column
 from gradscope.sources.data_columns import Stored, StoredArrays, reading
 from gradscope.sources.extras import need
+from gradscope.sources.listing import listed
 from gradscope.sources.readers import dataset_readers, matching
 
 _BATCH_BYTES = 2**22  # of a Parquet file that are decoded together
@@ -100,10 +103,17 @@ def saved_dataset(path: Path) -> StoredArrays:
 
 
 class _Table:
-    """Rows of record batches that come in order: forwards at once, backwards from the beginning."""
+    """Rows of record batches that come in order: forwards at once, backwards from the beginning.
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches, self.names = batches, list[str]()
+    Args:
+        batches: Begins to read some columns.
+        lists: The columns of lists.
+    """
+
+    def __init__(self, batches: Batches, lists: Sequence[str]) -> None:
+        self._batches, self._names, self._lists = batches, dict[str, None](), lists
+        self._sizes: dict[str, Sizes | DatasetError] = {}
+        self._scans = 0
         self._iterator: Iterator[Any] | None = None
         self._batch: Any = None
         self._start = 0  # of the batch at hand
@@ -111,8 +121,8 @@ class _Table:
 
     def add(self, name: str) -> None:
         """Read this column, too, from now on."""
-        if name not in self.names:
-            self.names.append(name)
+        if name not in self._names:
+            self._names[name] = None
             self._iterator, self._last = None, (0, 0, [])
 
     def read(self, name: str, start: int, stop: int) -> list[Any]:
@@ -121,14 +131,28 @@ class _Table:
             self._last = (start, stop, self._rows(start, stop))
         return [batch.column(name) for batch in self._last[2]]
 
-    def scan(self, name: str) -> Iterator[Any]:
-        """Yield the whole column, part by part."""
-        for batch in self._batches([name]):
-            yield batch.column(0)
+    def sizes(self, name: str) -> Sizes:
+        """Go through a column of lists; each time through twice as many as the time before.
+
+        To begin reading takes the longer the more columns there are, and who has asked for many is
+        going to ask for more.
+
+        Raises:
+            DatasetError: Some row has no list.
+        """
+        if name not in self._sizes:
+            others = (n for n in self._lists if n not in self._sizes and n != name)
+            chosen = [name, *islice(others, 2**self._scans - 1)]
+            self._scans += 1
+            self._sizes |= sizes_of(self._batches(chosen), chosen)
+        found = self._sizes[name]
+        if isinstance(found, DatasetError):
+            raise found
+        return found
 
     def _rows(self, start: int, stop: int) -> list[Any]:
         if self._iterator is None or start < self._start:
-            self._iterator, self._batch, self._start = self._batches(self.names), None, 0
+            self._iterator, self._batch, self._start = self._batches([*self._names]), None, 0
         found = []
         while True:
             if self._batch is not None:
@@ -154,9 +178,16 @@ def _arrow_batches(pa: Any, file: Any) -> Iterator[Any]:
 
 
 def _arrays(path: Path, schema: Any, n: int, batches: Batches) -> StoredArrays:
-    table = _Table(batches)
     with reading(path):
         names = tuple(schema.names)
+        table = _Table(batches, [field.name for field in schema if is_list(field.type)])
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DatasetError(
+            f"several columns are called {listed(map(repr, twice), 3)}",
+            where=str(path),
+            remedy="Give every column a name of its own.",
+        )
 
     def load(name: str) -> Stored:
         def read(start: int, stop: int) -> list[Any]:
@@ -165,6 +196,6 @@ def _arrays(path: Path, schema: Any, n: int, batches: Batches) -> StoredArrays:
 
         table.add(name)
         with reading(path, name):
-            return stored_column(schema.field(name).type, n, read, lambda: table.scan(name))
+            return stored_column(schema.field(name).type, n, read, lambda: table.sizes(name))
 
     return StoredArrays(names, load)

@@ -6,6 +6,7 @@ holds: all of a column is numbers, or it is text.
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,11 +17,13 @@ from typing import Any
 from gradscope.errors import DatasetError
 from gradscope.sources.data_columns import Stored, StoredArrays, reading
 from gradscope.sources.data_values import Cells, Kind, Values
+from gradscope.sources.listing import listed
 from gradscope.sources.readers import dataset_readers, matching
 
 _EVERY = 256  # records between two places that are remembered
 _LONGEST = 2**28  # bytes of a line
 _FIELD = 2**27  # characters of a field
+_HEAD = 2**20  # bytes by which a separator is found
 _LOOK = 20  # records of which a separator must make the same number of fields
 _SEPARATORS = (",", "\t", ";", "|")
 
@@ -143,7 +146,10 @@ def open_jsonl(path: Path) -> StoredArrays:
 def open_csv(path: Path) -> StoredArrays:
     """Comma-separated values (or tabs, semicolons), with or without names in the first line."""
     with path.open("rb") as file:
-        mark = separator(file.read(2**20)) or ","
+        head = file.read(_HEAD)
+        while head.count(b"\n") < 2 and len(head) < _LONGEST and (more := file.read(len(head))):
+            head += more  # there may be tens of thousands of columns
+    mark = separator(head) or ","
     csv.field_size_limit(_FIELD)
     with reading(path), path.open("rb") as file:
         first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
@@ -151,10 +157,10 @@ def open_csv(path: Path) -> StoredArrays:
     names = [
         str(k) if headless or not name.strip() else name.strip() for k, name in enumerate(first)
     ]
-    twice = sorted({name for name in names if names.count(name) > 1})[:3]
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DatasetError(
-            f"several columns are called {', '.join(map(repr, twice))}",
+            f"several columns are called {listed(map(repr, twice), 3)}",
             where=str(path),
             remedy="Give every column a name of its own in the first line.",
         )
@@ -210,9 +216,25 @@ def _arrays(
     return StoredArrays(tuple(names), load)
 
 
+class _TwiceError(Exception):
+    """A key of an object is there twice."""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        count = Counter(name for name, _ in pairs)
+        raise _TwiceError(repr(count.most_common(1)[0][0]))
+    return found
+
+
 def _object(line: str, lines: Any) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = json.loads(line, object_pairs_hook=_distinct)
+    except _TwiceError as error:
+        raise DatasetError(
+            f"{_place(lines)} has {error} twice", remedy="Give every value a key of its own."
+        ) from error
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -67,6 +67,11 @@ class Dataset:
             return self.samples.sha256
         return sha256_of_sources(self.spec.sources)
 
+    @property
+    def code(self) -> dict[str, str]:
+        """The digests of the user's code that makes the samples, by file."""
+        return self.samples.code if isinstance(self.samples, PythonRows) else {}
+
     def rows(self, samples: str | None) -> range:
         """Return the positions that "A:B" selects, all of them for None.
 

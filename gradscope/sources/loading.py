@@ -11,7 +11,7 @@ from gradscope.core.references import HELD
 from gradscope.core.spec import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.checkpoints import CheckpointReport, Content, load_into, located, read
-from gradscope.sources.code import load_function, source_digest, user_file
+from gradscope.sources.code import class_digests, code_digests, user_file
 from gradscope.sources.digests import sha256
 from gradscope.sources.fit import check_finite
 from gradscope.sources.hugging_face import CONFIG, built
@@ -27,14 +27,14 @@ class LoadedModel:
     Attributes:
         model: In the mode asked for.
         checkpoint: What was loaded.
-        digest: SHA-256 of what describes the model: the factory's file, or config.json; None where
-            the checkpoint alone does.
+        digests: SHA-256 of what describes the model, by file: the factory's code, config.json, or
+            the code of classes that were pickled; empty where the checkpoint alone does.
         notes: What the user may not expect.
     """
 
     model: nn.Module
     checkpoint: CheckpointReport
-    digest: str | None
+    digests: dict[str, str]
     notes: tuple[str, ...]
 
 
@@ -46,7 +46,7 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
         CheckpointError: The checkpoint cannot be read or does not fit.
     """
     if model.factory == HELD:
-        made, report, digest = _held(model.kwargs, model.mode, checkpoint)
+        made, report, digests = _held(model.kwargs, model.mode, checkpoint)
     else:
         made = build(model.factory, model.kwargs, model.mode)
         report = load_into(
@@ -56,13 +56,13 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
             ignore=checkpoint.ignore or (),
             unsafe_pickle=checkpoint.unsafe_pickle,
         )
-        digest = source_digest(load_function(model.factory, "model factory"))
-    return LoadedModel(made, report, digest, (*report.notes, *notes_on(made)))
+        digests = code_digests(model.factory, "model factory")
+    return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
 
 
 def _held(
     kwargs: Mapping[str, Any], mode: Literal["eval", "train"], checkpoint: CheckpointSpec
-) -> tuple[nn.Module, CheckpointReport, str | None]:
+) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
     """Return the model that a checkpoint holds."""
     content = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
     path = checkpoint.path
@@ -79,9 +79,10 @@ def _held(
         with located(content.path):
             model, notes = built(config.parent, _tensors(content), kwargs)
         report = replace(report, others=(*report.others, *notes), files=(*report.files, config))
-        digest = sha256(config)
+        digests = {CONFIG: sha256(config)}
     else:
-        model, digest = _module(content, checkpoint.key), None
+        model = _module(content, checkpoint.key)
+        digests = class_digests(type(module).__module__ for module in model.modules())
         if kwargs:
             raise ModelError(
                 "there is no factory that takes the arguments",
@@ -93,7 +94,7 @@ def _held(
     with located(content.path):
         check_finite(state, state, {name for name, _ in model.named_parameters()})
     _set_mode(model, mode, content.path)
-    return model, replace(report, tensors=len(state)), digest
+    return model, replace(report, tensors=len(state)), digests
 
 
 def _tensors(content: Content) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradscope.errors import ModelError
-from gradscope.sources.code import load_function, user_file
+from gradscope.sources.code import load_function, loading, user_file
 from gradscope.sources.listing import listed
 
 
@@ -35,7 +35,7 @@ def build(
             remedy="Write a function that builds the model, and name that.",
         )
     _check_arguments(function, kwargs, where)
-    with user_file(where):
+    with user_file(where), loading(factory, "model factory"):
         model = function(**kwargs)
     require_trainable(model, where)
     with user_file(where):

@@ -8,6 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
 
+from gradscope.core.grammar import Stage, parse
+from gradscope.errors import ResultFileError, SpecError
+
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
@@ -78,6 +81,22 @@ class Source(Protocol):
     @property
     def norm_attributes(self) -> Any:
         """{parameter: {attribute: number}}."""
+
+
+def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:
+    """Return the stages of a chain that a file holds.
+
+    Raises:
+        ResultFileError: Its text is no chain.
+    """
+    try:
+        return parse(chain.text)
+    except SpecError as error:
+        raise ResultFileError(
+            f"it holds a chain that is none: {error.what}",
+            where=str(file.path),
+            remedy=f"{error.remedy}\nIt was changed, or something else wrote it: compute it again.",
+        ) from error
 
 
 def wide(values: Any) -> Floats:

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from gradscope.core.grammar import parse
-from gradscope.stats.base import Floats, Record, Source, number, ratio
+from gradscope.stats.base import Floats, Record, Source, number, ratio, stages_of
 
 
 class Gap(Record):
@@ -30,7 +29,7 @@ def jensen(file: Source) -> tuple[Gap, ...]:
     for chain in file.chains:
         if not chain.reduced:
             continue
-        words = [str(stage) for stage in parse(chain.text)]
+        words = [str(stage) for stage in stages_of(file, chain)]
         if words.count("mean") == 1 and len(words) > 1 and "mean" in (words[0], words[-1]):
             inside = words[-1] == "mean"
             stages = words[:-1] if inside else words[1:]

@@ -18,6 +18,8 @@ class RunReport(Record):
         notes: Why that backend, unused parameters, and what else is worth a line.
         samples: N.
         nonfinite: How many of them are not finite.
+        chains_nonfinite: For each chain, how many of its numbers are not finite, the rows of
+            such samples aside.
         seconds: Wall time.
         path: What was written, or None.
         bytes: Its size.
@@ -35,6 +37,7 @@ class RunReport(Record):
     notes: tuple[str, ...] = ()
     samples: int
     nonfinite: int
+    chains_nonfinite: tuple[int, ...] = ()
     seconds: float
     path: str | None = None
     bytes: int | None = None

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.core.grammar import parse
-from gradscope.stats.base import Floats, Source, wide
+from gradscope.stats.base import Floats, Source, stages_of, wide
 
 Arrays = Mapping[str, Any]
 
@@ -49,8 +48,9 @@ def cosines_of(file: Source) -> Floats | None:
 def projections_of(file: Source) -> tuple[str, Floats] | None:
     """Return a chain `project:...` without reducer: its text and P gᵢ (N, dim)."""
     for chain in file.chains:
-        stages = parse(chain.text)
-        if not chain.reduced and len(stages) == 1 and stages[0].name == "project":
+        stages = stages_of(file, chain)
+        alone = not chain.reduced and len(stages) == 1 and stages[0].name == "project"
+        if alone and "project" in chain and len(chain["project"].shape) == 2:
             return chain.text, wide(chain["project"][...])
     return None
 

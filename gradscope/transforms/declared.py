@@ -9,8 +9,7 @@ function that breaks it is refused.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
-from gradscope.core.locate import first_line
-from gradscope.core.shortage import is_shortage
-from gradscope.errors import GradscopeError, ModelError, SpecError
+from gradscope.core.locate import own_stage
+from gradscope.errors import ModelError, SpecError
 from gradscope.transforms.base import Scope, Transform, blockwise, widened
 
 _SCOPES = {scope.name.lower(): scope for scope in Scope}
@@ -101,26 +99,11 @@ def _option(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=type(parameter.default)) if bare and known else parameter
 
 
-@contextmanager
-def _running(name: str) -> Iterator[None]:
-    """Say whose code raised."""
-    try:
-        yield
-    except GradscopeError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        if is_shortage(error):
-            raise
-        raise ModelError(
-            f"your code raised {first_line(error)}", where=f"transform {name}"
-        ) from error
-
-
 def _guarded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn`, which must give a floating-point tensor of its argument's shape."""
 
     def checked(values: Any) -> Any:
-        with _running(name):
+        with own_stage(f"transform {name}"):
             if not isinstance(values, Tensor):
                 return fn(values)
             result = fn(values)

@@ -25,13 +25,13 @@ def square() -> Transform:
 @transform("sign", Scope.ELEMENTWISE)
 def sign() -> Transform:
     """The sign of each entry, 0 at 0; g/|g| for complex ones (Bernstein et al. 2018)."""
-    return _mapped(torch.sgn)
+    return _mapped(torch.sgn, lambda bound: torch.where(bound < inf, _ROOT, bound))
 
 
 @transform("abs", Scope.ELEMENTWISE)
 def absolute() -> Transform:
     """T(g) = |g| elementwise."""
-    return _mapped(torch.abs)
+    return _mapped(torch.abs, _no_longer)
 
 
 @transform("power", Scope.ELEMENTWISE)
@@ -48,13 +48,19 @@ def power(p: float) -> Transform:
     """
     if not 0 < p < inf:
         raise ValueError(f"p must be positive and finite, not {p}")
+
+    def grows(bound: Tensor) -> Tensor:
+        return _ROOT * bound**p
+
     if not float(p).is_integer():
-        return _mapped(lambda t: torch.sgn(t) * t.abs().pow(p))
-    whole = int(p)
+        return _mapped(lambda t: torch.sgn(t) * t.abs().pow(p), grows)
+    whole = int(p) if p < 2**31 else p
 
     def apply(block: Block) -> Block:
         real_square = whole == 2 and not block.dtype.is_complex
-        return SquaredBlock(block) if real_square else MappedBlock(block, lambda t: t.pow(whole))
+        if real_square:
+            return SquaredBlock(block)
+        return MappedBlock(block, lambda t: t.pow(whole), grows)
 
     return blockwise(apply)
 
@@ -77,7 +83,8 @@ def clamp(min_: float | None = None, max_: float | None = None) -> Transform:
     low, high = -inf if min_ is None else min_, inf if max_ is None else max_
     if not low <= high:
         raise ValueError(f"min must not be above max, and is {low} with max {high}")
-    return _mapped(_by_parts(lambda t: t.clamp(low, high)))
+    most = max(abs(limit) for limit in (min_, max_) if limit is not None)
+    return _mapped(_by_parts(lambda t: t.clamp(low, high)), lambda bound: bound + _ROOT * most)
 
 
 @transform("threshold", Scope.ELEMENTWISE)
@@ -93,7 +100,7 @@ def threshold(value: float) -> Transform:
     if not value >= 0:
         raise ValueError(f"value must not be negative, not {value}")
     # a NaN is kept: |NaN| <= value is False
-    return _mapped(lambda t: torch.where(t.abs() <= value, torch.zeros_like(t), t))
+    return _mapped(lambda t: torch.where(t.abs() <= value, torch.zeros_like(t), t), _no_longer)
 
 
 @transform("scale", Scope.FACTOR)
@@ -117,8 +124,16 @@ def scale(by: float) -> Transform:
     return apply
 
 
-def _mapped(fn: Callable[[Tensor], Tensor]) -> Transform:
-    return blockwise(lambda block: MappedBlock(block, fn))
+_ROOT = 1e9  # more than √P of any model's P parameters: ‖g‖₂ ≤ √P max |gⱼ|
+
+
+def _no_longer(bound: Tensor) -> Tensor:
+    return bound
+
+
+def _mapped(fn: Callable[[Tensor], Tensor], grows: Callable[[Tensor], Tensor]) -> Transform:
+    """Return a map of entries, and how it changes a number that no gradient is longer than."""
+    return blockwise(lambda block: MappedBlock(block, fn, grows))
 
 
 def _by_parts(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -12,6 +12,8 @@ from gradscope.blocks import Block, DenseBlock, Gradients
 from gradscope.transforms.base import Scope, Transform, one_of, transform, widened
 from gradscope.transforms.matrices import KINDS, RandomMatrices
 
+_LARGEST = 2**24  # numbers of a projection
+
 
 @transform("project", Scope.LINEAR)
 def project(dim: int, kind: str = "gaussian", seed: int = 0) -> Transform:
@@ -33,15 +35,15 @@ def project(dim: int, kind: str = "gaussian", seed: int = 0) -> Transform:
       arXiv:2405.13954, "LoGra"). Its variance is larger for gradients of low rank.
 
     Args:
-        dim: How many numbers remain, ≥ 1.
+        dim: How many numbers remain, from 1 to 2^24.
         kind: One of these words.
         seed: Which projection.
 
     Raises:
-        ValueError: dim is below 1, or kind is no known word.
+        ValueError: dim is out of its range, or kind is no known word.
     """
-    if dim < 1:
-        raise ValueError(f"dim must be at least 1, not {dim}")
+    if not 1 <= dim <= _LARGEST:
+        raise ValueError(f"dim must be from 1 to {_LARGEST:,}, not {dim:,}")
     one_of("kind", kind, (*KINDS, "kronecker"))
     projected = _two_sided(dim, seed) if kind == "kronecker" else _full(dim, kind, seed)
 

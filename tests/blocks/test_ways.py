@@ -10,11 +10,14 @@ from gradscope.blocks import (
     Geometry,
     Gradients,
     OuterBlock,
+    SquaredBlock,
     outer,
     products,
     ways,
 )
+from gradscope.blocks.derived import ScaledBlock
 from gradscope.blocks.ways import Way, fastest
+from gradscope.chains import bind
 
 
 class Clock:
@@ -219,10 +222,30 @@ def test_a_bound_is_above_every_norm_and_shows_what_is_not_finite() -> None:
             torch.randn(4, 1, 2, 6, 6), torch.randn(4, 1, 3, 6, 6), (3, 2, 3, 3), walk
         ),
     ]
+    factors = torch.tensor([3.0, -4.0, 0.0, 1.0])
+    blocks += [*(ScaledBlock(block, factors) for block in blocks), *map(SquaredBlock, blocks)]
     for block in blocks:
         assert float(block.bound()) >= float(block.norms().max())
-        bad = block.scale(torch.tensor([1.0, torch.inf, 1.0, 1.0]))
-        assert not float(bad.bound()) < torch.inf
+        for factor in (torch.inf, torch.nan):
+            bad = block.scale(torch.tensor([1.0, factor, 1.0, 1.0]))
+            assert not float(bad.bound()) < torch.inf
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["sign", "abs", "power:p=3", "power:p=2.5", "clamp:min=-1", "clamp:min=-1,max=2",
+     "threshold:value=0.5", "square", "scale:by=-3"],
+)  # fmt: skip
+def test_a_bound_goes_with_a_transform_of_entries(stage: str) -> None:
+    torch.manual_seed(5)
+    for scale in (1e-3, 1.0, 1e5):
+        base = DenseBlock(torch.randn(4, 5) * scale)
+        (block,) = bind(stage).rows(Gradients({"w": base})).values()
+        assert float(block.norms().max()) <= float(block.bound()) < torch.inf
+    for value in (torch.inf, torch.nan):
+        bad = DenseBlock(torch.tensor([[1.0, value], [1.0, 2.0]]))
+        (block,) = bind(stage).rows(Gradients({"w": bad})).values()
+        assert not float(block.bound()) < torch.inf
 
 
 @pytest.mark.parametrize(

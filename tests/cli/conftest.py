@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gradscope.cli import main
+from gradscope.cli.app import run as command_line
 
 SAMPLES = Path(__file__).parent.parent.parent / "sample_models"
 
@@ -30,12 +30,7 @@ def gradscope(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["gradscope", *map(str, arguments)])
         capfd.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        return Outcome(code, *capfd.readouterr())
+        return Outcome(command_line(), *capfd.readouterr())
 
     return run
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -95,8 +96,9 @@ def _exit(main: object) -> None:
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError):  # closed by the user's code
+                stream.flush()
         os._exit(code)
 
 

@@ -281,3 +281,20 @@ def test_coupled_samples(gradscope: Gradscope, tmp_path: Path, coupling: str, co
         assert "BatchNorm2d" in done.err
         assert "two meanings" in done.err
         assert "--coupling" in done.err
+
+
+def test_a_chain_that_overflows_is_told(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
+    run = ["compute", "--config", digits, "--samples", ":40", "--dtype", "float32"]
+    run += ["-t", "scale:by=1e300 | mean", "-t", "mean", "--batch-size", "20"]
+    done = gradscope(*run, "-o", tmp_path / "out.h5")
+    assert done.code == 7
+    assert "6,570 numbers of scale:by=1e300 | mean" in done.out
+    assert done.out.count("numbers of") == 1
+    again = gradscope(*run, "-o", tmp_path / "out.h5", "--resume", "--json")
+    assert again.code == 7
+    assert json.loads(again.out)["chains_nonfinite"] == [6570, 0]
+    for k in range(2):  # the others wait for a shard
+        assert gradscope(*run, "-o", tmp_path / "s.h5", "--shard", f"{k}/2", "-q").code == 0
+    merged = gradscope("merge", tmp_path, "-o", tmp_path / "merged.h5")
+    assert merged.code == 7
+    assert "6,570 numbers of scale:by=1e300 | mean" in merged.out

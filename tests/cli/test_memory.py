@@ -54,6 +54,7 @@ def test_a_plan_tells_the_memory(
         (["--memory", "much"], "1.5GiB"),
         (["--memory", "1KB"], "single sample"),
         (["--memory", "1GB", "--coupling", "own-loss"], "--batch-size"),
+        (["--memory", "1GB", "--batch-size", "60"], "Give one of them"),
     ],
 )
 def test_what_is_no_budget(
@@ -64,12 +65,3 @@ def test_what_is_no_budget(
     assert said in done.err
     assert "Traceback" not in done.err
     assert not list(tmp_path.glob("out*"))
-
-
-def test_a_batch_size_beyond_the_budget_is_told_before_it_runs(
-    gradscope: Gradscope, arguments: list[object], tmp_path: Path
-) -> None:
-    options = ["--memory", "1MB", "--batch-size", "60"]
-    done = gradscope(*arguments, *options, "-o", tmp_path / "out.h5")
-    assert done.code == 0, done.err
-    assert "batches of 60 samples take about" in done.err

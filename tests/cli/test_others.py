@@ -63,6 +63,8 @@ def test_ones_own_implementation_is_judged(
     assert row["status"] == "disagrees"
     assert "mean" in json.dumps(row)
     assert row["parameters"][0]["factor"] == pytest.approx(1 / 8)
+    code = json.loads(wrong.out)["digests"]
+    assert set(code[f"{mine}:averaged"]) == {"mine.py"} and set(code["model"]) == {"model.py"}
 
 
 def test_a_stored_result_is_judged(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import h5py
 import pytest
 
 from tests.cli.conftest import Gradscope
+from tests.storage.test_hostile import _sealed
 
 
 @pytest.fixture
@@ -97,3 +99,25 @@ def test_piped_output_is_plain(
     done = gradscope("stats", results[0], "--nearest", "0")
     assert "\x1b" not in done.out
     assert all(len(line) <= int(width) for line in done.out.splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    "text", ["clip:max_norm", "mean |", "a b", "|", "project:dim=3,dim=4", "", "x" * 20_000]
+)
+def test_a_chain_in_the_file_that_is_none_is_a_fault_of_the_file(
+    gradscope: Gradscope, digits: Path, tmp_path: Path, text: str
+) -> None:
+    def spoil(file: h5py.File) -> None:
+        file["chains/0"].attrs["chain"] = text
+
+    part, bad, out = tmp_path / "part.h5", tmp_path / "bad.h5", tmp_path / "out.h5"
+    options = ["--config", digits, "--samples", ":20", "-q", "-t", "mean"]
+    assert gradscope("compute", *options, "-o", part).code == 0
+    _sealed(part, bad, spoil)
+    for arguments in (["stats", bad], ["merge", bad, "-o", out]):
+        done = gradscope(*arguments)
+        assert done.code == (0 if text.startswith("x") and arguments[0] == "stats" else 3), done.err
+        if done.code:
+            assert str(bad) in done.err
+            assert "Traceback" not in done.err
+    assert not out.exists()

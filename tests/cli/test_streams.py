@@ -1,7 +1,9 @@
 """Where output goes: odd names, narrow and absent terminals, colours, closed and full streams."""
 
+import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,6 +115,68 @@ def test_no_terminal(forked: Forked, folder: Path) -> None:
     assert done.code == 0
     assert "\x1b" not in done.out + done.err
     assert "\r" not in done.out + done.err
+
+
+SPOILT = {
+    "closed": "sys.stdout.close(); sys.stderr.close()",
+    "replaced": "sys.stdout = sys.stderr = io.StringIO()",
+    "none": "sys.stdout = sys.stderr = None",
+    "detached": "sys.stdout.line_buffering and sys.stdout.detach()",
+    "underneath": "sys.__stdout__.close(); sys.stdout.buffer.close(); os.closerange(1, 2)",
+    "printed": "print('noise'); os.write(1, b'noise'); subprocess.run(['echo', 'noise'])",
+    "of the library": "ctypes.CDLL(None).puts(b'noise')",
+}
+USERS = """
+import ctypes, io, os, subprocess, sys
+import torch
+from torch import nn
+def spoil():
+    try:
+        {}
+    except ValueError:  # done already
+        pass
+class Spoiling(nn.Linear):
+    def forward(self, x):
+        {}
+        return super().forward(x)
+def build():
+    {}
+    return Spoiling(3, 1, bias=False)
+def loss(outputs, targets):
+    {}
+    return outputs[:, 0] - targets
+{}
+"""
+
+
+@pytest.mark.parametrize("what", SPOILT)
+@pytest.mark.parametrize("place", ["forward", "factory", "loss", "import"])
+def test_what_the_users_code_does_to_stdout(
+    forked: Forked, tmp_path: Path, what: str, place: str
+) -> None:
+    torch.save({"weight": torch.ones(1, 3)}, tmp_path / "w.pt")
+    np.savez(tmp_path / "d.npz", inputs=np.ones((6, 3), np.float32), targets=np.arange(6.0))
+    calls = ["spoil()" if place == name else "pass" for name in ("forward", "factory", "loss")]
+    calls.append("spoil()" if place == "import" else "")
+    (tmp_path / "mine.py").write_text(USERS.format(SPOILT[what], *calls))
+    run = ["w.pt", "d.npz", "--model", "mine.py:build", "--loss", "mine.py:loss"]
+    done = forked.run("compute", *run, "-o", "o.h5", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["samples"] == 6
+    assert "Traceback" not in done.err
+    checked = forked.run("check", *run, cwd=tmp_path)
+    assert checked.code == 0 and "noise" not in checked.out
+    (tmp_path / "w.pt").write_bytes(b"")
+    failed = forked.run("check", *run, cwd=tmp_path)
+    assert failed.code == 3 and "w.pt: the file is empty" in failed.err
+
+
+def test_closed_streams(folder: Path) -> None:
+    """A file that is opened must not get the number of stdout, or what is printed lands in it."""
+    command = shlex.join([sys.executable, "-m", "gradscope", *words(folder), "-o", "out.h5"])
+    done = subprocess.run(f"{command} <&- >&- 2>&-", shell=True, cwd=folder, check=False)
+    assert done.returncode == 0
+    assert into(subprocess.DEVNULL, "stats", str(folder / "out.h5")).returncode == 0
 
 
 def into(stdout: int, *arguments: str) -> subprocess.CompletedProcess[str]:

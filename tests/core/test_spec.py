@@ -93,6 +93,23 @@ def test_flags_win_and_their_paths_are_relative_to_the_working_directory(
     assert spec.dataset.path == tmp_path / "data.npz"
 
 
+def test_a_batch_size_and_a_budget_are_one_choice(tmp_path: Path) -> None:
+    """The flag takes the place of the run file's other one; side by side they are refused."""
+    memory, size = 'memory = "2GB"\n', "batch_size = 7\n"
+    config = write(tmp_path, f"{RUN}[compute]\n{memory}")
+    spec = resolve(config, {"compute": {"batch_size": 3}}).compute
+    assert (spec.memory, spec.batch_size) == (None, 3)
+    write(tmp_path, f"{RUN}[compute]\n{size}")
+    spec = resolve(config, {"compute": {"memory": "1GB"}}).compute
+    assert (spec.memory, spec.batch_size) == ("1GB", None)
+    write(tmp_path, f"{RUN}[compute]\n{size}{memory}seed = -1\n")
+    told = message(config)
+    assert f"{config}: compute.memory: memory is there to choose the batch size" in told
+    assert "compute.seed: found -1" in told
+    both = message(None, {"compute": {"memory": "1GB", "batch_size": 3}})
+    assert "command line: compute.memory: memory is there" in both
+
+
 def test_no_run_file_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = resolve(
@@ -269,6 +286,12 @@ def test_a_section_must_be_a_table(tmp_path: Path, section: str) -> None:
         (b"\xff\xfe\x00", "not UTF-8"),
         (b"a = 1\n" * 200_000, "larger than 1,000,000 bytes"),
         (b"\x00", "not valid TOML"),
+        (
+            b"\n" + b".".join([b"a"] * 50_000) + b" = 1",
+            "more than 32 names are joined by dots at line 2",
+        ),
+        (b"[" + b" . ".join([b'"a.\\""'] * 9_000) + b"]", "names are joined by dots at line 1"),
+        (b"x = [{" + b".".join([b"'a'"] * 9_000) + b" = 1}]", "names are joined by dots at line 1"),
     ],
 )
 def test_a_file_that_is_no_run_file(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -279,6 +302,44 @@ def test_a_file_that_is_no_run_file(tmp_path: Path, content: bytes, expected: st
     assert str(path) in told
     assert "missing" not in told  # nothing follows from a file that could not be read
     assert len(told) < 500
+
+
+def test_a_key_of_a_dataset_spec_is_no_longer_either(tmp_path: Path) -> None:
+    write(tmp_path, ".".join("a" * 33) + " = 1", "deep.toml")
+    config = write(tmp_path, RUN.replace('path = "data.npz"', 'spec = "deep.toml"'))
+    assert "deep.toml: more than 32 names are joined by dots at line 1" in message(config)
+    write(tmp_path, ".".join("a" * 32) + " = 1", "deep.toml")
+    assert "deep.toml: a: unknown key" in message(config)
+
+
+MANY = {
+    "keys": "".join(f"k{k} = 1\n" for k in range(50_000)),
+    "values": f"transform = [{'1,' * 200_000}]",
+    "quoted": f"parameters = [{'2,' * 200_000}]",
+}
+
+
+@pytest.mark.parametrize("text", MANY.values(), ids=MANY)
+def test_of_many_mistakes_some_are_told(tmp_path: Path, text: str) -> None:
+    told = message(write(tmp_path, f"{RUN}[compute]\n{text}"))
+    assert told.startswith("more than 20 settings are wrong:")
+    assert len(told) < 10_000
+    assert len(told.splitlines()) == 22
+
+
+@pytest.mark.parametrize("letter", ["x", "|", ",", "[", "*", ".py:a"])
+def test_a_long_text_is_refused_before_it_takes_long(tmp_path: Path, letter: str) -> None:
+    long = letter * 150_000
+    loss = RUN.replace('"mse"', f'"{long}"')
+    for key, text in (
+        ("compute.transform", f'{RUN}[compute]\ntransform = ["{long}"]'),
+        ("compute.parameters", f'{RUN}[compute]\nparameters = ["{long}"]'),
+        ("loss.name", loss),
+    ):
+        told = message(write(tmp_path, text))
+        assert f"{key}" in told
+        assert "found a text of" in told
+        assert len(told) < 500
 
 
 def test_a_missing_run_file_a_directory_and_a_missing_dataset_spec(tmp_path: Path) -> None:

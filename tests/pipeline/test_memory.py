@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from gradscope.comparison.measure import release_freed_memory
+from gradscope.core.memory import available, taken
 from gradscope.core.sizes import memory_text, parse_memory
 from gradscope.core.spec import resolve
 from gradscope.errors import SpecError
 from gradscope.pipeline import choice, compute, estimate, footprint, prepare
 from gradscope.pipeline.footprint import Footprint, Meter
-from gradscope.pipeline.memory import available, taken
 from gradscope.storage import open_file
 from tests.pipeline.project import SAMPLES, spec, write
 from tests.pipeline.test_pipeline import SAMPLES as MODELS
@@ -239,18 +239,6 @@ def test_a_plan_tells_of_what_choosing_takes(
     assert tried.largest == most
 
 
-def test_a_batch_that_does_not_fit_is_told(folder: Path, tmp_path: Path) -> None:
-    options = {"batch_size": 128, "memory": "200MB", "backend": "hooks"}
-    for how in ("plan", "run"):
-        found = fresh(how, folder, tmp_path / "out.h5", **options)
-        (note,) = (note for note in found["notes"] if "--memory" in note)
-        assert "batches of 128 samples take about" in note
-        assert "200 MB" in note
-        assert "would fit" in note
-    with open_file(tmp_path / "out.h5") as file:
-        assert file.run["batch_size"] == 128  # what was asked for is done
-
-
 def test_a_budget_for_nothing(tmp_path: Path) -> None:
     job = prepare(spec(write(tmp_path), memory="1MB"))
     for use in (estimate, compute):
@@ -263,7 +251,7 @@ def test_a_budget_for_nothing(tmp_path: Path) -> None:
 def test_memory_does_not_choose_who_shares_a_batch(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="share a batch"):
         prepare(spec(write(tmp_path), memory="1GB", coupling="own-loss"))
-    assert prepare(spec(tmp_path, memory="1GB", coupling="own-loss", batch_size=5)).batch_size == 5
+    assert prepare(spec(tmp_path, coupling="own-loss", batch_size=5)).batch_size == 5
 
 
 @pytest.mark.parametrize(("there", "whole"), [(10**12, True), (None, True), (150 * 10**6, False)])

@@ -178,7 +178,7 @@ def test_a_state_read_from_a_file_goes_on(tmp_path) -> None:
         ("quantile:q=1.5", "between 0 and 1"),
         ("quantile:q=nan", "between 0 and 1"),
         ("quantile:q=0.5,error=0", "error"),
-        ("histogram:bins=1", "at least 2"),
+        ("histogram:bins=1", "from 2 to 16,777,216"),
         ("histogram:scale=sqrt", "symlog"),
         ("histogram:low=1", "together"),
         ("histogram:low=2,high=1", "below"),

@@ -347,6 +347,15 @@ def test_a_part_that_is_marked_as_a_folder(tmp_path: Path) -> None:
     assert "is marked as a folder" in refusal(path)
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_parts_of_one_name(tmp_path: Path) -> None:
+    path = saved(tmp_path, state())
+    with zipfile.ZipFile(path, "a") as archive:
+        name = "/".join((path.stem, "data", "0"))
+        archive.writestr(name, b"\x00" * len(archive.read(name)))
+    assert "several of its parts have one name" in refusal(path)
+
+
 def test_any_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     """In a torch archive, of which every part has a checksum."""
     path = saved(tmp_path, state())

@@ -87,7 +87,7 @@ def test_with_the_flag_it_is_the_model(tmp_path: Path, how: str) -> None:
     found = gradscope.per_sample_gradients(loaded.model, "mse", INPUTS, TARGETS)
     torch.testing.assert_close(found, expected)
     assert gradscope.compare(loaded.model, "mse", INPUTS, TARGETS).agrees
-    assert loaded.digest is None  # the checkpoint alone describes the model
+    assert loaded.digests == {}  # the checkpoint alone describes the model
 
 
 @quiet
@@ -169,7 +169,9 @@ def test_a_class_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError, match="needs a name that is not here"):
         held(path)
     monkeypatch.chdir(tmp_path)  # the folder of that module
-    assert held(path).model.in_features == 2
+    loaded = held(path)
+    assert loaded.model.in_features == 2
+    assert set(loaded.digests) == {"gs_gone.py"}  # the class is not in the checkpoint
 
 
 class Leaving:

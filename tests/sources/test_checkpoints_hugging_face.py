@@ -72,8 +72,8 @@ def test_a_language_model_answers_with_logits_and_its_gradients_are_right(tmp_pa
     loaded = held(tmp_path)
     assert not loaded.model.training
     torch.testing.assert_close(loaded.model(TOKENS), source(TOKENS).logits, rtol=0, atol=0)
-    assert loaded.digest == sha256(tmp_path / "config.json")
-    assert held(tmp_path / "model.safetensors").digest == loaded.digest  # the file in the folder
+    assert loaded.digests == {"config.json": sha256(tmp_path / "config.json")}
+    assert held(tmp_path / "model.safetensors").digests == loaded.digests  # the file in the folder
     assert any("Tied" in note and "lm_head.weight" in note for note in loaded.notes)
     found = gradscope.per_sample_gradients(loaded.model, "causal_lm", {"input_ids": TOKENS}, TOKENS)
 

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from gradscope.errors import ModelError, SpecError
-from gradscope.sources import load_function, source_digest
+from gradscope.sources import build, code_digests, load_function
 
 
 def write(folder: Path, text: str, name: str = "model.py") -> str:
@@ -126,13 +129,121 @@ def test_what_the_file_prints_is_kept_from_stdout(
     assert capsys.readouterr() == ("", "hello\n")
 
 
-def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
-    text = "class Loss:\n    def __call__(self): pass\nloss = Loss()\ndef f(): pass\n"
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+PROJECT = {
+    "model.py": """
+import importlib
+import json, gs_plain
+from gs_pack import inner as other
+from gs_pack.deep.last import f
+def build():
+    from gs_late import g
+    return importlib.import_module("gs_named")
+dynamic = importlib.import_module("gs_" + "dynamic")
+""",
+    "gs_plain.py": "import gs_again\n",
+    "gs_again.py": "import gs_plain, torch\n",
+    "gs_pack/__init__.py": "",
+    "gs_pack/inner.py": "from . import beside\nfrom .deep import last\n",
+    "gs_pack/beside.py": "def later():\n    from . import hidden\n    import gs_broken\n",
+    "gs_pack/hidden.py": "# never run\n",
+    "gs_pack/deep/__init__.py": "",
+    "gs_pack/deep/last.py": "from ..unpacked import space\ndef f(): pass\n",
+    "gs_pack/unpacked/space.py": "",
+    "gs_late.py": "",
+    "gs_named.py": "",
+    "gs_dynamic.py": "import gs_of_dynamic\n",
+    "gs_of_dynamic.py": "",
+    "gs_broken.py": "this is no Python",
+}
+UNRELATED = {
+    "json.py": "raise RuntimeError('not the library')",
+    "gs_unrelated.py": "",
+    "gs_pack/unrelated.py": "",
+    "gs_table.csv": "a,b\n",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    for name, text in (PROJECT | UNRELATED).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def told(folder: Path, name: str = "build", cwd: Path | None = None) -> dict[str, str]:
+    """What a new process finds."""
+    program = (
+        "import sys, json\n"
+        "from gradscope.sources import code_digests\n"
+        f"print(json.dumps(code_digests({f'{folder}/model.py:{name}'!r}, 'model factory')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=cwd,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+    )  # fmt: skip
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_the_code_of_a_file_is_that_of_all_it_imports(project: Path, tmp_path: Path) -> None:
+    found = told(project)
+    assert found == {name: digest(text) for name, text in PROJECT.items()}
+    # the second time compiled modules are there, and other files have changed and come
+    assert list(project.rglob("*.pyc"))
+    (project / "gs_more.py").write_text("")
+    (project / "gs_unrelated.py").write_text("changed")
+    assert told(project, cwd=tmp_path) == found
+    copy = tmp_path / "copy"
+    shutil.copytree(project, copy)
+    changed = [name for k, name in enumerate(PROJECT) if k % 2]
+    for name in changed:
+        (copy / name).write_text(f"{PROJECT[name]}\n# changed\n")
+    other = told(copy)
+    assert [name for name in PROJECT if other[name] != found[name]] == changed
+
+
+def test_the_code_of_a_module_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gs_modules").mkdir()
+    write(tmp_path / "gs_modules", "from . import nets\ndef f(): pass\n", "__init__.py")
+    write(tmp_path / "gs_modules", "import gs_beside_it\n", "nets.py")
+    write(tmp_path, "", "gs_beside_it.py")
+    monkeypatch.chdir(tmp_path)
+    found = code_digests("gs_modules:f", "x")
+    assert set(found) == {"gs_modules/__init__.py", "gs_modules/nets.py", "gs_beside_it.py"}
+    assert set(code_digests("json:dumps", "x")) == {"json/__init__.py"}
+    assert code_digests("sys:intern", "x") == {}
+
+
+def test_code_from_elsewhere_goes_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of PYTHONPATH, or a package that is worked on; not what was installed."""
+    library = tmp_path / "library" / "gs_library"
+    library.mkdir(parents=True)
+    write(library, "from .inner import f\n", "__init__.py")
+    write(library, "import torch\ndef f(): pass\n", "inner.py")
+    monkeypatch.syspath_prepend(str(library.parent))
+    file = write(tmp_path / "own", "import torch, gs_library\nf = gs_library.f\n")
+    assert set(code_digests(f"{file}:f", "x")) == {"model.py", "gs_library", "gs_library.inner"}
+
+
+def test_what_the_factory_loads_counts_too(tmp_path: Path) -> None:
+    write(tmp_path / "gs_zoo", "from torch import nn\nNet = nn.Linear\n", "gs_small.py")
+    text = """
+import importlib, os, sys
+def build(name):
+    sys.path.append(os.path.join(os.path.dirname(__file__), "gs_zoo"))
+    return importlib.import_module("gs_" + name).Net(2, 2)
+"""
     file = write(tmp_path, text)
-    expected = hashlib.sha256(text.encode()).hexdigest()
-    assert source_digest(load_function(f"{file}:f", "x")) == expected
-    assert source_digest(load_function(f"{file}:loss", "x")) == expected
-    assert source_digest(len) is None
+    build(f"{file}:build", {"name": "small"})
+    assert set(code_digests(f"{file}:build", "x")) == {"model.py", "gs_zoo/gs_small.py"}
 
 
 def test_a_module_that_looks_its_names_up_by_code_of_its_own(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ import io
 import json
 import subprocess
 import sys
+import time
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -461,3 +464,85 @@ def test_every_format_is_listed() -> None:
     expected = {"npz", "npy", "safetensors", "hdf5", "csv", "jsonl", "parquet", "arrow"}
     assert expected <= set(dataset_readers.names())
     assert all(dataset_readers.summary(name) for name in dataset_readers.names())
+
+
+def _wide(path: Path, n: int) -> None:
+    """Write n columns and `y`, 4 rows, in the format that the suffix says."""
+    names = [f"x{k:_>30}" for k in range(n)] + ["y"]
+    rows = np.arange(4)[:, None] + np.arange(n + 1) % 5
+    columns = dict(zip(names, rows.T, strict=True))
+    if path.suffix == ".csv":
+        lines = ["\t".join(map(str, row)) for row in (names, *rows)]
+        path.write_text("\n".join(lines))
+    elif path.suffix == ".npz":
+        np.savez(path, **columns)
+    elif path.suffix == ".npy":
+        table = np.zeros(4, [(name, "i8") for name in names])
+        for name, values in columns.items():
+            table[name] = values
+        with path.open("wb") as file:
+            np.lib.format.write_array(file, table, version=(2, 0))
+    elif path.suffix == ".safetensors":
+        safetensors.numpy.save_file(
+            {name: np.ascontiguousarray(v) for name, v in columns.items()}, path
+        )
+    else:
+        pq.write_table(pa.table({k: [[int(x)] for x in v] for k, v in columns.items()}), path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "n"),
+    [("csv", 10_000), ("npz", 1000), ("npy", 2000), ("safetensors", 1000), ("parquet", 300)],
+)
+def test_what_columns_cost_grows_as_their_number(tmp_path: Path, suffix: str, n: int) -> None:
+    seconds = []
+    for count in (n, 4 * n):
+        path = tmp_path / f"{count}.{suffix}"
+        _wide(path, count)
+        begun = time.process_time()
+        data = opened(path, columns={"inputs": ["x*"], "targets": ["y"]})
+        batches = [data.batch(range(k, k + 2)) for k in (0, 2)]
+        seconds.append(time.process_time() - begun)
+        found = torch.cat([batch.inputs for batch in batches])
+        wanted = np.arange(4)[:, None] + np.arange(count) % 5
+        np.testing.assert_array_equal(found.numpy(), wanted)
+    assert seconds[1] < 9 * seconds[0] + 0.5, seconds
+
+
+def test_positions_in_any_order(tmp_path: Path) -> None:
+    """A file that is read forwards only is gone through once a batch."""
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"inputs": TABLE[:, 0], "targets": LABELS}), path)
+    chosen = RANDOM.permutation(N)[:50].tolist()
+    data = opened(path, select=chosen)
+    for start, stop in ((0, 20), (20, 50), (5, 6)):
+        batch = data.batch(range(start, stop))
+        np.testing.assert_array_equal(batch.inputs.numpy(), TABLE[chosen[start:stop], 0])
+        np.testing.assert_array_equal(batch.targets.numpy(), LABELS[chosen[start:stop]])
+
+
+def test_names_that_are_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (1, 2):
+            with io.BytesIO() as file:
+                np.save(file, np.full((4, 3), value))
+                archive.writestr("inputs.npy", file.getvalue())
+    assert "several arrays in it are called 'inputs'" in failure(path)
+    path = tmp_path / "data.parquet"
+    column = pa.array([1, 2])
+    pq.write_table(pa.table([column, column], names=["inputs", "inputs"]), path)
+    assert "several columns are called 'inputs'" in failure(path)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"inputs": 1, "targets": 2}\n{"inputs": 1, "targets": 2, "inputs": 3}\n')
+    assert "line 2 has 'inputs' twice" in failure(path)
+
+
+def test_a_table_of_numpys_whose_fields_have_letters_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "data.npy"
+    table = np.array([(1.0, 2), (3.0, 4)], [("größe €", "f4"), ("targets", "i8")])
+    with path.open("wb") as file:
+        np.lib.format.write_array(file, table, version=(3, 0))
+    data = opened(path, inputs=["größe €"])
+    assert data.batch(range(2)).inputs.tolist() == [1, 3]

@@ -14,7 +14,7 @@ import torch
 
 from gradscope.core.spec import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
-from gradscope.sources import Dataset, dataset_readers, open_dataset
+from gradscope.sources import Dataset, data_columns, dataset_readers, open_dataset
 
 N = 11
 RANDOM = np.random.default_rng(0)
@@ -283,3 +283,55 @@ def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.inputs.numpy(), ARRAYS["wide"])
             np.testing.assert_array_equal(batch.targets.numpy(), ARRAYS["targets"])
     assert refused > 50
+
+
+def test_a_length_that_no_machine_holds(tmp_path: Path) -> None:
+    """Nothing is allocated, also not lazily."""
+    path = tmp_path / "data.npz"
+    np.savez(path, inputs=np.ones((4, 3), np.float32), targets=np.arange(4))
+    absurd = {"length": {"inputs": 10**10}, "pad": {"inputs": 0}}
+    for inputs in (["inputs"], ["inputs_mask"]):
+        with pytest.raises(DatasetError) as caught:
+            open_dataset(DatasetSpec(path=path, inputs=inputs, **absurd))
+        assert "one sample of the shape (10000000000,) is too large" in str(caught.value)
+        assert "[dataset] length" in str(caught.value)
+
+
+def test_a_batch_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is out of memory before it is tried, so that fewer samples are."""
+    path = tmp_path / "data.npz"
+    np.savez(path, inputs=np.ones((64, 3), np.float32), targets=np.arange(64))
+    spec = {"length": {"inputs": 2**20}, "pad": {"inputs": 0}}
+    data = open_dataset(DatasetSpec(path=path, **spec))
+    monkeypatch.setattr(data_columns, "available", lambda device: 2**28)
+    with pytest.raises(MemoryError, match="are needed, there are"):
+        data.batch(range(64))
+    assert data.batch(range(2)).inputs.shape == (2, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad", "held"),
+    [
+        ("uint8", 255, True),
+        ("uint8", 256, False),
+        ("uint8", -1, False),
+        ("int64", 0.5, False),
+        ("int64", 2.0**52, True),
+        ("int64", 1e300, False),
+        ("float16", 65504, True),
+        ("float16", 1e300, False),
+        ("bool", 1, True),
+        ("bool", 2, False),
+    ],
+)
+def test_what_sequences_are_filled_up_with_is_never_wrapped(
+    tmp_path: Path, dtype: str, pad: float, held: bool
+) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, inputs=np.ones((4, 3), dtype), targets=np.arange(4))
+    spec = DatasetSpec(path=path, length={"inputs": 5}, pad={"inputs": float(pad)})
+    if held:
+        assert open_dataset(spec).batch(range(1)).inputs[0, -1].item() == pad
+        return
+    with pytest.raises(DatasetError, match="cannot be filled up with"):
+        open_dataset(spec)

@@ -1,0 +1,130 @@
+"""Where results and notices go: the process's own stdout and stderr, whatever else prints.
+
+While a command runs, stdout is for its results alone. Other code, also a library in C and programs
+that are started, prints to stderr instead; and it may close or replace `sys.stdout` and
+`sys.stderr` as it likes.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class _Streams:
+    out: TextIO
+    err: TextIO
+
+
+_own: ContextVar[_Streams | None] = ContextVar("streams", default=None)
+
+
+def out() -> TextIO:
+    """Return the stream for results."""
+    own = _own.get()
+    return sys.stdout if own is None else own.out
+
+
+def err() -> TextIO:
+    """Return the stream for notices."""
+    own = _own.get()
+    return sys.stderr if own is None else own.err
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Keep stdout for what is written to `out()` in the body.
+
+    Raises:
+        OSError: What was written cannot be delivered.
+    """
+    before = sys.stdout, sys.stderr
+    own = _Streams(*map(_copy, before))
+    token = _own.set(own)
+    shield = _shield(before[1])
+    try:
+        with _first_is_second(before[0]):
+            sys.stdout = sys.stderr = shield
+            yield
+            own.out.flush()
+    finally:
+        sys.stdout, sys.stderr = before
+        _own.reset(token)
+        for stream, original in zip((own.out, own.err), before, strict=True):
+            if stream is not original:
+                with suppress(OSError):  # told already, or nobody is there to be told
+                    stream.close()
+
+
+def open_standard_ones() -> None:
+    """Put the null device where stdin, stdout or stderr is closed, or a file would get its number.
+
+    Whatever is printed would then go into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+
+
+class _Shield(io.TextIOWrapper):
+    """Writes to stderr; closing it does nothing."""
+
+    def close(self) -> None:
+        """Stay open."""
+        with suppress(OSError, ValueError):
+            self.flush()
+
+
+def _number(stream: TextIO) -> int | None:
+    """Return the descriptor that a stream writes to, None where there is none."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _copy(stream: TextIO) -> TextIO:
+    """Return a stream of our own to the same place, or the very same where that is not possible."""
+    number = _number(stream)
+    if number is None:
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        os.fdopen(os.dup(number), "wb"),
+        stream.encoding,
+        stream.errors,
+        line_buffering=getattr(stream, "line_buffering", False),
+    )
+
+
+def _shield(stream: TextIO) -> TextIO:
+    number = _number(stream)
+    if number is None:
+        return stream
+    raw = os.fdopen(number, "wb", closefd=False)
+    return _Shield(raw, stream.encoding, stream.errors, line_buffering=True)
+
+
+@contextmanager
+def _first_is_second(stdout: TextIO) -> Iterator[None]:
+    """Let what is written to descriptor 1 go where 2 goes, if 1 is stdout's own."""
+    saved = os.dup(1) if _number(stdout) == 1 else None
+    if saved is not None:
+        with suppress(OSError):  # there may be no stderr
+            os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)

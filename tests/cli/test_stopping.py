@@ -1,0 +1,287 @@
+"""SIGTERM and Ctrl-C at any moment: a word and 143 or 130, or the result of a run that is done."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.cli.forked import Forked, Outcome
+
+GOOD = "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+NUMBERS = [signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    with Forked() as process:
+        yield process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    np.savez(tmp_path / "d.npz", inputs=np.ones((6, 4), "float32"), targets=np.arange(6) % 3)
+    (tmp_path / "model.py").write_text(GOOD)
+    return tmp_path
+
+
+def words(*more: str) -> list[str]:
+    run = ["compute", "w.pt", "d.npz", "--model", "model.py:build", "--loss", "cross_entropy"]
+    return [*run, "-o", "out.h5", *more]
+
+
+def alone(folder: Path, *arguments: str) -> Outcome:
+    """Run a command in a process of its own, to the end of the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gradscope", *arguments], cwd=folder, capture_output=True,
+        text=True, check=False, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def model(folder: Path, code: str) -> None:
+    (folder / "model.py").write_text(f"import os, signal, sys\n{GOOD}{textwrap.dedent(code)}")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("when", ["atexit", "thread", "teardown"])
+def test_a_signal_after_the_end_changes_nothing(
+    folder: Path, number: signal.Signals, when: str
+) -> None:
+    """While the interpreter waits for threads, calls what was asked for, and folds up."""
+    send = f"os.kill(os.getpid(), {int(number)})"
+    told = "os.write(2, b'sent\\n')"
+    model(
+        folder,
+        {
+            "atexit": f"import atexit; atexit.register(lambda: ({told}, {send}))",
+            "thread": f"""
+                import threading, time
+                def late():
+                    threading.main_thread().join()
+                    time.sleep(0.5); {told}; {send}; time.sleep(40)
+                threading.Thread(target=late).start()
+                """,
+            "teardown": f"""
+                class Late:
+                    def __del__(self, write=os.write, kill=os.kill, own=os.getpid()):
+                        write(2, b'sent\\n'); kill(own, {int(number)})
+                sys.modules["late"] = Late()
+                """,
+        }[when],
+    )
+    done = alone(folder, *words("-q"))
+    assert "sent" in done.err
+    assert done.code == 0, done
+    assert (folder / "out.h5").exists()
+
+
+def test_a_failed_command_keeps_its_code_when_it_is_stopped_afterwards(folder: Path) -> None:
+    model(folder, "import atexit; atexit.register(lambda: os.kill(os.getpid(), 15))\n1 / 0")
+    done = alone(folder, *words("-q"))
+    assert done.code == 3
+    assert "ZeroDivisionError" in done.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        (words(), "stopped before the first batch was finished; nothing was written"),
+        (["check", *words()[1:-2]], "stopped"),
+        (["compare", *words()[1:-2]], "stopped"),
+    ],
+)
+def test_a_stop_in_the_users_code(
+    forked: Forked, folder: Path, number: int, code: int, command: list[str], word: str
+) -> None:
+    model(folder, f"def build(): os.kill(os.getpid(), {int(number)}); os.read(0, 1)")
+    done = forked.run(*command, cwd=folder)
+    assert (done.code, done.err, done.out) == (code, f"{word}\n", "")
+    assert not list(folder.glob("out*"))
+
+
+def test_a_stop_while_the_result_is_told(forked: Forked, folder: Path) -> None:
+    code = f"""
+    import gradscope.report.run as told
+    def stop(*_): os.kill(os.getpid(), {int(signal.SIGTERM)})
+    told.print_parameters = stop
+    """
+    model(folder, code)
+    done = forked.run(*words(), cwd=folder)
+    assert done.code == 143
+    assert done.err.endswith("stopped; out.h5 is complete\n")
+    assert forked.run("stats", "out.h5", cwd=folder).code == 0
+
+
+SWALLOWING = """
+class Deaf(nn.Linear):
+    seen = 0
+    def forward(self, x):
+        Deaf.seen += 1
+        if Deaf.seen == 5:
+            try:
+                os.kill(os.getpid(), 15)
+                os.getpid()
+            except:
+                {answer}
+        return super().forward(x)
+def build(): return Deaf(4, 3)
+"""
+
+
+@pytest.mark.parametrize("answer", ["pass", "raise RuntimeError('hm')"])
+def test_a_stop_that_the_users_code_swallows(forked: Forked, folder: Path, answer: str) -> None:
+    model(folder, SWALLOWING.format(answer=answer))
+    done = forked.run(*words("--batch-size", "1", "--verify", "never"), cwd=folder)
+    assert done.code == 143, done.err
+    assert "stopped" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_second_signal_ends_at_once(forked: Forked, folder: Path) -> None:
+    code = """
+    import time
+    def build():
+        for _ in range(40):
+            try:
+                os.kill(os.getpid(), 2)
+                time.sleep(0.05)
+            except BaseException:
+                pass
+    """
+    model(folder, code)
+    done = forked.run(*words(), cwd=folder)
+    assert (done.code, done.err) == (130, "stopped at once\n")
+
+
+RAISED = {
+    "KeyboardInterrupt": "KeyboardInterrupt",
+    "GeneratorExit": "GeneratorExit",
+    "SystemExit(0)": "sys.exit(0)",
+    "type('Odd', (BaseException,), {})('x')": "Odd: x",
+}
+PLACES = {
+    "import": "raise {}",
+    "factory": "def build(): raise {}",
+    "forward": "class M(nn.Linear):\n def forward(self, x): raise {}\ndef build(): return M(4, 3)",
+    "backward": """
+import torch
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): raise {}
+class M(nn.Linear):
+    def forward(self, x): return F.apply(super().forward(x))
+def build(): return M(4, 3)
+""",
+    "train": "class M(nn.Linear):\n def train(self, mode): raise {}\ndef build(): return M(4, 3)",
+    "to": "class M(nn.Linear):\n def to(self, **_): raise {}\ndef build(): return M(4, 3)",
+    "loss": "def loss(outputs, targets): raise {}",
+    "data set": "def data(): raise {}",
+    "samples": """
+class Data:
+    def __len__(self): return 6
+    def __getitem__(self, k):
+        import torch
+        if k > 3: raise {}
+        return torch.ones(4), k % 3
+def data(): return Data()
+""",
+    "iterated": """
+class Data:
+    def __len__(self): return 6
+    def __iter__(self):
+        import torch
+        yield torch.ones(4), 1
+        raise {}
+def data(): return Data()
+""",
+    "length": "class Data(list):\n def __len__(self): raise {}\ndef data(): return Data()",
+    "transform": """
+import gradscope
+@gradscope.transform("vector")
+def stage(rows): raise {}
+""",
+    "tried": """
+import gradscope
+@gradscope.transform("elementwise")
+def stage(g): raise {}
+""",
+    "reducer": """
+import gradscope
+@gradscope.reducer
+def stage(): raise {}
+""",
+    "start": """
+import gradscope
+def start(g): raise {}
+@gradscope.reducer
+def stage(): return start, max, dict
+""",
+    "result": """
+import gradscope
+def result(state): raise {}
+@gradscope.reducer
+def stage(): return (lambda g: {{"n": g.norms.sum()}}), (lambda a, b: a), result
+""",
+}
+
+
+@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_the_users_code_raises_is_theirs(
+    forked: Forked, folder: Path, place: str, raised: str
+) -> None:
+    code = PLACES[place].format(raised)
+    (folder / "mine.py").write_text(f"{GOOD}{code}")
+    run = words("--model", "mine.py:build")
+    for name, option in (("loss", "--loss"), ("stage", "-t")):
+        if f"def {name}(" in code:
+            run += [option, f"mine.py:{name}"]
+    if "def data(" in code:
+        run[2] = "mine.py:data"
+    done = forked.run(*run, cwd=folder)
+    assert done.code == 3, done.err
+    assert RAISED[raised] in done.err
+    assert "mine.py" in done.err
+    assert "Traceback" not in done.err and "stopped" not in done.err
+    assert not done.out and not (folder / "out.h5").exists()
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_what_an_implementation_of_ones_own_raises(
+    forked: Forked, folder: Path, raised: str
+) -> None:
+    (folder / "mine.py").write_text(f"def mine(model, loss, inputs, targets): raise {raised}")
+    done = forked.run("compare", *words()[1:-2], "--against", "mine.py:mine", cwd=folder)
+    assert done.code == 5
+    assert "1 FAILED" in done.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["compute", "--nonsense"], [], words("--model", "gs_beside:build")]
+)
+def test_a_command_and_the_module_are_the_same(folder: Path, arguments: list[str]) -> None:
+    """Also where a file of the working directory is called as a library is."""
+    (folder / "typer.py").write_text("raise RuntimeError('not the library')")
+    (folder / "gs_beside.py").write_text(GOOD)
+    script = str(Path(sys.executable).with_name("gradscope"))
+    found = []
+    for command in ([script], [sys.executable, "-m", "gradscope"]):
+        done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, check=False)
+        text = b"" if (folder / "out.h5").exists() else done.stdout + done.stderr  # has times in it
+        (folder / "out.h5").unlink(missing_ok=True)
+        found.append((done.returncode, text))
+    assert found[0] == found[1]
+    assert (found[0][0] == 0) == (arguments[:1] == ["--help"] or "gs_beside:build" in arguments)
