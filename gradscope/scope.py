@@ -106,7 +106,7 @@ class Scope:
         self.verify, self.nonfinite, self.seed = verify, nonfinite, seed
         self.certificate: Certificate | None = None
         self.notes: list[str] = []
-        self.auditor = Auditor(seed)
+        self.auditor = Auditor(seed, always=verify == "always")
         self._labels = labels
         self._choice = Choice(compile, backend, verify, coupling)
         self._bound: dict[str, chains.Chain] = {}
@@ -162,7 +162,7 @@ class Scope:
                 audited = self.verify == "audit" and proof is None and not look.none
                 if audited:
                     evaluation, proof = self._audited(batch, wanted, number, look, evaluation)
-                self.auditor.end(batch, look, proof, audited=audited)
+                self.auditor.end(look, proof, audited=audited)
         except RefusedError:
             self._due = self._wary = True
             raise

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from pydantic import Field
 from gradscope.chains import Chain
 from gradscope.core.compressions import parse_compression
 from gradscope.pipeline import nonfinite
+from gradscope.pipeline.joint_proof import combined
 from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.pipeline.stored_chains import reduced_chains
 from gradscope.reducers import State, reducers
@@ -56,7 +57,7 @@ class MergeReport(Record):
         chains_nonfinite: For each chain, how many of its numbers are not finite, the rows of
             such samples aside.
         chains: In canonical spelling.
-        certificate: The first file's, or that of a file that was not verified.
+        certificate: What was proved of the files, together.
         seconds: Wall time.
     """
 
@@ -98,6 +99,11 @@ class Merge:
     virtual: bool = False
     states: dict[str, State] = field(default_factory=dict)
 
+    @property
+    def certificate(self) -> dict[str, Any]:
+        """What was proved of the files, together."""
+        return combined(self.parts.files)
+
     def remaining(self) -> Iterator[Part]:
         """Yield the files, in the order of their samples."""
         yield from self.parts.files
@@ -119,6 +125,7 @@ class Merge:
         self.states = nonfinite.recorded(self.states, {k: n for k, (_, n) in found.items()})
         self.joiner.finish(
             results={k: result for k, (result, _) in found.items()},
+            certificate=self.certificate,
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
         )
@@ -134,7 +141,7 @@ class Merge:
             nonfinite=samples,
             chains_nonfinite=chains,
             chains=tuple(text for text, _ in self.parts.chains),
-            certificate=self.parts.certificate,
+            certificate=self.certificate,
             seconds=time.perf_counter() - self.begun,
         )
 

@@ -54,6 +54,13 @@ class Progress:
         text = json.dumps(asdict(self)).encode()
         return {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
+    def audits(self, done: int) -> Audits:
+        """Return what was audited of the samples so far, of which there are `done`."""
+        kept = (self.certificate or {}).get("audit")
+        if kept is not None:
+            return Audits.of_json(kept)
+        return Audits(batches=-(-done // self.batch_size) if self.batch_size else 0)
+
     @classmethod
     def of(cls, states: Mapping[str, State]) -> "Progress":
         """Return what `to_state` gave, from among the states of an unfinished file."""
@@ -142,9 +149,7 @@ class Run:
         self.done, self.states = self.writer.go_back()
         self.progress = replace(Progress.of(self.states), batch_size=self.size.samples)
         self.states.pop(PROGRESS, None)
-        kept = self.progress.certificate or {}
-        audits = Audits.of_json(kept["audit"]) if "audit" in kept else Audits()
-        self.job.scope.auditor.audits = audits
+        self.job.scope.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
         if not (isinstance(error, CertificateError) and self.job.scope.has_others):
             proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
@@ -231,16 +236,17 @@ class Run:
             nonfinite.refuse(self.chains, counts)
 
     def _proof(self) -> Mapping[str, Any] | None:
-        """Return the proof of the first batch (of the last if every one is), with the audits."""
-        scope, before = self.job.scope, self.progress.certificate
-        found = scope.certificate
-        if found is None:
-            return before
-        proof = dict(before or {})
-        if not proof.get("proves") or scope.verify == "always":
+        """Return the proof of the first batch that has a gradient, with the audits since."""
+        scope, before = self.job.scope, dict(self.progress.certificate or {})
+        proof, found = dict(before), scope.certificate
+        if found is not None and not before.get("proves"):
             proof = found.to_json()
             del proof["seconds"]  # the same run gives the same file
-        return {**proof, "audit": scope.auditor.audits.to_json()}
+        if not proof:
+            return None
+        used = dict.fromkeys((*before.get("backend", scope.backend).split(", "), scope.backend))
+        audit = {"verify": scope.verify, **scope.auditor.audits.to_json()}
+        return {**proof, "backend": ", ".join(used), "audit": audit}
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
         yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))

@@ -25,7 +25,6 @@ from gradscope.pipeline.choice import Choice, choose
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import PROGRESS, Progress, Run, first_of, rows_of
-from gradscope.proof import Audits
 from gradscope.stats import RunReport
 from gradscope.storage import (
     LONGEST,
@@ -72,9 +71,13 @@ def start(
         with Behind(writer, job.scope.problem.device, dense=dense) as behind:
             states = {key: state for key, state in writer.states.items() if key != PROGRESS}
             progress = replace(before, batch_size=size.samples)
-            job.scope.auditor.audits = Audits()
             if 0 < writer.completed < len(job.rows):
                 _recheck(job, chains, size, before, path)
+            job.scope.auditor.audits = progress.audits(writer.completed)
+            proof = job.scope.certificate
+            if not writer.completed and proof is not None and job.scope.verify == "first":
+                proved = job.scope.auditor.audits.with_proof(proof)  # in an earlier pass
+                job.scope.auditor.audits = proved
             yield Run(
                 job,
                 chains,
@@ -113,8 +116,6 @@ def _recheck(
                 remedy="Go on with the code and the data that the run began with, or start again "
                 "with --overwrite.",
             )
-    kept = before.certificate.get("audit")
-    job.scope.auditor.audits = Audits() if kept is None else Audits.of_json(kept)
 
 
 _ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}

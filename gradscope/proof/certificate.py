@@ -44,6 +44,7 @@ class Certificate:
         backend: The backend that was examined.
         dtype: The precision in which both checks passed.
         samples: How many samples the batch had.
+        positions: First and last of them, as positions in the data set.
         nonfinite: How many of them have no finite gradient; these are flagged, not examined.
         completeness: Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ.
         agreement: Single samples against batches of one.
@@ -57,6 +58,7 @@ class Certificate:
     backend: str
     dtype: str
     samples: int
+    positions: tuple[int, int]
     nonfinite: int
     completeness: Check
     agreement: Check
@@ -200,6 +202,7 @@ def examined(
         backend=backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
         samples=len(batch),
+        positions=(int(batch.index.min()), int(batch.index.max())),
         nonfinite=len(batch) - len(rows),
         completeness=completeness,
         agreement=agreement,

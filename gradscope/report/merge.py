@@ -1,10 +1,9 @@
 """The last words of `gradscope merge`."""
 
 from rich.console import Console
-from rich.text import Text
 
 from gradscope.pipeline.merging import MergeReport
-from gradscope.report.certificate import verdict
+from gradscope.report.certificate import certificate_facts
 from gradscope.report.layout import facts
 from gradscope.report.run import nonfinite
 from gradscope.report.text import count, duration, size
@@ -13,7 +12,7 @@ from gradscope.report.text import count, duration, size
 def render_merge(result: MergeReport, console: Console) -> None:
     """Print what was merged, whether it was proved, and what was written where."""
     samples = count(result.samples, "sample")
-    rows: list[tuple[str, str | Text]] = [("certificate", verdict(result.certificate))]
+    rows = certificate_facts(result.certificate)
     rows += nonfinite(result)
     rows.append(("written", f"{result.path} ({size(result.bytes)})"))
     rows += [("chain" if not k else "", chain) for k, chain in enumerate(result.chains)]

@@ -5,6 +5,7 @@ from gradscope.stats.distribution import Distribution, Histogram, Moments
 from gradscope.stats.history import History, Step, read_history, record
 from gradscope.stats.measure import measure
 from gradscope.stats.noise import NoiseScale, noise_scale
+from gradscope.stats.proof import Proof
 from gradscope.stats.rows import ParameterRow, parameter_row, parameter_rows
 from gradscope.stats.run import RunReport
 from gradscope.stats.samples import Points, SampleRow
@@ -19,6 +20,7 @@ __all__ = [
     "NoiseScale",
     "ParameterRow",
     "Points",
+    "Proof",
     "RunReport",
     "SampleRow",
     "Step",

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -116,6 +117,7 @@ class Joiner:
     def finish(
         self,
         results: Mapping[int, Mapping[str, Tensor]],
+        certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]],
         states: States,
     ) -> None:
@@ -123,6 +125,7 @@ class Joiner:
 
         Args:
             results: {chain: {name: (*shape)}} for the reduced chains.
+            certificate: Stored as JSON.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, the whole run's.
 
@@ -130,7 +133,6 @@ class Joiner:
             OutputError: It cannot be completed.
         """
         assert self._slots is not None  # it is laid out
-        certificate = self._parts.certificate
         with writing(self._paths.final):
             complete.complete(
                 self._paths,
