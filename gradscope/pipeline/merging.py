@@ -22,12 +22,16 @@ from pydantic import Field
 
 from gradscope.chains import Chain
 from gradscope.core.compressions import parse_compression
+from gradscope.core.spec import RunSpec
 from gradscope.pipeline import nonfinite
 from gradscope.pipeline.joint_proof import combined
+from gradscope.pipeline.recomputing import Recomputed, recompute
 from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.pipeline.stored_chains import reduced_chains
+from gradscope.proof import drawn
 from gradscope.reducers import State, reducers
 from gradscope.reducers.base import Merge as MergeStates
+from gradscope.stats import require_consistent
 from gradscope.stats.base import Json, Record
 from gradscope.storage import (
     ChainPlan,
@@ -38,6 +42,7 @@ from gradscope.storage import (
     check_parts,
     open_file,
     open_joiner,
+    require_free,
 )
 from gradscope.storage.formats import named
 
@@ -58,6 +63,8 @@ class MergeReport(Record):
             such samples aside.
         chains: In canonical spelling.
         certificate: What was proved of the files, together.
+        recomputed: How many samples were computed anew, and gave the same numbers.
+        notes: Why no more of them were.
         seconds: Wall time.
     """
 
@@ -74,6 +81,8 @@ class MergeReport(Record):
     chains_nonfinite: tuple[int, ...] = ()
     chains: tuple[str, ...]
     certificate: Json
+    recomputed: int = 0
+    notes: tuple[str, ...] = ()
     seconds: float
 
 
@@ -88,6 +97,7 @@ class Merge:
         joiner: The same, open.
         begun: When, on the performance counter.
         virtual: Whether rows stay in the files.
+        recomputed: What was computed anew of them.
         states: The reducers' states so far, by chain number and "mean_gradient".
     """
 
@@ -97,6 +107,7 @@ class Merge:
     joiner: Joiner
     begun: float
     virtual: bool = False
+    recomputed: Recomputed = field(default_factory=Recomputed)
     states: dict[str, State] = field(default_factory=dict)
 
     @property
@@ -142,6 +153,8 @@ class Merge:
             chains_nonfinite=chains,
             chains=tuple(text for text, _ in self.parts.chains),
             certificate=self.certificate,
+            recomputed=self.recomputed.samples,
+            notes=self.recomputed.notes,
             seconds=time.perf_counter() - self.begun,
         )
 
@@ -163,6 +176,7 @@ def merging(
     overwrite: bool = False,
     virtual: bool = False,
     code: Iterable[Path] = (),
+    anew: RunSpec | None = None,
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
@@ -174,19 +188,26 @@ def merging(
         overwrite: Replace a file that is there.
         virtual: Leave the rows where they are, and refer to them.
         code: Python files that chains name and that may be run.
+        anew: The run, of which a few samples of each file are computed anew and compared.
 
     Raises:
-        ResultFileError: A file cannot be read or is of another run; samples are missing or twice.
+        ResultFileError: A file cannot be read or is of another run; samples are missing or twice;
+            numbers contradict each other, or are not what is found anew.
         RefusedError: The parts cannot be merged exactly, or only with code that may not be run.
         OutputError: The file exists or cannot be written.
     """
     begun = time.perf_counter()
     parts = check_parts(paths)
     chains = reduced_chains(parts, code)
+    require_free(output, parts, overwrite=overwrite)
+    for part in parts.files:
+        with open_file(part.path) as file:
+            require_consistent(file, drawn(part.start))
+    recomputed = Recomputed() if anew is None else recompute(parts, anew)
     plan = _plan(parts)
     batch = plan.run.get("batch_size", _USUAL_BATCH)
     with open_joiner(output, plan, parts, batch, overwrite=overwrite, virtual=virtual) as joiner:
-        yield Merge(parts, chains, output, joiner, begun, virtual)
+        yield Merge(parts, chains, output, joiner, begun, virtual, recomputed)
 
 
 def merge(
@@ -196,9 +217,11 @@ def merge(
     overwrite: bool = False,
     virtual: bool = False,
     code: Iterable[Path] = (),
+    anew: RunSpec | None = None,
 ) -> MergeReport:
     """Merge files; see `merging`."""
-    with merging(paths, output, overwrite=overwrite, virtual=virtual, code=code) as under_way:
+    options = {"overwrite": overwrite, "virtual": virtual}
+    with merging(paths, output, **options, code=code, anew=anew) as under_way:
         for part in under_way.remaining():
             under_way.add(part)
         return under_way.finish()

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradscope.blocks import Evaluation
 from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
-from gradscope.errors import CertificateError, RefusedError
+from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
 from gradscope.labels import mean
 from gradscope.pipeline import nonfinite
 from gradscope.pipeline.batch_size import BatchSize
@@ -24,7 +24,7 @@ from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
 from gradscope.proof import Audits, finite_samples
 from gradscope.reducers import State, carried_state
-from gradscope.stats import ParameterRow, RunReport, parameter_rows
+from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
@@ -180,7 +180,7 @@ class Run:
             certificate=self.progress.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
-            look=lambda file: seen.append(_Seen.of(file)),
+            look=lambda file: seen.append(self._seen(file)),
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
@@ -190,6 +190,23 @@ class Run:
         return self._report(
             seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in shown)
         )
+
+    def _seen(self, file: GradientFile) -> _Seen:
+        """Look at the file before it gets to its place.
+
+        Raises:
+            OutputError: Its numbers do not belong together.
+        """
+        try:
+            require_consistent(file, self.job.scope.seed)
+        except ResultFileError as error:
+            raise OutputError(
+                f"the file just written contradicts itself: {error.what}",
+                where=str(self.path),
+                remedy="Compute it anew, with --overwrite. If that does not help, please report "
+                "this: it is a bug in gradscope.",
+            ) from error
+        return _Seen.of(file)
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""

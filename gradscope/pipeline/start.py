@@ -35,6 +35,13 @@ from gradscope.storage import (
     require_place,
 )
 
+ALIKE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-2,
+}  # relative
+
 
 @contextmanager
 def start(
@@ -107,7 +114,7 @@ def _recheck(
     found = first_of(rows_of(job, chains, batch, evaluation))
     for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        if not torch.allclose(a, b, rtol=_ALIKE[job.scope.problem.precision], equal_nan=True):
+        if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
             worst = int((a - b).abs().nan_to_num().argmax())
             raise OutputError(
                 f"sample {int(batch.index[worst])} had the {what} {then[worst]:.6g} when the run "
@@ -116,9 +123,6 @@ def _recheck(
                 remedy="Go on with the code and the data that the run began with, or start again "
                 "with --overwrite.",
             )
-
-
-_ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 def _batch_size(job: Job, writer: Writer, before: Progress) -> Choice:

@@ -18,6 +18,10 @@ def render_merge(result: MergeReport, console: Console) -> None:
     rows += [("chain" if not k else "", chain) for k, chain in enumerate(result.chains)]
     files = count(result.files, "file")
     rows.append(("merged", f"{samples} of {files} in {duration(result.seconds)}"))
+    if result.recomputed:
+        anew = count(result.recomputed, "sample")
+        rows.append(("recomputed", f"{anew} one by one: the same losses and norms"))
+    rows += [("note" if not k else "", note) for k, note in enumerate(result.notes)]
     if result.virtual:
         rows.append(("virtual", "the rows stay in these files"))
     facts(console, rows)

@@ -9,6 +9,7 @@ from gradscope.stats.proof import Proof
 from gradscope.stats.rows import ParameterRow, parameter_row, parameter_rows
 from gradscope.stats.run import RunReport
 from gradscope.stats.samples import Points, SampleRow
+from gradscope.stats.spot_checks import require_consistent
 from gradscope.stats.summary import Summary, summarize
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "parameter_rows",
     "read_history",
     "record",
+    "require_consistent",
     "summarize",
 ]

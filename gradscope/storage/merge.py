@@ -58,7 +58,7 @@ def open_joiner(
         OutputError: The file cannot be written, is there already or is one of the parts.
     """
     paths = Paths(path)
-    _require_free(paths, parts, overwrite)
+    require_free(path, parts, overwrite=overwrite)
     with ExitStack() as stack:
         with writing(path):
             descriptor = stack.enter_context(resume.locked(paths.part))
@@ -225,21 +225,25 @@ def _require_order(source: Opened, part: Part) -> None:
         )
 
 
-def _require_free(paths: Paths, parts: Parts, overwrite: bool) -> None:
-    """Check that the final file may be written."""
-    require_place(paths.final, LONGEST)
-    if not paths.final.exists():
+def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
+    """Check that the final file of some parts may be written.
+
+    Raises:
+        OutputError: It is there already, or one of the parts.
+    """
+    require_place(path, LONGEST)
+    if not path.exists():
         return
-    if any(paths.final.samefile(part.path) for part in parts.files):
+    if any(path.samefile(part.path) for part in parts.files):
         raise OutputError(
             "the result would replace a file that it is made from",
-            where=str(paths.final),
+            where=str(path),
             remedy="Choose another name.",
         )
     if not overwrite:
         raise OutputError(
             "the file exists already",
-            where=str(paths.final),
+            where=str(path),
             remedy="Choose another name, or give --overwrite.",
         )
 

@@ -1,0 +1,88 @@
+"""A few samples of a result file, drawn by seed: do its numbers of them belong together?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradscope.errors import ResultFileError
+from gradscope.stats.base import Floats, Source, wide
+from gradscope.stats.stored import in_half, labels_of, rows_of
+from gradscope.stats.table import finite_samples
+
+FEW = 4  # samples of a file
+_TOLERANCE, _HALF = 1e-4, 0.02  # as of the identities of `stats`
+_ROUNDING = 2.0**-18  # of the largest norm of a column: 32 roundings in float32
+_PIECE = 2**20  # entries that are squared at a time
+
+
+def few(file: Source, seed: int, most: int = FEW) -> Floats:
+    """Return the rows of up to `most` finite samples, drawn by seed, in their order."""
+    finite = np.flatnonzero(finite_samples(file))
+    draw = np.random.default_rng(seed)
+    return np.sort(draw.choice(finite, min(most, len(finite)), replace=False))
+
+
+def require_consistent(file: Source, seed: int = 0) -> None:
+    """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
+
+    Args:
+        file: The file; rows of a chain `identity` are looked at where it has one.
+        seed: Of the samples.
+
+    Raises:
+        ResultFileError: They do not.
+    """
+    if labels_of(file) == "exact":  # norms are expectations over labels, which do not add up so
+        return
+    rows = few(file, seed)
+    if not len(rows):
+        return
+    index = [int(i) for i in np.asarray(file.samples["index"])[rows]]
+    whole = wide(file.samples["norm"])
+    squares = np.zeros(len(rows))
+    stored: Mapping[str, Any] = rows_of(file) or {}
+    limit = _HALF if in_half(file) else _TOLERANCE
+    for name in file.norms:
+        norms = wide(file.norms[name])
+        squares += np.square(norms[rows])
+        if name in stored and not getattr(stored[name], "overflowed", 0):
+            found = [_norm(stored[name][int(row)]) for row in rows]
+            _require(file, index, norms[rows], found, _largest(norms), limit, f"by {name!r} ")
+    _require(file, index, whole[rows], np.sqrt(squares).tolist(), _largest(whole), limit, "")
+
+
+def _require(
+    file: Source,
+    index: Sequence[int],
+    recorded: Floats,
+    found: Sequence[float],
+    largest: float,
+    limit: float,
+    by: str,
+) -> None:
+    """Compare norms (n,) that are recorded with what other numbers of the file give."""
+    source = "its stored row has" if by else "those of its parameters make"
+    for i, a, b in zip(index, recorded.tolist(), found, strict=True):
+        if not abs(a - b) <= limit * max(a, b) + _ROUNDING * largest:
+            raise ResultFileError(
+                f"the gradient of sample {i} {by}is recorded with the norm {a:.6g}, "
+                f"and {source} {b:.6g}",
+                where=str(file.path),
+                remedy="Its numbers do not belong together: compute it again.",
+            )
+
+
+def _norm(row: np.ndarray) -> float:
+    """Return the L2 norm of a row (*shape), in float64."""
+    flat, total = row.reshape(-1), 0.0
+    for start in range(0, flat.size, _PIECE):
+        piece = np.abs(flat[start : start + _PIECE]).astype(np.float64)
+        total += float(piece @ piece)
+    return math.sqrt(total)
+
+
+def _largest(values: Floats) -> float:
+    """Return the largest finite one."""
+    return float(values[np.isfinite(values)].max(initial=0.0))
