@@ -38,7 +38,7 @@ def verdict(certificate: Mapping[str, Any]) -> Text:
     if not verified:
         return Text("NOT VERIFIED: verification was switched off", style="bold yellow")
     if certificate.get("proves") is False:
-        return Text("nothing is proved: every gradient of it is zero", style="yellow")
+        return Text("nothing is proved: every gradient is zero", style="yellow")
     return Text(visible(str(certificate.get("verdict", "passed"))), style="green")
 
 
@@ -64,8 +64,8 @@ def _verdicts(certificate: Mapping[str, Any], proof: Proof) -> list[Text]:
 
 
 def _of(which: str, found: Text) -> Text:
-    separator = " " if found.plain.startswith("passed") else ": "
-    return Text(f"{which}{separator}", style=found.style).append(found)
+    passed = found.plain.startswith("passed")
+    return Text(f"{which} ", style=found.style).append(found) if passed else found
 
 
 def _audits(proof: Proof, audits: str | None) -> list[str | Text]:
