@@ -10,7 +10,7 @@ from gradscope.report.text import count, duration, size
 
 
 def render_merge(result: MergeReport, console: Console) -> None:
-    """Print what was merged, whether it was proved, and what was written where."""
+    """Print what was merged, what of it was proved, and what was written where."""
     samples = count(result.samples, "sample")
     rows = certificate_facts(result.certificate)
     rows += nonfinite(result)

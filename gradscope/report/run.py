@@ -12,7 +12,7 @@ from gradscope.stats import RunReport
 
 
 def render_run(result: RunReport, console: Console) -> None:
-    """Print what was computed, whether it was proved, and what was written where."""
+    """Print what was computed, what of it was proved, and what was written where."""
     print_parameters(result.parameters, console)
     heading(console, "Run")
     samples = count(result.samples, "sample")
