@@ -32,7 +32,7 @@ def list_(
         for name in registry.names()
     ]
     if kind is Kind.BACKENDS:
-        rows.insert(0, {"name": "auto", "summary": _AUTO})
+        rows.insert(0, {"name": "auto", "summary": AUTO_SUMMARY})
     if json:
         options.print_json(
             {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
@@ -66,4 +66,4 @@ def _registries(kind: Kind) -> list["Registry[Any]"]:
     return [checkpoint_readers, dataset_readers]
 
 
-_AUTO = "The first of them that does not refuse and whose first batch is proved."
+AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."

@@ -25,13 +25,11 @@ from gradscope.core.compressions import parse_compression
 from gradscope.core.spec import RunSpec
 from gradscope.pipeline import nonfinite
 from gradscope.pipeline.joint_proof import combined
-from gradscope.pipeline.recomputing import Recomputed, recompute
+from gradscope.pipeline.recomputing import Recomputed, looked_at, recompute
 from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.pipeline.stored_chains import reduced_chains
-from gradscope.proof import drawn
 from gradscope.reducers import State, reducers
 from gradscope.reducers.base import Merge as MergeStates
-from gradscope.stats import require_consistent
 from gradscope.stats.base import Json, Record
 from gradscope.storage import (
     ChainPlan,
@@ -200,10 +198,8 @@ def merging(
     parts = check_parts(paths)
     chains = reduced_chains(parts, code)
     require_free(output, parts, overwrite=overwrite)
-    for part in parts.files:
-        with open_file(part.path) as file:
-            require_consistent(file, drawn(part.start))
-    recomputed = Recomputed() if anew is None else recompute(parts, anew)
+    samples = [sample for part in parts.files for sample in looked_at(part)]
+    recomputed = Recomputed() if anew is None else recompute(parts, samples, anew)
     plan = _plan(parts)
     batch = plan.run.get("batch_size", _USUAL_BATCH)
     with open_joiner(output, plan, parts, batch, overwrite=overwrite, virtual=virtual) as joiner:

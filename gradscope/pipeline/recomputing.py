@@ -1,7 +1,9 @@
 """A few samples of files that are merged, computed anew from model and data, one by one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,36 @@ from gradscope.pipeline.job import Job, prepare
 from gradscope.pipeline.run import rows_of
 from gradscope.pipeline.start import ALIKE, file_plan
 from gradscope.proof import drawn
-from gradscope.stats.base import wide
-from gradscope.stats.spot_checks import FEW, few
-from gradscope.storage import GradientFile, Part, Parts, open_file
+from gradscope.stats import require_consistent
+from gradscope.stats.base import Floats, wide
+from gradscope.stats.spot_checks import few
+from gradscope.storage import Part, Parts, open_file
 from gradscope.storage.resume import differences
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
 _ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have
 _SHARE = 1e3  # roundings of its whole gradient that a parameter's may have
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file says of one sample.
+
+    Attributes:
+        path: The file.
+        index: The sample's position in the data set.
+        loss: Its loss.
+        norm: The norm of its gradient.
+        norms: The same by parameter.
+        largest: The largest loss and norm of the file.
+    """
+
+    path: Path
+    index: int
+    loss: float
+    norm: float
+    norms: Mapping[str, float]
+    largest: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -37,11 +61,38 @@ class Recomputed:
     notes: tuple[str, ...] = ()
 
 
-def recompute(parts: Parts, spec: RunSpec) -> Recomputed:
-    """Compute a few samples of each file anew by the backend `loop`, and compare the numbers.
+def looked_at(part: Part) -> list[Stored]:
+    """Look at a few samples of a file, and return what it says of them.
+
+    Raises:
+        ResultFileError: Their numbers contradict each other.
+    """
+    seed = drawn(part.start)
+    with open_file(part.path) as file:
+        require_consistent(file, seed)
+        rows = few(file, seed)
+        names = {name: wide(file.norms[name])[rows] for name in file.norms}
+        loss, norm, index = (file.samples[key] for key in ("loss", "norm", "index"))
+        largest = (_largest(wide(loss)), _largest(wide(norm)))
+    return [
+        Stored(
+            path=part.path,
+            index=int(index[row]),
+            loss=float(loss[row]),
+            norm=float(norm[row]),
+            norms={name: float(values[k]) for name, values in names.items()},
+            largest=largest,
+        )
+        for k, row in enumerate(rows.tolist())
+    ]
+
+
+def recompute(parts: Parts, samples: Sequence[Stored], spec: RunSpec) -> Recomputed:
+    """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
 
     Args:
         parts: The files.
+        samples: Of these files.
         spec: Where model, weights, data and loss are; what else the numbers depend on is taken
             from the files.
 
@@ -51,9 +102,14 @@ def recompute(parts: Parts, spec: RunSpec) -> Recomputed:
     reason = _not_by_themselves(parts)
     if reason is not None:
         return Recomputed(notes=(f"no sample was computed anew: {reason}",))
-    job = prepare(_as_they_were(parts, spec))
-    _require_same_run(parts, job)
-    return Recomputed(sum(_recomputed(job, part) for part in parts.files))
+    with chdir(Path.cwd()):  # to which it goes back, wherever the user's code may go
+        job = prepare(_as_they_were(parts, spec))
+        _require_same_run(parts, job)
+        for sample in samples:
+            for what, stored, found, tolerance in _numbers(job, sample):
+                if not abs(stored - found) <= tolerance:
+                    raise _differs(sample, what, stored, found)
+    return Recomputed(len(samples))
 
 
 def _not_by_themselves(parts: Parts) -> str | None:
@@ -104,44 +160,33 @@ def _require_same_run(parts: Parts, job: Job) -> None:
         )
 
 
-def _recomputed(job: Job, part: Part) -> int:
-    """Compute a few samples of a file anew; return how many."""
-    seed = drawn(job.scope.seed, part.start)
-    with open_file(part.path) as file:
-        rows = few(file, seed, FEW)
-        for row in rows.tolist():
-            for what, stored, found, slack in _numbers(job, file, row):
-                _require_alike(job, file, row, what, stored, found, slack)
-    return len(rows)
-
-
-def _numbers(job: Job, file: GradientFile, row: int) -> Iterator[tuple[str, float, float, float]]:
-    """Yield the numbers of a sample: which, as stored, as computed, what may be rounding."""
-    batch = job.load(int(file.samples["index"][row]), 1)
+def _numbers(job: Job, sample: Stored) -> Iterator[tuple[str, float, float, float]]:
+    """Yield a sample's numbers: which, as stored, as computed, by how much they may differ."""
+    batch = job.load(sample.index, 1)
     made = rows_of(job, (), batch, job.scope.evaluate(batch))
-    eps, rtol = torch.finfo(job.scope.problem.precision).eps, ALIKE[job.scope.problem.precision]
-    share = min(_ROUNDINGS * eps, rtol)
-    norm = float(made.norm)
-    for what, column, found in (("loss", "loss", made.loss), ("gradient norm", "norm", made.norm)):
-        values = wide(file.samples[column])
-        largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
-        yield what, float(values[row]), float(found), share * largest
-    largest = share * largest + min(_SHARE * eps, rtol) * norm
+    eps, alike = torch.finfo(job.scope.problem.precision).eps, ALIKE[job.scope.problem.precision]
+    loss, norm = (min(_ROUNDINGS * eps, alike) * largest for largest in sample.largest)
+
+    def compared(what: str, stored: float, found: Any, slack: float) -> Any:
+        return what, stored, float(found), alike * max(abs(stored), abs(float(found))) + slack
+
+    yield compared("loss", sample.loss, made.loss, loss)
+    yield compared("gradient norm", sample.norm, made.norm, norm)
+    slack = norm + min(_SHARE * eps, alike) * sample.norm
     for name, value in made.norms.items():
-        stored = float(file.norms[name][row])
-        yield f"gradient norm by {name!r}", stored, float(value), largest
+        yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)
 
 
-def _require_alike(
-    job: Job, file: GradientFile, row: int, what: str, stored: float, found: float, slack: float
-) -> None:
-    tolerance = ALIKE[job.scope.problem.precision] * max(abs(stored), abs(found)) + slack
-    if abs(stored - found) <= tolerance:
-        return
-    raise ResultFileError(
-        f"sample {int(file.samples['index'][row])} has the {what} {stored:.6g} in this file, and "
-        f"{found:.6g} when it is computed anew: model, loss, data or what they use have changed",
-        where=str(file.path),
+def _differs(sample: Stored, what: str, stored: float, found: float) -> ResultFileError:
+    return ResultFileError(
+        f"sample {sample.index} has the {what} {stored:.6g} in this file, and {found:.6g} when it "
+        "is computed anew: model, loss, data or what they use have changed",
+        where=str(sample.path),
         remedy="Compute the file again with the code and the data of today, or merge where they "
         "are as they were.",
     )
+
+
+def _largest(values: Floats) -> float:
+    """Return the largest size of those that are finite."""
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))

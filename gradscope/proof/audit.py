@@ -74,7 +74,7 @@ class Audits:
             field.name: document[field.name] for field in fields(cls) if field.name in document
         }
         audited = tuple((int(a), int(b)) for a, b in document["audited"])
-        return cls(**{**known, "audited": audited, "unproved": tuple(document["unproved"])})
+        return cls(**{**known, "audited": audited, "unproved": tuple(document.get("unproved", ()))})
 
     @property
     def text(self) -> str:

@@ -5,30 +5,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradscope.errors import ResultFileError
 from gradscope.stats.base import Floats, Source, wide
 from gradscope.stats.stored import in_half, labels_of, rows_of
 from gradscope.stats.table import finite_samples
 
-FEW = 4  # samples of a file
+Rows = NDArray[np.intp]
+
+_FEW = 4  # samples of a file
+_MOST = 64  # parameters whose rows are read: of a file with thousands, that takes its time
 _TOLERANCE, _HALF = 1e-4, 0.02  # as of the identities of `stats`
 _ROUNDING = 2.0**-18  # of the largest norm of a column: 32 roundings in float32
 _PIECE = 2**20  # entries that are squared at a time
 
 
-def few(file: Source, seed: int, most: int = FEW) -> Floats:
-    """Return the rows of up to `most` finite samples, drawn by seed, in their order."""
+def few(file: Source, seed: int) -> Rows:
+    """Return the rows of up to four finite samples, drawn by seed, in their order."""
     finite = np.flatnonzero(finite_samples(file))
     draw = np.random.default_rng(seed)
-    return np.sort(draw.choice(finite, min(most, len(finite)), replace=False))
+    return np.sort(draw.choice(finite, min(_FEW, len(finite)), replace=False))
 
 
 def require_consistent(file: Source, seed: int = 0) -> None:
     """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
 
     Args:
-        file: The file; rows of a chain `identity` are looked at where it has one.
+        file: The file; rows of a chain `identity` are looked at where it has one, of thousands of
+            parameters those of some.
         seed: Of the samples.
 
     Raises:
@@ -43,14 +48,20 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     whole = wide(file.samples["norm"])
     squares = np.zeros(len(rows))
     stored: Mapping[str, Any] = rows_of(file) or {}
+    looked_at = _some(list(stored), seed)
     limit = _HALF if in_half(file) else _TOLERANCE
     for name in file.norms:
         norms = wide(file.norms[name])
         squares += np.square(norms[rows])
-        if name in stored and not getattr(stored[name], "overflowed", 0):
+        if name in looked_at and not getattr(stored[name], "overflowed", 0):
             found = [_norm(stored[name][int(row)]) for row in rows]
             _require(file, index, norms[rows], found, _largest(norms), limit, f"by {name!r} ")
     _require(file, index, whole[rows], np.sqrt(squares).tolist(), _largest(whole), limit, "")
+
+
+def _some(names: list[str], seed: int) -> set[str]:
+    draw = np.random.default_rng(seed)
+    return {names[k] for k in draw.permutation(len(names))[:_MOST].tolist()}
 
 
 def _require(

@@ -197,3 +197,29 @@ def test_shards_that_were_not_audited_are_told(
     assert gradscope("stats", folder / "o.h5", "--html", page, "--json").code == 0
     assert "NOT VERIFIED: samples 42 to 59" in page.read_text()
     assert "4 of 9 batches audited" in page.read_text()
+
+
+def test_frozen_statistics_are_frozen_anew(
+    gradscope: Gradscope, digits: Path, tmp_path: Path
+) -> None:
+    config = digits.parent.parent / "digits_batchnorm" / "run.toml"
+    words = ("compute", "--config", config, "--mode", "train", "--coupling", "frozen", "-q")
+    for k in range(2):
+        span = ("--samples", ":32", "--batch-size", "8", "-t", "mean", "--shard", f"{k}/2")
+        done = gradscope(*words, *span, "-o", tmp_path / "o.h5")
+        assert done.code == 0, done.err
+    done = gradscope("merge", tmp_path, "-o", tmp_path / "o.h5", "--config", config)
+    assert done.code == 0 and "8 samples one by one" in done.out, done.err
+
+
+def test_code_that_goes_to_another_folder(
+    gradscope: Gradscope, folder: Path, shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (folder / "model.py").read_text()
+    (folder / "model.py").write_text(f"import os\nos.chdir('/')\n{code}")
+    monkeypatch.chdir(folder)
+    files = [path.relative_to(folder) for path in shards("-t", "mean")]
+    monkeypatch.chdir(folder)
+    done = gradscope("merge", *files, "-o", "o.h5", "--config", "run.toml", "-q")
+    assert done == (0, "", "")
+    assert (folder / "o.h5").exists()
