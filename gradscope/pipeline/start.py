@@ -25,6 +25,7 @@ from gradscope.pipeline.choice import Choice, choose
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Behind
 from gradscope.pipeline.run import PROGRESS, Progress, Run, first_of, rows_of
+from gradscope.proof import Audits
 from gradscope.stats import RunReport
 from gradscope.storage import (
     LONGEST,
@@ -80,11 +81,7 @@ def start(
             progress = replace(before, batch_size=size.samples)
             if 0 < writer.completed < len(job.rows):
                 _recheck(job, chains, size, before, path)
-            job.scope.auditor.audits = progress.audits(writer.completed)
-            proof = job.scope.certificate
-            if not writer.completed and proof is not None and job.scope.verify == "first":
-                proved = job.scope.auditor.audits.with_proof(proof)  # in an earlier pass
-                job.scope.auditor.audits = proved
+            job.scope.auditor.audits = _audited(job, progress, writer.completed)
             yield Run(
                 job,
                 chains,
@@ -99,6 +96,13 @@ def start(
             )
 
 
+def _audited(job: Job, progress: Progress, done: int) -> Audits:
+    """Return what was audited so far, with the first batch if only just now that was proved."""
+    found, proof = progress.audits(done), job.scope.certificate
+    earlier = done or job.scope.verify == "first"  # else it is audited when its turn comes
+    return found.with_proof(proof) if proof and earlier and not found.proved else found
+
+
 def _recheck(
     job: Job, chains: tuple[Chain, ...], size: BatchSize, before: Progress, path: Path
 ) -> None:
@@ -107,7 +111,7 @@ def _recheck(
     Raises:
         OutputError: It has other losses or norms now.
     """
-    if before.first is None or before.certificate is None:
+    if before.first is None:
         return
     batch = size.fitting(partial(job.load, 0), len(job.rows))
     evaluation = job.scope.evaluate(batch, job.wanted, ordinal=0)

@@ -77,7 +77,9 @@ def _audits(proof: Proof, audits: str | None) -> list[str | Text]:
     if audits is not None:
         lines.append(audits)
     elif proof.verify == "first" and proof.batches > 1:
-        lines.append(Text(f"1 of {batches} proved: the first alone (verify = first)", "yellow"))
+        which = ", the first" if proof.proved == 1 else ""  # of merged files, that of each
+        said = f"{proof.proved:,} of {batches} proved{which} (verify = first)"
+        lines.append(Text(said, style="yellow"))
     elif proof.batches == proof.proved:
         lines.append(batches if proof.batches == 1 else f"all {batches} proved")
     else:

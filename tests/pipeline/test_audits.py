@@ -97,6 +97,18 @@ def test_a_stopped_run_records_what_an_uninterrupted_one_does(folder: Path, veri
     assert recorded(folder / "o.h5") == straight
 
 
+def test_a_run_that_goes_on_with_audits_proves_its_first_batch(folder: Path) -> None:
+    """It began with none."""
+    begun, audited = (project.spec(folder, batch_size=SIZE, verify=v) for v in ("never", "audit"))
+    with pytest.raises(ZeroDivisionError), start(prepare(begun), folder / "o.h5") as stopped:
+        for batch in stopped.remaining():
+            stopped.add(batch)
+            if stopped.done == 12:
+                raise ZeroDivisionError
+    compute(prepare(audited), folder / "o.h5", resume=True)
+    assert recorded(folder / "o.h5") == certificate(folder, "straight.h5")
+
+
 def test_batches_of_zeros_postpone_the_proof(folder: Path) -> None:
     with np.load(folder / "data.npz") as data:
         inputs, targets = data["inputs"], data["targets"]

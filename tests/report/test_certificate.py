@@ -38,7 +38,7 @@ def test_an_audited_run() -> None:
     [
         (
             {"verify": "first", "proved": 1, "audited": [[0, 6]]},
-            "1 of 50 batches proved: the first alone (verify = first)",
+            "1 of 50 batches proved, the first (verify = first)",
         ),
         ({"verify": "always", "proved": 50, "audited": [[0, 349]]}, "all 50 batches proved"),
         ({"batches": 1, "proved": 1, "audited": [[0, 6]]}, "1 batch"),
