@@ -1,0 +1,141 @@
+"""What came of a case, and of all cases of a drill, on several processes."""
+
+import multiprocessing
+import random
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tests.cli.forked import Outcome
+
+RIGHT, REFUSED, FAILURE = "right", "refused", "failure"
+
+CODES = (2, 3, 4, 6)  # of an error that is the user's, the file's or the disk's
+_NEVER = ("Traceback", "Exception ignored", "Segmentation", "terminate called")
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one case.
+
+    Attributes:
+        kind: RIGHT, REFUSED or FAILURE.
+        text: Of a failure: what was done, and what came of it.
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Row:
+    """A row of the table.
+
+    Attributes:
+        drill: What was done.
+        all: How many cases there are.
+        counts: How many there were of each verdict.
+        seconds: Wall time.
+        failures: What each of them says.
+    """
+
+    drill: str
+    all: int
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((RIGHT, REFUSED), 0))
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        """How many were tried."""
+        return sum(self.counts.values()) + len(self.failures)
+
+    def add(self, verdict: Verdict) -> None:
+        """Count a verdict."""
+        if verdict.kind == FAILURE:
+            self.failures.append(f"{self.drill}: {verdict.text}")
+        else:
+            self.counts[verdict.kind] += 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a drill is done.
+
+    Attributes:
+        seed: For whatever is random.
+        workers: Processes.
+        seconds: When the last case begins.
+        most: The most cases of a row.
+    """
+
+    seed: int
+    workers: int
+    seconds: float
+    most: int | None = None
+
+    def generator(self, *what: object) -> random.Random:
+        """Return random numbers that depend on the seed and on what they are for."""
+        return random.Random(repr((self.seed, *what)))
+
+
+def judged(
+    drill: str,
+    cases: Sequence[Case],
+    judge: Callable[[Case], Verdict],
+    setting: Setting,
+) -> Row:
+    """Judge cases, in random order, until all are done or the time is over."""
+    begun = time.monotonic()
+    order = setting.generator(drill).sample(list(cases), len(cases))[: setting.most]
+    context = multiprocessing.get_context("fork")
+    found, coming = context.SimpleQueue(), context.Value("l", 0)
+
+    def work() -> None:
+        while time.monotonic() - begun < setting.seconds:
+            with coming:
+                number = coming.value
+                coming.value += 1
+            if number >= len(order):
+                break
+            found.put(_guarded(judge, order[number]))
+        found.put(None)
+
+    workers = [context.Process(target=work) for _ in range(setting.workers)]
+    for worker in workers:
+        worker.start()
+    row, working = Row(drill, len(cases)), len(workers)
+    while working:
+        verdict = found.get()
+        if verdict is None:
+            working -= 1
+        else:
+            row.add(verdict)
+    for worker in workers:
+        worker.join()
+    row.seconds = time.monotonic() - begun
+    return row
+
+
+def _guarded(judge: Callable[[Case], Verdict], case: Case) -> Verdict:
+    """Judge a case; errors of the judge are failures, too."""
+    try:
+        return judge(case)
+    except Exception:
+        return Verdict(FAILURE, f"{case}: {traceback.format_exc()}")
+
+
+def is_one_message(outcome: Outcome, codes: Sequence[int] = CODES) -> bool:
+    """Whether a process ended with one error of ours, and an exit code that is documented."""
+    lines = outcome.err.splitlines()
+    errors = sum(line.startswith("error: ") for line in lines)
+    return (
+        outcome.code in codes
+        and errors == 1
+        and not any(word in outcome.err for word in _NEVER)
+        and outcome.out == ""
+    )
