@@ -57,11 +57,11 @@ def open_joiner(
         OutputError: The file cannot be written, is there already or is one of the parts.
     """
     paths = Paths(path)
-    _require_free(paths, parts, overwrite)
     with ExitStack() as stack:
         with writing(path):
+            _require_free(paths, parts, overwrite)
             descriptor = stack.enter_context(resume.locked(paths.part))
-        _require_none_unfinished(paths, descriptor, overwrite)
+            _require_none_unfinished(paths, descriptor, overwrite)
         joiner = Joiner(paths, descriptor, parts, virtual=virtual)
         stack.callback(joiner.close)
         joiner.lay_out(plan, batch)
@@ -150,7 +150,8 @@ class Joiner:
             self._disk.wait()
         self._disk.close()
         if not self._done:
-            self._paths.part.unlink(missing_ok=True)
+            with suppress(OSError):  # what stopped the merge has been said
+                self._paths.part.unlink(missing_ok=True)
 
     def _pieces(self, source: Opened) -> Iterator[list[Piece]]:
         """Yield what is to be written of a part, column by column."""

@@ -51,7 +51,9 @@ def open_writer(
     if plan.n < 1:
         raise OutputError("there is no sample to store", where=str(path))
     require_place(paths.final, LONGEST)
-    if resuming.is_done(paths, plan, overwrite=overwrite, resume=resume):
+    with writing(paths.final):
+        is_done = resuming.is_done(paths, plan, overwrite=overwrite, resume=resume)
+    if is_done:
         yield Writer.of_complete(paths, plan)
         return
     with ExitStack() as stack:
@@ -206,8 +208,9 @@ class Writer:
                 self._commit_kept()
         self._disk.close()
         if not self._done and self._commits.completed == 0:
-            self._paths.progress.unlink(missing_ok=True)
-            self._paths.part.unlink(missing_ok=True)
+            with suppress(OSError):  # what stopped the run has been said
+                self._paths.progress.unlink(missing_ok=True)
+                self._paths.part.unlink(missing_ok=True)
 
     def _ready(self, rows: Rows | None) -> Slots:
         """Find the places of everything; the first batch lays them out."""

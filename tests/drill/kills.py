@@ -27,6 +27,7 @@ from tests.drill.verdicts import (
     Verdict,
     is_one_message,
     judged,
+    told,
 )
 
 KILLED = -9
@@ -86,13 +87,13 @@ def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterato
 
 def judge(case: Case) -> Verdict:
     """Let it happen, look at what is there, and go on."""
-    folder, old = _begin(case.job, case.scratch, case.old)
+    folder, _ = _begin(case.job, case.scratch, case.old)
     try:
         done = _step(case.job, folder, case.fault)
         trouble = _trouble_of(done, case) or _trouble_with(folder, case, done)
         if trouble is None and not _is_there(folder, case):
             done_again = forked.apart(lambda: case.job.again(folder))
-            trouble = None if done_again.code == 0 else f"going on ended with {done_again}"
+            trouble = None if done_again.code == 0 else f"going on: {told(done_again)}"
         if trouble is None and not _is_there(folder, case):
             trouble = "what went on gave other bytes"
         names = sorted(path.name for path in folder.iterdir())
@@ -142,19 +143,19 @@ def _is_there(folder: Path, case: Case) -> bool:
 def _trouble_of(done: Outcome, case: Case) -> str | None:
     """Return what is wrong with how a process ended."""
     if case.fault.action in (Action.KILL, Action.HALF_AND_KILL):
-        return None if done.code == KILLED else f"it was not killed: {done}"
+        return None if done.code == KILLED else f"it was not killed, {told(done)}"
     if done.code == 0 or is_one_message(done, (3, 6)):
         return None
-    return f"it ended with {done}"
+    return told(done)
 
 
 def _trouble_with(folder: Path, case: Case, done: Outcome) -> str | None:
     """Return what is wrong with the files it left."""
     result = folder / case.job.result
     if result.exists() and result.read_bytes() not in (case.wanted, case.old):
-        return f"the result is neither the old one nor the new one; {done}"
+        return f"the result is neither the old one nor the new one, {told(done)}"
     if done.code == 0 and not _is_there(folder, case):
-        return f"it ended well without a right result; {done}"
+        return f"it ended well without a right result, {told(done)}"
     return None
 
 

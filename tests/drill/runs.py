@@ -120,10 +120,14 @@ def command_jobs(inputs: Path) -> list[Job]:
         jobs.append(Job(name, *steps, result=SHARD if "--shard" in words else RESULT))
     new, other = (compute(inputs, ROWS, *w) for w in (["--overwrite"], ["--seed", "5"]))
     jobs.append(Job("over another result", new, new, before=other))
-    jobs += [Job(f"merge {words}".strip(), *[merge(inputs, *words.split())] * 2)
-             for words in ("", "--virtual")]
-    jobs += [Job(f"export {name}", *[export(inputs, name)] * 2, result=name)
-             for name in ("e.safetensors", "e.csv")]
+    jobs += [
+        Job(f"merge {words}".strip(), *[merge(inputs, *words.split())] * 2)
+        for words in ("", "--virtual")
+    ]
+    jobs += [
+        Job(f"export {name}", *[export(inputs, name)] * 2, result=name)
+        for name in ("e.safetensors", "e.csv")
+    ]
     return jobs
 
 

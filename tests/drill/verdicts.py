@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -127,6 +128,15 @@ def _guarded(judge: Callable[[Case], Verdict], case: Case) -> Verdict:
         return judge(case)
     except Exception:
         return Verdict(FAILURE, f"{case}: {traceback.format_exc()}")
+
+
+def told(outcome: Outcome) -> str:
+    """Return how a process ended, in few words: of a traceback, our last lines and the error."""
+    frames = re.findall(r'File "[^"]*/(gradscope/[^"]*)", line (\d+), in (\w+)', outcome.err)
+    if not frames:
+        return f"exit code {outcome.code}: {outcome.err[-500:] or outcome.out[-200:]!r}"
+    where = " < ".join(f"{path}:{line} {name}" for path, line, name in frames[:-4:-1])
+    return f"exit code {outcome.code}: {outcome.err.strip().splitlines()[-1][:300]}; {where}"
 
 
 def is_one_message(outcome: Outcome, codes: Sequence[int] = CODES) -> bool:
