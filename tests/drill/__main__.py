@@ -66,8 +66,26 @@ def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
     return kills.drill(scratch, setting) if faults.are_here() else iter(())
 
 
+def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
+    from tests.drill import fuzz
+
+    return fuzz.drill(scratch, setting, FILES)
+
+
+def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
+    from tests.drill import shards
+
+    return shards.drill(scratch, setting, SHARDS if setting.most is None else 4 + setting.most)
+
+
+FILES, SHARDS = 10_000, 1_000  # of a drill that is done in full
+
 Drill = Callable[[Path, Setting], Iterator[Row]]
-DRILLS: dict[str, tuple[float, Drill]] = {"kills": (0.15, _kills)}  # share of the time of each row
+DRILLS: dict[str, tuple[float, Drill]] = {  # and the share of the time that each of its rows has
+    "kills": (0.15, _kills),
+    "fuzz": (0.1, _fuzz),
+    "shards": (0.15, _shards),
+}
 
 
 def _print(rows: list[Row]) -> None:

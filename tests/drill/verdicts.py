@@ -6,7 +6,8 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TypeVar
 
 from tests.cli.forked import Outcome
@@ -79,6 +80,10 @@ class Setting:
     seconds: float
     most: int | None = None
 
+    def all(self) -> "Setting":
+        """Return the same for cases that later ones need: all of them."""
+        return replace(self, most=None, seconds=inf)
+
     def generator(self, *what: object) -> random.Random:
         """Return random numbers that depend on the seed and on what they are for."""
         return random.Random(repr((self.seed, *what)))
@@ -87,7 +92,7 @@ class Setting:
 def judged(
     drill: str,
     cases: Sequence[Case],
-    judge: Callable[[Case], Verdict],
+    judge: Callable[[Case], Verdict | list[Verdict]],
     setting: Setting,
 ) -> Row:
     """Judge cases, in random order, until all are done or the time is over."""
@@ -103,7 +108,8 @@ def judged(
                 coming.value += 1
             if number >= len(order):
                 break
-            found.put(_guarded(judge, order[number]))
+            for verdict in _guarded(judge, order[number]):
+                found.put(verdict)
         found.put(None)
 
     workers = [context.Process(target=work) for _ in range(setting.workers)]
@@ -122,12 +128,13 @@ def judged(
     return row
 
 
-def _guarded(judge: Callable[[Case], Verdict], case: Case) -> Verdict:
-    """Judge a case; errors of the judge are failures, too."""
+def _guarded(judge: Callable[[Case], Verdict | list[Verdict]], case: Case) -> list[Verdict]:
+    """Judge a case, or several; errors of the judge are failures, too."""
     try:
-        return judge(case)
+        found = judge(case)
     except Exception:
-        return Verdict(FAILURE, f"{case}: {traceback.format_exc()}")
+        return [Verdict(FAILURE, f"{case}: {traceback.format_exc()}")]
+    return [found] if isinstance(found, Verdict) else found
 
 
 def told(outcome: Outcome) -> str:
