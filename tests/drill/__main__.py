@@ -61,9 +61,13 @@ def _rows(given: argparse.Namespace, scratch: Path) -> Iterator[Row]:
 
 
 def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import kills
+    from tests.drill import kills, power, runs
 
-    return kills.drill(scratch, setting) if faults.are_here() else iter(())
+    if faults.are_here():
+        inputs = runs.prepared(scratch)
+        commands, writers = runs.command_jobs(inputs), runs.writer_jobs()
+        yield from kills.drill(commands, writers, scratch, setting)
+        yield power.drill([*commands, *writers], scratch, setting, LOSSES)
 
 
 def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
@@ -78,7 +82,7 @@ def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
     return shards.drill(scratch, setting, SHARDS if setting.most is None else 4 + setting.most)
 
 
-FILES, SHARDS = 10_000, 1_000  # of a drill that is done in full
+FILES, SHARDS, LOSSES = 10_000, 1_000, 2  # of a drill that is done in full
 
 Drill = Callable[[Path, Setting], Iterator[Row]]
 DRILLS: dict[str, tuple[float, Drill]] = {  # and the share of the time that each of its rows has

@@ -328,7 +328,8 @@ def _by_csv(path: Path) -> Found:
 def _by_json(path: Path) -> Found:
     lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     rows = [json.loads(line) for line in lines]
-    return _pair({name: [row[name] for row in rows] for name in ("inputs", "targets")})
+    names = ("inputs", "targets")  # what a line does not have is NaN
+    return _pair({name: [row.get(name, np.nan) for row in rows] for name in names})
 
 
 def _of_table(table: pa.Table) -> Found:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.cli import forked
 from tests.cli.forked import Outcome
 from tests.drill import faults, runs
-from tests.drill.faults import CHANGES, COUNT, EVERYTHING, Action, Fault, Kind
+from tests.drill.faults import CHANGES, EVERYTHING, Action, Fault, Kind
 from tests.drill.runs import Job
 from tests.drill.verdicts import (
     FAILURE,
@@ -57,10 +57,10 @@ class Case:
         return f"{self.job.name}, {self.fault}"
 
 
-def drill(scratch: Path, setting: Setting) -> Iterator[Row]:
+def drill(
+    commands: Sequence[Job], writers: Sequence[Job], scratch: Path, setting: Setting
+) -> Iterator[Row]:
     """Yield the rows: the command line, killed and with a failing disk; and the writer alone."""
-    inputs = runs.prepared(scratch)
-    commands, writers = runs.command_jobs(inputs), runs.writer_jobs()
     for drill, jobs, kinds in (
         ("killed at every operation of a command", commands, KILLS),
         ("the disk fails at every operation of a command", commands, FAILURES),
@@ -73,7 +73,7 @@ def drill(scratch: Path, setting: Setting) -> Iterator[Row]:
 def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterator[Case]:
     """Yield each fault at each operation of each job."""
     for job in jobs:
-        folder, old = _begin(job, scratch)
+        folder, old = begun(job, scratch)
         result = folder / job.result
         for kind in kinds:
             done = _step(job, folder, Fault(Action.COUNT, kind.kinds))
@@ -87,18 +87,10 @@ def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterato
 
 def judge(case: Case) -> Verdict:
     """Let it happen, look at what is there, and go on."""
-    folder, _ = _begin(case.job, case.scratch, case.old)
+    folder, _ = begun(case.job, case.scratch, case.old)
     try:
         done = _step(case.job, folder, case.fault)
-        trouble = _trouble_of(done, case) or _trouble_with(folder, case, done)
-        if trouble is None and not _is_there(folder, case):
-            done_again = forked.apart(lambda: case.job.again(folder))
-            trouble = None if done_again.code == 0 else f"going on: {told(done_again)}"
-        if trouble is None and not _is_there(folder, case):
-            trouble = "what went on gave other bytes"
-        names = sorted(path.name for path in folder.iterdir())
-        if trouble is None and names != [case.job.result]:
-            trouble = f"left behind: {names}"
+        trouble = _trouble_of(done, case) or trouble_after(folder, case, done)
     finally:
         shutil.rmtree(folder)
     if trouble is not None:
@@ -106,7 +98,24 @@ def judge(case: Case) -> Verdict:
     return Verdict(RIGHT if done.code in (0, KILLED) else REFUSED)
 
 
-def _begin(job: Job, scratch: Path, old: bytes | None = None) -> tuple[Path, bytes | None]:
+def trouble_after(folder: Path, case: Case, done: Outcome | None = None) -> str | None:
+    """Return what is wrong with the files that are there, or with going on from them."""
+    result, wanted = folder / case.job.result, case.wanted
+    if result.exists() and result.read_bytes() not in (wanted, case.old):
+        return "the result is neither the old one nor the new one"
+    if done is not None and done.code == 0 and not _is_there(folder, case):
+        return f"it ended well without a right result, {told(done)}"
+    if not _is_there(folder, case) or case.job.goes_on:
+        again = forked.apart(lambda: case.job.again(folder))
+        if again.code:
+            return f"going on: {told(again)}"
+        if not _is_there(folder, case):
+            return "what went on gave other bytes"
+    names = sorted(path.name for path in folder.iterdir())
+    return None if names == [case.job.result] else f"left behind: {names}"
+
+
+def begun(job: Job, scratch: Path, old: bytes | None = None) -> tuple[Path, bytes | None]:
     """Make a folder for a case, and the result in it that is to be replaced."""
     folder = scratch / f"case-{getpid()}-{next(_NUMBERS)}"
     folder.mkdir()
@@ -147,16 +156,3 @@ def _trouble_of(done: Outcome, case: Case) -> str | None:
     if done.code == 0 or is_one_message(done, (3, 6)):
         return None
     return told(done)
-
-
-def _trouble_with(folder: Path, case: Case, done: Outcome) -> str | None:
-    """Return what is wrong with the files it left."""
-    result = folder / case.job.result
-    if result.exists() and result.read_bytes() not in (case.wanted, case.old):
-        return f"the result is neither the old one nor the new one, {told(done)}"
-    if done.code == 0 and not _is_there(folder, case):
-        return f"it ended well without a right result, {told(done)}"
-    return None
-
-
-__all__ = ["COUNT", "drill"]

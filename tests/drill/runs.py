@@ -42,6 +42,7 @@ class Job:
         again: The command that goes on; given to whoever does not find the result.
         before: What makes another result that is there, and is to be replaced.
         result: The file's name.
+        goes_on: Whether it may also go on where the result is there: it finds nothing to do.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Job:
     again: Step
     before: Step | None = None
     result: str = RESULT
+    goes_on: bool = False
 
 
 def load() -> None:
@@ -117,7 +119,8 @@ def command_jobs(inputs: Path) -> list[Job]:
     jobs = []
     for name, (chains, words) in kinds.items():
         steps = (compute(inputs, chains, *words, *more) for more in ((), ("--resume",)))
-        jobs.append(Job(name, *steps, result=SHARD if "--shard" in words else RESULT))
+        result = SHARD if "--shard" in words else RESULT
+        jobs.append(Job(name, *steps, result=result, goes_on=True))
     new, other = (compute(inputs, ROWS, *w) for w in (["--overwrite"], ["--seed", "5"]))
     jobs.append(Job("over another result", new, new, before=other))
     jobs += [
@@ -139,7 +142,7 @@ def writer_jobs() -> list[Job]:
         ("laid out anew", PLAN, _changing),
     ]
     return [
-        Job(name, *(partial(_written, plan, make, again) for again in (False, True)))
+        Job(name, *(partial(_written, plan, make, a) for a in (False, True)), goes_on=True)
         for name, plan, make in kinds
     ]
 
