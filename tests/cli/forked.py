@@ -85,6 +85,11 @@ def command(
 
 def apart(body: Callable[[], object], seconds: int = SECONDS) -> Outcome:
     """Call a function in a fork of this process; its exit code is that of a program."""
+    return begin(body, seconds)()
+
+
+def begin(body: Callable[[], object], seconds: int = SECONDS) -> Callable[[], Outcome]:
+    """Begin to call a function in a fork of this process; return what waits for its end."""
     out, err = (os.memfd_create(name) for name in ("out", "err"))
     child = os.fork()
     if child == 0:
@@ -93,11 +98,15 @@ def apart(body: Callable[[], object], seconds: int = SECONDS) -> Outcome:
         os.dup2(err, 2)
         signal.alarm(seconds)
         _exit(body)
-    _, status = os.waitpid(child, 0)
-    texts = [os.pread(f, 2**24, 0).decode(errors="surrogateescape") for f in (out, err)]
-    os.close(out)
-    os.close(err)
-    return Outcome(os.waitstatus_to_exitcode(status), *texts)
+
+    def end() -> Outcome:
+        _, status = os.waitpid(child, 0)
+        texts = [os.pread(f, 2**24, 0).decode(errors="surrogateescape") for f in (out, err)]
+        os.close(out)
+        os.close(err)
+        return Outcome(os.waitstatus_to_exitcode(status), *texts)
+
+    return end
 
 
 def _serve() -> None:

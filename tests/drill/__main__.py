@@ -70,6 +70,20 @@ def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
         yield power.drill([*commands, *writers], scratch, setting, LOSSES)
 
 
+def _full(scratch: Path, setting: Setting) -> Iterator[Row]:
+    from tests.drill import full, runs
+
+    inputs = runs.prepared(scratch)
+    return full.drill([*runs.command_jobs(inputs), *runs.writer_jobs()], scratch, setting)
+
+
+def _neighbours(scratch: Path, setting: Setting) -> Iterator[Row]:
+    from tests.drill import neighbours, runs
+
+    if faults.are_here():
+        yield neighbours.drill(runs.prepared(scratch), scratch, setting, TIMES)
+
+
 def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import fuzz
 
@@ -82,11 +96,13 @@ def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
     return shards.drill(scratch, setting, SHARDS if setting.most is None else 4 + setting.most)
 
 
-FILES, SHARDS, LOSSES = 10_000, 1_000, 2  # of a drill that is done in full
+FILES, SHARDS, LOSSES, TIMES = 10_000, 1_000, 2, 20  # of a drill that is done in full
 
 Drill = Callable[[Path, Setting], Iterator[Row]]
 DRILLS: dict[str, tuple[float, Drill]] = {  # and the share of the time that each of its rows has
     "kills": (0.15, _kills),
+    "full": (0.05, _full),
+    "neighbours": (0.1, _neighbours),
     "fuzz": (0.1, _fuzz),
     "shards": (0.15, _shards),
 }
