@@ -61,6 +61,7 @@ def open_joiner(
         with writing(path):
             _require_free(paths, parts, overwrite)
             descriptor = stack.enter_context(resume.locked(paths.part))
+            resume.require_not_there(paths, descriptor, overwrite=overwrite)
             _require_none_unfinished(paths, descriptor, overwrite)
         joiner = Joiner(paths, descriptor, parts, virtual=virtual)
         stack.callback(joiner.close)

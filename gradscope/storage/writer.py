@@ -60,7 +60,8 @@ def open_writer(
         with writing(paths.final):
             descriptor = stack.enter_context(resuming.locked(paths.part))
             found = resuming.start(paths, descriptor, plan, overwrite=overwrite, resume=resume)
-        writer = Writer(paths, plan, descriptor, found)
+        replaces = overwrite or (found is not None and found.replaces)
+        writer = Writer(paths, plan, descriptor, found, replaces)
         stack.callback(writer.close)
         yield writer
 
@@ -74,13 +75,18 @@ class Writer:
     """
 
     def __init__(
-        self, paths: Paths, plan: FilePlan, descriptor: int, found: Progress | None
+        self,
+        paths: Paths,
+        plan: FilePlan,
+        descriptor: int,
+        found: Progress | None,
+        replaces: bool = False,
     ) -> None:
         self.completed = found.completed if found else 0
         self.states = found.states if found else {}
         self._paths, self._plan, self._descriptor, self._found = paths, plan, descriptor, found
         self._disk = Disk(descriptor)
-        self._commits = Commits(paths, descriptor, plan.identity, self.completed)
+        self._commits = Commits(paths, descriptor, plan.identity, self.completed, replaces)
         self._slots: Slots | None = None
         self._structure = found.structure if found else None
         self._kept = Kept(self.completed, self.states)

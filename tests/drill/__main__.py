@@ -50,9 +50,8 @@ def _rows(given: argparse.Namespace, scratch: Path) -> Iterator[Row]:
     for name in given.only or DRILLS:
         folder = scratch / name
         folder.mkdir()
-        seconds = 60 * given.minutes * DRILLS[name][0]
-        setting = Setting(given.seed, given.workers, seconds, given.most)
-        for row in DRILLS[name][1](folder, setting):
+        setting = Setting(given.seed, given.workers, 60 * given.minutes, given.most)
+        for row in DRILLS[name](folder, setting):
             print(f"{row.drill}: {row.cases:,} in {row.seconds:.0f} s", file=sys.stderr)
             for failure in row.failures:
                 print(failure, file=sys.stderr)
@@ -99,12 +98,12 @@ def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
 FILES, SHARDS, LOSSES, TIMES = 10_000, 1_000, 2, 20  # of a drill that is done in full
 
 Drill = Callable[[Path, Setting], Iterator[Row]]
-DRILLS: dict[str, tuple[float, Drill]] = {  # and the share of the time that each of its rows has
-    "kills": (0.15, _kills),
-    "full": (0.05, _full),
-    "neighbours": (0.1, _neighbours),
-    "fuzz": (0.1, _fuzz),
-    "shards": (0.15, _shards),
+DRILLS: dict[str, Drill] = {
+    "kills": _kills,
+    "full": _full,
+    "neighbours": _neighbours,
+    "fuzz": _fuzz,
+    "shards": _shards,
 }
 
 

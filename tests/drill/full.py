@@ -38,9 +38,9 @@ def drill(jobs: Sequence[Job], scratch: Path, setting: Setting) -> Iterator[Row]
         for size in range(_PAGE, _ROOM * len(case.wanted) + 8 * _PAGE, _PAGE)
     ]
     if can_mount(scratch):
-        yield judged("a full disk, of every size", sizes, _on_small_disk, setting)
+        yield judged("a full disk, of every size", sizes, _on_small_disk, setting.part(0.03))
     limits = [(case, size) for case in known for size in range(0, len(case.wanted) + 512, 512)]
-    yield judged("a limit on the size of files", limits, _limited, setting)
+    yield judged("a limit on the size of files", limits, _limited, setting.part(0.03))
 
 
 def can_mount(scratch: Path) -> bool:

@@ -71,16 +71,16 @@ def drill(scratch: Path, setting: Setting, files: int) -> Iterator[Row]:
     inputs = scratch / "good"
     inputs.mkdir()
     groups = {
-        "fuzzed checkpoints": (checkpoints(inputs), 0.2),
-        "fuzzed data files": (data(), 0.3),
+        "fuzzed checkpoints": (checkpoints(inputs), 0.25),
+        "fuzzed data files": (data(), 0.4),
         "fuzzed run files and specs": (texts(), 0.1),
-        "fuzzed result files": (results(inputs), 0.3),
-        "fuzzed shards and stopped runs": (unfinished(inputs), 0.1),
+        "fuzzed result files": (results(inputs), 0.2),
+        "fuzzed shards and stopped runs": (unfinished(inputs), 0.05),
     }
     for drill, (kinds, share) in groups.items():
         count = min(round(files * share), setting.most or files)
         numbers = [range(k, min(k + TOGETHER, count)) for k in range(0, count, TOGETHER)]
-        row = judged(drill, numbers, _Group(drill, kinds, scratch, setting), setting)
+        row = judged(drill, numbers, _Group(drill, kinds, scratch, setting), setting.part(0.15))
         row.all = count
         yield row
 

@@ -61,13 +61,13 @@ def drill(
     commands: Sequence[Job], writers: Sequence[Job], scratch: Path, setting: Setting
 ) -> Iterator[Row]:
     """Yield the rows: the command line, killed and with a failing disk; and the writer alone."""
-    for drill, jobs, kinds in (
-        ("killed at every operation of a command", commands, KILLS),
-        ("the disk fails at every operation of a command", commands, FAILURES),
-        ("killed at every operation of the writer", writers, KILLS),
-        ("the disk fails at every operation of the writer", writers, FAILURES),
+    for drill, jobs, kinds, share in (
+        ("killed at every operation of a command", commands, KILLS[:1], 0.5),
+        ("the disk fails at an operation of a command", commands, FAILURES, 0.06),
+        ("killed at every operation of the writer", writers, KILLS, 0.25),
+        ("the disk fails at an operation of the writer", writers, FAILURES, 0.06),
     ):
-        yield judged(drill, list(cases(jobs, kinds, scratch)), judge, setting)
+        yield judged(drill, list(cases(jobs, kinds, scratch)), judge, setting.part(share))
 
 
 def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterator[Case]:

@@ -64,7 +64,7 @@ def drill(inputs: Path, scratch: Path, setting: Setting, times: int) -> Row:
         finally:
             shutil.rmtree(folder)
 
-    return judged("two processes and one path", cases, judge, setting)
+    return judged("two processes and one path", cases, judge, setting.part(0.05))
 
 
 def _pairs(inputs: Path, scratch: Path) -> dict[str, Pair]:

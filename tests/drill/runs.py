@@ -137,7 +137,6 @@ def command_jobs(inputs: Path) -> list[Job]:
 def writer_jobs() -> list[Job]:
     """Return runs that are written without being computed, which takes less time."""
     kinds: list[tuple[str, FilePlan, Make]] = [
-        ("dense", with_layout("dense"), gradients),
         ("factored", with_layout("factored"), gradients),
         ("laid out anew", PLAN, _changing),
     ]

@@ -76,7 +76,7 @@ def drill(scratch: Path, setting: Setting, count: int) -> Iterator[Row]:
     yield judged(f"{count:,} shards merged", words, partial(_merged, scratch, place), whole)
     wrong = [(name, k) for name in WAYS for k in chosen]
     judge = partial(_refused, scratch, place, setting)
-    yield judged(f"{count:,} shards, some of them wrong", wrong, judge, setting)
+    yield judged(f"{count:,} shards, some of them wrong", wrong, judge, setting.part(0.15))
 
 
 def _prepared(scratch: Path, count: int) -> Place:

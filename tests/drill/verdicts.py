@@ -71,7 +71,7 @@ class Setting:
     Attributes:
         seed: For whatever is random.
         workers: Processes.
-        seconds: When the last case begins.
+        seconds: For all drills together.
         most: The most cases of a row.
     """
 
@@ -79,6 +79,10 @@ class Setting:
     workers: int
     seconds: float
     most: int | None = None
+
+    def part(self, share: float) -> "Setting":
+        """Return the same for a row that has some share of the time."""
+        return replace(self, seconds=share * self.seconds)
 
     def all(self) -> "Setting":
         """Return the same for cases that later ones need: all of them."""
