@@ -1,15 +1,17 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git:
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
-# And `make bench` compares gradscope with the field's other tools, which it installs into .venv too.
+# And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
+# `make drill` kills runs, fills disks and damages files for 20 minutes.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= build/demo
 BENCH ?= build/bench
 BENCH_OPTIONS ?=
+DRILL_OPTIONS ?=
 
-.PHONY: demo test bench lint format types check install install-dev install-bench clean
+.PHONY: demo test bench drill lint format types check install install-dev install-bench clean
 
 demo: install
 	mkdir -p $(DEMO)
@@ -23,6 +25,9 @@ bench: install-bench
 	mkdir -p $(BENCH)
 	$(BIN)/python -m benchmarks --scratch $(BENCH) \
 		--json $(BENCH)/results.json --plot $(BENCH)/results.svg $(BENCH_OPTIONS)
+
+drill: install-dev
+	$(BIN)/python -m tests.drill $(DRILL_OPTIONS)
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -220,7 +220,7 @@ def _stopped(job: "Job", run: "Run | None", output: Path, resume: bool) -> str:
     finished = 0 if run is None else run.writer.completed
     if not finished:
         return _nothing_new(resume)
-    if finished == len(job.rows) and not output.with_name(f"{output.name}.part").exists():
+    if finished == len(job.rows) and not os.path.exists(f"{output}.part"):  # noqa: PTH110
         return f"stopped; {output} is complete"
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     command = shlex.join(["gradscope", *words, "--resume"])

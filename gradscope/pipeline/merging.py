@@ -43,6 +43,7 @@ from gradscope.storage import (
     require_free,
 )
 from gradscope.storage.formats import named
+from gradscope.storage.trouble import writing
 
 _USUAL_BATCH = 256
 
@@ -138,12 +139,14 @@ class Merge:
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
         )
+        with writing(self.path):
+            size = self.path.stat().st_size
         with open_file(self.path) as file:
             samples = int(np.count_nonzero(~file.samples["finite"].astype(bool)))
             chains = nonfinite.of_file(file, aggregates=False)
         return MergeReport(
             path=str(self.path),
-            bytes=self.path.stat().st_size,
+            bytes=size,
             files=len(self.parts.files),
             virtual=self.virtual,
             samples=len(self.parts),

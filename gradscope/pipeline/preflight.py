@@ -1,5 +1,6 @@
 """Before a large run: how many bytes it will write, whether they fit, and how long it takes."""
 
+import os
 import shutil
 import sys
 import time
@@ -103,7 +104,8 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
         OutputError: The file does not fit.
         RefusedError: No backend has an exact, proved answer.
     """
-    refused = not path.absolute().parent.is_dir() or (path.exists() and not overwrite)
+    folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
+    refused = not folder or (there and not overwrite)
     if refused or _guess(job) <= LARGE:
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.own_loss)
@@ -201,7 +203,10 @@ def tried(job: Job, path: Path | None, n: int) -> Room:
 
 
 def _allocated(part: Path) -> int:
-    return 512 * getattr(part.stat(), "st_blocks", 0) if part.exists() else 0
+    try:
+        return 512 * getattr(part.stat(), "st_blocks", 0)
+    except OSError:  # mostly, it is not there
+        return 0
 
 
 def _file_limit() -> int | None:

@@ -26,6 +26,7 @@ from gradscope.proof import Audits, finite_samples
 from gradscope.reducers import State, carried_state
 from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file
+from gradscope.storage.trouble import writing
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
@@ -280,6 +281,8 @@ class Run:
 
     def _report(self, seen: _Seen, chains_nonfinite: tuple[int, ...]) -> RunReport:
         scope = self.job.scope
+        with writing(self.path):
+            size = self.path.stat().st_size
         return RunReport(
             parameters=seen.parameters,
             certificate=seen.certificate,
@@ -292,7 +295,7 @@ class Run:
             chains_nonfinite=chains_nonfinite,
             seconds=time.perf_counter() - self.begun,
             path=str(self.path),
-            bytes=self.path.stat().st_size,
+            bytes=size,
             chains=tuple(chain.text for chain in self.job.chains),
             audits=scope.auditor.audits.text if scope.verify == "audit" else None,
         )

@@ -35,6 +35,7 @@ from gradscope.storage import (
     open_writer,
     require_place,
 )
+from gradscope.storage.trouble import writing
 
 ALIKE = {
     torch.float64: 1e-6,
@@ -60,7 +61,8 @@ def start(
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
     require_place(path, LONGEST)
-    _refuse_inputs(job, path)
+    with writing(path):
+        _refuse_inputs(job, path)
     plan = file_plan(job)
     with (
         ways.predicted(),

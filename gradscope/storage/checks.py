@@ -4,7 +4,6 @@ A piece is compared once, when it is first read. Pieces that are not compressed 
 its Fletcher-32 takes longer than everything else, and misses a chunk that has become zeros.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +19,7 @@ from gradscope.errors import ResultFileError
 from gradscope.storage.checksum import CHECKSUM_BYTES, fletcher32
 from gradscope.storage.formats import as_numpy, format_of, h5_type, read_rows
 from gradscope.storage.places import Place, datasets, place_of
+from gradscope.storage.whole import read_into
 
 RECORD = 3  # numbers: offset, size, CRC-32C
 NONE = np.empty((0, RECORD), np.int64)
@@ -156,7 +156,7 @@ class Checks:
 
     def _read(self, offset: int, out: np.ndarray) -> None:
         """Fill `out` with the bytes from `offset` on."""
-        if _filled(self._descriptor(), offset, out) < len(out):
+        if read_into(self._descriptor(), out.data, offset) < len(out):
             raise ResultFileError("the file is cut short", remedy=REMEDY)
 
     def _compare(
@@ -208,19 +208,11 @@ def _damaged(descriptor: int, table: np.ndarray) -> np.ndarray:
         found = 0
         for at in range(0, size, _STEP):
             part = buffer[: min(_STEP, size - at)]
-            part = part[: _filled(descriptor, offset + at, part)]
+            part = part[: read_into(descriptor, part.data, offset + at)]
             found = crc32c(part.data, found)
         if found != wanted:
             wrong.append(offset)
     return np.array(wrong, np.int64)
-
-
-def _filled(descriptor: int, offset: int, out: np.ndarray) -> int:
-    """Fill `out` with the bytes of a file from `offset` on; return how many there were."""
-    done = 0
-    while done < len(out) and (count := os.preadv(descriptor, [out[done:].data], offset + done)):
-        done += count
-    return done
 
 
 def _rows_text(dataset: h5py.Dataset, place: Place, number: int) -> str:

@@ -46,10 +46,16 @@ class Commits:
     """
 
     def __init__(
-        self, paths: Paths, descriptor: int, identity: dict[str, Any], completed: int
+        self,
+        paths: Paths,
+        descriptor: int,
+        identity: dict[str, Any],
+        completed: int,
+        replaces: bool,
     ) -> None:
         self.completed, self.trusted = completed, True
         self._paths, self._descriptor, self._identity = paths, descriptor, identity
+        self._replaces = replaces
         self._last, self._cost = time.monotonic(), 0.0
 
     def are_due(self) -> bool:
@@ -70,6 +76,7 @@ class Commits:
                 overflowed={path: mark.overflowed for path, mark in marks if mark.overflowed},
                 structure=structure,
                 records=records,
+                replaces=self._replaces,
             ).save(self._paths.progress)
         self.completed = kept.completed
         self._last = time.monotonic()

@@ -4,7 +4,6 @@ Neither a checksum nor a write needs the interpreter's lock, so one thread's che
 the other's bytes are copied by the operating system.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import reduce
@@ -16,6 +15,7 @@ from gradscope.storage.checksum import fletcher32
 from gradscope.storage.linux import begin_writeback
 from gradscope.storage.packer import Packer
 from gradscope.storage.stream import Piece
+from gradscope.storage.whole import write
 
 THREADS = 2
 RUN_BYTES = 2**21  # what a thread takes at once
@@ -108,13 +108,4 @@ def _write_run(descriptor: int, run: Sequence[Piece]) -> None:
             parts += [zeros, fletcher32(piece.data, piece.length)]  # the data are in the cache now
         if piece.sums is not None:
             piece.sums[piece.number] = reduce(lambda found, part: crc32c(part, found), parts, 0)
-        _write(descriptor, parts, piece.offset)
-
-
-def _write(descriptor: int, parts: list[bytes | memoryview], offset: int) -> None:
-    """Write `parts` one behind the other; the operating system may take less at a time."""
-    done, size = os.pwritev(descriptor, parts, offset), sum(len(part) for part in parts)
-    if done < size:
-        left = memoryview(b"".join(parts))
-        while done < size:
-            done += os.pwrite(descriptor, left[done:], offset + done)
+        write(descriptor, parts, piece.offset)

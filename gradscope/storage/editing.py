@@ -16,6 +16,7 @@ import numpy as np
 from crc32c import crc32c
 
 from gradscope.core.shortage import RESERVE
+from gradscope.storage.whole import read_into, write
 
 Written = dict[int, tuple[int, int]]
 
@@ -58,7 +59,7 @@ class DescriptorFile:
     def readinto(self, buffer: memoryview) -> int:
         """Fill `buffer`; beyond the end everything is zero."""
         try:
-            count = 0 if self._closed else os.preadv(self._descriptor, [buffer], self._position)
+            count = 0 if self._closed else read_into(self._descriptor, buffer, self._position)
             if count < len(buffer):
                 buffer[count:] = bytes(len(buffer) - count)
         except BaseException as error:
@@ -100,9 +101,7 @@ class DescriptorFile:
         beyond = len(data) >= _HOLE and position >= self._end
         if self.error or self._closed or (beyond and not _is_any(data)):
             return
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], position + done)
+        write(self._descriptor, [data], position)
         self._end = max(self._end, position + len(data))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from gradscope.storage.places import Place
+from gradscope.storage.whole import read, write
 
 TABLES = ("samples", "norms")
 _PIECE = 2**22
@@ -70,14 +71,14 @@ def write_seal(descriptor: int, table: np.ndarray) -> None:
     size = os.fstat(descriptor).st_size
     stored = np.ascontiguousarray(table, "<i8")
     tail = _TAIL.pack(len(stored), _digest(descriptor, stored, size), _MAGICS[stored.shape[1]])
-    os.pwrite(descriptor, stored.tobytes() + tail, size)
+    write(descriptor, [stored.tobytes(), tail], size)
 
 
 def seal_of(path: Path) -> Seal | None:
     """Read a file's seal, and compare the file with it; None when it has no seal."""
     with path.open("rb") as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
-        tail = os.pread(descriptor, _TAIL.size, max(0, size - _TAIL.size))
+        tail = read(descriptor, _TAIL.size, max(0, size - _TAIL.size)).tobytes()
         columns = {magic: columns for columns, magic in _MAGICS.items()}.get(tail[-8:])
         if len(tail) < _TAIL.size or columns is None:
             return None
@@ -85,7 +86,7 @@ def seal_of(path: Path) -> Seal | None:
         end = size - _TAIL.size - 8 * columns * count
         if count < 0 or end < 0:
             return Seal(np.empty((0, columns), np.int64), digest, intact=False)
-        table = np.frombuffer(os.pread(descriptor, 8 * columns * count, end), "<i8")
+        table = read(descriptor, 8 * columns * count, end).view("<i8")
         table = table.reshape(-1, columns)
         intact = _is_sound(table, end) and _digest(descriptor, table, end) == digest
         return Seal(table, digest, intact)
@@ -103,7 +104,7 @@ def _digest(descriptor: int, table: np.ndarray, size: int) -> bytes:
     digest = hashlib.sha256(table.tobytes())
     for start, stop in gaps(table, size):
         for at in range(start, stop, _PIECE):
-            digest.update(os.pread(descriptor, min(_PIECE, stop - at), at))
+            digest.update(read(descriptor, min(_PIECE, stop - at), at).data)
     return digest.digest()
 
 

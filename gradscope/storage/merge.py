@@ -62,7 +62,8 @@ def open_joiner(
     with ExitStack() as stack:
         with writing(path):
             descriptor = stack.enter_context(resume.locked(paths.part))
-        _require_none_unfinished(paths, descriptor, overwrite)
+            resume.require_not_there(paths, descriptor, overwrite=overwrite)
+            _require_none_unfinished(paths, descriptor, overwrite)
         joiner = Joiner(paths, descriptor, parts, virtual=virtual)
         stack.callback(joiner.close)
         joiner.lay_out(plan, batch)
@@ -152,7 +153,8 @@ class Joiner:
             self._disk.wait()
         self._disk.close()
         if not self._done:
-            self._paths.part.unlink(missing_ok=True)
+            with suppress(OSError):  # what stopped the merge has been said
+                self._paths.part.unlink(missing_ok=True)
 
     def _pieces(self, source: Opened) -> Iterator[list[Piece]]:
         """Yield what is to be written of a part, column by column."""
@@ -232,15 +234,16 @@ def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
         OutputError: It is there already, or one of the parts.
     """
     require_place(path, LONGEST)
-    if not path.exists():
-        return
-    if any(path.samefile(part.path) for part in parts.files):
+    with writing(path):
+        is_there = path.exists()
+        is_part = is_there and any(path.samefile(part.path) for part in parts.files)
+    if is_part:
         raise OutputError(
             "the result would replace a file that it is made from",
             where=str(path),
             remedy="Choose another name.",
         )
-    if not overwrite:
+    if is_there and not overwrite:
         raise OutputError(
             "the file exists already",
             where=str(path),

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,7 +58,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(descriptor)
                 part.replace(path)
             except BaseException:
-                part.unlink(missing_ok=True)
+                with suppress(OSError):  # what went wrong first is said
+                    part.unlink(missing_ok=True)
                 raise
     except OSError as error:
         raise OutputError(

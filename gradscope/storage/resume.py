@@ -51,12 +51,35 @@ def is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> b
             where=str(paths.final),
             remedy="Choose another name, or give --overwrite.",
         ) from error
-    if overwrite and found != plan.identity:
+    if found != plan.identity and (overwrite or _is_to_be_replaced(paths, plan)):
         return False
     _check_same(found, plan.identity, paths.final)
     if not paths.part.exists():
         paths.progress.unlink(missing_ok=True)  # left by a kill right after the file took its place
     return True
+
+
+def _is_to_be_replaced(paths: Paths, plan: FilePlan) -> bool:
+    """Whether this run was begun with --overwrite, and stopped before it was complete."""
+    progress = Progress.load(paths.progress) if paths.part.exists() else None
+    return progress is not None and progress.replaces and progress.identity == plan.identity
+
+
+def require_not_there(paths: Paths, descriptor: int, *, overwrite: bool) -> None:
+    """Check, with the `.part` locked, that nobody has put the final file in its place meanwhile.
+
+    Raises:
+        OutputError: Another process has.
+    """
+    if overwrite or not paths.final.exists():
+        return
+    if os.fstat(descriptor).st_size == 0:
+        paths.part.unlink(missing_ok=True)  # it was made by being opened
+    raise OutputError(
+        "another process has just written this file",
+        where=str(paths.final),
+        remedy="Choose another name, or give --overwrite.",
+    )
 
 
 def start(
@@ -77,6 +100,8 @@ def start(
     progress = Progress.load(paths.progress) if unfinished and resume else None
     if overwrite and progress is not None and progress.identity != plan.identity:
         progress = None
+    replaces = overwrite or (progress is not None and progress.replaces)
+    require_not_there(paths, descriptor, overwrite=replaces)
     if progress is None:
         paths.progress.unlink(missing_ok=True)
         os.ftruncate(descriptor, 0)

@@ -63,6 +63,7 @@ class Progress:
         overflowed: By the path of a data set: numbers too large for its format.
         structure: The file's structure.
         records: (m, 3) int64: offset, size and CRC-32C of what is complete, by offset.
+        replaces: Whether the run was told to replace the final file that is there.
     """
 
     completed: int
@@ -72,6 +73,7 @@ class Progress:
     overflowed: Mapping[str, int]
     structure: Structure
     records: np.ndarray
+    replaces: bool = False
 
     @classmethod
     def load(cls, path: Path) -> "Progress | None":
@@ -91,7 +93,10 @@ class Progress:
         records = arrays.pop()
         structure = Structure(header["size"], *arrays)
         completed, counts = header["completed"], header["overflowed"]
-        return cls(completed, header["identity"], states, tails, counts, structure, records)
+        replaces = header.get("replaces", False)
+        return cls(
+            completed, header["identity"], states, tails, counts, structure, records, replaces
+        )
 
     def save(self, path: Path) -> None:
         """Replace the progress file, durably."""
@@ -99,6 +104,7 @@ class Progress:
         header = {
             "completed": self.completed,
             "identity": self.identity,
+            "replaces": self.replaces,
             "owners": list(self.states),
             "keys": keys,
             "tails": list(self.tails),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradscope.storage import integrity
+from gradscope.storage.whole import read, write
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Structure:
         """Copy what lies between `extents` (m, 2), the offsets and sizes of rows."""
         size = os.fstat(descriptor).st_size
         pieces = list(integrity.gaps(extents, size))
-        data = b"".join(os.pread(descriptor, stop - start, start) for start, stop in pieces)
+        data = b"".join(read(descriptor, stop - start, start).data for start, stop in pieces)
         return cls(size, np.array(pieces, np.int64), np.frombuffer(data, np.uint8))
 
     def put_back(self, descriptor: int) -> None:
@@ -40,6 +41,6 @@ class Structure:
         position = 0
         for start, stop in self.pieces.tolist():
             part = self.data[position : position + stop - start]
-            os.pwrite(descriptor, part.data, start)
+            write(descriptor, [part.data], start)
             position += stop - start
         os.ftruncate(descriptor, self.size)

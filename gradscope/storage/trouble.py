@@ -31,7 +31,9 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
     try:
         with deferred():
             yield
-    except (OSError, RuntimeError, MemoryError) as error:  # h5py raises the first two
+    except (OSError, RuntimeError, MemoryError, KeyError, ValueError) as error:
+        if isinstance(error, KeyError | ValueError) and not _is_of_hdf5(error):
+            raise
         if again and is_shortage(error) and not isinstance(error, OSError):
             raise
         number = _number(error)
@@ -107,6 +109,14 @@ def secure_space(part: Path, descriptor: int) -> None:
             remedy=f"Choose another disk, {_SMALLER}.",
         )
     reserve(descriptor)
+
+
+def _is_of_hdf5(error: Exception) -> bool:
+    """Whether h5py raised it: what HDF5 cannot read becomes an error of any of these kinds."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith("h5py/")
 
 
 def _line(error: Exception) -> str:

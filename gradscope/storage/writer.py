@@ -51,14 +51,17 @@ def open_writer(
     if plan.n < 1:
         raise OutputError("there is no sample to store", where=str(path))
     require_place(paths.final, LONGEST)
-    if resuming.is_done(paths, plan, overwrite=overwrite, resume=resume):
+    with writing(paths.final):
+        is_done = resuming.is_done(paths, plan, overwrite=overwrite, resume=resume)
+    if is_done:
         yield Writer.of_complete(paths, plan)
         return
     with ExitStack() as stack:
         with writing(paths.final):
             descriptor = stack.enter_context(resuming.locked(paths.part))
             found = resuming.start(paths, descriptor, plan, overwrite=overwrite, resume=resume)
-        writer = Writer(paths, plan, descriptor, found)
+        replaces = overwrite or (found is not None and found.replaces)
+        writer = Writer(paths, plan, descriptor, found, replaces)
         stack.callback(writer.close)
         yield writer
 
@@ -72,13 +75,18 @@ class Writer:
     """
 
     def __init__(
-        self, paths: Paths, plan: FilePlan, descriptor: int, found: Progress | None
+        self,
+        paths: Paths,
+        plan: FilePlan,
+        descriptor: int,
+        found: Progress | None,
+        replaces: bool = False,
     ) -> None:
         self.completed = found.completed if found else 0
         self.states = found.states if found else {}
         self._paths, self._plan, self._descriptor, self._found = paths, plan, descriptor, found
         self._disk = Disk(descriptor)
-        self._commits = Commits(paths, descriptor, plan.identity, self.completed)
+        self._commits = Commits(paths, descriptor, plan.identity, self.completed, replaces)
         self._slots: Slots | None = None
         self._structure = found.structure if found else None
         self._kept = Kept(self.completed, self.states)
@@ -206,8 +214,9 @@ class Writer:
                 self._commit_kept()
         self._disk.close()
         if not self._done and self._commits.completed == 0:
-            self._paths.progress.unlink(missing_ok=True)
-            self._paths.part.unlink(missing_ok=True)
+            with suppress(OSError):  # what stopped the run has been said
+                self._paths.progress.unlink(missing_ok=True)
+                self._paths.part.unlink(missing_ok=True)
 
     def _ready(self, rows: Rows | None) -> Slots:
         """Find the places of everything; the first batch lays them out."""

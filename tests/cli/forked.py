@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,37 +58,70 @@ class Forked:
         return Outcome(code, out, err)
 
 
-def _serve() -> None:
-    from gradscope.cli import main
-
+def load() -> None:
+    """Import what commands need, for all forks at once."""
     for name in ("comparison", "pipeline", "report.errors", "report.progress", "report.run"):
         importlib.import_module(f"gradscope.{name}")
-    for line in sys.stdin:
-        request = json.loads(line)
-        out, err = (os.memfd_create(name) for name in ("out", "err"))
-        child = os.fork()
-        if child == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(out, 1)
-            os.dup2(err, 2)
-            os.chdir(request["cwd"])
-            signal.alarm(SECONDS)
-            os.environ.update(request["environment"])
-            sys.argv = ["gradscope", *request["arguments"]]
-            _exit(main)
+
+
+def command(
+    arguments: Sequence[str],
+    cwd: str | Path,
+    environment: Mapping[str, str],
+    before: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Run `gradscope ARGUMENTS` in a fork of this process, which calls `before` first."""
+    from gradscope.cli import main
+
+    def body() -> None:
+        os.chdir(cwd)
+        os.environ.update(environment)
+        sys.argv = ["gradscope", *arguments]
+        before()
+        main()
+
+    return apart(body)
+
+
+def apart(body: Callable[[], object], seconds: int = SECONDS) -> Outcome:
+    """Call a function in a fork of this process; its exit code is that of a program."""
+    return begin(body, seconds)()
+
+
+def begin(body: Callable[[], object], seconds: int = SECONDS) -> Callable[[], Outcome]:
+    """Begin to call a function in a fork of this process; return what waits for its end."""
+    out, err = (os.memfd_create(name) for name in ("out", "err"))
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        signal.alarm(seconds)
+        _exit(body)
+
+    def end() -> Outcome:
         _, status = os.waitpid(child, 0)
         texts = [os.pread(f, 2**24, 0).decode(errors="surrogateescape") for f in (out, err)]
         os.close(out)
         os.close(err)
-        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
+        return Outcome(os.waitstatus_to_exitcode(status), *texts)
+
+    return end
 
 
-def _exit(main: object) -> None:
-    """Run a command and leave with its exit code, past whatever the parent would do."""
-    assert callable(main)
+def _serve() -> None:
+    load()
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = command(request["arguments"], request["cwd"], request["environment"])
+        print(json.dumps(found), flush=True)
+
+
+def _exit(body: Callable[[], object]) -> None:
+    """Call a function and leave with its exit code, past whatever the parent would do."""
     code = 1
     try:
-        main()
+        body()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

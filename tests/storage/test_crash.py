@@ -1,8 +1,11 @@
 """Kills, full disks, and stops at the worst moments: nothing complete is lost or changed."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -212,3 +215,43 @@ def test_too_little_space_is_known_with_the_first_batch(
     with pytest.raises(OutputError, match="more bytes, the disk has 100"):
         write(tmp_path / "o.h5")
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "unlink", "stat", "ftruncate", "fsync"])
+def test_a_disk_that_died_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Also where what is unfinished cannot be removed any more."""
+    plain: Any = getattr(os, call)
+
+    def dead(place: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(place, int) or Path(place).parent == tmp_path:
+            raise OSError(number, os.strerror(number), place)
+        return plain(place, *rest, **options)
+
+    monkeypatch.setattr(os, call, dead)
+    if call == "unlink":
+        monkeypatch.setattr(os, "pwritev", dead)
+    with pytest.raises(OutputError, match=r"Input/output error|disk is full") as caught:
+        write(tmp_path / "o.h5")
+    assert "o.h5" in str(caught.value)
+    monkeypatch.undo()
+    write(tmp_path / "o.h5", resume=True)
+    write(tmp_path / "whole.h5")
+    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
+
+
+def test_what_hdf5_cannot_read_of_an_unfinished_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes an error of any kind: here a KeyError."""
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "o.h5", stop_at=32)
+
+    def unreadable(file: h5py.File) -> None:
+        file["chains/9"]
+
+    monkeypatch.setattr("gradscope.storage.writer.bind", unreadable)
+    with pytest.raises(OutputError, match="writing failed"):
+        write(tmp_path / "o.h5", resume=True)

@@ -362,7 +362,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("gradscope.storage.disk._write", full)
+    monkeypatch.setattr("gradscope.storage.disk.write", full)
     with pytest.raises(OutputError, match="the disk is full"):
         merge(files, tmp_path / "o.h5")
     assert names(tmp_path) == before

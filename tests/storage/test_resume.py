@@ -1,6 +1,7 @@
 """Stopped runs: nothing finished is lost, and what follows equals an uninterrupted run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from gradscope.errors import OutputError
 from gradscope.storage import FilePlan, open_file, open_writer
+from gradscope.storage.resume import locked
 from tests.storage.example import BATCH, DATA, PLAN, N, load, names, rows, same, write
 
 
@@ -191,3 +193,52 @@ def test_no_samples_and_too_many_rows(tmp_path: Path) -> None:
         write(tmp_path / "o.h5", replace(PLAN, n=0))
     with pytest.raises(OutputError, match="do not fit"):
         write(tmp_path / "o.h5", replace(PLAN, n=20))
+
+
+def test_a_stopped_run_that_replaces_a_file_goes_on(tmp_path: Path) -> None:
+    """The old file stays until then; a run that was not told to replace it does not."""
+    write(tmp_path / "whole.h5")
+    write(tmp_path / "o.h5", replace(PLAN, fingerprint={"checkpoint": "c2"}))
+    old = (tmp_path / "o.h5").read_bytes()
+    for stop_at, options in ((32, {"overwrite": True}), (64, {"resume": True})):
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "o.h5", stop_at=stop_at, **options)
+        assert (tmp_path / "o.h5").read_bytes() == old
+    with pytest.raises(OutputError, match="another run"):
+        write(tmp_path / "o.h5", replace(PLAN, fingerprint={"checkpoint": "c3"}), resume=True)
+    write(tmp_path / "o.h5", resume=True)
+    assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert names(tmp_path) == ["o.h5", "whole.h5"]
+
+
+def test_a_file_that_was_put_there_since_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "o.h5", stop_at=32)
+    write(tmp_path / "other.h5", replace(PLAN, fingerprint={"checkpoint": "c2"}))
+    (tmp_path / "other.h5").rename(tmp_path / "o.h5")
+    old = (tmp_path / "o.h5").read_bytes()
+    with pytest.raises(OutputError, match="another run"):
+        write(tmp_path / "o.h5", resume=True)
+    assert (tmp_path / "o.h5").read_bytes() == old
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_that_another_process_finished_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    """Between the look at the final path and the lock of the unfinished file."""
+    write(tmp_path / "other.h5", replace(PLAN, fingerprint={"checkpoint": "c2"}))
+    old = (tmp_path / "other.h5").read_bytes()
+    plain = locked
+
+    @contextmanager
+    def late(part: Path) -> Iterator[int]:
+        (tmp_path / "other.h5").rename(tmp_path / "o.h5")
+        with plain(part) as descriptor:
+            yield descriptor
+
+    monkeypatch.setattr("gradscope.storage.resume.locked", late)
+    with pytest.raises(OutputError, match="another process has just written this file"):
+        write(tmp_path / "o.h5", resume=resume)
+    assert (tmp_path / "o.h5").read_bytes() == old
+    assert names(tmp_path) == ["o.h5"]

@@ -71,20 +71,26 @@ def test_rows_that_are_scattered_in_memory(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.chains[0]["w"][...], values.numpy())
 
 
-def test_the_operating_system_may_take_less_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stop_at", [None, 32])
+def test_the_operating_system_may_take_and_give_less_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int | None
 ) -> None:
     write(tmp_path / "whole.h5")
-    plain, plain_one = os.pwritev, os.pwrite
+    take, take_one, give = os.pwritev, os.pwrite, os.preadv
 
     def some(descriptor: int, parts: Sequence[Any], offset: int) -> int:
-        return plain(descriptor, [b"".join(parts)[:1000]], offset)
+        return take(descriptor, [b"".join(parts)[:1000]], offset)
 
-    monkeypatch.setattr("gradscope.storage.disk.os.pwritev", some)
-    monkeypatch.setattr(
-        "gradscope.storage.disk.os.pwrite", lambda d, data, at: plain_one(d, data[:1500], at)
-    )
-    write(tmp_path / "o.h5")
+    def few(descriptor: int, parts: Sequence[Any], offset: int) -> int:
+        return give(descriptor, [memoryview(parts[0])[:700]], offset)
+
+    monkeypatch.setattr("os.pwritev", some)
+    monkeypatch.setattr("os.pwrite", lambda d, data, at: take_one(d, data[:1500], at))
+    monkeypatch.setattr("os.preadv", few)
+    if stop_at is not None:
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "o.h5", stop_at=stop_at)
+    write(tmp_path / "o.h5", resume=stop_at is not None)
     monkeypatch.undo()
     assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
 

@@ -1,0 +1,162 @@
+"""What came of a case, and of all cases of a drill, on several processes."""
+
+import multiprocessing
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TypeVar
+
+from tests.cli.forked import Outcome
+
+RIGHT, REFUSED, FAILURE = "right", "refused", "failure"
+
+CODES = (2, 3, 4, 6)  # of an error that is the user's, the file's or the disk's
+_NEVER = ("Traceback", "Exception ignored", "Segmentation", "terminate called")
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one case.
+
+    Attributes:
+        kind: RIGHT, REFUSED or FAILURE.
+        text: Of a failure: what was done, and what came of it.
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Row:
+    """A row of the table.
+
+    Attributes:
+        drill: What was done.
+        all: How many cases there are.
+        counts: How many there were of each verdict.
+        seconds: Wall time.
+        failures: What each of them says.
+    """
+
+    drill: str
+    all: int
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((RIGHT, REFUSED), 0))
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        """How many were tried."""
+        return sum(self.counts.values()) + len(self.failures)
+
+    def add(self, verdict: Verdict) -> None:
+        """Count a verdict."""
+        if verdict.kind == FAILURE:
+            self.failures.append(f"{self.drill}: {verdict.text}")
+        else:
+            self.counts[verdict.kind] += 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a drill is done.
+
+    Attributes:
+        seed: For whatever is random.
+        workers: Processes.
+        seconds: For all drills together.
+        most: The most cases of a row.
+    """
+
+    seed: int
+    workers: int
+    seconds: float
+    most: int | None = None
+
+    def part(self, share: float) -> "Setting":
+        """Return the same for a row that has some share of the time."""
+        return replace(self, seconds=share * self.seconds)
+
+    def all(self) -> "Setting":
+        """Return the same for cases that later ones need: all of them."""
+        return replace(self, most=None, seconds=inf)
+
+    def generator(self, *what: object) -> random.Random:
+        """Return random numbers that depend on the seed and on what they are for."""
+        return random.Random(repr((self.seed, *what)))
+
+
+def judged(
+    drill: str,
+    cases: Sequence[Case],
+    judge: Callable[[Case], Verdict | list[Verdict]],
+    setting: Setting,
+) -> Row:
+    """Judge cases, in random order, until all are done or the time is over."""
+    begun = time.monotonic()
+    order = setting.generator(drill).sample(list(cases), len(cases))[: setting.most]
+    context = multiprocessing.get_context("fork")
+    found, coming = context.SimpleQueue(), context.Value("l", 0)
+
+    def work() -> None:
+        while time.monotonic() - begun < setting.seconds:
+            with coming:
+                number = coming.value
+                coming.value += 1
+            if number >= len(order):
+                break
+            for verdict in _guarded(judge, order[number]):
+                found.put(verdict)
+        found.put(None)
+
+    workers = [context.Process(target=work) for _ in range(setting.workers)]
+    for worker in workers:
+        worker.start()
+    row, working = Row(drill, len(cases)), len(workers)
+    while working:
+        verdict = found.get()
+        if verdict is None:
+            working -= 1
+        else:
+            row.add(verdict)
+    for worker in workers:
+        worker.join()
+    row.seconds = time.monotonic() - begun
+    return row
+
+
+def _guarded(judge: Callable[[Case], Verdict | list[Verdict]], case: Case) -> list[Verdict]:
+    """Judge a case, or several; errors of the judge are failures, too."""
+    try:
+        found = judge(case)
+    except Exception:
+        return [Verdict(FAILURE, f"{case}: {traceback.format_exc()}")]
+    return [found] if isinstance(found, Verdict) else found
+
+
+def told(outcome: Outcome) -> str:
+    """Return how a process ended, in few words: of a traceback, our last lines and the error."""
+    frames = re.findall(r'File "[^"]*/(gradscope/[^"]*)", line (\d+), in (\w+)', outcome.err)
+    if not frames:
+        return f"exit code {outcome.code}: {outcome.err[-500:] or outcome.out[-200:]!r}"
+    where = " < ".join(f"{path}:{line} {name}" for path, line, name in frames[:-4:-1])
+    return f"exit code {outcome.code}: {outcome.err.strip().splitlines()[-1][:300]}; {where}"
+
+
+def is_one_message(outcome: Outcome, codes: Sequence[int] = CODES) -> bool:
+    """Whether a process ended with one error of ours, and an exit code that is documented."""
+    lines = outcome.err.splitlines()
+    errors = sum(line.startswith("error: ") for line in lines)
+    return (
+        outcome.code in codes
+        and errors == 1
+        and not any(word in outcome.err for word in _NEVER)
+        and outcome.out == ""
+    )
