@@ -1,0 +1,1 @@
+"""Defects in blocks."""

@@ -1,0 +1,1 @@
+"""Defects in the other backends, in own losses, compiled programs and labels."""
