@@ -232,3 +232,18 @@ def coupled() -> Course:
     found = _fitted(net, _randoms(6, 5))
     net.train()
     return found._replace(coupling="own-loss")
+
+
+@model()
+def four() -> Course:
+    """As many samples as every layer has inputs and outputs."""
+    return _fitted(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), _randoms(4, 4))
+
+
+@model()
+def gru() -> Course:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.head(net.gru(x)[0])
+
+    net = Net(forward, gru=nn.GRU(3, 4, batch_first=True), head=nn.Linear(4, 2))
+    return _fitted(net, _randoms(4, 3, shape=(5, 3)))

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -166,3 +167,15 @@ def clipped(rows: Rows) -> dict[str, Tensor]:
     norms = torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
     factors = (0.5 / norms).clamp(max=1.0)
     return {name: torch.einsum("n,n...->...", factors, g) / len(g) for name, g in rows.items()}
+
+
+@dataclass(frozen=True)
+class EagerlyCompiled(Asked):
+    """The same by a compiled program, without the compiler's own part, which takes seconds."""
+
+    backend: str = "vmap"
+    options: tuple[tuple[str, Any], ...] = (("compile", True),)
+
+    def _ask(self, scope: Scope, k: int) -> Numbers:
+        with patch("torch.compile", partial(torch.compile, backend="eager")):
+            return super()._ask(scope, k)
