@@ -173,7 +173,7 @@ def tokens() -> Course:
 @model()
 def tied() -> Course:
     def forward(net: Any, ids: Tensor) -> Tensor:
-        return torch.tanh(net.table(ids)) @ net.table.weight.T
+        return nn.functional.linear(net.table(ids).tanh(), net.table.weight)
 
     ids = [torch.randint(9, (n, 6)) for n in (5, 3)]
     return _fitted(Net(forward, table=nn.Embedding(9, 4)), ids)

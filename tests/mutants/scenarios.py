@@ -179,3 +179,10 @@ class EagerlyCompiled(Asked):
     def _ask(self, scope: Scope, k: int) -> Numbers:
         with patch("torch.compile", partial(torch.compile, backend="eager")):
             return super()._ask(scope, k)
+
+
+def cosines(rows: Rows) -> dict[str, Tensor]:
+    """The mean cosine between a sample's gradient and the mean gradient."""
+    flat = torch.cat([g.flatten(1) for g in rows.values()], 1)
+    found = torch.nn.functional.cosine_similarity(flat, flat.mean(0, keepdim=True), dim=1)
+    return {"cosine": found.mean()}
