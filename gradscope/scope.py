@@ -35,6 +35,7 @@ from gradscope.proof import (
     drawn,
     examined,
     glimpsed,
+    require_norms,
     span,
 )
 from gradscope.reducers import State
@@ -265,8 +266,23 @@ class Scope:
         """
         self.labels.require_one()
         batch = Batch.of(inputs, targets)
-        evaluation = self._repeated(lambda: self.evaluate(batch, Wanted(out=out)))
-        return evaluation.gradients.dense(out)
+        return self._repeated(lambda: self._rows(batch, out))
+
+    def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return {name: (n, *shape)}; those of a batch that is proved have the norms of its proof.
+
+        Raises:
+            CertificateError: They have others.
+        """
+        gradients = self.evaluate(batch, Wanted(out=out)).gradients
+        rows = gradients.dense(out)
+        if self.verify != "never" and self.proved:
+            try:
+                require_norms(self.backend, rows, gradients)
+            except CertificateError as error:
+                self._goes_on(error)
+                raise
+        return rows
 
     def norms(
         self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"

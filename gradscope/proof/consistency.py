@@ -41,16 +41,17 @@ def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> No
             raise _contradiction(backend, f"the {what} of its gradients are those of others", name)
 
 
-def require_norms(backend: str, rows: Mapping[str, Tensor], squared: Mapping[str, Tensor]) -> None:
-    """Hold rows (n, *shape) that are handed out against their squared norms (n,).
+def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
+    """Hold rows (n, *shape), as they are handed out, against the norms of the gradients.
 
     Raises:
-        CertificateError: These are of other rows.
+        CertificateError: They are not the rows of these.
     """
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
-        told = squared[name].to(found)
-        most = 2 * _tolerance(values) * torch.maximum(found, told) + _lost(values, told.amax())
+        told = gradients.squared_norms[name].to(found)
+        lost = _lost(values, _bound(gradients[name], torch.zeros_like(found[0])) ** 2)
+        most = 2 * _tolerance(values) * torch.maximum(found, told) + lost
         if bool(((found - told).abs() > most).any()):
             raise _contradiction(backend, "rows have other norms than it has told", name)
 
@@ -73,8 +74,7 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
         "scaled sums": (few.scale(weights).weighted_sum().flatten(), weights.to(right) @ right),
     }
     size = torch.linalg.vector_norm(right)
-    bound = few.bound().to(size)
-    bound = torch.where(bound.isfinite(), bound, size)
+    bound = _bound(few, size)
     for what, (found, wanted) in claims.items():
         gap = torch.linalg.vector_norm(found.to(wanted) - wanted)
         if what in ("rows", "scaled sums"):
@@ -91,6 +91,12 @@ def _contradiction(backend: str, what: str, name: str) -> CertificateError:
         where=f"parameter {name!r}",
         remedy="Use another backend (auto tries all); loop is the reference.",
     )
+
+
+def _bound(block: Block, otherwise: Tensor) -> Tensor:
+    """Return the bound on a block's norms (0-d), and `otherwise` where it knows none."""
+    found = block.bound().to(otherwise)
+    return torch.where(found.isfinite(), found, otherwise)
 
 
 def _tolerance(of: Tensor | Block) -> float:

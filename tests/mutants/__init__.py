@@ -1,6 +1,6 @@
 """Defects put into the engine on purpose, one at a time, and which guard of the product tells.
 
-    python -m tests.mutants        prints the table
+python -m tests.mutants        prints the table
 """
 
 from tests.mutants import blocks, files, graph, others, reductions, rules  # noqa: F401  (fill it)

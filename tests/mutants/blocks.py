@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
+from gradscope.blocks import (
+    Block,
+    ConvolutionBlock,
+    Gradients,
+    OuterBlock,
+    ScatterBlock,
+    convolution,
+    outer,
+    products,
+)
 from gradscope.blocks import base as block_base
-from gradscope.blocks import convolution, outer, products
 from gradscope.blocks.base import over_samples, precise, squares
 from gradscope.blocks.products import contracted
 from tests.mutants.base import Install, Patch, after, around, before, mutant
@@ -168,4 +176,16 @@ _caught(
     "the inner product with a vector takes the first position only",
     Asked("positions", what="cosine:to=mean | mean", expected=cosines),
     lambda patch: patch.setattr(OuterBlock, "dot", _dot),
+)
+
+
+def _shifted(found: dict[str, Tensor], self: Gradients, *_: Any) -> dict[str, Tensor]:
+    return {name: g.roll(1, 0) if self.n > 3 else g for name, g in found.items()}
+
+
+_caught(
+    "rows one place late",
+    "rows are right one by one, and written one place late into what is handed out",
+    Asked("mlp"),
+    around(Gradients, "dense", after(_shifted)),
 )

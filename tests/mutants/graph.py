@@ -1,4 +1,4 @@
-"""Defects in what the `hooks` backend finds out about a program, and carries from batch to batch."""
+"""Defects in what the `hooks` backend finds out about a program, and carries along."""
 
 from dataclasses import replace
 from typing import Any
@@ -78,6 +78,8 @@ _caught(
     "certificate",
     around(backend, "gradients_at", before(lambda t, outputs, w: (t, outputs, w / len(w)))),
 )
+
+
 def _unturned(original: Any) -> Any:
     return lambda trace, node, block: block
 

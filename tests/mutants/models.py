@@ -1,4 +1,4 @@
-"""The models that defects show in: each a few hundred numbers, in float64 but for a fused kernel."""
+"""The models that defects show in: a few hundred numbers each, in float64 but for the LSTM."""
 
 from collections.abc import Callable
 from functools import cache

@@ -170,8 +170,10 @@ _compared(
     around(
         loop,
         "one_sample",
-        lambda original: lambda problem, sample: original(
-            problem, replace(sample, targets=sample.targets * 0 + 1)
+        lambda original: (
+            lambda problem, sample: original(
+                problem, replace(sample, targets=sample.targets * 0 + 1)
+            )
         ),
     ),
 )
@@ -187,8 +189,10 @@ mutant(
     around(
         joint,
         "_pulled",
-        lambda original: lambda losses, ps, picks, batched: original(
-            losses, ps, picks.roll(1, 0) if batched else picks, batched=batched
+        lambda original: (
+            lambda losses, ps, picks, batched: original(
+                losses, ps, picks.roll(1, 0) if batched else picks, batched=batched
+            )
         ),
     ),
 )

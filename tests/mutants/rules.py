@@ -70,6 +70,8 @@ _caught(
     "positions",
     entry(node_rules, "AddmmBackward0", _bias_at_one_position),
 )
+
+
 def _times_itself(site: Site) -> Block:
     return site.reduced(site.gradient * site.saved("self" if site.slot == 0 else "other"))
 
