@@ -18,7 +18,7 @@ from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
 from gradscope.errors import CertificateError, RefusedError
 from gradscope.labels import mean
-from gradscope.pipeline import nonfinite
+from gradscope.pipeline import nonfinite, recorded
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
@@ -175,7 +175,7 @@ class Run:
             certificate=self.progress.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
-            look=lambda file: seen.append(_Seen.of(file)),
+            look=lambda file: seen.append(self._looked_at(file)),
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
@@ -185,6 +185,21 @@ class Run:
         return self._report(
             seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in shown)
         )
+
+    def _looked_at(self, file: GradientFile) -> _Seen:
+        """Return what the finished file says, having held it against itself.
+
+        Raises:
+            OutputError: It contradicts itself.
+        """
+        scope = self.job.scope
+        own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
+        counting = {owner: state for owner, state in self.states.items() if owner not in own}
+        recorded.require_samples(file, self.job.rows)
+        recorded.require_counts(file, counting, kept=scope.nonfinite == "keep")
+        if scope.labels.mode != "exact":
+            recorded.require_rows(file, scope.problem.dtype)
+        return _Seen.of(file)
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""

@@ -118,6 +118,7 @@ class Joiner:
         results: Mapping[int, Mapping[str, Tensor]],
         norm_attributes: Mapping[str, Mapping[str, float]],
         states: States,
+        look: complete.Look | None = None,
     ) -> None:
         """Complete the file: verify it, and put it in its final place.
 
@@ -125,6 +126,7 @@ class Joiner:
             results: {chain: {name: (*shape)}} for the reduced chains.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, the whole run's.
+            look: Called with the file while it is open for its verification.
 
         Raises:
             OutputError: It cannot be completed.
@@ -141,6 +143,7 @@ class Joiner:
                 certificate,
                 norm_attributes,
                 states,
+                look,
             )
         self._done = True
 
