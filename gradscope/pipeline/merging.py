@@ -23,7 +23,7 @@ from pydantic import Field
 from gradscope.chains import Chain
 from gradscope.core.compressions import parse_compression
 from gradscope.core.spec import RunSpec
-from gradscope.pipeline import nonfinite
+from gradscope.pipeline import nonfinite, recorded
 from gradscope.pipeline.joint_proof import combined
 from gradscope.pipeline.recomputing import Recomputed, looked_at, recompute
 from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
@@ -34,6 +34,7 @@ from gradscope.stats.base import Json, Record
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
+    GradientFile,
     Joiner,
     Part,
     Parts,
@@ -138,6 +139,7 @@ class Merge:
             certificate=self.certificate,
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
+            look=self._look,
         )
         with writing(self.path):
             size = self.path.stat().st_size
@@ -158,6 +160,21 @@ class Merge:
             notes=self.recomputed.notes,
             seconds=time.perf_counter() - self.begun,
         )
+
+    def _look(self, file: GradientFile) -> None:
+        """Hold the file against itself before it takes its place.
+
+        Raises:
+            OutputError: It contradicts itself.
+        """
+        built_in = {
+            MEAN_GRADIENT,
+            *(str(k) for k, c in self.chains.items() if ".py:" not in c.text),
+        }
+        counting = {owner: state for owner, state in self.states.items() if owner in built_in}
+        kept = file.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
+        recorded.require_samples(file, range(self.parts.start, self.parts.stop))
+        recorded.require_counts(file, counting, kept=kept)
 
     def _merge_of(self, owner: str) -> MergeStates:
         if owner == nonfinite.OWNER:

@@ -18,7 +18,7 @@ from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
 from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
 from gradscope.labels import mean
-from gradscope.pipeline import nonfinite
+from gradscope.pipeline import nonfinite, recorded
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
@@ -198,6 +198,10 @@ class Run:
         Raises:
             OutputError: Its numbers do not belong together.
         """
+        own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
+        counting = {owner: state for owner, state in self.states.items() if owner not in own}
+        recorded.require_samples(file, self.job.rows)
+        recorded.require_counts(file, counting, kept=self.job.scope.nonfinite == "keep")
         try:
             require_consistent(file, self.job.scope.seed)
         except ResultFileError as error:

@@ -30,6 +30,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.problem import Problem
 from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
+from gradscope.proof.consistency import require_consistent
 from gradscope.proof.judge import Check, Claim, Objective, judged
 
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -194,6 +195,9 @@ def examined(
         if not completeness.passed and agreement.passed and len(rows) > len(chosen):
             chosen = rows  # a layer may scale gradients by the batch, and every sample be right
             agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+            if agreement.passed and not own_loss:
+                _require_sum_of_singles(problem, backend, part, claim)
+        require_consistent(backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
     if len(unused) == len(squared):
@@ -335,6 +339,21 @@ def _explain(problem: Problem, backend: str, batch: Batch, found: Tensor, right:
         where=f"sample {int(batch.index[worst])}",
         remedy="Use another backend (auto tries all); loop is the reference.",
     )
+
+
+def _require_sum_of_singles(problem: Problem, backend: str, batch: Batch, claim: Claim) -> None:
+    """Compare a claim with batches of one, where the batch as a whole has another gradient.
+
+    Raises:
+        CertificateError: It is the claim that is wrong.
+    """
+    rows = [torch.tensor([k]) for k in range(len(batch))]
+    right = {name: torch.zeros_like(value) for name, value in claim.values.items()}
+    for k, weight in enumerate(claim.weights):
+        for name, gradient in one_sample(problem, batch.one(k))[1].items():
+            right[name] += weight.to(right[name]) * gradient
+    check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
+    _require_passed(check, "completeness", backend, batch)
 
 
 def _worst(checks: Sequence[Check]) -> Check:

@@ -121,6 +121,7 @@ class Joiner:
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]],
         states: States,
+        look: complete.Look | None = None,
     ) -> None:
         """Complete the file: verify it, and put it in its final place.
 
@@ -129,6 +130,7 @@ class Joiner:
             certificate: Stored as JSON.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, the whole run's.
+            look: Called with the file while it is open for its verification.
 
         Raises:
             OutputError: It cannot be completed.
@@ -144,6 +146,7 @@ class Joiner:
                 certificate,
                 norm_attributes,
                 states,
+                look,
             )
         self._done = True
 

@@ -43,21 +43,23 @@ def test_samples_are_drawn_by_seed() -> None:
     assert len({tuple(rows) for rows in drawn}) > 25
     assert all(len(set(rows)) == 4 and 3 not in rows for rows in drawn)
     assert len({row for rows in drawn for row in rows}) > 60
+    assert all(rows[-1] == 199 for rows in drawn)
     assert few(fake(2), 0).tolist() == [0, 1]
+    assert few(fake(1), 0).tolist() == [0]
 
 
 def test_norms_of_parameters_that_do_not_make_up_the_norm() -> None:
     file = replace(fake(30), rows=False)
     norm = file.samples["norm"]
     with pytest.raises(ResultFileError, match=r"fake\.h5: the gradient of sample 1\d+ is recorded"):
-        require_consistent(spoilt(file, norm=1.001 * norm))
+        require_consistent(spoilt(file, norm=1.01 * norm))
     require_consistent(spoilt(file, norm=(1 + 1e-6) * norm))
 
 
 def test_rows_that_do_not_have_the_recorded_norms() -> None:
     file = fake(30)
     name = next(iter(file.gradients))
-    wrong = 1.001 * file.norms[name]
+    wrong = 1.5 * file.norms[name]
     others = sum(np.square(norms) for key, norms in file.norms.items() if key != name)
     consistent = spoilt(file, norms={name: wrong}, norm=np.sqrt(others + np.square(wrong)))
     with pytest.raises(ResultFileError, match=re.escape(f"by '{name}'") + ".*stored row has"):
