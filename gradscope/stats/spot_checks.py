@@ -25,11 +25,8 @@ def few(file: Source, seed: int) -> Rows:
     """Return the rows of up to four finite samples: the last, and others drawn by seed."""
     finite = np.flatnonzero(finite_samples(file))
     draw = np.random.default_rng(seed)
-    drawn = (
-        draw.choice(finite[:-1], min(_FEW, len(finite)) - 1, replace=False)
-        if len(finite) > 1
-        else []
-    )
+    others = finite[:-1]
+    drawn = draw.choice(others, min(_FEW - 1, len(others)), replace=False)
     return np.sort(np.append(finite[-1:], drawn).astype(np.intp))
 
 
