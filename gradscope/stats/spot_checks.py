@@ -9,15 +9,21 @@ from numpy.typing import NDArray
 
 from gradscope.errors import ResultFileError
 from gradscope.stats.base import Floats, Source, wide
-from gradscope.stats.stored import in_half, labels_of, rows_of
+from gradscope.stats.stored import labels_of, rows_of
 from gradscope.stats.table import finite_samples
 
 Rows = NDArray[np.intp]
 
 _FEW = 4  # samples of a file
 _MOST = 64  # parameters whose rows are read: of a file with thousands, that takes its time
-_TOLERANCE, _HALF = 1e-3, 0.02  # what is wrong is wrong by more
-_SHARE = 0.02  # of a sample's whole gradient: where terms cancel, norms lose half their digits
+_HALF, _SINGLE, _DOUBLE = (0.02, 0.05), (1e-3, 0.02), (1e-6, 1e-5)
+_PRECISIONS = {
+    "float16": _HALF,
+    "bfloat16": _HALF,
+    "float64": _DOUBLE,
+    "complex128": _DOUBLE,
+}  # by the run's dtype, relative to a norm, and to that of the sample's whole gradient: where terms
+# cancel, norms lose half their digits
 _PIECE = 2**20  # entries that are squared at a time
 
 
@@ -51,13 +57,13 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     squares = np.zeros(len(rows))
     stored: Mapping[str, Any] = rows_of(file) or {}
     looked_at = _some(list(stored), seed)
-    limit = _HALF if in_half(file) else _TOLERANCE
+    limit, share = _PRECISIONS.get(str(dict(file.run).get("dtype")), _SINGLE)
     for name in file.norms:
         norms = wide(file.norms[name])
         squares += np.square(norms[rows])
         if name in looked_at and not getattr(stored[name], "overflowed", 0):
             found = [_norm(stored[name][int(row)]) for row in rows]
-            slack = limit * norms[rows] + _SHARE * whole[rows]
+            slack = limit * norms[rows] + share * whole[rows]
             _require(file, index, norms[rows], found, slack, f"by {name!r} ")
     slack = limit * whole[rows] + np.finfo(np.float32).tiny
     _require(file, index, whole[rows], np.sqrt(squares).tolist(), slack, "")
