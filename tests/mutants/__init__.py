@@ -3,7 +3,15 @@
 python -m tests.mutants        prints the table
 """
 
-from tests.mutants import blocks, files, graph, others, reductions, rules  # noqa: F401  (fill it)
+from tests.mutants import (  # noqa: F401  (importing files the mutants)
+    blocks,
+    files,
+    formulas,
+    graph,
+    others,
+    reductions,
+    rules,
+)
 from tests.mutants.base import MUTANTS, Mutant, Scenario, wrong
 
 __all__ = ["MUTANTS", "Mutant", "Scenario", "wrong"]

@@ -11,7 +11,14 @@ Numbers = Mapping[str, np.ndarray]
 Patch = pytest.MonkeyPatch
 Install = Callable[[Patch], None]
 
-GUARDS = ("certificate", "audit", "compare", "completion", "seal", "stats")
+GUARDS = {
+    "certificate": "the proof of the first batch, or what is tried before it",
+    "audit": "the proof of a later batch",
+    "compare": "the comparison of backends",
+    "completion": "the checks of a file before it takes its place",
+    "seal": "the checksums that a reader compares",
+    "tests": "nothing but the test suite",
+}
 TOLERANCE = 1e-6  # of an answer in float64, relative to the largest number of its kind
 
 
@@ -41,6 +48,7 @@ class Mutant:
         scenario: Where it shows.
         guard: What has to catch it.
         install: Puts it in.
+        test: Of the test suite; fails under the defect, where no guard of the product can tell.
     """
 
     name: str
@@ -49,18 +57,26 @@ class Mutant:
     scenario: Scenario
     guard: str
     install: Install
+    test: Callable[[], None] | None = None
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    name: str, room: str, defect: str, scenario: Scenario, guard: str, install: Install
+    name: str,
+    room: str,
+    defect: str,
+    scenario: Scenario,
+    guard: str,
+    install: Install,
+    test: Callable[[], None] | None = None,
 ) -> None:
     """File a mutant under its name."""
     assert name not in MUTANTS, name
     assert guard in GUARDS, guard
-    MUTANTS[name] = Mutant(name, room, defect, scenario, guard, install)
+    assert (guard == "tests") == (test is not None), name
+    MUTANTS[name] = Mutant(name, room, defect, scenario, guard, install, test)
 
 
 def wrong(found: Numbers, right: Numbers) -> list[str]:

@@ -17,7 +17,6 @@ from crc32c import crc32c
 import gradscope
 from gradscope.errors import GradscopeError, OutputError, RefusedError, ResultFileError
 from gradscope.pipeline import compute, merge, prepare, start
-from gradscope.stats import summarize
 from gradscope.storage import open_file
 from tests.mutants.base import Numbers
 from tests.pipeline import project
@@ -79,12 +78,9 @@ class Written:
                 return "completion"
             try:
                 with open_file(path) as file:
-                    checks = summarize(file).checks
                     rows = {name: array[...] for name, array in file.chains[0].items()}
             except ResultFileError:
                 return "seal"
-            if not all(check.passed for check in checks):
-                return "stats"
             return None if _agrees(folder, rows) else "compare"
 
     def _write(self, folder: Path, path: Path, **more: Any) -> None:
