@@ -18,13 +18,12 @@ from gradscope.pipeline.start import ALIKE, file_plan
 from gradscope.proof import drawn
 from gradscope.stats import require_consistent
 from gradscope.stats.base import Floats, wide
-from gradscope.stats.spot_checks import few
+from gradscope.stats.spot_checks import few, tolerances
 from gradscope.storage import Part, Parts, open_file
 from gradscope.storage.resume import differences
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
 _ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have
-_SHARE = 1e3  # roundings of its whole gradient that a parameter's may have
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,8 @@ def _numbers(job: Job, sample: Stored) -> Iterator[tuple[str, float, float, floa
 
     yield compared("loss", sample.loss, made.loss, loss)
     yield compared("gradient norm", sample.norm, made.norm, norm)
-    slack = norm + min(_SHARE * eps, alike) * sample.norm
+    _, share = tolerances(str(job.scope.problem.precision).removeprefix("torch."))
+    slack = norm + share * sample.norm
     for name, value in made.norms.items():
         yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)
 

@@ -36,6 +36,15 @@ def few(file: Source, seed: int) -> Rows:
     return np.sort(np.append(finite[-1:], drawn).astype(np.intp))
 
 
+def tolerances(dtype: str) -> tuple[float, float]:
+    """Return how far two norms may differ in a precision, of a parameter or a sample.
+
+    Returns:
+        The share of the norm itself, and of that of the sample's whole gradient.
+    """
+    return _PRECISIONS.get(dtype, _SINGLE)
+
+
 def require_consistent(file: Source, seed: int = 0) -> None:
     """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
 
@@ -57,7 +66,7 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     squares = np.zeros(len(rows))
     stored: Mapping[str, Any] = rows_of(file) or {}
     looked_at = _some(list(stored), seed)
-    limit, share = _PRECISIONS.get(str(dict(file.run).get("dtype")), _SINGLE)
+    limit, share = tolerances(str(dict(file.run).get("dtype")))
     for name in file.norms:
         norms = wide(file.norms[name])
         squares += np.square(norms[rows])
