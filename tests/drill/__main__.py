@@ -36,7 +36,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="for all of them [20]")
     parser.add_argument("--only", action="append", choices=DRILLS, help="repeatable [all]")
     parser.add_argument("--seed", type=int, default=0, help="for whatever is random [0]")
-    parser.add_argument("--most", type=int, help="the most cases of a row [all]")
+    parser.add_argument("--most", type=int, help="runs, and cases of a row, at most [all]")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     return parser.parse_args()
 
@@ -63,8 +63,9 @@ def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import kills, power, runs
 
     if faults.are_here():
-        inputs = runs.prepared(scratch)
-        commands, writers = runs.command_jobs(inputs), runs.writer_jobs()
+        inputs = runs.prepared(scratch.parent)
+        commands = runs.command_jobs(inputs)[: setting.most]
+        writers = runs.writer_jobs()[: setting.most]
         yield from kills.drill(commands, writers, scratch, setting)
         yield power.drill([*commands, *writers], scratch, setting, LOSSES)
 
@@ -72,15 +73,15 @@ def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
 def _full(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import full, runs
 
-    inputs = runs.prepared(scratch)
-    return full.drill([*runs.command_jobs(inputs), *runs.writer_jobs()], scratch, setting)
+    jobs = [*runs.command_jobs(runs.prepared(scratch.parent)), *runs.writer_jobs()]
+    return full.drill(jobs[: setting.most], scratch, setting)
 
 
 def _neighbours(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import neighbours, runs
 
     if faults.are_here():
-        yield neighbours.drill(runs.prepared(scratch), scratch, setting, TIMES)
+        yield neighbours.drill(runs.prepared(scratch.parent), scratch, setting, TIMES)
 
 
 def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:

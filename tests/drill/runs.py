@@ -61,8 +61,10 @@ def load() -> None:
 
 
 def prepared(scratch: Path, samples: int = SAMPLES) -> Path:
-    """Make the folder with model, weights, data, shards and a result that all jobs read."""
+    """Return the folder with model, weights, data, shards and a result that all jobs read."""
     inputs = scratch / "inputs"
+    if inputs.exists():
+        return inputs
     inputs.mkdir()
     project.write(inputs, samples)
     for k in range(SHARDS):
