@@ -26,7 +26,7 @@ ROW = re.compile(r"│ (.*?) +│ +([\d,]+)[^│]*│ +([\d,]+) │ +([\d,]+) �
 @pytest.fixture(scope="module")
 def table() -> dict[str, list[int]]:
     """{drill: cases, right, refused, failures}."""
-    words = [sys.executable, "-m", "tests.drill", "--most", "2"]
+    words = [sys.executable, "-m", "tests.drill", "--most", "1"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return {
@@ -35,10 +35,10 @@ def table() -> dict[str, list[int]]:
 
 
 def test_every_drill_runs(table: dict[str, list[int]]) -> None:
-    without_compiler = 8 if shutil.which("cc") or shutil.which("gcc") else 2
-    assert len(table) >= 8 + without_compiler - 1, list(table)
+    needs_faults = 6 if any(map(shutil.which, ("cc", "gcc", "clang"))) else 0
+    assert len(table) >= 9 + needs_faults, list(table)
     for cases, right, refused, failures in table.values():
-        assert cases == right + refused >= 2
+        assert cases == right + refused >= 1
         assert failures == 0
 
 

@@ -19,7 +19,7 @@ _FAULTS = "GRADSCOPE_DRILL_FAULTS"  # set where they were asked for, whether the
 
 def main() -> int:
     """Run as a program; return how many failures there were, at most 1."""
-    given = _parsed()
+    given = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="gradscope-drill-") as place:
         made = faults.preload(Path(place)) if _FAULTS not in os.environ else None
         if made is not None:
@@ -31,14 +31,15 @@ def main() -> int:
     return int(any(row.failures for row in rows))
 
 
-def _parsed() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """Return the options."""
     parser = argparse.ArgumentParser(prog="python -m tests.drill", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="for all of them [20]")
     parser.add_argument("--only", action="append", choices=DRILLS, help="repeatable [all]")
     parser.add_argument("--seed", type=int, default=0, help="for whatever is random [0]")
     parser.add_argument("--most", type=int, help="runs, and cases of a row, at most [all]")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    return parser.parse_args()
+    return parser
 
 
 def _rows(given: argparse.Namespace, scratch: Path) -> Iterator[Row]:
