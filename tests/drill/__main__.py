@@ -94,7 +94,7 @@ def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
 def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import shards
 
-    return shards.drill(scratch, setting, SHARDS if setting.most is None else 4 + setting.most)
+    return shards.drill(scratch, setting, SHARDS if setting.most is None else 3 + setting.most)
 
 
 FILES, SHARDS, LOSSES, TIMES = 10_000, 1_000, 2, 20  # of a drill that is done in full

@@ -119,7 +119,7 @@ def command_jobs(inputs: Path) -> list[Job]:
         result = SHARD if "--shard" in words else RESULT
         jobs.append(Job(name, *steps, result=result, goes_on=True))
     new, other = (compute(inputs, ROWS, *w) for w in (["--overwrite"], ["--seed", "5"]))
-    jobs.append(Job("over another result", new, new, before=other))
+    jobs.append(Job("over another result", new, new, before=other, goes_on=True))
     jobs.append(Job("merge", *[merge(inputs)] * 2))
     jobs += [
         Job(f"export {name}", *[export(inputs, name)] * 2, result=name)
