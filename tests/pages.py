@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.__main__ import parser
 from gradscope.cli.app import run as command_line
+from tests.drill.__main__ import parser as drills
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(
@@ -86,6 +87,11 @@ def command(line: str, page: Page) -> None:
 def benchmark_options() -> set[str]:
     """Return the options of `python -m benchmarks`."""
     return {option for action in parser()._actions for option in action.option_strings}
+
+
+def drill_options() -> set[str]:
+    """Return the options of `python -m tests.drill`."""
+    return {option for action in drills()._actions for option in action.option_strings}
 
 
 def gradscope(words: list[str]) -> tuple[int, str, str]:

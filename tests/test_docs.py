@@ -27,7 +27,15 @@ from gradscope.losses import options as options_of
 from gradscope.reducers import reducers
 from gradscope.sources import checkpoint_readers, dataset_readers
 from gradscope.transforms import transforms
-from tests.pages import FENCE, ROOT, assert_alike, assert_lines_of, benchmark_options, run
+from tests.pages import (
+    FENCE,
+    ROOT,
+    assert_alike,
+    assert_lines_of,
+    benchmark_options,
+    drill_options,
+    run,
+)
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDE = ROOT / "docs" / "guide.md"
@@ -134,7 +142,7 @@ def test_the_readme_has_a_reason_for_each_dependency() -> None:
 
 
 def test_no_page_names_an_option_that_does_not_exist() -> None:
-    known = set(_options()) | benchmark_options()
+    known = set(_options()) | benchmark_options() | drill_options()
     for path in PAGES:
         for option in re.findall(
             r"(?<![\w`-]-)`(--[a-z][a-z-]*)", path.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from gradscope.storage.reader import GradientFile, open_file
 from gradscope.storage.resume import require_intact
 from gradscope.storage.sidecar import Paths
 from gradscope.storage.slots import ASIDE, Slots
+from gradscope.storage.whole import sync_folder
 
 Look = Callable[[GradientFile], None]
 
@@ -68,7 +69,7 @@ def complete(
     os.fsync(descriptor)
     paths.part.replace(paths.final)
     paths.progress.unlink(missing_ok=True)
-    _sync_folder(paths)
+    sync_folder(paths.final)
 
 
 def _verify(paths: Paths, look: Look | None) -> None:
@@ -83,13 +84,3 @@ def _verify(paths: Paths, look: Look | None) -> None:
             where=str(paths.part),
             remedy="The disk or its driver may be failing; give --resume to complete it again.",
         ) from error
-
-
-def _sync_folder(paths: Paths) -> None:
-    if os.name != "posix":
-        return
-    folder = os.open(paths.final.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

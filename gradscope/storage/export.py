@@ -3,6 +3,7 @@
 Whatever the size, a few rows at a time are in memory. A file is complete, or it is not there.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from gradscope.storage.export_arrays import (
 from gradscope.storage.export_table import TABLES, Table, table_of
 from gradscope.storage.names import escape
 from gradscope.storage.reader import GradientFile
-from gradscope.storage.replacing import SUFFIX, check_free, replacing
+from gradscope.storage.replacing import SUFFIX, check_free, replacing, reported
 from gradscope.storage.selection import Part, find_chain, find_parts
 from gradscope.storage.trouble import excess, require_short
 
@@ -68,7 +69,9 @@ def export(
     """
     require_short(path, SUFFIX if path.suffix else "")
     suffix = path.suffix.lower()
-    if path.exists() and path.samefile(file.path):
+    with reported(path):
+        is_same = path.exists() and path.samefile(file.path)
+    if is_same:
         raise OutputError(
             "the export would replace the result that it is taken from",
             where=str(path),
@@ -107,9 +110,9 @@ def _folder(parts: Sequence[Part], path: Path, overwrite: bool) -> list[Exported
                 where=str(path),
                 remedy="Export .safetensors, or this one to a .npy file with --parameter.",
             )
-    if not path.exists():
+    if not os.path.isdir(path):  # noqa: PTH112 (which raises on a failing disk)
         try:
-            path.mkdir()
+            path.mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(
                 f"the folder cannot be made: {error.strerror}",
@@ -147,7 +150,8 @@ def _table(table: Table, path: Path, overwrite: bool) -> Exported:
 def _written(path: Path, write: Callable[[BinaryIO], None]) -> int:
     with replacing(path) as out:
         write(out)
-    return path.stat().st_size
+    with reported(path):
+        return path.stat().st_size
 
 
 def _only(parts: Sequence[Part]) -> Part:

@@ -21,6 +21,11 @@ def check_free(path: Path, size: int, *, overwrite: bool) -> None:
         OutputError: It is there already, or there is no folder or no space for it.
     """
     require_place(path, SUFFIX)
+    with reported(path):
+        _check_free(path, size, overwrite)
+
+
+def _check_free(path: Path, size: int, overwrite: bool) -> None:
     if path.is_dir():
         raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
     if path.exists() and not overwrite:
@@ -39,6 +44,19 @@ def check_free(path: Path, size: int, *, overwrite: bool) -> None:
 
 
 @contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file that is to be written into an `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="Check the place, and the space on its disk; nothing was left there.",
+        ) from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open `path`.part for writing; when the body ends well, it is synced and becomes `path`.
 
@@ -49,21 +67,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         OutputError: It cannot be written.
     """
     part = path.with_name(path.name + SUFFIX)
-    try:
-        with locked(part) as descriptor:
-            try:
-                os.ftruncate(descriptor, 0)
-                with os.fdopen(descriptor, "wb", closefd=False) as file:
-                    yield file
-                os.fsync(descriptor)
-                part.replace(path)
-            except BaseException:
-                with suppress(OSError):  # what went wrong first is said
-                    part.unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise OutputError(
-            f"cannot be written: {error.strerror or error}",
-            where=str(path),
-            remedy="Check the place, and the space on its disk; nothing was left there.",
-        ) from error
+    with reported(path), locked(part) as descriptor:
+        try:
+            os.ftruncate(descriptor, 0)
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                yield file
+            os.fsync(descriptor)
+            part.replace(path)
+        except BaseException:
+            with suppress(OSError):  # what went wrong first is said
+                part.unlink(missing_ok=True)
+            raise

@@ -25,6 +25,7 @@ from torch import Tensor
 from gradscope.errors import OutputError
 from gradscope.storage.formats import as_numpy
 from gradscope.storage.structure import Structure
+from gradscope.storage.whole import sync_folder
 
 LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
 
@@ -132,6 +133,7 @@ def _save(path: Path, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> N
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path)  # what is written next may not fit to the record before
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,7 +1,8 @@
-"""Reading and writing all of what was asked for: the operating system may take or give less."""
+"""Reading and writing all of it: the operating system may take or give less, and names later."""
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -31,3 +32,18 @@ def write(descriptor: int, parts: Sequence[bytes | memoryview], offset: int) -> 
         left = memoryview(b"".join(parts))
         while done < size:
             done += os.pwrite(descriptor, left[done:], offset + done)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the name of a file durable: another sync than that of its bytes.
+
+    Raises:
+        OSError: The folder cannot be synced.
+    """
+    if os.name != "posix":
+        return
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -19,7 +19,7 @@ _FAULTS = "GRADSCOPE_DRILL_FAULTS"  # set where they were asked for, whether the
 
 def main() -> int:
     """Run as a program; return how many failures there were, at most 1."""
-    given = _parsed()
+    given = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="gradscope-drill-") as place:
         made = faults.preload(Path(place)) if _FAULTS not in os.environ else None
         if made is not None:
@@ -31,14 +31,15 @@ def main() -> int:
     return int(any(row.failures for row in rows))
 
 
-def _parsed() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """Return the options."""
     parser = argparse.ArgumentParser(prog="python -m tests.drill", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="for all of them [20]")
     parser.add_argument("--only", action="append", choices=DRILLS, help="repeatable [all]")
     parser.add_argument("--seed", type=int, default=0, help="for whatever is random [0]")
-    parser.add_argument("--most", type=int, help="the most cases of a row [all]")
+    parser.add_argument("--most", type=int, help="runs, and cases of a row, at most [all]")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    return parser.parse_args()
+    return parser
 
 
 def _rows(given: argparse.Namespace, scratch: Path) -> Iterator[Row]:
@@ -63,8 +64,9 @@ def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import kills, power, runs
 
     if faults.are_here():
-        inputs = runs.prepared(scratch)
-        commands, writers = runs.command_jobs(inputs), runs.writer_jobs()
+        inputs = runs.prepared(scratch.parent)
+        commands = runs.command_jobs(inputs)[: setting.most]
+        writers = runs.writer_jobs()[: setting.most]
         yield from kills.drill(commands, writers, scratch, setting)
         yield power.drill([*commands, *writers], scratch, setting, LOSSES)
 
@@ -72,15 +74,15 @@ def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
 def _full(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import full, runs
 
-    inputs = runs.prepared(scratch)
-    return full.drill([*runs.command_jobs(inputs), *runs.writer_jobs()], scratch, setting)
+    jobs = [*runs.command_jobs(runs.prepared(scratch.parent)), *runs.writer_jobs()]
+    return full.drill(jobs[: setting.most], scratch, setting)
 
 
 def _neighbours(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import neighbours, runs
 
     if faults.are_here():
-        yield neighbours.drill(runs.prepared(scratch), scratch, setting, TIMES)
+        yield neighbours.drill(runs.prepared(scratch.parent), scratch, setting, TIMES)
 
 
 def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
@@ -92,7 +94,7 @@ def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
 def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
     from tests.drill import shards
 
-    return shards.drill(scratch, setting, SHARDS if setting.most is None else 4 + setting.most)
+    return shards.drill(scratch, setting, SHARDS if setting.most is None else 3 + setting.most)
 
 
 FILES, SHARDS, LOSSES, TIMES = 10_000, 1_000, 2, 20  # of a drill that is done in full

@@ -32,11 +32,13 @@ enum { COUNT, KILL, HALF_AND_KILL, FAIL, FAIL_FROM, SHORT, SHORT_FROM, PAUSE, RE
 /* What the caller of `judge` does next. */
 enum { PASS, REFUSED, HALF };
 
-enum { FILES = 4096 };
+enum { FILES = 4096, KINDS = 8 };
 
 static char folder[PATH_MAX];
 static size_t folder_length;
-static long at, none, *seen = &none; /* counted where the parent sees it, too */
+static long at;
+/* How many operations were counted, of any kind and of each; where the parent sees it, too. */
+static long here[1 + KINDS], *seen = here;
 static int action, number, mask, journal = -1;
 static unsigned seed;
 static char ours[FILES];
@@ -54,16 +56,23 @@ void faults_arm(const char *path, long first, int what, int error, int kinds, in
   number = error;
   mask = kinds;
   journal = journal_fd;
-  *seen = 0;
+  memset(seen, 0, sizeof here);
   seed = (unsigned)first;
 }
 
 void faults_disarm(void) { folder_length = 0; }
 
-long faults_seen(void) { return *seen; }
+/* Operations of these kinds. */
+long faults_seen(int kinds) {
+  long sum = 0;
+  for (int k = 0; k < KINDS; k++)
+    if (kinds & 1 << k) sum += seen[1 + k];
+  return sum;
+}
 
 void faults_share(void) {
-  void *made = mmap(NULL, sizeof(long), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  int shared = MAP_SHARED | MAP_ANONYMOUS;
+  void *made = mmap(NULL, sizeof here, PROT_READ | PROT_WRITE, shared, -1, 0);
   if (made != MAP_FAILED) seen = made;
 }
 
@@ -84,6 +93,7 @@ static int is_our_fd(int fd) { return folder_length && fd >= 0 && fd < FILES && 
 
 static int judge(int kind) {
   if (!(mask & kind)) return PASS;
+  __atomic_fetch_add(&seen[1 + __builtin_ctz((unsigned)kind)], 1, __ATOMIC_SEQ_CST);
   long now = __atomic_fetch_add(seen, 1, __ATOMIC_SEQ_CST);
   if (action == PAUSE) {
     usleep(rand_r(&seed) % (unsigned)(at + 1));

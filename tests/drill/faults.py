@@ -84,9 +84,9 @@ def share() -> None:
     _library().faults_share()
 
 
-def seen() -> int:
+def seen(kinds: Kind) -> int:
     """Return how many operations were counted since a fault was armed, here or in a fork."""
-    return int(_library().faults_seen())
+    return int(_library().faults_seen(int(kinds)))
 
 
 def preload(folder: Path) -> dict[str, str] | None:
@@ -110,5 +110,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     library.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, *[ctypes.c_int] * 4]
     library.faults_arm.restype = None
+    library.faults_seen.argtypes = [ctypes.c_int]
     library.faults_seen.restype = ctypes.c_long
     return library

@@ -244,7 +244,9 @@ def checkpoints(scratch: Path) -> dict[str, Kind]:
 
 def _hugging_face(folder: Path) -> dict[str, bytes]:
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
     names = ("config.json", "model.safetensors")
@@ -385,7 +387,7 @@ def unfinished(scratch: Path) -> dict[str, Kind]:
     """Return shards to be merged, and what a stopped run leaves."""
     from tests.drill import runs
 
-    made = runs.prepared(scratch)
+    made = runs.prepared(scratch.parent.parent)
     shards = {f"o.shard-{k}-of-{SHARDS}.h5": b"" for k in range(SHARDS)}
     shards = {name: (made / name).read_bytes() for name in shards}
     stopped = scratch / RESULT

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.cli import forked
 from tests.cli.forked import Outcome
 from tests.drill import faults, runs
-from tests.drill.faults import CHANGES, EVERYTHING, Action, Fault, Kind
+from tests.drill.faults import CHANGES, COUNT, EVERYTHING, Action, Fault, Kind
 from tests.drill.runs import Job
 from tests.drill.verdicts import (
     FAILURE,
@@ -74,14 +74,12 @@ def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterato
     """Yield each fault at each operation of each job."""
     for job in jobs:
         folder, old = begun(job, scratch)
-        result = folder / job.result
+        done = _step(job, folder, COUNT)
+        assert done.code == 0, done
+        wanted = (folder / job.result).read_bytes()
         for kind in kinds:
-            done = _step(job, folder, Fault(Action.COUNT, kind.kinds))
-            assert done.code == 0, done
-            wanted = result.read_bytes()
-            for k in range(faults.seen()):
+            for k in range(faults.seen(kind.kinds)):
                 yield Case(job, kind.after(k), wanted, old, scratch)
-            _clear(folder, job, old)
         shutil.rmtree(folder)
 
 

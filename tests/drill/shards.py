@@ -105,7 +105,7 @@ def _prepared(scratch: Path, count: int) -> Place:
 def _chosen(count: int, setting: Setting) -> list[int]:
     """Return the shards that something happens to: the first, the last, and two between."""
     between = setting.generator("shards").sample(range(1, count - 1), 2)
-    return [0, *sorted(between), count - 1]
+    return [0, *sorted(between), count - 1][: setting.most]
 
 
 def _computed(count: int, case: tuple[Path, int, dict[str, Any]]) -> Verdict:

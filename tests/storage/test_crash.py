@@ -255,3 +255,28 @@ def test_what_hdf5_cannot_read_of_an_unfinished_file_is_told(
     monkeypatch.setattr("gradscope.storage.writer.bind", unreadable)
     with pytest.raises(OutputError, match="writing failed"):
         write(tmp_path / "o.h5", resume=True)
+
+
+def test_a_commit_is_durable_before_anything_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes, then the record of them, then its name: the folder is synced, too."""
+    _commit_always(monkeypatch)
+    seen: list[str] = []
+    sync, move = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
+        seen.append(f"sync {place.name}")
+        sync(descriptor)
+
+    def moved(old: str, new: str) -> None:
+        seen.append(f"move {Path(new).name}")
+        move(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", moved)
+    write(tmp_path / "o.h5")
+    name, folder = "o.h5.part", f"sync {tmp_path.name}"
+    record = [f"sync {name}.progress.tmp", f"move {name}.progress", folder]
+    assert seen == [f"sync {name}", *record] * 7 + [f"sync {name}", "move o.h5", folder]

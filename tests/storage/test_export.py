@@ -1,6 +1,7 @@
 """Exports, read by the programs they are for, against numbers made without any of ours."""
 
 import csv
+import errno
 import io
 import os
 import resource
@@ -314,3 +315,28 @@ def test_the_result_stays_as_it_is(result: GradientFile, tmp_path: Path) -> None
     export(result, tmp_path / "all")
     assert (tmp_path / "o.h5").read_bytes() == before
     assert load(tmp_path / "o.h5")
+
+
+@pytest.mark.parametrize("call", ["stat", "replace", "unlink", "fsync"])
+def test_a_disk_that_died_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Also a file that is there, and cannot be looked at, is not replaced."""
+    write(tmp_path / "o.h5")
+    (tmp_path / "made").mkdir()
+    place = tmp_path / "made" / "e.csv"
+    place.write_text("old")
+    plain: Any = getattr(os, call)
+
+    def dead(at: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(at, int) or Path(at).parent == place.parent:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), at)
+        return plain(at, *rest, **options)
+
+    with open_file(tmp_path / "o.h5") as file, monkeypatch.context() as patch:
+        patch.setattr(os, call, dead)
+        if call == "unlink":
+            patch.setattr(os, "fsync", dead)
+        with pytest.raises(OutputError, match=r"cannot be written: Input/output error"):
+            export(file, place, overwrite=call != "stat")
+    assert place.read_text() == "old"
