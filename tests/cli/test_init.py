@@ -171,7 +171,7 @@ def test_what_is_there_is_kept(gradscope: Gradscope, tmp_path: Path) -> None:
         (("none.pt", "d.npz"), 3, "none.pt: there is no such file"),
         (("w.pt", "none.npz"), 3, "none.npz: there is no such file"),
         (("w.pt", "d.npz", "--model", "model.py"), 2, "model.factory: found 'model.py'"),
-        (("w.pt", "d.npz", "-o", "none/run.toml"), 6, "cannot be written"),
+        (("w.pt", "d.npz", "-o", "none/run.toml"), 6, "there is no folder"),
         (("pickle.pt", "d.npz"), 3, "could execute code"),
     ],
 )
