@@ -25,9 +25,10 @@ from gradscope.storage.scratch import Scratch
 
 
 class Nowhere:
-    """Stands in for the writer, a slow one: it is busy with a batch as long as it was computed.
+    """Stands in for the writer, a slow one: two batches keep it busy as long as the first's proof.
 
-    So the memory that both take shows at once, whichever is the slower in a run.
+    So the memory that it takes shows at once with that of the next batch and of its audit,
+    whichever is the slower in a run.
 
     Attributes:
         completed: The number of rows it was given.
@@ -38,13 +39,16 @@ class Nowhere:
         self._kept: tuple[Rows, list[Tensor]] | None = None
         self._scratch = Scratch()
         self._begun = time.monotonic()
+        self._busy: list[float] = []  # seconds, for batches to come
 
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
         """Make the rows of a batch."""
         copies = [t.clone() for state in (states or {}).values() for t in state.values()]
         self._kept = rows, copies
         now = time.monotonic()
-        enough = now if self.completed else 2 * now - self._begun
+        if not self.completed:
+            self._busy = 2 * [now - self._begun]
+        enough = now + (self._busy.pop() if self._busy else 0.0)
         blocks = [block for gradients in rows.chains for block in (gradients or {}).values()]
         for block in blocks if enough <= now else itertools.cycle(blocks):
             self._make(block)
