@@ -16,6 +16,7 @@ from gradscope.errors import CertificateError, RefusedError
 from gradscope.losses import cross_entropy
 from gradscope.proof import certify
 from gradscope.scope import Scope
+from tests import oracle
 from tests.cases import COUPLED
 
 Mistake = Callable[[torch.Tensor], torch.Tensor]
@@ -145,3 +146,33 @@ def test_a_faint_gradient_that_is_wrong_is_refused(dtype: torch.dtype) -> None:
         pytest.raises(CertificateError, match=r"faint\.weight"),
     ):
         certify(problem, "mistaken", evaluate, batch)
+
+
+class _Widened(nn.Module):
+    """Layers in float32 whose output, or last layer, is float64."""
+
+    def __init__(self, *, head: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(50, 64), nn.Linear(64, 7)
+        if head:
+            self.last.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden.to(self.last.weight.dtype)).double()
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("backend", ["hooks", "vmap", "expand", "loop"])
+def test_losses_are_no_more_precise_than_what_they_are_computed_from(
+    backend: str, head: bool
+) -> None:
+    torch.manual_seed(0)
+    model = _Widened(head=head)
+    with Scope(model, "cross_entropy", backend=backend) as scope:
+        for _ in range(3):
+            batch = torch.randn(33, 50), torch.randint(7, (33,))
+            found = scope.per_sample_gradients(*batch)
+            right = oracle.per_sample_gradients(model, cross_entropy, *batch)[1]
+            for name, g in found.items():
+                torch.testing.assert_close(g.double(), right[name], rtol=1e-4, atol=1e-6)

@@ -118,7 +118,7 @@ def _require_same(
                 remedy=COUPLED_REMEDY,
             ) from error
         here = together[rows.to(together.device)]
-        if not same(here, apart, together):
+        if not same(here, apart, together, problem.precision):
             require_deterministic(problem, batch)
             if not _is_rounding(problem, batch, rows, here, apart):
                 raise coupled(problem, batch, here, apart, rows)
@@ -219,7 +219,7 @@ def require_deterministic(problem: Problem, batch: Batch) -> Tensor:
     once = problem.losses(batch).detach()
     with other_random_numbers():
         again = problem.losses(batch).detach()
-    if not same(once, again):
+    if not same(once, again, precision=problem.precision):
         raise _random(problem, batch)
     return once
 
@@ -275,7 +275,9 @@ def other_random_numbers() -> Iterator[None]:
     """Let the body draw other random numbers than the caller would."""
     with torch.random.fork_rng(), random_numbers_kept():
         seed = int(torch.randint(2**31, ()).item()) ^ 1
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)
         yield
@@ -343,19 +345,23 @@ def _rest(t: Tensor, axis: int) -> tuple[int, ...]:
     return (*t.shape[:axis], *t.shape[axis + 1 :])
 
 
-def same(a: Tensor, b: Tensor, among: Tensor | None = None) -> bool:
+def same(
+    a: Tensor, b: Tensor, among: Tensor | None = None, precision: torch.dtype = torch.float64
+) -> bool:
     """Whether two tensors agree up to the rounding that another batch size causes.
 
     Args:
         a: One.
         b: The other.
         among: What they are part of, by whose size rounding is measured, too.
+        precision: What they are computed in, which may be less than their own.
     """
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()) or not b.is_floating_point() | b.is_complex():
         return bool((a == b).all())
-    tolerance = max(_ROUNDING.get(t.dtype, torch.finfo(t.dtype).eps ** 0.5) for t in (a, b))
+    dtypes = (a.dtype, b.dtype, precision)
+    tolerance = max(_ROUNDING.get(dtype, torch.finfo(dtype).eps ** 0.5) for dtype in dtypes)
     a, b = (t.to(torch.promote_types(a.dtype, b.dtype)) for t in (a, b))
     whole = a if among is None else among
     scale = float(whole.abs().nan_to_num(posinf=0).max()) if whole.numel() else 0.0

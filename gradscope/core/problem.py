@@ -103,8 +103,10 @@ class Problem:
 
     @property
     def precision(self) -> torch.dtype:
-        """The real dtype that has the precision of the parameters, which may be complex."""
-        return self.dtype.to_real()
+        """The narrowest real dtype of the model's parameters: numbers are no more precise."""
+        every = (*self.parameters.values(), *self.model.parameters())
+        found = {p.dtype.to_real() for p in every if p.is_floating_point() or p.is_complex()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def device(self) -> torch.device:

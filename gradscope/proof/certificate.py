@@ -252,13 +252,13 @@ def _sums(
             apart = None
         else:
             here = losses[torch.cat(rows).to(losses.device)]
-            if not same(here, found):
+            if not same(here, found, precision=problem.precision):
                 _explain(problem, backend, batch.select(torch.cat(rows)), here, found)
             yield judged(problem, claim, apart, right, together, small)
     if apart is not None and after is not None:
         return
     found, right = together.evaluated(problem)
-    if not same(losses, found):
+    if not same(losses, found, precision=problem.precision):
         _explain(problem, backend, batch, losses, found)
     if own_loss:
         require_deterministic(problem, batch)
@@ -330,7 +330,8 @@ def _explain(problem: Problem, backend: str, batch: Batch, found: Tensor, right:
     require_deterministic(problem, batch)
     require_independent(problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
-    if bool((gap <= torch.finfo(found.dtype).eps ** 0.5 * size).all()):
+    eps = max(torch.finfo(dtype).eps for dtype in (found.dtype, problem.precision))
+    if bool((gap <= eps**0.5 * size).all()):
         return
     worst = int(gap.nan_to_num().argmax())
     raise CertificateError(
@@ -404,7 +405,7 @@ def alone(
     one = batch.one(sample)
     loss, right = one_sample(problem, one)
     here = evaluation.losses[sample : sample + 1]
-    if not same(here, loss[None], evaluation.losses):
+    if not same(here, loss[None], evaluation.losses, problem.precision):
         require_independent(problem, batch)
         _explain(problem, backend, one, here, loss[None])
     objective = Objective.together(one, claim.weights)
