@@ -10,7 +10,7 @@ GradscopeError                      1   a bug in gradscope, when nothing below f
 ├── RefusedError                    4   gradscope could answer only wrongly, so it does not
 │   ├── UnsupportedError                a backend has no exact way for this model
 │   ├── CoupledSamplesError             a sample's loss depends on other samples
-│   └── CertificateError                the proof on the first batch failed
+│   └── CertificateError                a proof, or an audit, failed
 ├── OutputError                     6   something that was to be written
 └── NonFiniteError                  7   something is not finite, and that was to be an error
 
@@ -95,7 +95,7 @@ class CoupledSamplesError(RefusedError):
 
 
 class CertificateError(RefusedError):
-    """The numbers of the first batch failed the proof, so none are given out."""
+    """The numbers of a batch failed its proof, so they are not given out."""
 
 
 class OutputError(GradscopeError):

@@ -35,9 +35,11 @@ from gradscope.proof import (
     drawn,
     examined,
     glimpsed,
+    require_norms,
     span,
 )
 from gradscope.reducers import State
+from gradscope.reducers.law import depends_on_split
 
 T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]
@@ -106,10 +108,11 @@ class Scope:
         self.verify, self.nonfinite, self.seed = verify, nonfinite, seed
         self.certificate: Certificate | None = None
         self.notes: list[str] = []
-        self.auditor = Auditor(seed)
+        self.auditor = Auditor(seed, always=verify == "always")
         self._labels = labels
         self._choice = Choice(compile, backend, verify, coupling)
         self._bound: dict[str, chains.Chain] = {}
+        self._tried: set[str] = set()  # chains whose reducers keep to the law of parts
         self._stack = ExitStack()
         self._bind()
 
@@ -162,7 +165,7 @@ class Scope:
                 audited = self.verify == "audit" and proof is None and not look.none
                 if audited:
                     evaluation, proof = self._audited(batch, wanted, number, look, evaluation)
-                self.auditor.end(batch, look, proof, audited=audited)
+                self.auditor.end(look, proof, audited=audited)
         except RefusedError:
             self._due = self._wary = True
             raise
@@ -265,8 +268,23 @@ class Scope:
         """
         self.labels.require_one()
         batch = Batch.of(inputs, targets)
-        evaluation = self._repeated(lambda: self.evaluate(batch, Wanted(out=out)))
-        return evaluation.gradients.dense(out)
+        return self._repeated(lambda: self._rows(batch, out))
+
+    def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return {name: (n, *shape)}; those of a batch that is proved have the norms of its proof.
+
+        Raises:
+            CertificateError: They have others.
+        """
+        gradients = self.evaluate(batch, Wanted(out=out)).gradients
+        rows = gradients.dense(out)
+        if self.verify != "never" and self.proved:
+            try:
+                require_norms(self.backend, rows, gradients)
+            except CertificateError as error:
+                self._goes_on(error)
+                raise
+        return rows
 
     def norms(
         self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"
@@ -349,6 +367,7 @@ class Scope:
             waiting: Any chains.
             batches: Starts a pass over the data.
         """
+        self._require_splittable(waiting)
         ready = tuple(map(self.labels.chain, waiting))
         while first := chains.waiting(ready):
             self.notes += [f"an earlier pass over the data for: {text}" for text in first]
@@ -369,6 +388,23 @@ class Scope:
                 for chain in ready
             )
         return ready
+
+    def _require_splittable(self, waiting: Sequence[chains.Chain]) -> None:
+        """Try each reducer in parts; a user's own one that depends on them is only named.
+
+        Raises:
+            CertificateError: Another one does.
+        """
+        for chain in waiting:
+            if chain.reducer is None or chain.text in self._tried or self.verify == "never":
+                continue
+            self._tried.add(chain.text)
+            found = depends_on_split(chain.reducer)
+            told = f"samples in several batches have another result ({found}) than in one"
+            if found is not None and ".py:" in chain.text:
+                self.notes.append(f"{chain.text}: {told}: see its `merge`")
+            elif found is not None:
+                raise CertificateError(told, where=f"chain {chain.text!r}")
 
     def usable(
         self, batch: Batch, evaluation: Evaluation

@@ -116,3 +116,32 @@ def test_samples_that_are_not_finite_are_counted_not_examined(problem: Problem) 
         _, certificate = certify(problem, "loop", evaluate, batch)
     assert certificate.nonfinite == 2
     assert len(set(certificate.compared)) == 3 and set(certificate.compared) <= {*range(1, 8)}
+
+
+class Faint(nn.Module):
+    """A second layer whose share of the gradient is a millionth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.faint = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loud(x) + 1e-6 * self.faint(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_faint_gradient_that_is_wrong_is_refused(dtype: torch.dtype) -> None:
+    """By 140 %, and a millionth of the whole: far less than rounding may take of all together."""
+    torch.manual_seed(0)
+    problem = Problem.of(Faint().to(dtype), cross_entropy)
+    batch = Batch.of(torch.randn(9, 5, dtype=dtype), torch.randint(0, 3, (9,)))
+    with loop(problem) as evaluate:
+        _, certificate = certify(problem, "loop", evaluate, batch)
+    assert certificate.unproved == ()
+    backend = mistaken(lambda g: 2.4 * g, "faint.weight")
+    with (
+        registered(backend),
+        backend(problem) as evaluate,
+        pytest.raises(CertificateError, match=r"faint\.weight"),
+    ):
+        certify(problem, "mistaken", evaluate, batch)

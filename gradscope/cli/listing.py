@@ -32,7 +32,7 @@ def list_(
         for name in registry.names()
     ]
     if kind is Kind.BACKENDS:
-        rows.insert(0, {"name": "auto", "summary": "The first of them that is exact and proved."})
+        rows.insert(0, {"name": "auto", "summary": AUTO_SUMMARY})
     if json:
         options.print_json(
             {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
@@ -64,3 +64,6 @@ def _registries(kind: Kind) -> list["Registry[Any]"]:
     from gradscope.sources import checkpoint_readers, dataset_readers
 
     return [checkpoint_readers, dataset_readers]
+
+
+AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."

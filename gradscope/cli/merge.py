@@ -38,19 +38,29 @@ def merge(
             help="Code that reducers of yours are in and that may be run; repeatable.",
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="RUN.toml",
+            help="Compute a few samples of each shard anew from this run file, and compare.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.h5.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Join the shards of one run into the file that one process would have written."""
+    anew = None if config is None else options.run_spec(config)
     from gradscope.pipeline import merging
     from gradscope.report.progress import track
 
     stopping.unwinding()
     files = [file for place in shards for file in found_in(place)]
+    how = {"overwrite": overwrite, "virtual": virtual}
     with (
         stopping.told(lambda: "stopped; nothing was written"),
-        merging(files, output, overwrite=overwrite, virtual=virtual, code=code or []) as under_way,
+        merging(files, output, **how, code=code or [], anew=anew) as under_way,
     ):
         total = len(under_way.parts)
         for part in track(under_way.remaining(), total, quiet=quiet or json):

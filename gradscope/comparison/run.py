@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscope.backends import Backend, backends
+from gradscope.backends import Backend, Evaluate, backends
+from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import choices
 from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.measure import measure
@@ -19,8 +20,9 @@ from gradscope.core.batch import Batch, detached, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.core.stops import is_stop
-from gradscope.errors import GradscopeError, RefusedError, SpecError
+from gradscope.errors import CertificateError, GradscopeError, RefusedError, SpecError
 from gradscope.losses import resolve
+from gradscope.proof import glimpsed
 
 REFERENCE = "loop"
 
@@ -51,8 +53,9 @@ def compare(
     """Hold backends, and implementations of one's own, against the float64 loop.
 
     Exactness is checked on a float64 copy of the model, where rounding cannot hide or mimic a
-    mistake; time and memory are measured in the model's own dtype. All gradients of the batch
-    are held in memory, in float64: choose the samples accordingly.
+    mistake, with every sample, in two orders. In the model's own dtype every sample is held
+    against a batch of one, and time and memory are measured. All gradients of the batch are held
+    in memory, in float64: choose the samples accordingly.
 
     Args:
         model: In the mode it is in; it is left as it was.
@@ -125,20 +128,52 @@ def _backward(problem: Problem, batch: Batch) -> tuple[Tensor | None, ...]:
 
 
 def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
-    def evaluated(problem: Problem, batch: Batch, use: Callable[..., Any]) -> Any:
-        with backend(problem) as evaluate:
-            return use(lambda: evaluate(batch).gradients.dense())
-
     try:
-        with double_precision():
-            found = evaluated(setting.exact, setting.wide, lambda call: call())
+        with double_precision(), backend(setting.exact) as evaluate:
+            row = _in_every_order(name, evaluate, setting)
     except Exception as error:
         return _stopped(name, error, setting.exact.model)
-    row = _judged(name, agreements(found, setting.oracle))
-    device = setting.problem.device
-    return _measured(
-        row, lambda: evaluated(setting.problem, setting.batch, lambda call: measure(call, device))
-    )
+    return row if row.status == "disagrees" else _as_it_is(row, backend, setting)
+
+
+def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> BackendRow:
+    """Compare two answers of a backend: what it has kept of the first may not fit the second."""
+    n = len(setting.wide)
+    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    row = _judged(name, agreements(_dense(evaluate(setting.wide)), setting.oracle))
+    if n == 1 or row.status == "disagrees":
+        return row
+    found = _dense(evaluate(setting.wide.select(shuffled)))
+    back = shuffled.argsort()
+    again = _judged(name, agreements({k: g[back] for k, g in found.items()}, setting.oracle))
+    if again.status == "agrees":
+        return row
+    return replace(again, reason=f"the same samples in another order: {again.reason}")
+
+
+def _as_it_is(row: BackendRow, backend: Backend, setting: _Setting) -> BackendRow:
+    """Measure a backend on the model itself, and hold every sample against a batch of one."""
+    problem, batch = setting.problem, setting.batch
+    try:
+        with backend(problem) as evaluate:
+            with problem.state.kept():
+                evaluation = evaluate(batch)
+            if row.backend != REFERENCE:
+                glimpsed(problem, row.backend, evaluation, batch, alone=len(batch))
+            del evaluation
+            seconds, peak = measure(lambda: _dense(evaluate(batch)), problem.device)
+    except CertificateError as error:
+        reason = f"in {problem.precision} alone: {error.what}".replace("torch.", "")
+        return replace(row, status="disagrees", reason=reason)
+    except RefusedError as error:
+        return _stopped(row.backend, error, problem.model)
+    except Exception:  # the dtype may be one in which it cannot run
+        return row
+    return replace(row, seconds=seconds, peak_bytes=peak)
+
+
+def _dense(evaluation: Evaluation) -> dict[str, Tensor]:
+    return evaluation.gradients.dense()
 
 
 def _other_row(

@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -99,11 +99,7 @@ class Problem:
     @property
     def dtype(self) -> torch.dtype:
         """The widest dtype of the selected parameters."""
-        dtypes = [p.dtype for p in self.parameters.values()]
-        widest = dtypes[0]
-        for dtype in dtypes[1:]:
-            widest = torch.promote_types(widest, dtype)
-        return widest
+        return reduce(torch.promote_types, {p.dtype for p in self.parameters.values()})
 
     @property
     def precision(self) -> torch.dtype:

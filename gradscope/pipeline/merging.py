@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ from pydantic import Field
 
 from gradscope.chains import Chain
 from gradscope.core.compressions import parse_compression
-from gradscope.pipeline import nonfinite
+from gradscope.core.spec import RunSpec
+from gradscope.pipeline import nonfinite, recorded
+from gradscope.pipeline.joint_proof import combined
+from gradscope.pipeline.recomputing import Recomputed, looked_at, recompute
 from gradscope.pipeline.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.pipeline.stored_chains import reduced_chains
 from gradscope.reducers import State, reducers
@@ -31,12 +34,14 @@ from gradscope.stats.base import Json, Record
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
+    GradientFile,
     Joiner,
     Part,
     Parts,
     check_parts,
     open_file,
     open_joiner,
+    require_free,
 )
 from gradscope.storage.formats import named
 from gradscope.storage.trouble import writing
@@ -57,7 +62,9 @@ class MergeReport(Record):
         chains_nonfinite: For each chain, how many of its numbers are not finite, the rows of
             such samples aside.
         chains: In canonical spelling.
-        certificate: The first file's, or that of a file that was not verified.
+        certificate: What was proved of the files, together.
+        recomputed: How many samples were computed anew, and gave the same numbers.
+        notes: Why no more of them were.
         seconds: Wall time.
     """
 
@@ -74,6 +81,8 @@ class MergeReport(Record):
     chains_nonfinite: tuple[int, ...] = ()
     chains: tuple[str, ...]
     certificate: Json
+    recomputed: int = 0
+    notes: tuple[str, ...] = ()
     seconds: float
 
 
@@ -88,6 +97,7 @@ class Merge:
         joiner: The same, open.
         begun: When, on the performance counter.
         virtual: Whether rows stay in the files.
+        recomputed: What was computed anew of them.
         states: The reducers' states so far, by chain number and "mean_gradient".
     """
 
@@ -97,7 +107,13 @@ class Merge:
     joiner: Joiner
     begun: float
     virtual: bool = False
+    recomputed: Recomputed = field(default_factory=Recomputed)
     states: dict[str, State] = field(default_factory=dict)
+
+    @property
+    def certificate(self) -> dict[str, Any]:
+        """What was proved of the files, together."""
+        return combined(self.parts.files)
 
     def remaining(self) -> Iterator[Part]:
         """Yield the files, in the order of their samples."""
@@ -120,8 +136,10 @@ class Merge:
         self.states = nonfinite.recorded(self.states, {k: n for k, (_, n) in found.items()})
         self.joiner.finish(
             results={k: result for k, (result, _) in found.items()},
+            certificate=self.certificate,
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
+            look=self._look,
         )
         with writing(self.path):
             size = self.path.stat().st_size
@@ -137,9 +155,26 @@ class Merge:
             nonfinite=samples,
             chains_nonfinite=chains,
             chains=tuple(text for text, _ in self.parts.chains),
-            certificate=self.parts.certificate,
+            certificate=self.certificate,
+            recomputed=self.recomputed.samples,
+            notes=self.recomputed.notes,
             seconds=time.perf_counter() - self.begun,
         )
+
+    def _look(self, file: GradientFile) -> None:
+        """Hold the file against itself before it takes its place.
+
+        Raises:
+            OutputError: It contradicts itself.
+        """
+        built_in = {
+            MEAN_GRADIENT,
+            *(str(k) for k, c in self.chains.items() if ".py:" not in c.text),
+        }
+        counting = {owner: state for owner, state in self.states.items() if owner in built_in}
+        kept = file.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
+        recorded.require_samples(file, range(self.parts.start, self.parts.stop))
+        recorded.require_counts(file, counting, kept=kept)
 
     def _merge_of(self, owner: str) -> MergeStates:
         if owner == nonfinite.OWNER:
@@ -159,6 +194,7 @@ def merging(
     overwrite: bool = False,
     virtual: bool = False,
     code: Iterable[Path] = (),
+    anew: RunSpec | None = None,
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
@@ -170,19 +206,24 @@ def merging(
         overwrite: Replace a file that is there.
         virtual: Leave the rows where they are, and refer to them.
         code: Python files that chains name and that may be run.
+        anew: The run, of which a few samples of each file are computed anew and compared.
 
     Raises:
-        ResultFileError: A file cannot be read or is of another run; samples are missing or twice.
+        ResultFileError: A file cannot be read or is of another run; samples are missing or twice;
+            numbers contradict each other, or are not what is found anew.
         RefusedError: The parts cannot be merged exactly, or only with code that may not be run.
         OutputError: The file exists or cannot be written.
     """
     begun = time.perf_counter()
     parts = check_parts(paths)
     chains = reduced_chains(parts, code)
+    require_free(output, parts, overwrite=overwrite)
+    samples = [sample for part in parts.files for sample in looked_at(part)]
+    recomputed = Recomputed() if anew is None else recompute(parts, samples, anew)
     plan = _plan(parts)
     batch = plan.run.get("batch_size", _USUAL_BATCH)
     with open_joiner(output, plan, parts, batch, overwrite=overwrite, virtual=virtual) as joiner:
-        yield Merge(parts, chains, output, joiner, begun, virtual)
+        yield Merge(parts, chains, output, joiner, begun, virtual, recomputed)
 
 
 def merge(
@@ -192,9 +233,11 @@ def merge(
     overwrite: bool = False,
     virtual: bool = False,
     code: Iterable[Path] = (),
+    anew: RunSpec | None = None,
 ) -> MergeReport:
     """Merge files; see `merging`."""
-    with merging(paths, output, overwrite=overwrite, virtual=virtual, code=code) as under_way:
+    options = {"overwrite": overwrite, "virtual": virtual}
+    with merging(paths, output, **options, code=code, anew=anew) as under_way:
         for part in under_way.remaining():
             under_way.add(part)
         return under_way.finish()

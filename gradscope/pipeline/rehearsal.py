@@ -95,7 +95,7 @@ def forgotten(scope: Scope) -> Iterator[None]:
     notes, compiler, auditor = [*scope.notes], scope.compiler, scope.auditor
     plain = Choice(wish=False, backend=scope.backend, verify=scope.verify, coupling="refuse")
     scope.compiler = Compiler(scope.problem, plain, scope.notes)
-    scope.auditor = Auditor(scope.seed)
+    scope.auditor = Auditor(scope.seed, scope.auditor.always)
     try:
         yield
     finally:

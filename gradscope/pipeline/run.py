@@ -16,15 +16,15 @@ from torch import Tensor
 from gradscope.blocks import Evaluation
 from gradscope.chains import Chain, bind, updated
 from gradscope.core.batch import Batch
-from gradscope.errors import CertificateError, RefusedError
+from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
 from gradscope.labels import mean
-from gradscope.pipeline import nonfinite
+from gradscope.pipeline import nonfinite, recorded
 from gradscope.pipeline.batch_size import BatchSize
 from gradscope.pipeline.job import Job
 from gradscope.pipeline.overlap import Appending
 from gradscope.proof import Audits, finite_samples
 from gradscope.reducers import State, carried_state
-from gradscope.stats import ParameterRow, RunReport, parameter_rows
+from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file
 from gradscope.storage.trouble import writing
 
@@ -54,6 +54,13 @@ class Progress:
         """Return the whole as a tensor of bytes."""
         text = json.dumps(asdict(self)).encode()
         return {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+    def audits(self, done: int) -> Audits:
+        """Return what was audited of the samples so far, of which there are `done`."""
+        kept = (self.certificate or {}).get("audit")
+        if kept is not None:
+            return Audits.of_json(kept)
+        return Audits(batches=-(-done // self.batch_size) if self.batch_size else 0)
 
     @classmethod
     def of(cls, states: Mapping[str, State]) -> "Progress":
@@ -143,9 +150,7 @@ class Run:
         self.done, self.states = self.writer.go_back()
         self.progress = replace(Progress.of(self.states), batch_size=self.size.samples)
         self.states.pop(PROGRESS, None)
-        kept = self.progress.certificate or {}
-        audits = Audits.of_json(kept["audit"]) if "audit" in kept else Audits()
-        self.job.scope.auditor.audits = audits
+        self.job.scope.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
         if not (isinstance(error, CertificateError) and self.job.scope.has_others):
             proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
@@ -176,7 +181,7 @@ class Run:
             certificate=self.progress.certificate or NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
-            look=lambda file: seen.append(_Seen.of(file)),
+            look=lambda file: seen.append(self._seen(file)),
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
@@ -186,6 +191,27 @@ class Run:
         return self._report(
             seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in shown)
         )
+
+    def _seen(self, file: GradientFile) -> _Seen:
+        """Look at the file before it gets to its place.
+
+        Raises:
+            OutputError: Its numbers do not belong together.
+        """
+        own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
+        counting = {owner: state for owner, state in self.states.items() if owner not in own}
+        recorded.require_samples(file, self.job.rows)
+        recorded.require_counts(file, counting, kept=self.job.scope.nonfinite == "keep")
+        try:
+            require_consistent(file, self.job.scope.seed)
+        except ResultFileError as error:
+            raise OutputError(
+                f"the file just written contradicts itself: {error.what}",
+                where=str(self.path),
+                remedy="Compute it anew, with --overwrite. If that does not help, please report "
+                "this: it is a bug in gradscope.",
+            ) from error
+        return _Seen.of(file)
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
@@ -232,16 +258,17 @@ class Run:
             nonfinite.refuse(self.chains, counts)
 
     def _proof(self) -> Mapping[str, Any] | None:
-        """Return the proof of the first batch (of the last if every one is), with the audits."""
-        scope, before = self.job.scope, self.progress.certificate
-        found = scope.certificate
-        if found is None:
-            return before
-        proof = dict(before or {})
-        if not proof.get("proves") or scope.verify == "always":
+        """Return the proof of the first batch that has a gradient, with the audits since."""
+        scope, before = self.job.scope, dict(self.progress.certificate or {})
+        proof, found = dict(before), scope.certificate
+        if found is not None and not before.get("proves"):
             proof = found.to_json()
             del proof["seconds"]  # the same run gives the same file
-        return {**proof, "audit": scope.auditor.audits.to_json()}
+        if not proof:
+            return None
+        used = dict.fromkeys((*before.get("backend", scope.backend).split(", "), scope.backend))
+        audit = {"verify": scope.verify, **scope.auditor.audits.to_json()}
+        return {**proof, "backend": ", ".join(used), "audit": audit}
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
         yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))

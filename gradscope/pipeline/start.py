@@ -37,6 +37,13 @@ from gradscope.storage import (
 )
 from gradscope.storage.trouble import writing
 
+ALIKE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-2,
+}  # relative
+
 
 @contextmanager
 def start(
@@ -74,9 +81,9 @@ def start(
         with Behind(writer, job.scope.problem.device, dense=dense) as behind:
             states = {key: state for key, state in writer.states.items() if key != PROGRESS}
             progress = replace(before, batch_size=size.samples)
-            job.scope.auditor.audits = Audits()
             if 0 < writer.completed < len(job.rows):
                 _recheck(job, chains, size, before, path)
+            job.scope.auditor.audits = _audited(job, progress, writer.completed)
             yield Run(
                 job,
                 chains,
@@ -91,6 +98,13 @@ def start(
             )
 
 
+def _audited(job: Job, progress: Progress, done: int) -> Audits:
+    """Return what was audited so far, with the first batch if only just now that was proved."""
+    found, proof = progress.audits(done), job.scope.certificate
+    earlier = done or job.scope.verify == "first"  # else it is audited when its turn comes
+    return found.with_proof(proof) if proof and earlier and not found.proved else found
+
+
 def _recheck(
     job: Job, chains: tuple[Chain, ...], size: BatchSize, before: Progress, path: Path
 ) -> None:
@@ -99,14 +113,14 @@ def _recheck(
     Raises:
         OutputError: It has other losses or norms now.
     """
-    if before.first is None or before.certificate is None:
+    if before.first is None:
         return
     batch = size.fitting(partial(job.load, 0), len(job.rows))
     evaluation = job.scope.evaluate(batch, job.wanted, ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
     for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        if not torch.allclose(a, b, rtol=_ALIKE[job.scope.problem.precision], equal_nan=True):
+        if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
             worst = int((a - b).abs().nan_to_num().argmax())
             raise OutputError(
                 f"sample {int(batch.index[worst])} had the {what} {then[worst]:.6g} when the run "
@@ -115,11 +129,6 @@ def _recheck(
                 remedy="Go on with the code and the data that the run began with, or start again "
                 "with --overwrite.",
             )
-    kept = before.certificate.get("audit")
-    job.scope.auditor.audits = Audits() if kept is None else Audits.of_json(kept)
-
-
-_ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 def _batch_size(job: Job, writer: Writer, before: Progress) -> Choice:

@@ -9,6 +9,7 @@ from gradscope.proof.certificate import (
     glimpsed,
     span,
 )
+from gradscope.proof.consistency import require_norms
 from gradscope.proof.judge import Check
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "examined",
     "finite_samples",
     "glimpsed",
+    "require_norms",
     "span",
 ]

@@ -9,10 +9,10 @@ one sample of them alone.
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from gradscope.core.batch import Batch
 from gradscope.proof.certificate import Certificate
 
 SHARE = 0.05  # of the time that audits may take
@@ -27,30 +27,38 @@ class Audits:
 
     Attributes:
         batches: How many batches there were.
-        audited: First and last data-set position of each batch that was proved whole, of those
-            that are chosen by the seed, and the last.
+        proved: How many of them were proved whole, of those that every equal run proves.
+        audited: Their samples: first and last data-set positions, neighbouring batches as one.
+        error: The largest relative error of Σ wᵢ gᵢ among them.
+        parameter: Where it was.
+        unproved: Parameters whose gradient was no more than rounding in one of them.
+        proves: Whether some gradient of them was not zero.
         more: How many others were proved whole, since there was time for it.
         alone: Of how many others one sample was compared with a batch of one.
-        error: The largest relative error of Σ wᵢ gᵢ among those of `audited`.
-        parameter: Where it was.
     """
 
     batches: int = 0
+    proved: int = 0
     audited: tuple[tuple[int, int], ...] = ()
-    more: int = 0
-    alone: int = 0
     error: float = 0.0
     parameter: str = ""
+    unproved: tuple[str, ...] = ()
+    proves: bool = False
+    more: int = 0
+    alone: int = 0
 
-    def with_proof(self, batch: Batch, proof: Certificate) -> "Audits":
+    def with_proof(self, proof: Certificate) -> "Audits":
         """Add a batch that was proved whole."""
         worst = proof.completeness
         larger = worst.error >= self.error
         return replace(
             self,
-            audited=(*self.audited, (int(batch.index.min()), int(batch.index.max()))),
+            proved=self.proved + 1,
+            audited=_with_span(self.audited, proof.positions),
             error=worst.error if larger else self.error,
             parameter=worst.parameter if larger else self.parameter,
+            unproved=tuple(sorted({*self.unproved, *proof.unproved})),
+            proves=self.proves or proof.proves,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -60,15 +68,18 @@ class Audits:
         return document
 
     @classmethod
-    def of_json(cls, document: dict[str, Any]) -> "Audits":
-        """Return what `to_json` gave."""
+    def of_json(cls, document: Mapping[str, Any]) -> "Audits":
+        """Return what `to_json` gave; further keys are ignored."""
+        known = {
+            field.name: document[field.name] for field in fields(cls) if field.name in document
+        }
         audited = tuple((int(a), int(b)) for a, b in document["audited"])
-        return cls(**{**document, "audited": audited})
+        return cls(**{**known, "audited": audited, "unproved": tuple(document.get("unproved", ()))})
 
     @property
     def text(self) -> str:
         """The audits in one line."""
-        whole = len(self.audited) + self.more
+        whole = self.proved + self.more
         said = f"{whole:,} of {self.batches:,} batches audited"
         return f"{said}, of {self.alone:,} more a sample alone" if self.alone else said
 
@@ -99,10 +110,12 @@ class Auditor:
 
     Attributes:
         seed: Of which batches are audited.
+        always: Every batch is proved, and recorded.
         audits: What was audited so far.
     """
 
     seed: int
+    always: bool = False
     audits: Audits = field(default_factory=Audits)
     _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
     _whole: float = 0.0  # seconds that it took last to prove a batch, besides single samples
@@ -129,18 +142,18 @@ class Auditor:
         now = time.perf_counter()
         earned = self._credit + SHARE * (now - self._last)
         self._credit, self._last = min(earned, max(_SAVED, 4 * self._whole)), now
-        if last or is_chosen(ordinal, self.seed):
+        due = proof is not None and (self.always or not self.audits.proves)
+        if last or due or is_chosen(ordinal, self.seed):
             spare = (self._credit - self._whole) / self._one if self._one else 0.0
             return Look(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
         left = self._credit - 1.5 * self._whole  # which is kept for the last batch
         return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
 
-    def end(self, batch: Batch, look: Look, proof: Certificate | None, *, audited: bool) -> None:
+    def end(self, look: Look, proof: Certificate | None, *, audited: bool) -> None:
         """Count a batch, and the time since `begin`.
 
         Args:
-            batch: The samples.
-            look: How closely they were looked at.
+            look: How closely its samples were looked at.
             proof: Of the whole batch, if it was proved.
             audited: Whether that was done since `begin`.
         """
@@ -153,12 +166,21 @@ class Auditor:
             self._one = min(took / look.alone, 2 * self._one or took)
         audits = replace(audits, batches=audits.batches + 1)
         if proof is not None and look.recorded:
-            audits = audits.with_proof(batch, proof)
+            audits = audits.with_proof(proof)
         elif proof is not None:
             audits = replace(audits, more=audits.more + 1)
         elif audited:
             audits = replace(audits, alone=audits.alone + 1)
         self.audits = audits
+
+
+def _with_span(
+    spans: tuple[tuple[int, int], ...], new: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Add the first and last position of a batch, joined with what it follows or repeats."""
+    if spans and spans[-1][0] <= new[0] <= spans[-1][1] + 1:
+        return (*spans[:-1], (spans[-1][0], max(spans[-1][1], new[1])))
+    return (*spans, new)
 
 
 def is_chosen(ordinal: int, seed: int) -> bool:

@@ -30,6 +30,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.problem import Problem
 from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
+from gradscope.proof.consistency import require_consistent
 from gradscope.proof.judge import Check, Claim, Objective, judged
 
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -44,6 +45,7 @@ class Certificate:
         backend: The backend that was examined.
         dtype: The precision in which both checks passed.
         samples: How many samples the batch had.
+        positions: First and last of them, as positions in the data set.
         nonfinite: How many of them have no finite gradient; these are flagged, not examined.
         completeness: Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ.
         agreement: Single samples against batches of one.
@@ -57,6 +59,7 @@ class Certificate:
     backend: str
     dtype: str
     samples: int
+    positions: tuple[int, int]
     nonfinite: int
     completeness: Check
     agreement: Check
@@ -192,6 +195,9 @@ def examined(
         if not completeness.passed and agreement.passed and len(rows) > len(chosen):
             chosen = rows  # a layer may scale gradients by the batch, and every sample be right
             agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+            if agreement.passed and not own_loss:
+                _require_sum_of_singles(problem, backend, part, claim)
+        require_consistent(backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
     if len(unused) == len(squared):
@@ -200,6 +206,7 @@ def examined(
         backend=backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
         samples=len(batch),
+        positions=(int(batch.index.min()), int(batch.index.max())),
         nonfinite=len(batch) - len(rows),
         completeness=completeness,
         agreement=agreement,
@@ -332,6 +339,21 @@ def _explain(problem: Problem, backend: str, batch: Batch, found: Tensor, right:
         where=f"sample {int(batch.index[worst])}",
         remedy="Use another backend (auto tries all); loop is the reference.",
     )
+
+
+def _require_sum_of_singles(problem: Problem, backend: str, batch: Batch, claim: Claim) -> None:
+    """Compare a claim with batches of one, where the batch as a whole has another gradient.
+
+    Raises:
+        CertificateError: It is the claim that is wrong.
+    """
+    rows = [torch.tensor([k]) for k in range(len(batch))]
+    right = {name: torch.zeros_like(value) for name, value in claim.values.items()}
+    for k, weight in enumerate(claim.weights):
+        for name, gradient in one_sample(problem, batch.one(k))[1].items():
+            right[name] += weight.to(right[name]) * gradient
+    check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
+    _require_passed(check, "completeness", backend, batch)
 
 
 def _worst(checks: Sequence[Check]) -> Check:

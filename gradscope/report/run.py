@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscope.pipeline.merging import MergeReport
-from gradscope.report.certificate import unused, verdict
+from gradscope.report.certificate import certificate_facts
 from gradscope.report.layout import facts, heading
 from gradscope.report.stats import print_parameters
 from gradscope.report.text import count, duration, short, size, visible
@@ -12,15 +12,11 @@ from gradscope.stats import RunReport
 
 
 def render_run(result: RunReport, console: Console) -> None:
-    """Print what was computed, whether it was proved, and what was written where."""
+    """Print what was computed, what of it was proved, and what was written where."""
     print_parameters(result.parameters, console)
     heading(console, "Run")
     samples = count(result.samples, "sample")
-    rows: list[tuple[str, str | Text]] = [("certificate", verdict(result.certificate))]
-    if result.audits is not None:
-        rows.append(("audits", result.audits))
-    if (names := unused(result.certificate)) is not None:
-        rows.append(("unused", names))
+    rows = certificate_facts(result.certificate, result.audits)
     rows += nonfinite(result)
     if result.path is not None:
         rows += [("written", f"{result.path} ({size(result.bytes)})")]

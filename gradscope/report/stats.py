@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from gradscope.report.certificate import unused, verdict
+from gradscope.report.certificate import certificate_facts
 from gradscope.report.layout import Column, facts, numbers, whole
 from gradscope.report.sections import Fact, Section, Table, print_sections, print_table
 from gradscope.report.stats_batch import batch, clipping, directions
@@ -52,12 +52,10 @@ def file_facts(summary: Summary) -> list[tuple[str, str | Text]]:
         ("parameters", f"{file.parameters:,} ({file.entries:,} entries)"),
         ("size", size(file.bytes)),
         ("backend", file.backend or "not recorded"),
-        ("certificate", verdict(file.certificate)),
+        *certificate_facts(file.certificate),
     ]
     if file.labels != "data":
         rows.append(("labels", file.labels))
-    if (names := unused(file.certificate)) is not None:
-        rows.append(("unused", names))
     rows += [("chain" if not k else "", chain.text) for k, chain in enumerate(file.chains)]
     return rows
 

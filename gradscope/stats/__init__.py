@@ -5,9 +5,11 @@ from gradscope.stats.distribution import Distribution, Histogram, Moments
 from gradscope.stats.history import History, Step, read_history, record
 from gradscope.stats.measure import measure
 from gradscope.stats.noise import NoiseScale, noise_scale
+from gradscope.stats.proof import Proof
 from gradscope.stats.rows import ParameterRow, parameter_row, parameter_rows
 from gradscope.stats.run import RunReport
 from gradscope.stats.samples import Points, SampleRow
+from gradscope.stats.spot_checks import require_consistent
 from gradscope.stats.summary import Summary, summarize
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "NoiseScale",
     "ParameterRow",
     "Points",
+    "Proof",
     "RunReport",
     "SampleRow",
     "Step",
@@ -30,5 +33,6 @@ __all__ = [
     "parameter_rows",
     "read_history",
     "record",
+    "require_consistent",
     "summarize",
 ]

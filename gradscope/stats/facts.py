@@ -7,6 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from gradscope.stats.base import Json, Record, Source
+from gradscope.stats.proof import Proof
 from gradscope.stats.stored import labels_of
 from gradscope.stats.table import Table, finite_samples
 
@@ -31,6 +32,7 @@ class FileFacts(Record):
         backend: Which one computed it, as recorded.
         labels: What the losses were held against: data, sampled or exact.
         certificate: As recorded.
+        proof: What it says of the whole file.
         run: As recorded.
     """
 
@@ -43,6 +45,7 @@ class FileFacts(Record):
     backend: str | None
     labels: str = "data"
     certificate: Json
+    proof: Proof = Field(default_factory=Proof)
     run: Json = Field(default_factory=dict)
 
 
@@ -72,6 +75,7 @@ def facts(file: Source) -> FileFacts:
         backend=_backend(dict(file.run), dict(file.certificate)),
         labels=labels_of(file),
         certificate=file.certificate,
+        proof=Proof.of(file.certificate),
         run=file.run,
     )
 

@@ -9,11 +9,11 @@ from gradscope.stats.rows import ParameterRow
 
 
 class RunReport(Record):
-    """What was computed, proved and written.
+    """What was computed, what of it was proved, and what was written.
 
     Attributes:
         parameters: One row each, in the model's order.
-        certificate: The proof on the first batch.
+        certificate: The proof of the first batch, and what was audited.
         backend: Which one ran.
         notes: Why that backend, unused parameters, and what else is worth a line.
         samples: N.

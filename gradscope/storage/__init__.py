@@ -4,7 +4,7 @@ from gradscope.storage.arrays import StoredArray
 from gradscope.storage.compression import require as require_compression
 from gradscope.storage.contents import StoredChain
 from gradscope.storage.export import Exported, export
-from gradscope.storage.merge import Joiner, open_joiner
+from gradscope.storage.merge import Joiner, open_joiner, require_free
 from gradscope.storage.merge_parts import Part, Parts, check_parts
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows
 from gradscope.storage.reader import GradientFile, open_file
@@ -34,5 +34,6 @@ __all__ = [
     "open_joiner",
     "open_writer",
     "require_compression",
+    "require_free",
     "require_place",
 ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -57,9 +58,9 @@ def open_joiner(
         OutputError: The file cannot be written, is there already or is one of the parts.
     """
     paths = Paths(path)
+    require_free(path, parts, overwrite=overwrite)
     with ExitStack() as stack:
         with writing(path):
-            _require_free(paths, parts, overwrite)
             descriptor = stack.enter_context(resume.locked(paths.part))
             resume.require_not_there(paths, descriptor, overwrite=overwrite)
             _require_none_unfinished(paths, descriptor, overwrite)
@@ -117,21 +118,24 @@ class Joiner:
     def finish(
         self,
         results: Mapping[int, Mapping[str, Tensor]],
+        certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]],
         states: States,
+        look: complete.Look | None = None,
     ) -> None:
         """Complete the file: verify it, and put it in its final place.
 
         Args:
             results: {chain: {name: (*shape)}} for the reduced chains.
+            certificate: Stored as JSON.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, the whole run's.
+            look: Called with the file while it is open for its verification.
 
         Raises:
             OutputError: It cannot be completed.
         """
         assert self._slots is not None  # it is laid out
-        certificate = self._parts.certificate
         with writing(self._paths.final):
             complete.complete(
                 self._paths,
@@ -142,6 +146,7 @@ class Joiner:
                 certificate,
                 norm_attributes,
                 states,
+                look,
             )
         self._done = True
 
@@ -225,21 +230,26 @@ def _require_order(source: Opened, part: Part) -> None:
         )
 
 
-def _require_free(paths: Paths, parts: Parts, overwrite: bool) -> None:
-    """Check that the final file may be written."""
-    require_place(paths.final, LONGEST)
-    if not paths.final.exists():
-        return
-    if any(paths.final.samefile(part.path) for part in parts.files):
+def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
+    """Check that the final file of some parts may be written.
+
+    Raises:
+        OutputError: It is there already, or one of the parts.
+    """
+    require_place(path, LONGEST)
+    with writing(path):
+        is_there = path.exists()
+        is_part = is_there and any(path.samefile(part.path) for part in parts.files)
+    if is_part:
         raise OutputError(
             "the result would replace a file that it is made from",
-            where=str(paths.final),
+            where=str(path),
             remedy="Choose another name.",
         )
-    if not overwrite:
+    if is_there and not overwrite:
         raise OutputError(
             "the file exists already",
-            where=str(paths.final),
+            where=str(path),
             remedy="Choose another name, or give --overwrite.",
         )
 

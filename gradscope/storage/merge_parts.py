@@ -28,6 +28,8 @@ class Part:
         stop: One beyond that of its last.
         index: Which shard it is, if it is one.
         seal: The SHA-256 of its seal.
+        certificate: The proof of its numbers.
+        batch: How many samples were computed at a time, where it says so.
     """
 
     path: Path
@@ -35,6 +37,8 @@ class Part:
     stop: int
     index: int | None
     seal: bytes
+    certificate: Mapping[str, Any]
+    batch: int | None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -53,7 +57,6 @@ class Parts:
         attributes: The hashes of its inputs.
         parameters: {name: shape}.
         chains: Text, and whether it ends in an aggregate.
-        certificate: The first one's, or that of a file that was not verified.
         forms: How each column of the whole is to be stored, by its path.
         uneven: The paths of those that not all files store in the same form.
     """
@@ -66,7 +69,6 @@ class Parts:
     attributes: dict[str, str]
     parameters: dict[str, tuple[int, ...]]
     chains: tuple[tuple[str, bool], ...]
-    certificate: dict[str, Any]
     forms: Mapping[str, Form]
     uneven: frozenset[str] = frozenset()
 
@@ -120,19 +122,29 @@ def _parts(path: Path, source: Opened) -> Parts:
             where=str(path),
             remedy="Compute it again.",
         )
+    run = document(file.attrs, "run")
+    batch = run.get("batch_size")
+    part = Part(
+        path=path,
+        start=start,
+        stop=stop,
+        index=index,
+        seal=source.seal,
+        certificate=document(file.attrs, "certificate"),
+        batch=batch if isinstance(batch, int) and batch > 0 else None,
+    )
     return Parts(
-        files=(Part(path, start, stop, index, source.seal),),
+        files=(part,),
         start=whole[0],
         stop=whole[-1],
         identity=facts,
-        run=document(file.attrs, "run"),
+        run=run,
         attributes={key: str(file.attrs[key]) for key in file.attrs if key.endswith("_sha256")},
         parameters={k: tuple(s) for k, s in document(file.attrs, "parameters").items()},
         chains=tuple(
             (str(chain.attrs["chain"]), bool(chain.attrs["reduced"]))
             for chain in (file["chains"][str(k)] for k in range(len(file["chains"])))
         ),
-        certificate=document(file.attrs, "certificate"),
         forms=forms_of(file),
     )
 
@@ -141,19 +153,18 @@ def _joined(a: Parts, b: Parts) -> Parts:
     """Add a file that must be of the same run."""
     path = b.files[0].path
     different = list(differences(a.identity, b.identity, ""))
+    different = different or list(differences(a.attributes, b.attributes, ""))
     if different or a.chains != b.chains:
         raise ResultFileError(
             f"this is another run than {a.files[0].path}: " + "; ".join(different or ["chains"]),
             where=str(path),
             remedy="Give files of one run only.",
         )
-    unproved = not b.certificate.get("verified") and a.certificate.get("verified")
     return replace(
         a,
         files=(*a.files, *b.files),
         start=min(a.start, b.start),
         stop=max(a.stop, b.stop),
-        certificate=b.certificate if unproved else a.certificate,
         forms=_common_forms(a.forms, b.forms, path),
         uneven=a.uneven | {key for key, form in a.forms.items() if form != b.forms.get(key)},
     )

@@ -100,7 +100,7 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
 
 def test_norms_and_expectations_are_compiled_without_the_gradients(tokens, monkeypatch) -> None:
     model = Tagger()
-    scope = Scope(model, "cross_entropy", backend="vmap", compile=True)
+    scope = Scope(model, "cross_entropy", backend="vmap", compile=True, verify="first")
     plain = Scope(model, "cross_entropy")
     for times in range(2):
         close(scope.norms(*tokens), right_norms(model, *tokens))

@@ -216,6 +216,62 @@ def test_a_wrong_backend_disagrees(toys):
     assert [p.factor for p in result.rows[1].parameters] == pytest.approx([1 / N] * 6)
 
 
+@pytest.fixture
+def scaled(toys):
+    """Register a backend that scales a sample's gradient where it is told to."""
+    from gradscope.backends.loop import loop
+    from gradscope.blocks import Evaluation
+
+    def add(name, is_wrong):
+        def evaluate(problem, batch):
+            with loop(problem) as evaluate:
+                found = evaluate(batch)
+            factors = torch.where(is_wrong(problem, batch), 1.1, 1.0)
+            return Evaluation(found.losses, found.gradients.scale(factors))
+
+        toys(name, evaluate)
+
+    return add
+
+
+def test_what_a_backend_keeps_of_the_first_answer_has_to_fit_the_second(scaled):
+    first = []
+
+    def is_wrong(problem, batch):
+        first.append(batch.targets)
+        return first[0] != batch.targets  # right only for the batch that it has seen first
+
+    scaled("stale", is_wrong)
+    model, inputs, targets = problem()
+    result = compare(model, "cross_entropy", inputs, targets, ["loop", "stale"])
+    row = result.rows[1]
+    assert (result.agrees, row.status) == (False, "disagrees")
+    assert row.reason.startswith("the same samples in another order: all parameters")
+    assert {p.factor for p in row.parameters} != {1.0}
+
+
+@pytest.mark.parametrize("sample", range(N))
+def test_each_sample_counts_in_the_models_own_dtype(scaled, sample):
+    def is_wrong(problem, batch):
+        single = problem.dtype == torch.float32
+        return (batch.index == sample) & single & (len(batch) == N)
+
+    scaled("narrow", is_wrong)
+    model, inputs, targets = problem(torch.float32)
+    result = compare(model, "cross_entropy", inputs, targets, ["loop", "narrow"])
+    row = result.rows[1]
+    assert (result.agrees, row.status) == (False, "disagrees")
+    assert row.reason.startswith("in float32 alone: ")
+
+
+def test_a_hook_that_a_copy_does_not_have():
+    model, inputs, targets = problem(torch.float32)
+    model[0].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    loop, hooks = compare(model, "cross_entropy", inputs, targets, ["loop", "hooks"]).rows
+    assert (loop.status, hooks.status) == ("agrees", "refused")
+    assert "hook" in hooks.reason
+
+
 @pytest.mark.parametrize("name", [n for n in backends.names() if n != "loop"])
 def test_registered_backends_agree(name):
     model, inputs, targets = problem(torch.float32)

@@ -48,6 +48,10 @@ def build(limit=10**9, kind="torch", wide=0):
 
 def loss(outputs, targets):
     return (outputs - targets).square() + outputs.cos()
+
+
+def weighted(outputs, targets):
+    return targets * outputs.cos()
 '''
 
 
@@ -69,7 +73,9 @@ def write(folder: Path, samples: int = SAMPLES) -> Path:
     return folder
 
 
-def spec(folder: Path, kwargs: dict[str, Any] | None = None, **compute: Any) -> RunSpec:
+def spec(
+    folder: Path, kwargs: dict[str, Any] | None = None, loss: str = "loss", **compute: Any
+) -> RunSpec:
     """Return the run of that folder."""
     return resolve(
         None,
@@ -77,7 +83,7 @@ def spec(folder: Path, kwargs: dict[str, Any] | None = None, **compute: Any) -> 
             "model": {"factory": f"{folder}/model.py:build", "kwargs": kwargs or {}},
             "checkpoint": {"path": folder / "weights.pt"},
             "dataset": {"path": folder / "data.npz"},
-            "loss": {"name": f"{folder}/model.py:loss"},
+            "loss": {"name": f"{folder}/model.py:{loss}"},
             "compute": {"dtype": "float64"} | compute,
         },
     )

@@ -1,0 +1,112 @@
+"""A few samples of a result file, drawn by seed: do its numbers of them belong together?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradscope.errors import ResultFileError
+from gradscope.stats.base import Floats, Source, wide
+from gradscope.stats.stored import labels_of, rows_of
+from gradscope.stats.table import finite_samples
+
+Rows = NDArray[np.intp]
+
+_FEW = 4  # samples of a file
+_MOST = 64  # parameters whose rows are read: of a file with thousands, that takes its time
+_HALF, _SINGLE, _DOUBLE = (0.02, 0.05), (1e-3, 0.02), (1e-6, 1e-5)
+_PRECISIONS = {
+    "float16": _HALF,
+    "bfloat16": _HALF,
+    "float64": _DOUBLE,
+    "complex128": _DOUBLE,
+}  # by the run's dtype, relative to a norm, and to that of the sample's whole gradient: where terms
+# cancel, norms lose half their digits
+_PIECE = 2**20  # entries that are squared at a time
+
+
+def few(file: Source, seed: int) -> Rows:
+    """Return the rows of up to four finite samples: the last, and others drawn by seed."""
+    finite = np.flatnonzero(finite_samples(file))
+    draw = np.random.default_rng(seed)
+    others = finite[:-1]
+    drawn = draw.choice(others, min(_FEW - 1, len(others)), replace=False)
+    return np.sort(np.append(finite[-1:], drawn).astype(np.intp))
+
+
+def tolerances(dtype: str) -> tuple[float, float]:
+    """Return how far two norms may differ in a precision, of a parameter or a sample.
+
+    Returns:
+        The share of the norm itself, and of that of the sample's whole gradient.
+    """
+    return _PRECISIONS.get(dtype, _SINGLE)
+
+
+def require_consistent(file: Source, seed: int = 0) -> None:
+    """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
+
+    Args:
+        file: The file; rows of a chain `identity` are looked at where it has one, of thousands of
+            parameters those of some.
+        seed: Of the samples.
+
+    Raises:
+        ResultFileError: They do not.
+    """
+    if labels_of(file) == "exact":  # norms are expectations over labels, which do not add up so
+        return
+    rows = few(file, seed)
+    if not len(rows):
+        return
+    index = [int(i) for i in np.asarray(file.samples["index"])[rows]]
+    whole = wide(file.samples["norm"])
+    squares = np.zeros(len(rows))
+    stored: Mapping[str, Any] = rows_of(file) or {}
+    looked_at = _some(list(stored), seed)
+    limit, share = tolerances(str(dict(file.run).get("dtype")))
+    for name in file.norms:
+        norms = wide(file.norms[name])
+        squares += np.square(norms[rows])
+        if name in looked_at and not getattr(stored[name], "overflowed", 0):
+            found = [_norm(stored[name][int(row)]) for row in rows]
+            slack = limit * norms[rows] + share * whole[rows]
+            _require(file, index, norms[rows], found, slack, f"by {name!r} ")
+    slack = limit * whole[rows] + np.finfo(np.float32).tiny
+    _require(file, index, whole[rows], np.sqrt(squares).tolist(), slack, "")
+
+
+def _some(names: list[str], seed: int) -> set[str]:
+    draw = np.random.default_rng(seed)
+    return {names[k] for k in draw.permutation(len(names))[:_MOST].tolist()}
+
+
+def _require(
+    file: Source,
+    index: Sequence[int],
+    recorded: Floats,
+    found: Sequence[float],
+    slack: Floats,
+    by: str,
+) -> None:
+    """Compare norms (n,) that are recorded with what other numbers of the file give."""
+    source = "its stored row has" if by else "those of its parameters make"
+    for i, a, b, most in zip(index, recorded.tolist(), found, slack.tolist(), strict=True):
+        if not abs(a - b) <= most:
+            raise ResultFileError(
+                f"the gradient of sample {i} {by}is recorded with the norm {a:.6g}, "
+                f"and {source} {b:.6g}",
+                where=str(file.path),
+                remedy="Its numbers do not belong together: compute it again.",
+            )
+
+
+def _norm(row: np.ndarray) -> float:
+    """Return the L2 norm of a row (*shape), in float64."""
+    flat, total = row.reshape(-1), 0.0
+    for start in range(0, flat.size, _PIECE):
+        piece = np.abs(flat[start : start + _PIECE]).astype(np.float64)
+        total += float(piece @ piece)
+    return math.sqrt(total)

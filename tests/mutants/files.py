@@ -1,0 +1,239 @@
+"""Defects on the way into a result file: rows, columns, states, chunks, checksums, the seal."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Gradients
+from gradscope.pipeline import run
+from gradscope.pipeline.merging import Merge
+from gradscope.storage import Rows, Writer, columns, complete, disk, factors, integrity
+from gradscope.storage.packer import Packer
+from gradscope.storage.stream import Stream
+from tests.mutants.base import Install, after, around, before, mutant
+from tests.mutants.written import Written
+
+
+def _caught(name: str, defect: str, scenario: Written, guard: str, install: Install) -> None:
+    mutant(name, "files", defect, scenario, guard, install)
+
+
+PLAIN = Written("plain")
+
+
+def _of_rows(change: Callable[[Rows], Rows]) -> Install:
+    return around(run, "rows_of", after(lambda rows, *_: change(rows)))
+
+
+_caught(
+    "index off by one",
+    "samples are recorded by the position after theirs",
+    PLAIN,
+    "completion",
+    _of_rows(lambda rows: replace(rows, index=rows.index + 1)),
+)
+_caught(
+    "norms shifted by a row",
+    "a column of norms begins with the last sample of the batch",
+    PLAIN,
+    "completion",
+    _of_rows(
+        lambda rows: replace(rows, norms={k: v.roll(1, 0) for k, v in rows.norms.items()}),
+    ),
+)
+
+
+def _first_twice(gradients: Gradients | None) -> Gradients | None:
+    if gradients is None:
+        return None
+    return gradients.select(torch.arange(gradients.n).sub(1).clamp_min(0))
+
+
+_caught(
+    "a row written twice",
+    "the first row of every batch is stored twice, and the last one not",
+    PLAIN,
+    "completion",
+    _of_rows(lambda rows: replace(rows, chains=tuple(map(_first_twice, rows.chains)))),
+)
+
+
+def _rounded(stream: Stream, values: Tensor) -> tuple[Stream, Tensor]:
+    wide = values.is_floating_point()
+    return stream, values.half().to(values.dtype) if wide else values
+
+
+_caught(
+    "rounded to half",
+    "numbers go through half precision on their way to the file",
+    PLAIN,
+    "completion",
+    around(Stream, "add", before(_rounded)),
+)
+
+
+def _row_late(stream: Stream, start: int, data: np.ndarray) -> tuple[Any, ...]:
+    row = stream.place.size // stream.shape[0] if stream.shape else 0
+    there = start + row + len(data) <= stream.place.size
+    return stream, start + row if there else start, data
+
+
+_caught(
+    "offset of a row too many",
+    "batches are written one row further into the file than they belong",
+    PLAIN,
+    "completion",
+    around(Stream, "_piece", before(_row_late)),
+)
+_caught(
+    "checksum not kept",
+    "the checksum of a piece is not taken when it is written",
+    PLAIN,
+    "completion",
+    around(
+        disk,
+        "_write_run",
+        before(lambda d, pieces: (d, [replace(p, sums=None) for p in pieces])),
+    ),
+)
+
+
+def _without_tail(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add(self: Stream, values: Tensor) -> Any:
+        found = original(self, values)
+        self.mark = replace(self.mark, tail=np.zeros_like(self.mark.tail))
+        return found
+
+    return add
+
+
+_caught(
+    "held back and lost",
+    "rows that wait until their chunk is full are zeros when it is",
+    PLAIN,
+    "completion",
+    around(Stream, "add", _without_tail),
+)
+
+
+def _short_once(original: Callable[..., bytes]) -> Callable[..., bytes]:
+    asked: list[int] = []
+
+    def digest(descriptor: int, table: np.ndarray, size: int) -> bytes:
+        asked.append(size)
+        return original(descriptor, table, size - 16 if len(asked) == 1 else size)
+
+    return digest
+
+
+_caught(
+    "seal of other bytes",
+    "the seal is taken over the file without its last bytes",
+    PLAIN,
+    "completion",
+    around(integrity, "_digest", _short_once),
+)
+
+
+def _renamed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"first.bias", b"first.bier"))
+
+
+def _written_late(path: Path) -> None:
+    with h5py.File(path, "r", locking=False) as file:
+        place = file["chains/0/first.weight"].id.get_chunk_info(0).byte_offset
+    with path.open("r+b") as raw:
+        raw.seek(place)
+        raw.write(bytes(64))
+
+
+def _then(change: Callable[[Path], None]) -> Install:
+    return around(complete, "_sync_folder", after(lambda _, paths: change(paths.final)))
+
+
+_caught(
+    "changed after the seal",
+    "a name is written over in a file that is sealed",
+    PLAIN,
+    "seal",
+    _then(_renamed),
+)
+_caught(
+    "written too late",
+    "a thread writes zeros over rows of a file that is complete",
+    PLAIN,
+    "seal",
+    _then(_written_late),
+)
+
+
+def _next_left(found: Any, *_: Any) -> Any:
+    if found is None or found[0] != "outer":
+        return found
+    kind, parts = found
+    return kind, parts | {"left": parts["left"].roll(1, 0)}
+
+
+_caught(
+    "factors of two samples",
+    "one of the two factors that a row is stored as is that of the next sample",
+    Written("factored"),
+    "completion",
+    around(factors, "factors_of", after(_next_left), columns),
+)
+
+
+def _next_chunk(packer: Packer, piece: Any) -> tuple[Any, ...]:
+    return packer, replace(piece, start=0)
+
+
+_caught(
+    "chunks in one place",
+    "every compressed chunk is written where the first one is",
+    Written("packed"),
+    "completion",
+    around(Packer, "_write", before(_next_chunk)),
+)
+
+
+def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Writer, *args: Any) -> None:
+        original(self, *args)
+        self.states = {k: v for k, v in self.states.items() if k == run.PROGRESS}
+
+    return init
+
+
+_caught(
+    "state lost on the way",
+    "a run that goes on begins its sums anew",
+    Written("resumed"),
+    "completion",
+    around(Writer, "__init__", _forgetting),
+)
+_caught(
+    "last part for the whole",
+    "of files that are merged, aggregates are those of the last",
+    Written("merged"),
+    "completion",
+    around(Merge, "_merge_of", lambda original: lambda self, owner: lambda a, b: b),
+)
+_caught(
+    "batch reduced twice",
+    "every batch is added to the sums two times",
+    PLAIN,
+    "completion",
+    around(
+        run,
+        "updated",
+        lambda original: (
+            lambda chains, states, *more: original(chains, original(chains, states, *more), *more)
+        ),
+    ),
+)

@@ -1,0 +1,64 @@
+"""Defects that no guard can tell from another wish: a wrong formula, of which the tests know."""
+
+from collections.abc import Callable
+
+import torch
+
+from gradscope.labels import expectation
+from gradscope.reducers import spread
+from gradscope.transforms import center, norms
+from tests import test_labels
+from tests.mutants.base import Install, after, around, before, mutant
+from tests.mutants.scenarios import Asked, ExactLabels, Expected, clipped, each, variance
+from tests.reducers import test_table
+from tests.transforms import test_values
+
+
+def _told(
+    name: str,
+    room: str,
+    defect: str,
+    what: str,
+    expected: Expected,
+    test: Callable[[], None],
+    install: Install,
+) -> None:
+    mutant(name, room, defect, Asked("mlp", what=what, expected=expected), "tests", install, test)
+
+
+_told(
+    "variance by n",
+    "reducers",
+    "a variance is divided by the number of samples, whatever ddof says",
+    "var",
+    variance,
+    lambda: test_table.test_against_numpy("var", torch.float64),
+    around(spread, "variance", before(lambda state, ddof: (state, 0))),
+)
+_told(
+    "clipped by the square",
+    "transforms",
+    "a gradient is clipped by its squared norm",
+    "clip:max_norm=0.5 | mean",
+    clipped,
+    lambda: test_values.test_rows("clip:max_norm=0.5", ()),
+    around(norms, "whole", after(lambda found, *_: found.square())),
+)
+_told(
+    "mean added",
+    "transforms",
+    "centring adds the mean instead of taking it off",
+    "center | square | mean",
+    each(lambda g: g.var(0, correction=0)),
+    lambda: test_values.test_rows("center", ()),
+    around(center, "CenteredBlock", before(lambda block, mean: (block, -mean))),
+)
+mutant(
+    "probabilities of other classes",
+    "labels",
+    "the expectation over labels gives each class the probability of the one before it",
+    ExactLabels("classifier", what="second_moment"),
+    "tests",
+    around(expectation, "ExpectedBlock", before(lambda b, weights: (b, weights.roll(1, 1)))),
+    lambda: test_labels.test_exact_is_the_closed_form("hooks", "square | mean"),
+)
