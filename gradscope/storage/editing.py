@@ -48,7 +48,7 @@ class DescriptorFile:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move the position."""
-        size = os.fstat(self._descriptor).st_size if whence == os.SEEK_END else 0
+        size = self._size() if whence == os.SEEK_END else 0
         self._position = offset + (0, self._position, size)[whence]
         return self._position
 
@@ -94,6 +94,13 @@ class DescriptorFile:
 
     def flush(self) -> None:
         """Do nothing: every write has already gone to the descriptor."""
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._descriptor).st_size
+        except OSError as error:
+            self.error = self.error or error
+            return self._end
 
     def _write(self, data: memoryview, position: int) -> None:
         if self.written is not None:

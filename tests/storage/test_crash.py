@@ -1,9 +1,11 @@
 """Kills, full disks, and stops at the worst moments: nothing complete is lost or changed."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +220,9 @@ def test_too_little_space_is_known_with_the_first_batch(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("call", ["preadv", "pwritev", "unlink", "stat", "ftruncate", "fsync"])
+@pytest.mark.parametrize(
+    "call", ["preadv", "pwritev", "unlink", "stat", "fstat", "ftruncate", "fsync"]
+)
 def test_a_disk_that_died_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
@@ -280,3 +284,29 @@ def test_a_commit_is_durable_before_anything_follows(
     name, folder = "o.h5.part", f"sync {tmp_path.name}"
     record = [f"sync {name}.progress.tmp", f"move {name}.progress", folder]
     assert seen == [f"sync {name}", *record] * 7 + [f"sync {name}", "move o.h5", folder]
+
+
+def test_hdf5_is_not_told_that_the_size_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in its midst would be one that nobody can catch."""
+    plain, left = os.fstat, [0]
+
+    def failing(descriptor: int) -> os.stat_result:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(descriptor)
+
+    monkeypatch.setattr(os, "fstat", failing)
+    for k in itertools.count(1):
+        left[0] = k
+        with suppress(OutputError):
+            write(tmp_path / "o.h5", overwrite=True)
+        if left[0] > 0:  # it was not called so often
+            break
+        left[0] = 0
+        write(tmp_path / "o.h5", overwrite=True)
+    monkeypatch.undo()
+    assert k > 10
+    assert names(tmp_path) == ["o.h5"]
