@@ -276,7 +276,7 @@ def other_random_numbers() -> Iterator[None]:
     with torch.random.fork_rng(), random_numbers_kept():
         seed = int(torch.randint(2**31, ()).item()) ^ 1
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)
