@@ -15,7 +15,7 @@ from typing import Any
 
 from gradscope.proof.certificate import Certificate
 
-SHARE = 0.05  # of the time that audits may take
+SHARE = 0.04  # of the time that audits may take: a twentieth with what goes with them
 WINDOW = 64  # batches, of which one is audited
 _ALONE = 32  # samples of a batch, at most, that are evaluated alone
 _SAVED = 0.1  # seconds that are not lost while the caller does other things

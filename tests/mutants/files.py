@@ -154,7 +154,7 @@ def _written_late(path: Path) -> None:
 
 
 def _then(change: Callable[[Path], None]) -> Install:
-    return around(complete, "_sync_folder", after(lambda _, paths: change(paths.final)))
+    return around(complete, "sync_folder", after(lambda _, path: change(path)))
 
 
 _caught(
