@@ -128,20 +128,30 @@ class Objective:
 
     def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
-        losses = [problem.losses(batch) for batch in self.batches]
-        found = torch.cat([part.detach() for part in losses])
-        if not any(part.requires_grad for part in losses):
-            return found, {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
-        parts = [summed(part, w.to(part)) for part, w in zip(losses, self.weights, strict=True)]
-        with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
-            slopes = torch.autograd.grad(
-                torch.stack(parts).sum(),
-                list(problem.parameters.values()),
-                retain_graph=True,  # part of the graph may be the model's own, and needed again
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        return found, {name: dense(g) for name, g in zip(problem.parameters, slopes, strict=True)}
+        found: list[Tensor] = []
+        total = {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
+        for batch, weights in zip(self.batches, self.weights, strict=True):
+            losses, slopes = _slopes(problem, batch, weights)  # one graph at a time
+            found.append(losses)
+            for name, slope in zip(total, slopes, strict=False):
+                total[name] += dense(slope)
+        return torch.cat(found), total
+
+
+def _slopes(problem: Problem, batch: Batch, weights: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the losses (n,) of one batch, and ∇ Σ wᵢ Lᵢ by every parameter if there is one."""
+    losses = problem.losses(batch)
+    if not losses.requires_grad:
+        return losses.detach(), ()
+    with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
+        slopes = torch.autograd.grad(
+            summed(losses, weights.to(losses)),
+            list(problem.parameters.values()),
+            retain_graph=True,  # part of the graph may be the model's own, and needed again
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return losses.detach(), slopes
 
 
 def judged(
