@@ -11,7 +11,7 @@ from benchmarks.workloads import LOSS, Workload
 from gradscope.backends.loop import one_sample
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.losses import resolve
+from gradscope.stages.losses import resolve
 
 TOLERANCE = 1e-4
 _FLOOR = 1e-2  # a parameter below this share of the whole is rounding noise

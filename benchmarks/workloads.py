@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import networks
-from gradscope.losses import resolve
+from gradscope.stages.losses import resolve
 
 LOSS = "cross_entropy"
 SEED = 0

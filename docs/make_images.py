@@ -17,9 +17,9 @@ from rich.terminal_theme import MONOKAI
 
 import gradscope
 from gradscope.comparison import compare
-from gradscope.core.spec import load
-from gradscope.pipeline import Job, compute, prepare
+from gradscope.config.spec import load
 from gradscope.report import render_comparison, render_run, render_stats
+from gradscope.run import Job, compute, prepare
 from gradscope.stats import summarize
 
 ROOT = Path(__file__).parent.parent

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from gradscope.calls import expectation, norms, per_sample_gradients
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
-    from gradscope.reducers.base import Reducer
-    from gradscope.reducers.declared import reducer
     from gradscope.scope import Scope
+    from gradscope.stages.reducers.base import Reducer
+    from gradscope.stages.reducers.declared import reducer
+    from gradscope.stages.transforms.declared import transform
     from gradscope.storage import GradientFile
     from gradscope.storage import open_file as open
-    from gradscope.transforms.declared import transform
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ __all__ = [
 _HOMES = {
     "Comparison": ("gradscope.comparison", "Comparison"),
     "GradientFile": ("gradscope.storage", "GradientFile"),
-    "Reducer": ("gradscope.reducers.base", "Reducer"),
+    "Reducer": ("gradscope.stages.reducers.base", "Reducer"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
     "expectation": ("gradscope.calls", "expectation"),
@@ -51,8 +51,8 @@ _HOMES = {
     "norms": ("gradscope.calls", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.calls", "per_sample_gradients"),
-    "reducer": ("gradscope.reducers.declared", "reducer"),
-    "transform": ("gradscope.transforms.declared", "transform"),
+    "reducer": ("gradscope.stages.reducers.declared", "reducer"),
+    "transform": ("gradscope.stages.transforms.declared", "transform"),
 }
 
 

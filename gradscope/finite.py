@@ -5,9 +5,9 @@ from typing import Literal
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
+from gradscope.engine import finite_samples
 from gradscope.errors import NonFiniteError
-from gradscope.labels import chosen, over_labels
-from gradscope.proof import finite_samples
+from gradscope.stages.labels import chosen, over_labels
 
 NonFinite = Literal["skip", "fail", "keep"]
 

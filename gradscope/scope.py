@@ -10,7 +10,6 @@ from typing import Any, Literal, Self, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradscope import chains
 from gradscope.backends import Evaluate, backends
 from gradscope.backends.auto import candidates
 from gradscope.backends.compiled import Computed, Wanted
@@ -23,11 +22,7 @@ from gradscope.core.pages import keep_pages
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.core.state import facts
-from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
-from gradscope.finite import NonFinite, NonFiniteWarning, usable
-from gradscope.labels import Labels, Mode, samples
-from gradscope.losses import resolve
-from gradscope.proof import (
+from gradscope.engine import (
     Auditor,
     Certificate,
     Look,
@@ -38,8 +33,13 @@ from gradscope.proof import (
     require_norms,
     span,
 )
-from gradscope.reducers import State
-from gradscope.reducers.law import depends_on_split
+from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
+from gradscope.finite import NonFinite, NonFiniteWarning, usable
+from gradscope.stages import chains
+from gradscope.stages.labels import Labels, Mode, samples
+from gradscope.stages.losses import resolve
+from gradscope.stages.reducers import State
+from gradscope.stages.reducers.law import depends_on_split
 
 T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]

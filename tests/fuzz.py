@@ -20,8 +20,8 @@ from types import FrameType
 
 import torch
 
+from gradscope.config.spec import DatasetSpec, load, resolve
 from gradscope.core.batch import tensors
-from gradscope.core.spec import DatasetSpec, load, resolve
 from gradscope.errors import GradscopeError
 from gradscope.sources import load_into, open_dataset
 from tests import fuzz_files

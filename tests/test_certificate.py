@@ -12,10 +12,10 @@ from gradscope.backends.loop import loop
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
+from gradscope.engine import certify
 from gradscope.errors import CertificateError, RefusedError
-from gradscope.losses import cross_entropy
-from gradscope.proof import certify
 from gradscope.scope import Scope
+from gradscope.stages.losses import cross_entropy
 from tests import oracle
 from tests.cases import COUPLED
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
-from gradscope import chains
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
+from gradscope.stages import chains
 from tests.oracle import per_sample_gradients
 
 N = 9

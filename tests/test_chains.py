@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock, total
-from gradscope.chains import bind
 from gradscope.errors import SpecError
+from gradscope.stages.chains import bind
 
 N = 7
 

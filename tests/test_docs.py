@@ -20,13 +20,13 @@ from gradscope.backends.hooks.rules import node_rules
 from gradscope.backends.joint import own_loss_backends
 from gradscope.cli.app import app
 from gradscope.cli.listing import AUTO_SUMMARY
+from gradscope.config.spec import RunSpec
 from gradscope.core.registry import Registry
-from gradscope.core.spec import RunSpec
-from gradscope.losses import losses
-from gradscope.losses import options as options_of
-from gradscope.reducers import reducers
 from gradscope.sources import checkpoint_readers, dataset_readers
-from gradscope.transforms import transforms
+from gradscope.stages.losses import losses
+from gradscope.stages.losses import options as options_of
+from gradscope.stages.reducers import reducers
+from gradscope.stages.transforms import transforms
 from tests.pages import (
     FENCE,
     ROOT,

@@ -333,8 +333,8 @@ def npz_run(folder):
 
 
 def test_a_run_records_its_labels(tmp_path):
-    from gradscope.core.spec import load, resolve
-    from gradscope.pipeline import compute, estimate, prepare
+    from gradscope.config.spec import load, resolve
+    from gradscope.run import compute, estimate, prepare
 
     model, inputs, targets = npz_run(tmp_path)
     p = model(inputs).detach().softmax(1)
@@ -370,8 +370,8 @@ def test_a_run_records_its_labels(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 7, 40])
 def test_a_run_draws_the_same_whatever_the_batch_size(tmp_path, batch_size):
-    from gradscope.core.spec import resolve
-    from gradscope.pipeline import compute, prepare
+    from gradscope.config.spec import resolve
+    from gradscope.run import compute, prepare
 
     model, inputs, targets = npz_run(tmp_path)
     options = {"labels": "sampled", "seed": 4, "transform": ["identity"], "batch_size": batch_size}

@@ -11,11 +11,11 @@ from torch import nn
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.chains import bind
-from gradscope.core.spec import resolve
+from gradscope.config.spec import resolve
 from gradscope.errors import GradscopeError, ModelError, SpecError
-from gradscope.pipeline import prepare
-from gradscope.transforms import transforms
+from gradscope.run import prepare
+from gradscope.stages.chains import bind
+from gradscope.stages.transforms import transforms
 from tests.cli.conftest import gradscope as cli  # noqa: F401
 
 SAMPLES = Path(__file__).parent.parent / "sample_models"

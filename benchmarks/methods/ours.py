@@ -22,12 +22,13 @@ from benchmarks.methods.base import (
 from benchmarks.reference import Reference, Result
 from benchmarks.tasks import DIMENSIONS, prefixed
 from benchmarks.workloads import LOSS
-from gradscope import Scope, chains
+from gradscope import Scope
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
+from gradscope.config.spec import resolve
 from gradscope.core.batch import Batch
-from gradscope.core.spec import resolve
-from gradscope.pipeline import compute, prepare
+from gradscope.run import compute, prepare
+from gradscope.stages import chains
 
 _AFFORDABLE = 10.0  # seconds a call of the loop
 _PROJECT = f"project:dim={DIMENSIONS},kind=rademacher"  # random signs, as the other tools'

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from benchmarks.methods import dense
 from benchmarks.methods.base import COMPILE_LIMIT, Call, DeclinedError, Method, Setting
 from benchmarks.workloads import LOSS
-from gradscope.losses import resolve
+from gradscope.stages.losses import resolve
 
 _Function = Callable[[dict[str, Tensor], Tensor, Tensor], Mapping[str, Tensor]]
 

@@ -1,4 +1,4 @@
-"""Floor 3: the ways to get every sample's gradient."""
+"""The ways to get every sample's gradient."""
 
 from gradscope.backends import expand, hooks, loop, vmap
 from gradscope.backends.base import Backend, Evaluate, backends

@@ -1,4 +1,4 @@
-"""Floor 2: per-sample gradients as blocks, which know their own structure.
+"""Per-sample gradients as blocks, which know their own structure.
 
 A block stands for the per-sample gradients (n, *shape) of one parameter. It knows exactly its
 dense form, squared norms, weighted sum, elementwise-square sum, dot product and Gram matrix, and

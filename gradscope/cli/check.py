@@ -57,9 +57,9 @@ def check(
     )
     if spec.compute.verify == "never":
         spec = spec.model_copy(update={"compute": spec.compute.model_copy(update=_PROVED)})
-    from gradscope.pipeline import inspect, prepare
     from gradscope.report.console import console
     from gradscope.report.inspection import render_inspection
+    from gradscope.run import inspect, prepare
 
     stopping.unwinding()
     found = inspect(prepare(spec))

@@ -10,7 +10,7 @@ from gradscope.core import streams
 from gradscope.errors import RefusedError, SpecError
 
 if TYPE_CHECKING:
-    from gradscope.pipeline import Job
+    from gradscope.run import Job
 
 DISAGREEMENT = 5
 _SAMPLES = 32  # enough to tell a mistake, few enough for the loop
@@ -74,9 +74,9 @@ def compare(
     )
     from gradscope.comparison import compare as run
     from gradscope.comparison.compiled import LABEL, compiled
-    from gradscope.pipeline import prepare
     from gradscope.report.comparison import render_comparison
     from gradscope.report.console import console
+    from gradscope.run import prepare
 
     stopping.unwinding()
     job = prepare(spec)

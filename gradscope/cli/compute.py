@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradscope.cli import options, stopping
+from gradscope.config.shards import this_worker
 from gradscope.core import streams
-from gradscope.core.shards import this_worker
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradscope.core.shards import Worker
-    from gradscope.core.spec import RunSpec
-    from gradscope.pipeline import Job, Run
+    from gradscope.config.shards import Worker
+    from gradscope.config.spec import RunSpec
+    from gradscope.run import Job, Run
     from gradscope.stats import RunReport
 
 NONFINITE = 7
@@ -154,7 +154,7 @@ def compute(
         spec = _of_worker(spec, worker)
         resume = resume or worker.restarted
         quiet = quiet or worker.shard.index > 0
-    from gradscope.pipeline import prepare
+    from gradscope.run import prepare
     from gradscope.storage import LONGEST, require_place
 
     stopping.unwinding()
@@ -186,9 +186,9 @@ def _of_worker(spec: "RunSpec", worker: "Worker") -> "RunSpec":
 
 def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> None:
     """Before a large run, say what it will write; refuse what does not fit."""
-    from gradscope.pipeline import preflight
     from gradscope.report.console import console
     from gradscope.report.plan import render_room
+    from gradscope.run import preflight
 
     room = preflight(job, output, overwrite=overwrite)
     if room is not None and not quiet:
@@ -196,8 +196,8 @@ def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> No
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
-    from gradscope.pipeline import start
     from gradscope.report.progress import track
+    from gradscope.run import start
 
     run: Run | None = None
     with (
@@ -233,9 +233,9 @@ def _nothing_new(resume: bool) -> str:
 
 
 def _plan(job: "Job", output: Path | None, json: bool) -> None:
-    from gradscope.pipeline import estimate
     from gradscope.report.console import console
     from gradscope.report.plan import render_plan
+    from gradscope.run import estimate
 
     found = estimate(job, output)
     if json:

@@ -50,15 +50,15 @@ def _registries(kind: Kind) -> list["Registry[Any]"]:
 
         return [backends]
     if kind is Kind.TRANSFORMS:
-        from gradscope.transforms import transforms
+        from gradscope.stages.transforms import transforms
 
         return [transforms]
     if kind is Kind.REDUCERS:
-        from gradscope.reducers import reducers
+        from gradscope.stages.reducers import reducers
 
         return [reducers]
     if kind is Kind.LOSSES:
-        from gradscope.losses import losses
+        from gradscope.stages.losses import losses
 
         return [losses]
     from gradscope.sources import checkpoint_readers, dataset_readers

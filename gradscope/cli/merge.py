@@ -12,7 +12,7 @@ from gradscope.cli import options, stopping
 from gradscope.errors import ResultFileError
 
 if TYPE_CHECKING:
-    from gradscope.pipeline import MergeReport
+    from gradscope.run import MergeReport
 
 NONFINITE = 7
 _SHARD = re.compile(r"\.shard-\d+-of-\d+(\.[^.]+)?$")
@@ -52,8 +52,8 @@ def merge(
 ) -> None:
     """Join the shards of one run into the file that one process would have written."""
     anew = None if config is None else options.run_spec(config)
-    from gradscope.pipeline import merging
     from gradscope.report.progress import track
+    from gradscope.run import merging
 
     stopping.unwinding()
     files = [file for place in shards for file in found_in(place)]

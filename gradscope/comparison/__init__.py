@@ -1,4 +1,4 @@
-"""Floor 8: every backend, and any implementation of the user's, against the float64 loop."""
+"""Every backend, and any implementation of the user's, against the float64 loop."""
 
 from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
 from gradscope.comparison.run import compare

@@ -20,9 +20,9 @@ from gradscope.core.batch import Batch, detached, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.core.stops import is_stop
+from gradscope.engine import glimpsed
 from gradscope.errors import CertificateError, GradscopeError, RefusedError, SpecError
-from gradscope.losses import resolve
-from gradscope.proof import glimpsed
+from gradscope.stages.losses import resolve
 
 REFERENCE = "loop"
 

@@ -1,1 +1,1 @@
-"""Floor 1: what a problem, a batch and a chain are, and how names are looked up."""
+"""What a problem, a batch and a chain are, and how names are looked up."""

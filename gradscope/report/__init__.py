@@ -1,4 +1,4 @@
-"""Floor 10: results for people: tables, progress, errors, pictures, a page.
+"""Results for people: tables, progress, errors, pictures, a page.
 
 Parameter names, targets, paths and messages come from users and files: they are shown as plain
 text with unprintable characters made visible, never as markup.

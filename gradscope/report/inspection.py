@@ -5,11 +5,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gradscope.pipeline import Inspection
 from gradscope.report.certificate import unused, verdict
 from gradscope.report.layout import facts, heading
 from gradscope.report.plan import render_plan
 from gradscope.report.text import count, short
+from gradscope.run import Inspection
 
 
 def render_inspection(found: Inspection, console: Console) -> None:

@@ -2,11 +2,11 @@
 
 from rich.console import Console
 
-from gradscope.pipeline.merging import MergeReport
 from gradscope.report.certificate import certificate_facts
 from gradscope.report.layout import facts
 from gradscope.report.run import nonfinite
 from gradscope.report.text import count, duration, size
+from gradscope.run.merging import MergeReport
 
 
 def render_merge(result: MergeReport, console: Console) -> None:

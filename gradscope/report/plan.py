@@ -2,10 +2,10 @@
 
 from rich.console import Console
 
-from gradscope.pipeline import Estimate, Room
 from gradscope.report.layout import facts, heading
 from gradscope.report.text import count, duration, size
 from gradscope.report.ways import render_ways
+from gradscope.run import Estimate, Room
 
 
 def render_plan(plan: Estimate, console: Console) -> None:

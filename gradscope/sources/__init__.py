@@ -1,12 +1,12 @@
-"""Floor 3: what a run reads: the user's code, a model, its weights, a data set."""
+"""What a run reads: the user's code, a model, its weights, a data set."""
 
-from gradscope.sources.checkpoints import CheckpointReport, load_into
 from gradscope.sources.code import code_digests, load_function
-from gradscope.sources.datasets import Dataset, open_dataset
+from gradscope.sources.data.datasets import Dataset, open_dataset
+from gradscope.sources.data.readers import checkpoint_readers, dataset_readers
 from gradscope.sources.digests import sha256
 from gradscope.sources.loading import LoadedModel, load_model
 from gradscope.sources.models import build
-from gradscope.sources.readers import checkpoint_readers, dataset_readers
+from gradscope.sources.weights.checkpoints import CheckpointReport, load_into
 
 __all__ = [
     "CheckpointReport",

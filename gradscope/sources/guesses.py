@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.core.references import HELD
+from gradscope.config.references import HELD
 from gradscope.errors import CheckpointError
-from gradscope.sources.checkpoint_contents import StateDict, state_dicts
-from gradscope.sources.checkpoints import read
 from gradscope.sources.conversion import dtype_name
-from gradscope.sources.data_files import open_arrays
-from gradscope.sources.hugging_face import CONFIG
+from gradscope.sources.data.files import open_arrays
+from gradscope.sources.weights.checkpoints import read
+from gradscope.sources.weights.contents import StateDict, state_dicts
+from gradscope.sources.weights.hugging_face import CONFIG
 
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this

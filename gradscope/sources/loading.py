@@ -7,15 +7,21 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gradscope.core.references import HELD
-from gradscope.core.spec import CheckpointSpec, ModelSpec
+from gradscope.config.references import HELD
+from gradscope.config.spec import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, ModelError
-from gradscope.sources.checkpoints import CheckpointReport, Content, load_into, located, read
 from gradscope.sources.code import class_digests, code_digests, user_file
 from gradscope.sources.digests import sha256
 from gradscope.sources.fit import check_finite
-from gradscope.sources.hugging_face import CONFIG, built
 from gradscope.sources.models import build, notes_on, require_trainable
+from gradscope.sources.weights.checkpoints import (
+    CheckpointReport,
+    Content,
+    load_into,
+    located,
+    read,
+)
+from gradscope.sources.weights.hugging_face import CONFIG, built
 
 _FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
 

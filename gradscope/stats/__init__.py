@@ -1,4 +1,4 @@
-"""Floor 8: statistics of a result file, from the file alone, in float64 with numpy."""
+"""Statistics of a result file, from the file alone, in float64 with numpy."""
 
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.distribution import Distribution, Histogram, Moments

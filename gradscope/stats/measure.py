@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.proof import finite_samples
-from gradscope.reducers.base import wide
+from gradscope.engine import finite_samples
 from gradscope.scope import Scope
+from gradscope.stages.reducers.base import wide
 from gradscope.stats.base import Floats, Mask
 from gradscope.stats.summary import Summary, summarize
 

@@ -1,4 +1,4 @@
-"""Floor 3: result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
+"""Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.arrays import StoredArray
 from gradscope.storage.compression import require as require_compression

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads import FAMILIES, workload
-from gradscope import Scope, chains
+from gradscope import Scope
 from gradscope.backends import compiled_choice
 from gradscope.backends.compiled_ranges import Ranges
 from gradscope.core.batch import Batch
 from gradscope.errors import ModelError
+from gradscope.stages import chains
 from tests.cases import CASES
 from tests.oracle import per_sample_gradients
 from tests.zoo.base import smooth

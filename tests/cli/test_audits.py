@@ -7,8 +7,8 @@ import pytest
 
 from gradscope.backends import backends
 from tests.cli.conftest import Gradscope
-from tests.pipeline import project
-from tests.pipeline.test_audits import SAMPLES, mistaken
+from tests.run import project
+from tests.run.test_audits import SAMPLES, mistaken
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import h5py
 import pytest
 
 from tests.cli.conftest import Gradscope
-from tests.pipeline.project import SAMPLES, write
+from tests.run.project import SAMPLES, write
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from gradscope.storage import open_file
 from tests.cli.conftest import Gradscope
-from tests.pipeline import project
+from tests.run import project
 from tests.storage.test_hostile import _sealed
 
 RUN = """version = 1

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gradscope.backends import backends
-from gradscope.losses import losses
-from gradscope.reducers import reducers
-from gradscope.transforms import transforms
+from gradscope.stages.losses import losses
+from gradscope.stages.reducers import reducers
+from gradscope.stages.transforms import transforms
 from tests.cli.conftest import SAMPLES, Gradscope
 
 MODELS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Gradscope
-from tests.pipeline.project import write
+from tests.run.project import write
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -17,9 +17,9 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A run whose file counts as large."""
-    import gradscope.pipeline  # noqa: F401
+    import gradscope.run  # noqa: F401
 
-    monkeypatch.setattr(sys.modules["gradscope.pipeline.preflight"], "LARGE", 0)
+    monkeypatch.setattr(sys.modules["gradscope.run.preflight"], "LARGE", 0)
     (tmp_path / "project").mkdir()
     folder = write(tmp_path / "project", samples=2000)
     names = [folder / "weights.pt", folder / "data.npz", "--model", f"{folder}/model.py:build"]

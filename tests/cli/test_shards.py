@@ -13,7 +13,7 @@ import pytest
 
 from gradscope.storage import open_file
 from tests.cli.conftest import Gradscope
-from tests.pipeline import project
+from tests.run import project
 
 CHAINS = (
     "identity",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.core.references import function_of, parse_loss
-from gradscope.core.spec import resolve
+from gradscope.config.references import function_of, parse_loss
+from gradscope.config.spec import resolve
 from gradscope.errors import SpecError
 
 RUN = """

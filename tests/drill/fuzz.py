@@ -26,9 +26,9 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from gradscope.core.spec import CheckpointSpec, DatasetSpec, ModelSpec
+from gradscope.config.spec import CheckpointSpec, DatasetSpec, ModelSpec
 from gradscope.errors import GradscopeError
-from gradscope.pipeline.merging import merge
+from gradscope.run.merging import merge
 from gradscope.sources import load_into, load_model, open_dataset
 from gradscope.stats import summarize
 from gradscope.storage import open_file

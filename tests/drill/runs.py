@@ -13,7 +13,7 @@ from gradscope.cli.command import show
 from gradscope.errors import GradscopeError
 from gradscope.storage import FilePlan, commits
 from tests.cli import forked
-from tests.pipeline import project
+from tests.run import project
 from tests.storage.example import PLAN, gradients, with_layout, write
 
 SAMPLES, BATCH, SHARDS = 28, 7, 3

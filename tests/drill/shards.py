@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import torch
 
-from gradscope.pipeline import compute, prepare
+from gradscope.run import compute, prepare
 from gradscope.storage import open_file
 from tests.cli.forked import apart
 from tests.drill.runs import RESULT, command
@@ -33,7 +33,7 @@ from tests.drill.verdicts import (
     judged,
     told,
 )
-from tests.pipeline import project
+from tests.run import project
 from tests.storage.example import contents
 
 CHAINS = ("identity", "clip:max_norm=1 | mean", "var | norm:p=1")

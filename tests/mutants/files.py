@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
-from gradscope.pipeline import run
-from gradscope.pipeline.merging import Merge
+from gradscope.run import run
+from gradscope.run.merging import Merge
 from gradscope.storage import Rows, Writer, columns, complete, disk, factors, integrity
 from gradscope.storage.packer import Packer
 from gradscope.storage.stream import Stream

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import torch
 
-from gradscope.labels import expectation
-from gradscope.reducers import spread
-from gradscope.transforms import center, norms
+from gradscope.stages.labels import expectation
+from gradscope.stages.reducers import spread
+from gradscope.stages.transforms import center, norms
 from tests import test_labels
 from tests.mutants.base import Install, after, around, before, mutant
 from tests.mutants.scenarios import Asked, ExactLabels, Expected, clipped, each, variance
-from tests.reducers import test_table
-from tests.transforms import test_values
+from tests.stages.reducers import test_table
+from tests.stages.transforms import test_values
 
 
 def _told(

@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from gradscope.losses import cross_entropy
+from gradscope.stages.losses import cross_entropy
 from tests.zoo.base import Net, param, smooth
 
 

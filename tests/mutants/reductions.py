@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from gradscope.reducers import Reducer, State, extremes, moments, reducers, spread
+from gradscope.stages.reducers import Reducer, State, extremes, moments, reducers, spread
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Expected, Streamed, each, largest, mean, median, variance
 

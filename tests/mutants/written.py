@@ -16,10 +16,10 @@ from crc32c import crc32c
 
 import gradscope
 from gradscope.errors import GradscopeError, OutputError, RefusedError, ResultFileError
-from gradscope.pipeline import compute, merge, prepare, start
+from gradscope.run import compute, merge, prepare, start
 from gradscope.storage import open_file
 from tests.mutants.base import Numbers
-from tests.pipeline import project
+from tests.run import project
 
 _SAMPLES, _BATCH = 230, 40
 _NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")

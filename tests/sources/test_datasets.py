@@ -12,9 +12,10 @@ import pytest
 import safetensors.numpy
 import torch
 
-from gradscope.core.spec import DatasetSpec
+from gradscope.config.spec import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
-from gradscope.sources import Dataset, data_columns, dataset_readers, open_dataset
+from gradscope.sources import Dataset, dataset_readers, open_dataset
+from gradscope.sources.data import columns as data_columns
 
 N = 11
 RANDOM = np.random.default_rng(0)

@@ -1,0 +1,1 @@
+"""What may be asked for: the run file, its options and their types."""

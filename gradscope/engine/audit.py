@@ -1,0 +1,195 @@
+"""Which of the batches after the first are audited, and how closely.
+
+Of every 64 batches one is drawn by the seed and proved whole, and the last one always is: about a
+thirtieth of the work. That choice depends on nothing else, so the same run records the same audits.
+So is a batch with something new about it: its number of samples, or how it is computed. Where the
+clock shows that more can be had for a twentieth of the time, further batches are proved whole, or
+one sample of them alone.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from gradscope.engine.certificate import Certificate
+
+SHARE = 0.04  # of the time that audits may take: a twentieth with what goes with them
+WINDOW = 64  # batches, of which one is audited
+_ALONE = 32  # samples of a batch, at most, that are evaluated alone
+_SAVED = 0.1  # seconds that are not lost while the caller does other things
+
+
+@dataclass(frozen=True)
+class Audits:
+    """What was audited of a run, the proof of its first batch included.
+
+    Attributes:
+        batches: How many batches there were.
+        proved: How many of them were proved whole, of those that every equal run proves.
+        audited: Their samples: first and last data-set positions, neighbouring batches as one.
+        error: The largest relative error of Σ wᵢ gᵢ among them.
+        parameter: Where it was.
+        unproved: Parameters whose gradient was no more than rounding in one of them.
+        proves: Whether some gradient of them was not zero.
+        more: How many others were proved whole, since there was time for it.
+        alone: Of how many others one sample was compared with a batch of one.
+    """
+
+    batches: int = 0
+    proved: int = 0
+    audited: tuple[tuple[int, int], ...] = ()
+    error: float = 0.0
+    parameter: str = ""
+    unproved: tuple[str, ...] = ()
+    proves: bool = False
+    more: int = 0
+    alone: int = 0
+
+    def with_proof(self, proof: Certificate) -> "Audits":
+        """Add a batch that was proved whole."""
+        worst = proof.completeness
+        larger = worst.error >= self.error
+        return replace(
+            self,
+            proved=self.proved + 1,
+            audited=_with_span(self.audited, proof.positions),
+            error=worst.error if larger else self.error,
+            parameter=worst.parameter if larger else self.parameter,
+            unproved=tuple(sorted({*self.unproved, *proof.unproved})),
+            proves=self.proves or proof.proves,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the same run always finds, as plain data."""
+        document = asdict(self)
+        del document["more"], document["alone"]
+        return document
+
+    @classmethod
+    def of_json(cls, document: Mapping[str, Any]) -> "Audits":
+        """Return what `to_json` gave; further keys are ignored."""
+        known = {
+            field.name: document[field.name] for field in fields(cls) if field.name in document
+        }
+        audited = tuple((int(a), int(b)) for a, b in document["audited"])
+        return cls(**{**known, "audited": audited, "unproved": tuple(document.get("unproved", ()))})
+
+    @property
+    def text(self) -> str:
+        """The audits in one line."""
+        whole = self.proved + self.more
+        said = f"{whole:,} of {self.batches:,} batches audited"
+        return f"{said}, of {self.alone:,} more a sample alone" if self.alone else said
+
+
+@dataclass(frozen=True)
+class Look:
+    """How closely a batch is looked at.
+
+    Attributes:
+        whole: Whether all of it is proved.
+        alone: How many samples are compared with a batch of one.
+        recorded: Whether the same run does so every time, and it is recorded.
+    """
+
+    whole: bool = False
+    alone: int = 0
+    recorded: bool = False
+
+    @property
+    def none(self) -> bool:
+        """Whether it is not looked at."""
+        return not (self.whole or self.alone)
+
+
+@dataclass
+class Auditor:
+    """Decides how closely a batch is looked at, and watches the time that this takes.
+
+    Attributes:
+        seed: Of which batches are audited.
+        always: Every batch is proved, and recorded.
+        audits: What was audited so far.
+    """
+
+    seed: int
+    always: bool = False
+    audits: Audits = field(default_factory=Audits)
+    _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
+    _whole: float = 0.0  # seconds that it took last to prove a batch, besides single samples
+    _one: float = 0.0  # and to evaluate one sample alone
+    _credit: float = 0.0  # seconds that audits may take by now
+    _last: float = field(default_factory=time.perf_counter)
+
+    def begin(
+        self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
+    ) -> Look:
+        """Return how closely a batch is looked at.
+
+        Args:
+            n: How many samples it has; a number that has not come before is something new.
+            ordinal: The number of the batch in its run, from 0.
+            last: Whether it is the last of the run.
+            new: Whether it is computed in another way than those before.
+            proof: Of this batch, where it was proved when it was evaluated.
+        """
+        if proof is not None and not self._whole:  # which took kernels for the first time
+            self._whole, self._one = proof.seconds / 5, proof.seconds / 16
+        new = new or n not in self._sizes
+        self._sizes.add(n)
+        now = time.perf_counter()
+        earned = self._credit + SHARE * (now - self._last)
+        self._credit, self._last = min(earned, max(_SAVED, 4 * self._whole)), now
+        due = proof is not None and (self.always or not self.audits.proves)
+        if last or due or is_chosen(ordinal, self.seed):
+            spare = (self._credit - self._whole) / self._one if self._one else 0.0
+            return Look(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
+        left = self._credit - 1.5 * self._whole  # which is kept for the last batch
+        return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
+
+    def end(self, look: Look, proof: Certificate | None, *, audited: bool) -> None:
+        """Count a batch, and the time since `begin`.
+
+        Args:
+            look: How closely its samples were looked at.
+            proof: Of the whole batch, if it was proved.
+            audited: Whether that was done since `begin`.
+        """
+        now, audits = time.perf_counter(), self.audits
+        took, self._last = now - self._last, now
+        self._credit -= took
+        if audited and look.whole:
+            self._whole = min(max(took - look.alone * self._one, took / 4), 2 * self._whole or took)
+        elif audited:
+            self._one = min(took / look.alone, 2 * self._one or took)
+        audits = replace(audits, batches=audits.batches + 1)
+        if proof is not None and look.recorded:
+            audits = audits.with_proof(proof)
+        elif proof is not None:
+            audits = replace(audits, more=audits.more + 1)
+        elif audited:
+            audits = replace(audits, alone=audits.alone + 1)
+        self.audits = audits
+
+
+def _with_span(
+    spans: tuple[tuple[int, int], ...], new: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Add the first and last position of a batch, joined with what it follows or repeats."""
+    if spans and spans[-1][0] <= new[0] <= spans[-1][1] + 1:
+        return (*spans[:-1], (spans[-1][0], max(spans[-1][1], new[1])))
+    return (*spans, new)
+
+
+def is_chosen(ordinal: int, seed: int) -> bool:
+    """Whether a batch is proved whole in any case: the first, and one of each 64 after 64."""
+    window, place = divmod(ordinal, WINDOW)
+    return ordinal == 0 or (window > 0 and drawn(seed, window) % WINDOW == place)
+
+
+def drawn(*words: int) -> int:
+    """Return a random number that is the same for the same words."""
+    digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
+    return int.from_bytes(digest[:7], "little")

@@ -1,0 +1,448 @@
+"""The certificate: the proof that the numbers of a batch are right.
+
+Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, with random weights of
+both signs: so rows cannot have changed places. Agreement: a few samples, drawn at random, equal a
+batch of one, which catches coupling and a wrong scale. Independence: a sample's loss is the same
+in other company and alone, and has no gradient by the inputs of others. Finiteness: who is not
+finite is known. State: what the forward pass changes in the model is found, and put back.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.backends import Evaluate
+from gradscope.backends.joint import own_gradient
+from gradscope.backends.loop import one_sample
+from gradscope.blocks import Evaluation, Gradients
+from gradscope.blocks.ways import predicted
+from gradscope.core.batch import Batch
+from gradscope.core.independence import (
+    regrouped,
+    require_deterministic,
+    require_independent,
+    require_own_gradients,
+    same,
+)
+from gradscope.core.problem import Problem
+from gradscope.engine.consistency import require_consistent
+from gradscope.engine.judge import Check, Claim, Objective, judged
+from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
+
+_ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
+_FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proved, on which samples.
+
+    Attributes:
+        backend: The backend that was examined.
+        dtype: The precision in which both checks passed.
+        samples: How many samples the batch had.
+        positions: First and last of them, as positions in the data set.
+        nonfinite: How many of them have no finite gradient; these are flagged, not examined.
+        completeness: Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ.
+        agreement: Single samples against batches of one.
+        compared: The data-set positions of these samples.
+        unused: Parameters that no sample's loss in this batch reaches: their rows are zero.
+        unproved: Parameters whose gradient is no more than rounding, so that nothing is proved.
+        proves: Whether some gradient is not zero: a batch of zeros proves nothing of others.
+        seconds: What the proof cost.
+    """
+
+    backend: str
+    dtype: str
+    samples: int
+    positions: tuple[int, int]
+    nonfinite: int
+    completeness: Check
+    agreement: Check
+    compared: tuple[int, ...]
+    unused: tuple[str, ...]
+    unproved: tuple[str, ...]
+    proves: bool
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the certificate as plain data, for the result file."""
+        return {"verified": True, "verdict": self.verdict, **asdict(self)}
+
+    @property
+    def sum_differs(self) -> bool:
+        """Whether all samples are right alone, and yet do not sum to the batch's gradient.
+
+        That is so where a layer scales its gradient by its batch (scale_grad_by_freq).
+        """
+        everyone = len(self.compared) == self.samples - self.nonfinite
+        return everyone and self.agreement.passed and not self.completeness.passed
+
+    @property
+    def verdict(self) -> str:
+        """The proof in one line."""
+        if self.sum_differs:
+            return (
+                f"passed: all {len(self.compared)} samples alone to {self.agreement.error:.0e} "
+                f"({self.dtype}); they do not sum to the batch's gradient of "
+                f"{self.completeness.parameter!r}, which a layer scales by the batch"
+            )
+        return (
+            f"passed: sum of {self.samples - self.nonfinite} samples to "
+            f"{self.completeness.error:.0e}, {len(self.compared)} of them alone to "
+            f"{self.agreement.error:.0e} ({self.dtype})"
+        )
+
+
+def certify(
+    problem: Problem,
+    backend: str,
+    evaluate: Evaluate,
+    batch: Batch,
+    *,
+    own_loss: bool = False,
+    seed: int = 0,
+) -> tuple[Evaluation, Certificate]:
+    """Evaluate a batch and prove the answer, or raise.
+
+    A model that turns out to carry something from call to call is asked again from the beginning,
+    now that it is put back every time.
+
+    Args:
+        problem: What `evaluate` is bound to.
+        backend: The name of the backend it comes from.
+        evaluate: The bound backend.
+        batch: Any samples.
+        own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
+        seed: Of what is drawn at random.
+
+    Raises:
+        CertificateError: A check failed.
+        CoupledSamplesError: A sample's loss depends on other samples.
+        ModelError: The losses are cut off from every parameter.
+        UnsupportedError: The forward pass is random, or changes what cannot be put back.
+    """
+
+    def attempt() -> tuple[Evaluation, Certificate]:
+        with problem.state.watched():
+            evaluation = _evaluated(problem, evaluate, batch, own_loss)
+            return evaluation, examined(
+                problem,
+                backend,
+                evaluation,
+                batch,
+                own_loss=own_loss,
+                seed=seed,
+                alone=_ALONE,
+            )
+
+    known = problem.state.found
+    try:
+        found = attempt()
+    except GradscopeError:
+        if problem.state.found == known:
+            raise
+    else:
+        if problem.state.found == known:
+            return found
+    return attempt()
+
+
+def examined(
+    problem: Problem,
+    backend: str,
+    evaluation: Evaluation,
+    batch: Batch,
+    *,
+    own_loss: bool = False,
+    seed: int = 0,
+    alone: int = 1,
+    after: Certificate | None = None,
+) -> Certificate:
+    """Prove an answer that a backend has given; see `certify`.
+
+    Args:
+        problem: What was evaluated.
+        backend: The name of the backend.
+        evaluation: Its answer.
+        batch: To which samples.
+        own_loss: Samples may be coupled.
+        seed: Of what is drawn at random.
+        alone: How many samples' gradients are compared with a batch of one.
+        after: The proof of an earlier batch. Then the same samples in two other batches suffice,
+            unless they give rise to doubt.
+    """
+    begun = time.perf_counter()
+    rows = finite_samples(evaluation).cpu().nonzero().flatten()
+    everyone = len(rows) == len(batch)
+    part = batch if everyone else batch.select(rows)
+    gradients = evaluation.gradients if everyone else evaluation.gradients.select(rows)
+    losses = evaluation.losses[rows.to(evaluation.losses.device)]
+    draw = torch.Generator().manual_seed(seed)
+    with predicted():  # nothing is measured for the proof's sake
+        checks = [Check(0.0, "", 0.0)]
+        if len(rows):
+            claim = Claim.of(gradients, _weights(gradients, problem.precision, draw))
+            small = frozenset(after.unproved if after is not None else ())
+            checks = [*_sums(problem, backend, part, losses, claim, small, own_loss, after, draw)]
+        completeness = _worst(checks)
+        chosen = rows[torch.randperm(len(rows), generator=draw)[:alone]]
+        agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+        if not completeness.passed and agreement.passed and len(rows) > len(chosen):
+            chosen = rows  # a layer may scale gradients by the batch, and every sample be right
+            agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+            if agreement.passed and not own_loss:
+                _require_sum_of_singles(problem, backend, part, claim)
+        if after is None:  # shortcuts do not depend on the numbers
+            require_consistent(backend, evaluation.gradients, chosen)
+    squared = evaluation.gradients.squared_norms
+    unused = tuple(name for name, value in squared.items() if not bool(value.any()))
+    if len(unused) == len(squared):
+        _require_graph(problem, batch)
+    certificate = Certificate(
+        backend=backend,
+        dtype=max(completeness.dtype, agreement.dtype, key=_digits),
+        samples=len(batch),
+        positions=(int(batch.index.min()), int(batch.index.max())),
+        nonfinite=len(batch) - len(rows),
+        completeness=completeness,
+        agreement=agreement,
+        compared=tuple(sorted(batch.index[chosen].tolist())),
+        unused=unused,
+        unproved=tuple(sorted({*completeness.small, *agreement.small})),
+        proves=len(unused) < len(squared) and len(rows) > 0,
+        seconds=time.perf_counter() - begun,
+    )
+    _require_passed(agreement, "agreement", backend, batch.select(chosen))
+    if not certificate.sum_differs:
+        _require_passed(completeness, "completeness", backend, batch)
+    return certificate
+
+
+def _sums(
+    problem: Problem,
+    backend: str,
+    batch: Batch,
+    losses: Tensor,
+    claim: Claim,
+    small: frozenset[str],
+    own_loss: bool,
+    after: Certificate | None,
+    draw: torch.Generator,
+) -> Iterator[Check]:
+    """Compare losses (n,) and the claim with the samples in two other batches, and as they are.
+
+    After an earlier proof the two other batches suffice.
+
+    Raises:
+        CertificateError: The losses are others.
+        CoupledSamplesError: The samples are not independent.
+    """
+    together = Objective.together(batch, claim.weights)
+    apart = None
+    if not own_loss and len(batch) > 1:
+        rows = regrouped(batch, draw)
+        apart = Objective.apart(batch, claim.weights, rows)
+        try:
+            found, right = apart.evaluated(problem)
+        except ModelError:  # it does not take any number of samples
+            apart = None
+        else:
+            here = losses[torch.cat(rows).to(losses.device)]
+            if not same(here, found, precision=problem.precision):
+                _explain(problem, backend, batch.select(torch.cat(rows)), here, found)
+            yield judged(problem, claim, apart, right, together, small)
+    if apart is not None and after is not None:
+        return
+    found, right = together.evaluated(problem)
+    if not same(losses, found, precision=problem.precision):
+        _explain(problem, backend, batch, losses, found)
+    if own_loss:
+        require_deterministic(problem, batch)
+    else:
+        require_independent(problem, batch, found, seed=draw.initial_seed())
+        require_own_gradients(problem, batch, seed=draw.initial_seed())
+    yield judged(problem, claim, together, right, apart, small)
+
+
+def glimpsed(
+    problem: Problem,
+    backend: str,
+    evaluation: Evaluation,
+    batch: Batch,
+    *,
+    own_loss: bool = False,
+    seed: int = 0,
+    alone: int = 1,
+) -> None:
+    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same.
+
+    Raises:
+        CertificateError: They are not.
+        CoupledSamplesError: A loss depends on other samples.
+    """
+    finite = finite_samples(evaluation).cpu().nonzero().flatten()
+    draw = torch.Generator().manual_seed(seed)
+    chosen = finite[torch.randperm(len(finite), generator=draw)[:alone]]
+    check = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+    _require_passed(check, "agreement", backend, batch.select(chosen))
+
+
+def finite_samples(evaluation: Evaluation) -> Tensor:
+    """Return (n,) bool: whose loss and whole gradient are finite."""
+    finite, gradients = evaluation.losses.isfinite(), evaluation.gradients
+    if gradients.norms_known and bool(gradients.norms.isfinite().all()):
+        return finite
+    return finite if gradients.bounded() else finite & gradients.norms.isfinite()
+
+
+def _evaluated(problem: Problem, evaluate: Evaluate, batch: Batch, own_loss: bool) -> Evaluation:
+    """Evaluate a batch; where that is refused since samples are coupled, say so."""
+    try:
+        return evaluate(batch)
+    except (ModelError, RefusedError):
+        if not own_loss:
+            require_independent(problem, batch)
+        raise
+
+
+def _weights(gradients: Gradients, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+    """Draw weights (n,) of both signs that let every sample count, however small its gradient."""
+    norms = gradients.norms.detach()
+    size = 0.5 + torch.rand(len(norms), generator=draw, dtype=torch.float64)
+    signs = torch.randint(0, 2, (len(norms),), generator=draw) * 2 - 1
+    top = norms.amax()
+    lift = (top / norms.clamp_min(_FLOOR.get(dtype, 1.0) * top)).nan_to_num(1.0).double().cpu()
+    return (size * signs * lift).to(norms.device, norms.dtype)
+
+
+def _explain(problem: Problem, backend: str, batch: Batch, found: Tensor, right: Tensor) -> None:
+    """Refuse losses (n,) of a backend that are not those of an ordinary evaluation: say why.
+
+    Raises:
+        UnsupportedError: The forward pass is random.
+        CoupledSamplesError: The samples depend on each other.
+        CertificateError: Neither, and rounding is not to blame.
+    """
+    require_deterministic(problem, batch)
+    require_independent(problem, batch)
+    gap, size = (found - right).abs(), right.abs().max()
+    eps = max(torch.finfo(dtype).eps for dtype in (found.dtype, problem.precision))
+    if bool((gap <= eps**0.5 * size).all()):
+        return
+    worst = int(gap.nan_to_num().argmax())
+    raise CertificateError(
+        f"the {backend} backend gives the loss {float(found[worst]):.6g}, the model by itself "
+        f"{float(right[worst]):.6g}",
+        where=f"sample {int(batch.index[worst])}",
+        remedy="Use another backend (auto tries all); loop is the reference.",
+    )
+
+
+def _require_sum_of_singles(problem: Problem, backend: str, batch: Batch, claim: Claim) -> None:
+    """Compare a claim with batches of one, where the batch as a whole has another gradient.
+
+    Raises:
+        CertificateError: It is the claim that is wrong.
+    """
+    rows = [torch.tensor([k]) for k in range(len(batch))]
+    right = {name: torch.zeros_like(value) for name, value in claim.values.items()}
+    for k, weight in enumerate(claim.weights):
+        for name, gradient in one_sample(problem, batch.one(k))[1].items():
+            right[name] += weight.to(right[name]) * gradient
+    check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
+    _require_passed(check, "completeness", backend, batch)
+
+
+def _worst(checks: Sequence[Check]) -> Check:
+    """Return the check that is nearest to failing, with what all of them say of rounding."""
+    worst = max(checks, key=lambda check: check.rank)
+    dtype = max((check.dtype for check in checks), key=_digits)
+    small = sorted({name for check in checks for name in check.small})
+    return replace(worst, dtype=dtype, small=tuple(small))
+
+
+def _agreement(
+    problem: Problem,
+    backend: str,
+    batch: Batch,
+    evaluation: Evaluation,
+    chosen: Tensor,
+    own_loss: bool,
+) -> Check:
+    """Compare the samples at positions `chosen` with what each gives by itself."""
+    checks = [
+        alone(problem, backend, batch, evaluation, k, own_loss=own_loss) for k in chosen.tolist()
+    ]
+    return _worst(checks or [Check(0.0, "", 0.0)])
+
+
+def alone(
+    problem: Problem,
+    backend: str,
+    batch: Batch,
+    evaluation: Evaluation,
+    sample: int,
+    *,
+    own_loss: bool = False,
+) -> Check:
+    """Compare one sample with a batch of one, or with its own loss in its batch.
+
+    Raises:
+        CertificateError: Its loss is another one.
+        CoupledSamplesError: That is because it depends on other samples.
+    """
+    gradients = evaluation.gradients.select(slice(sample, sample + 1))
+    claim = Claim.of(gradients, evaluation.losses.new_ones(1))
+    if own_loss:
+        weights = torch.zeros_like(evaluation.losses)
+        weights[sample] = 1
+        right = own_gradient(problem, batch, sample)
+        return judged(problem, claim, Objective.together(batch, weights), right)
+    one = batch.one(sample)
+    loss, right = one_sample(problem, one)
+    here = evaluation.losses[sample : sample + 1]
+    if not same(here, loss[None], evaluation.losses, problem.precision):
+        require_independent(problem, batch)
+        _explain(problem, backend, one, here, loss[None])
+    objective = Objective.together(one, claim.weights)
+    return judged(problem, claim, objective, right, Objective.twice(one))
+
+
+def _require_graph(problem: Problem, batch: Batch) -> None:
+    """Refuse losses that no parameter can reach, as a slip leaves them: all rows would be zero."""
+    if not problem.losses(batch).requires_grad:
+        raise ModelError(
+            "the losses do not depend on any parameter: they are cut off from the graph",
+            where="the model or its loss",
+            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
+            "forward pass and in the loss.",
+        )
+
+
+_AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
+
+
+def _require_passed(check: Check, what: str, backend: str, batch: Batch) -> None:
+    if not check.passed:
+        raise CertificateError(
+            f"the {backend} backend failed the proof of {what}: relative error {check.error:.2e} "
+            f"against {_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",
+            where=f"parameter {check.parameter!r}, {span(batch)}",
+            remedy="Use another backend (auto tries all); loop is the reference.",
+        )
+
+
+def span(batch: Batch) -> str:
+    """Return which samples a batch has, in words."""
+    first, last = int(batch.index.min()), int(batch.index.max())
+    return f"sample {first}" if first == last else f"samples {first} to {last}"
+
+
+def _digits(dtype: str) -> int:
+    """Return how many bits a number of a named format has."""
+    return int("".join(filter(str.isdigit, dtype)) or 0)

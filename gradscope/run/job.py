@@ -1,0 +1,298 @@
+"""A job: everything a run needs, resolved and loaded.
+
+Names come first (chains, backend, loss), then the user's code, then weights and data, so that a
+misspelt word costs nothing.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradscope
+from gradscope.backends.compiled import Wanted
+from gradscope.config.compressions import Compression, parse_compression
+from gradscope.config.shards import Shard, parse_shard
+from gradscope.config.spec import RunSpec
+from gradscope.core.batch import Batch
+from gradscope.core.grammar import parse
+from gradscope.core.problem import Loss
+from gradscope.errors import SpecError
+from gradscope.run.batch_size import BatchSize
+from gradscope.run.names import resolve_names
+from gradscope.run.overlap import ahead
+from gradscope.run.shards import require_one_pass
+from gradscope.run.transfer import to_device
+from gradscope.scope import Scope
+from gradscope.sources import CheckpointReport, code, load_model, sha256
+from gradscope.sources.data import datasets
+from gradscope.stages import chains, labels
+from gradscope.stages.losses import options
+from gradscope.storage import require_compression
+
+_BATCH_BYTES = 2**28  # dense gradients of one batch, when the batch size is left to us
+_BATCH_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be computed.
+
+    Attributes:
+        spec: The resolved run spec.
+        chains: Bound, in the order given.
+        scope: Model, loss and backend.
+        checkpoint: What was loaded into the model.
+        dataset: Where the samples come from.
+        rows: The positions of the selected samples in it.
+        whole: Those of the run that this is a shard of; the same as `rows` if it is none.
+        batch_size: Samples a batch.
+        digests: SHA-256 of checkpoint and data; of the user's code and of stored vectors by file,
+            for what they are.
+        notes: What was noticed while loading.
+    """
+
+    spec: RunSpec
+    chains: tuple[chains.Chain, ...]
+    scope: Scope
+    checkpoint: CheckpointReport
+    dataset: datasets.Dataset
+    rows: range
+    whole: range
+    batch_size: int
+    digests: dict[str, str | dict[str, str]]
+    notes: tuple[str, ...]
+
+    @property
+    def shard(self) -> Shard | None:
+        """Which part of a run this is, if it is not the whole."""
+        return _shard(self.spec)
+
+    def place(self, output: Path) -> Path:
+        """Return where the result goes: a shard's next to the file of the whole run."""
+        return output if self.shard is None else self.shard.place(output)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each selected parameter."""
+        return {name: tuple(p.shape) for name, p in self.scope.problem.parameters.items()}
+
+    def batches(self, size: BatchSize, done: int = 0) -> Iterator[Batch]:
+        """Yield the batches after the first `done` samples; the next is loaded in the meantime."""
+        return ahead(self._loaded(size, done), self.scope.problem.device)
+
+    def load(self, start: int, n: int) -> Batch:
+        """Return the n samples from the selected sample `start` on, on the model's device."""
+        batch = self.dataset.batch(self.rows[start : start + n]).to(None, self.dtype)
+        return to_device(batch, self.scope.problem.device)
+
+    def _loaded(self, size: BatchSize, done: int) -> Iterator[Batch]:
+        while done < len(self.rows):
+            batch = size.fitting(partial(self.load, done), len(self.rows) - done)
+            done += len(batch)
+            yield batch
+
+    @property
+    def compression(self) -> Compression | None:
+        """How rows are compressed in the result file."""
+        return _compression(self.spec)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is asked of every batch: the chains, and the mean gradient."""
+        asked = (chains.bind("mean"), *self.chains)
+        return chains.wanted(map(self.scope.labels.chain, asked))
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the gradients are stored as they are, each entry of them."""
+        stored = any(chain.text == "identity" for chain in self.chains)
+        return stored and self.spec.compute.layout == "dense"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating-point inputs are cast to: the parameters' dtype, None if it is complex."""
+        dtype = self.scope.problem.dtype
+        return None if dtype.is_complex else dtype
+
+    def record(self) -> dict[str, Any]:
+        """Return the whole run as plain data, for the result file."""
+        problem = self.scope.problem
+        record = {
+            "spec": self.spec.model_dump(mode="json"),
+            "chains": [chain.text for chain in self.chains],
+            "loss": {"name": self.spec.loss.stage.name, **options(self.scope.problem.loss)},
+            "batch_size": self.batch_size,
+            "samples": [self.rows.start, self.rows.stop],
+            "digests": self.digests,
+            "versions": {"gradscope": gradscope.__version__, "torch": torch.__version__},
+            "device": str(problem.device),
+            "dtype": str(problem.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        if self.shard is not None:
+            record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
+        return record
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what must be the same for a stopped run to go on."""
+        compute = self.spec.compute.model_dump(
+            mode="json", include={"backend", "coupling", "labels", "nonfinite", "layout", "seed"}
+        )
+        model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
+        data = self.spec.dataset.model_dump(
+            mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True
+        )
+        parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
+        if self.scope.own_loss:
+            parts.append("batch_size")  # else a row is the same in any
+        if self.shard is not None:
+            parts.append("shard")
+        record = self.record()
+        return {
+            **{key: record[key] for key in parts},
+            "device": self.scope.problem.device.type,  # workers have one each
+            **compute,
+            **model,
+            "dataset": data,  # its files are told by their digest
+            "parameters": list(self.shapes),
+        }
+
+
+def prepare(spec: RunSpec) -> Job:
+    """Resolve every name of `spec`, then load what it names.
+
+    Raises:
+        SpecError: A name or an argument does not fit.
+        InputError: Something cannot be read, or does not fit together.
+    """
+    bound, loss = resolve_names(spec)
+    labels.require(spec.compute.labels, loss, bound)
+    if _shard(spec) is not None:
+        require_one_pass(bound)
+    _require_choice(spec)
+    require_compression(_compression(spec))
+    torch.manual_seed(spec.compute.seed)
+    loaded = load_model(spec.model, spec.checkpoint)
+    model = _placed(loaded.model, spec)
+    dataset = datasets.open_dataset(spec.dataset)
+    whole = dataset.rows(spec.compute.samples)
+    scope = _scope(model, loss, spec)
+    name = spec.loss.stage.name
+    batch_size = spec.compute.batch_size or _batch_size(scope, dataset, whole)
+    return Job(
+        spec=spec,
+        chains=bound,
+        scope=scope,
+        checkpoint=loaded.checkpoint,
+        dataset=dataset,
+        rows=_rows(spec, whole, batch_size),
+        whole=whole,
+        batch_size=batch_size,
+        digests={
+            "checkpoint": loaded.checkpoint.sha256,
+            "dataset": dataset.sha256,
+            "dataset_code": dataset.code,
+            "model": loaded.digests,
+            "loss": code.code_digests(name, "loss") if ":" in name else {},
+            "stages": stages_digests(bound),
+        },
+        notes=(*loaded.notes, *dataset.notes),
+    )
+
+
+def _compression(spec: RunSpec) -> Compression | None:
+    asked = spec.compute.compression
+    return None if asked is None else parse_compression(asked)
+
+
+def _require_choice(spec: RunSpec) -> None:
+    """Check that the batch size may be chosen by memory, if that is asked for."""
+    if spec.compute.memory is not None and spec.compute.coupling == "own-loss":
+        raise SpecError(
+            "with own-loss coupling the answer depends on which samples share a batch, so memory "
+            "is not to choose the batch size",
+            where="memory",
+            remedy="Give --batch-size instead.",
+        )
+
+
+def _rows(spec: RunSpec, whole: range, batch_size: int) -> range:
+    shard = _shard(spec)
+    return whole if shard is None else shard.rows(whole, batch_size)
+
+
+def _shard(spec: RunSpec) -> Shard | None:
+    """Return which of several parts is to be computed; a single one is the whole."""
+    found = None if spec.compute.shard is None else parse_shard(spec.compute.shard)
+    return None if found is None or found.count == 1 else found
+
+
+def stages_digests(bound: Iterable[chains.Chain]) -> dict[str, str]:
+    """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
+    stages = [stage for chain in bound for stage in parse(chain.text)]
+    own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
+    stored = dict.fromkeys(
+        Path(s.arguments["with"].rpartition(":")[0]) for s in stages if "with" in s.arguments
+    )
+    found: dict[str, str] = {}
+    for digests in (
+        *(code.code_digests(name, "stage") for name in own),
+        *({path.name: sha256(path)} for path in stored),
+    ):
+        for name, digest in digests.items():
+            numbered = (f"{name} ({k})" for k in count(2))  # files of other folders
+            place = name
+            while found.get(place, digest) != digest:
+                place = next(numbered)
+            found[place] = digest
+    return found
+
+
+def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
+    globs = None if spec.compute.parameters is None else list(spec.compute.parameters)
+    compute = spec.compute
+    return Scope(
+        model,
+        loss,
+        globs,
+        compute.backend,
+        compute.verify,
+        compute.coupling,
+        compute.nonfinite,
+        compute.labels,
+        compute.seed,
+        compute.compile,
+    )
+
+
+def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
+    """Move and cast the model as the spec says."""
+    device = spec.compute.device
+    if device is not None and device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        if index >= torch.cuda.device_count():
+            raise SpecError(
+                f"there is no device {device!r}; {torch.cuda.device_count()} CUDA devices are here",
+                where="device",
+                remedy="Use --device cpu, or leave it out.",
+            )
+    dtype = None if spec.compute.dtype is None else getattr(torch, spec.compute.dtype)
+    return model.to(device=device, dtype=dtype)
+
+
+def _batch_size(scope: Scope, dataset: datasets.Dataset, rows: range) -> int:
+    parameters = scope.problem.parameters.values()
+    row = sum(prod(p.shape) * p.element_size() for p in parameters)
+    wanted = max(1, min(_BATCH_SAMPLES, _BATCH_BYTES // max(1, row), len(rows)))
+    if scope.labels.mode != "exact":
+        return wanted
+    dtype = None if scope.problem.dtype.is_complex else scope.problem.dtype
+    first = dataset.batch(rows[:1]).to(scope.problem.device, dtype)
+    return max(1, wanted // scope.labels.each(first))

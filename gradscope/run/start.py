@@ -1,0 +1,179 @@
+"""Starting a run: the result file is opened, and what has to come first is done.
+
+    with start(job, path) as run:
+        for batch in run.remaining():
+            run.add(batch)
+        report = run.finish()
+
+Whoever runs it may wrap the iterator of batches; progress is no parameter of any computation.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gradscope.blocks import ways
+from gradscope.engine import Audits
+from gradscope.errors import OutputError
+from gradscope.run.batch_size import BatchSize
+from gradscope.run.choice import Choice, choose
+from gradscope.run.job import Job
+from gradscope.run.overlap import Behind
+from gradscope.run.run import PROGRESS, Progress, Run, first_of, rows_of
+from gradscope.stages.chains import Chain
+from gradscope.stats import RunReport
+from gradscope.storage import (
+    LONGEST,
+    ChainPlan,
+    FilePlan,
+    Writer,
+    open_writer,
+    require_place,
+)
+from gradscope.storage.trouble import writing
+
+ALIKE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-2,
+}  # relative
+
+
+@contextmanager
+def start(
+    job: Job, path: Path, *, overwrite: bool = False, resume: bool = False
+) -> Iterator["Run"]:
+    """Open the result file and yield the run; leaving the block early keeps what is finished.
+
+    A shard that is there is gone on with, or found to be finished, unless it is to be overwritten:
+    when a worker is lost, all of them are started again. Nothing that decides on the last bits of
+    the numbers is measured: the same run gives the same file, stopped and gone on with or not.
+
+    Raises:
+        OutputError: The file exists, cannot be written, or belongs to another run.
+    """
+    begun = time.perf_counter()
+    resume = resume or (job.shard is not None and not overwrite)
+    require_place(path, LONGEST)
+    with writing(path):
+        _refuse_inputs(job, path)
+    plan = file_plan(job)
+    with (
+        ways.predicted(),
+        open_writer(path, plan, overwrite=overwrite, resume=resume) as writer,
+    ):
+        before = Progress.of(writer.states)
+        choice = _batch_size(job, writer, before)
+        plan.run["batch_size"] = choice.samples  # the file is laid out with the first batch
+        size = BatchSize(choice.samples, fixed=job.scope.own_loss)
+        job.scope.compiler.left = -(-len(job.rows) // size.samples)
+        chains = size.fitting(
+            lambda n: job.scope.settled(job.chains, lambda: job.batches(size)), len(job.rows)
+        )
+        job.scope.compiler.left = -(-(len(job.rows) - writer.completed) // size.samples)
+        dense = job.spec.compute.layout == "dense"
+        with Behind(writer, job.scope.problem.device, dense=dense) as behind:
+            states = {key: state for key, state in writer.states.items() if key != PROGRESS}
+            progress = replace(before, batch_size=size.samples)
+            if 0 < writer.completed < len(job.rows):
+                _recheck(job, chains, size, before, path)
+            job.scope.auditor.audits = _audited(job, progress, writer.completed)
+            yield Run(
+                job,
+                chains,
+                path,
+                behind,
+                size,
+                begun,
+                choice.notes,
+                states,
+                progress,
+                writer.completed,
+            )
+
+
+def _audited(job: Job, progress: Progress, done: int) -> Audits:
+    """Return what was audited so far, with the first batch if only just now that was proved."""
+    found, proof = progress.audits(done), job.scope.certificate
+    earlier = done or job.scope.verify == "first"  # else it is audited when its turn comes
+    return found.with_proof(proof) if proof and earlier and not found.proved else found
+
+
+def _recheck(
+    job: Job, chains: tuple[Chain, ...], size: BatchSize, before: Progress, path: Path
+) -> None:
+    """Prove the first batch of a stopped run again, and compare it with what was stored.
+
+    Raises:
+        OutputError: It has other losses or norms now.
+    """
+    if before.first is None:
+        return
+    batch = size.fitting(partial(job.load, 0), len(job.rows))
+    evaluation = job.scope.evaluate(batch, job.wanted, ordinal=0)
+    found = first_of(rows_of(job, chains, batch, evaluation))
+    for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
+        a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
+        if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
+            worst = int((a - b).abs().nan_to_num().argmax())
+            raise OutputError(
+                f"sample {int(batch.index[worst])} had the {what} {then[worst]:.6g} when the run "
+                f"began, and has {now[worst]:.6g} now: model, loss or data have changed",
+                where=str(path),
+                remedy="Go on with the code and the data that the run began with, or start again "
+                "with --overwrite.",
+            )
+
+
+def _batch_size(job: Job, writer: Writer, before: Progress) -> Choice:
+    """Return the batch size: that of the stopped run, unless another was asked for."""
+    if writer.completed == len(job.rows):
+        return Choice(1)
+    asked = job.spec.compute.batch_size or job.spec.compute.memory
+    return choose(job) if asked or not before.batch_size else Choice(before.batch_size)
+
+
+def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:
+    """Run a job to its end."""
+    with start(job, path, overwrite=overwrite, resume=resume) as run:
+        for batch in run.remaining():
+            run.add(batch)
+        return run.finish()
+
+
+def _refuse_inputs(job: Job, path: Path) -> None:
+    """Refuse to write over what the run reads."""
+    spec = job.spec
+    code = [ref.rpartition(":")[0] for ref in (spec.model.factory, spec.loss.name) if ":" in ref]
+    for kind, source in (
+        *(("checkpoint", source) for source in job.checkpoint.files),
+        *(("data", source) for source in spec.dataset.sources),
+        *(("code", Path(place)) for place in code),
+    ):
+        if source.exists() and path.exists() and path.samefile(source):
+            raise OutputError(
+                f"the result would replace the {kind} that it is computed from",
+                where=str(path),
+                remedy="Choose another name.",
+            )
+
+
+def file_plan(job: Job) -> FilePlan:
+    """Return what the result file will hold."""
+    return FilePlan(
+        run=job.record(),
+        fingerprint=job.fingerprint(),
+        attributes={f"{key}_sha256": str(job.digests[key]) for key in ("checkpoint", "dataset")},
+        n=len(job.rows),
+        parameters=job.shapes,
+        chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),
+        dtype=job.scope.problem.dtype,
+        layout=job.spec.compute.layout,
+        compression=job.compression,
+    )

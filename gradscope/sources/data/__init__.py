@@ -1,0 +1,1 @@
+"""Data files: readers, columns, fit."""

@@ -1,0 +1,1 @@
+"""Checkpoints: formats, folders, shards."""

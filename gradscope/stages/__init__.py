@@ -1,0 +1,1 @@
+"""What happens to gradients: transforms, reducers, losses, labels and their chains."""

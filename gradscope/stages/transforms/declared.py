@@ -1,0 +1,197 @@
+"""Transforms that users write as plain functions of tensors, by a decorator that says their scope.
+
+    @gradscope.transform("elementwise")
+    def soft_threshold(g, level: float = 0.1):
+        return g.sign() * (g.abs() - level).clamp_min(0)
+
+In a chain that is `FILE.py:soft_threshold:level=0.2`. What a scope promises is tried on numbers; a
+function that breaks it is refused.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import DenseBlock, Gradients, MappedBlock
+from gradscope.core.locate import own_stage
+from gradscope.errors import ModelError, SpecError
+from gradscope.stages.transforms.base import Scope, Transform, blockwise, widened
+
+_SCOPES = {scope.name.lower(): scope for scope in Scope}
+_PLAIN = (bool, int, float, str)
+
+
+class Declared:
+    """A user's function, as a factory of transforms: called with its options, by keyword.
+
+    Args:
+        function: Takes tensors first, then options.
+        scope: What it was declared to be.
+
+    Attributes:
+        function: The function itself, to be tested on its own.
+        scope: Likewise.
+    """
+
+    def __init__(self, function: Callable[..., Any], scope: Scope) -> None:
+        self.function = function
+        self.scope = scope
+        self.__name__ = function.__name__
+        update_wrapper(self, function)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The options: all parameters but the first, an unmarked one of the kind of its default."""
+        own = inspect.signature(self.function, eval_str=True)
+        return own.replace(parameters=[_option(p) for p in list(own.parameters.values())[1:]])
+
+    def __call__(self, **options: Any) -> Transform:
+        """Return the transform with these options.
+
+        Raises:
+            SpecError: The function is not what it was declared to be.
+            ValueError: The function does not take these options.
+        """
+        fn = _guarded(self.__name__, partial(self.function, **options))
+        if self.scope in (Scope.LINEAR, Scope.VECTOR):
+            return partial(_on_rows, self.__name__, fn)
+        try:
+            _tried(self.__name__, self.scope, fn)
+        except ModelError as error:  # before any data is seen, a ValueError is about the options
+            raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+        if self.scope is Scope.ELEMENTWISE:
+            return blockwise(lambda block: MappedBlock(block, fn))
+        return lambda gradients: gradients.scale(fn(gradients.norms))
+
+
+def transform(scope: str) -> Callable[[Callable[..., Any]], Declared]:
+    """Declare a function as a transform, for chains as FILE.py:NAME or through an entry point.
+
+    Args:
+        scope: "elementwise": from gradients of any shape to as many, each entry by itself.
+            "factor": from the norms (n,) of the samples' gradients to one factor a sample (n,).
+            "linear" or "vector": from {name: (n, *shape)} to {name: (n, ...)}, each sample by
+            itself; the dense gradients are formed. Options follow as further arguments.
+
+    Raises:
+        SpecError: There is no such scope.
+    """
+    if scope not in _SCOPES:
+        raise SpecError(
+            f"{scope!r} is not a scope",
+            where="gradscope.transform",
+            remedy=f'Write @gradscope.transform("elementwise"), or: {", ".join(_SCOPES)}.',
+        )
+    return lambda function: Declared(function, _SCOPES[scope])
+
+
+# Uneven numbers of both signs, large, small and zero; no two of one magnitude.
+_PROBE = [0.3, -1.7, 0.0, 2.9, -0.04, 11.0, -5.3, 1e-3, 0.71, -230.0, 1.1, -0.9]
+
+
+def _option(parameter: inspect.Parameter) -> inspect.Parameter:
+    bare = parameter.annotation is parameter.empty
+    known = isinstance(parameter.default, _PLAIN)
+    return parameter.replace(annotation=type(parameter.default)) if bare and known else parameter
+
+
+def _guarded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn`, which must give a floating-point tensor of its argument's shape."""
+
+    def checked(values: Any) -> Any:
+        with own_stage(f"transform {name}"):
+            if not isinstance(values, Tensor):
+                return fn(values)
+            result = fn(values)
+        if not isinstance(result, Tensor) or result.shape != values.shape:
+            found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise SpecError(
+                f"{name!r} returned {found} for values of shape {tuple(values.shape)}",
+                where="transform",
+                remedy="It must return one value for each that it is given.",
+            )
+        if not (result.is_floating_point() or result.is_complex()):
+            raise SpecError(
+                f"{name!r} returned {result.dtype}",
+                where="transform",
+                remedy="Return floating-point numbers, for example with .to(g.dtype).",
+            )
+        return result
+
+    return checked
+
+
+def _tried(name: str, scope: Scope, fn: Callable[[Tensor], Tensor]) -> None:
+    probe = torch.tensor(_PROBE, dtype=torch.float64)
+    if scope is Scope.ELEMENTWISE:
+        _require_own(name, fn, "entry", probe.reshape(3, 4), ())
+    else:
+        _require_own(name, fn, "sample", probe.abs(), (1,))
+
+
+def _require_own(
+    name: str, fn: Callable[[Tensor], Tensor], what: str, probe: Tensor, shape: tuple[int, ...]
+) -> None:
+    """Check on numbers that each value of fn(probe) depends on its own entry of the probe only.
+
+    Raises:
+        SpecError: It does not, or the probe was changed in place.
+    """
+    given = probe.clone()
+    together = fn(given).flatten()
+    if not torch.equal(given, probe):
+        raise SpecError(
+            f"{name!r} changes its argument in place",
+            where="transform",
+            remedy="Return a new tensor: other chains need the gradients as they are.",
+        )
+    for k, entry in enumerate(probe.flatten()):
+        alone = fn(entry.clone().reshape(shape)).flatten()[0]
+        if not torch.allclose(alone, together[k], rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise SpecError(
+                f"{name!r} gives {float(alone.real):.6g} for {float(entry):.6g} alone and "
+                f"{float(together[k].real):.6g} among others: a value must depend on its own "
+                f"{what} only, and on nothing random",
+                where="transform",
+                remedy='Declare another scope: "factor" for one factor a sample, or "vector".',
+            )
+
+
+def _on_rows(name: str, fn: Callable[[dict[str, Tensor]], Any], gradients: Gradients) -> Gradients:
+    """Apply a function of dense rows, having given it copies."""
+    rows = {key: block.dense().clone() for key, block in widened(gradients).items()}
+    last = {key: value[-1:].clone() for key, value in rows.items()}
+    found = _rows(name, fn(rows), gradients.n)
+    if gradients.n > 1:
+        for key, alone in _rows(name, fn(last), 1).items():
+            _require_alone(name, key, alone[0], found[key][-1])
+    return gradients.of({key: DenseBlock(value) for key, value in found.items()})
+
+
+def _rows(name: str, found: Any, n: int) -> dict[str, Tensor]:
+    """Check that a user's function returned {name: (n, ...)}."""
+    values = found if isinstance(found, dict) else {}
+    shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in values.items()}
+    named = all(isinstance(key, str) for key in shapes)
+    if shapes and named and all(shape and shape[0] == n for shape in shapes.values()):
+        return values
+    raise SpecError(
+        f"{name!r} returned {shapes or type(found).__name__} for {n} samples",
+        where="transform",
+        remedy="It must return a dict {name: (n, ...)} with one row a sample.",
+    )
+
+
+def _require_alone(name: str, key: str, alone: Tensor, together: Tensor) -> None:
+    """Check that a sample's row does not depend on the other samples of the batch."""
+    gap = float((alone - together).abs().nan_to_num().sum())
+    if gap > 1e-2 * float(together.abs().nan_to_num().sum()):
+        raise SpecError(
+            f"{name!r} gives a sample another {key!r} alone than among others",
+            where="transform",
+            remedy="A row must depend on its own sample only; what joins samples is a reducer.",
+        )

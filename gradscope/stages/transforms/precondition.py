@@ -1,0 +1,110 @@
+"""Preconditioning: by a stored second moment, or by stored Kronecker factors."""
+
+from collections.abc import Callable
+from math import inf, prod, sqrt
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Block, Gradients, KroneckerBlock, PreconditionedBlock
+from gradscope.errors import SpecError
+from gradscope.stages.transforms.base import Scope, Transform, Vector, transform, widened
+
+Applied = Callable[[Block], Block]
+
+
+@transform("precondition", Scope.ELEMENTWISE)
+def precondition(with_: Vector, damping: float = 0.0) -> Transform:
+    """T(g) = g / (√v + damping), v a stored second moment (Adam); or F⁻¹g, F of a stored `kfac`.
+
+    v is the result of a chain such as `square | mean` or `second_moment`. The damping is outside
+    of the root, as ε in Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), without bias
+    correction. Where √v + damping is 0 the result is 0.
+
+    Of a stored `kfac`, with the gradient G (r, c) read row by row, it is
+    (B + √damping/π)⁻¹ G (A + π√damping)⁻ᵀ, where π² = (tr A/c) / (tr B/r): the natural gradient of
+    Martens & Grosse 2015 (arXiv:1503.05671, section 6.3), in each group by itself. Outer products
+    stay outer products. What has no factors is divided by its second moment plus the damping.
+    Pseudo-inverses are taken where a factor is singular.
+
+    Args:
+        with_: The stored v or factors, argument `with=FILE.h5:CHAIN`.
+        damping: ≥ 0.
+
+    Raises:
+        ValueError: damping is negative or not finite, or v is not real and not negative.
+    """
+    if not 0 <= damping < inf:
+        raise ValueError(f"damping must be finite and not negative, not {damping}")
+    for name, value in with_.values.items():
+        if not name.endswith((".A", ".B")):
+            _require_second_moment(name, value)
+    bound: dict[str, Applied] = {}  # factors are inverted once, not for every batch
+
+    def apply(gradients: Gradients) -> Gradients:
+        for name, block in gradients.items():
+            if name not in bound:
+                bound[name] = _bound(name, block, with_, damping)
+        blocks = {name: bound[name](block) for name, block in widened(gradients).items()}
+        return gradients.of(blocks)
+
+    return apply
+
+
+def _bound(name: str, block: Block, stored: Vector, damping: float) -> Applied:
+    """Return what is applied to the parameter's block, by what is stored for it."""
+    values = stored.values
+    if name not in values and {f"{name}.A", f"{name}.B"} <= values.keys():
+        return _kronecker(name, block, stored, damping)
+    diagonal = name not in values and f"{name}.diagonal" in values
+    if diagonal:
+        stored = Vector({name: values[f"{name}.diagonal"]}, stored.source)
+    moment = stored.of(Gradients({name: block}))[name]
+    try:
+        _require_second_moment(name, moment)
+    except ValueError as error:  # a parameter that is itself called NAME.A
+        raise SpecError(str(error), where=stored.source or None) from error
+    inverse = _inverse((moment if diagonal else moment.sqrt()) + damping)
+    return lambda block: PreconditionedBlock(block, inverse)
+
+
+def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Applied:
+    a, b = (_grouped(stored.values[f"{name}.{side}"]).to(block.device) for side in "AB")
+    found = (*a.shape, *b.shape)
+    k, c, r = len(a), a.shape[-1], b.shape[-1]
+    if found != (k, c, c, k, r, r) or k * r * c != prod(block.shape):
+        raise SpecError(
+            f"the stored factors of {name!r} are of shapes {tuple(a.shape)} and "
+            f"{tuple(b.shape)}, which does not fit the parameter's {block.shape}",
+            where=stored.source or None,
+        )
+    a, b = _damped(a, b, damping)
+    left, right = (torch.linalg.pinv(m, hermitian=True) for m in (b, a))
+    return lambda block: KroneckerBlock.of(block, left, right)
+
+
+def _damped(a: Tensor, b: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Add the damping to both factors (k, ·, ·), in the proportion of their mean eigenvalues."""
+    if damping == 0:
+        return a, b
+    means = [m.diagonal(dim1=1, dim2=2).real.mean(1) for m in (a, b)]
+    usable = (means[0] > 0) & (means[1] > 0)  # of a factor that is zero π would be 0 or infinite
+    pi = torch.where(usable, (means[0] / means[1]).sqrt(), 1.0).reshape(-1, 1, 1)
+    ones = [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in (a, b)]
+    return a + sqrt(damping) * pi * ones[0], b + sqrt(damping) / pi * ones[1]
+
+
+def _grouped(factor: Tensor) -> Tensor:
+    return factor.unsqueeze(0) if factor.dim() == 2 else factor
+
+
+def _require_second_moment(name: str, value: Tensor) -> None:
+    if value.is_complex() or not bool((value >= 0).all()):
+        raise ValueError(
+            f"{name!r} in the stored vector is no second moment: it has entries that are complex, "
+            "negative or NaN"
+        )
+
+
+def _inverse(values: Tensor) -> Tensor:
+    return torch.where(values == 0, 0.0, 1.0 / values)

@@ -1,0 +1,211 @@
+"""What a run audits, what it records of that, and what becomes of one that an audit finds wrong.
+
+The numbers are held against those of the project in closed form, by numpy.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from gradscope.backends import Evaluate, backends
+from gradscope.backends.vmap import vmap
+from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
+from gradscope.errors import CertificateError, OutputError
+from gradscope.run import compute, prepare, start
+from gradscope.storage import open_file
+from tests.run import project
+
+SAMPLES, SIZE = 260, 2  # 130 batches
+WRONG_FROM = 16  # the sample from which the mistaken backend is wrong
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return project.write(tmp_path, SAMPLES)
+
+
+def certificate(folder: Path, name: str = "o.h5", **options: Any) -> dict[str, Any]:
+    compute(prepare(project.spec(folder, batch_size=SIZE, **options)), folder / name)
+    return recorded(folder / name)
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    with open_file(path) as file:
+        return dict(file.certificate)
+
+
+def chosen(seed: int, window: int) -> int:
+    """Which batch of a window of 64 is drawn, as documented: by SHA-256 of seed and window."""
+    digest = hashlib.sha256(f"{seed} {window}".encode()).digest()
+    return 64 * window + int.from_bytes(digest[:7], "little") % 64
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_first_the_last_and_one_of_64_are_recorded(folder: Path, seed: int) -> None:
+    audit = certificate(folder, seed=seed)["audit"]
+    batches = sorted({0, 129, *(b for b in (chosen(seed, 1), chosen(seed, 2)) if b < 130)})
+    samples = {i for first, last in audit["audited"] for i in range(first, last + 1)}
+    assert samples == {SIZE * b + k for b in batches for k in range(SIZE)}
+    assert (audit["verify"], audit["batches"], audit["proved"]) == ("audit", 130, len(batches))
+    assert len(batches) in (3, 4)
+    assert 0 < audit["error"] < 1e-12 and audit["parameter"] in project.expected(folder)
+
+
+def test_equal_runs_record_the_same(folder: Path) -> None:
+    for name in ("a.h5", "b.h5"):
+        certificate(folder, name)
+    assert (folder / "a.h5").read_bytes() == (folder / "b.h5").read_bytes()
+
+
+def test_what_other_ways_to_verify_record(folder: Path) -> None:
+    never = certificate(folder, "never.h5", verify="never")
+    assert never["verified"] is False and "audit" not in never
+    first = certificate(folder, "first.h5", verify="first")
+    assert first["positions"] == [0, 1]
+    assert (first["audit"]["proved"], first["audit"]["audited"]) == (1, [[0, 1]])
+    always = certificate(folder, "always.h5", verify="always")
+    assert (always["audit"]["proved"], always["audit"]["audited"]) == (130, [[0, 259]])
+    assert always["positions"] == [0, 1]  # the certificate is that of the first batch
+
+
+def test_what_an_earlier_pass_proved_counts(folder: Path) -> None:
+    """`center` needs the mean first: the first batch is proved in that pass."""
+    audit = certificate(folder, verify="first", transform=["center | var"])["audit"]
+    assert (audit["batches"], audit["proved"], audit["audited"]) == (130, 1, [[0, 1]])
+
+
+@pytest.mark.parametrize("verify", ["audit", "first", "always"])
+def test_a_stopped_run_records_what_an_uninterrupted_one_does(folder: Path, verify: str) -> None:
+    straight = certificate(folder, "straight.h5", verify=verify)
+    run = project.spec(folder, batch_size=SIZE, verify=verify)
+    with pytest.raises(ZeroDivisionError), start(prepare(run), folder / "o.h5") as stopped:
+        for k, batch in enumerate(stopped.remaining()):
+            stopped.add(batch)
+            if k == 70:
+                raise ZeroDivisionError
+    compute(prepare(run), folder / "o.h5", resume=True)
+    assert recorded(folder / "o.h5") == straight
+
+
+def test_a_run_that_goes_on_with_audits_proves_its_first_batch(folder: Path) -> None:
+    """It began with none."""
+    begun, audited = (project.spec(folder, batch_size=SIZE, verify=v) for v in ("never", "audit"))
+    with pytest.raises(ZeroDivisionError), start(prepare(begun), folder / "o.h5") as stopped:
+        for batch in stopped.remaining():
+            stopped.add(batch)
+            if stopped.done == 12:
+                raise ZeroDivisionError
+    compute(prepare(audited), folder / "o.h5", resume=True)
+    assert recorded(folder / "o.h5") == certificate(folder, "straight.h5")
+
+
+def test_batches_of_zeros_postpone_the_proof(folder: Path) -> None:
+    with np.load(folder / "data.npz") as data:
+        inputs, targets = data["inputs"], data["targets"]
+    targets[:6] = 0  # three batches without a gradient
+    np.savez(folder / "data.npz", inputs=inputs, targets=targets)
+    found = certificate(folder, loss="weighted", verify="first")
+    assert (found["positions"], found["proves"]) == ([6, 7], True)
+    assert (found["audit"]["proved"], found["audit"]["audited"]) == (4, [[0, 7]])
+    run = project.spec(folder, loss="weighted", batch_size=SIZE, verify="first")
+    with pytest.raises(ZeroDivisionError), start(prepare(run), folder / "p.h5") as stopped:
+        for batch in stopped.remaining():
+            stopped.add(batch)
+            if stopped.done == 12:
+                raise ZeroDivisionError
+    compute(prepare(run), folder / "p.h5", resume=True)
+    assert recorded(folder / "p.h5") == found
+    np.savez(folder / "data.npz", inputs=inputs, targets=0 * targets)
+    nothing = certificate(folder, "zeros.h5", loss="weighted")
+    assert nothing["proves"] is False and nothing["audit"]["proved"] == 130
+
+
+@contextmanager
+def mistaken(problem: Problem) -> Iterator[Evaluate]:
+    """Right at first; later the first sample of a batch gets the last one's bias."""
+    with vmap(problem) as right:
+
+        def evaluate(batch: Batch) -> Evaluation:
+            found = right(batch)
+            rows = found.gradients.dense()
+            if int(batch.index.min()) >= WRONG_FROM:
+                rows["first.bias"] = rows["first.bias"].clone()
+                rows["first.bias"][0] = rows["first.bias"][-1]
+            blocks = {name: DenseBlock(value) for name, value in rows.items()}
+            return replace(found, gradients=Gradients(blocks))
+
+        yield evaluate
+
+
+@pytest.fixture
+def with_a_mistake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Put the mistaken backend in the place of hooks; return what puts hooks back."""
+    monkeypatch.setitem(backends._entries, "hooks", mistaken)
+    return monkeypatch.undo
+
+
+def test_a_run_that_is_found_wrong_keeps_what_was_proved(
+    folder: Path, with_a_mistake: Callable[[], None]
+) -> None:
+    run, path = project.spec(folder, backend="hooks", batch_size=SIZE), folder / "o.h5"
+    with pytest.raises(CertificateError) as failure:
+        compute(prepare(run), path)
+    told = str(failure.value)
+    for word in ("hooks backend failed the proof", "'first.bias'", "sample", "relative error"):
+        assert word in told
+    assert "samples are kept: what was proved before" in told
+    assert not path.exists()
+    with_a_mistake()
+    with start(prepare(run), path, resume=True) as going_on:
+        kept = going_on.writer.completed
+        assert 0 < kept <= WRONG_FROM and kept % SIZE == 0
+        for batch in going_on.remaining():
+            going_on.add(batch)
+        going_on.finish()
+    assert_right(folder, path)
+
+
+def test_auto_goes_on_from_what_was_proved(
+    folder: Path, with_a_mistake: Callable[[], None]
+) -> None:
+    path = folder / "o.h5"
+    report = compute(prepare(project.spec(folder, batch_size=SIZE)), path)
+    assert_right(folder, path)
+    assert recorded(path)["backend"] == report.backend == "hooks, vmap"
+    (note,) = [note for note in report.notes if "by another backend" in note]
+    assert "hooks backend failed the proof" in note and "'first.bias'" in note
+
+
+def assert_right(folder: Path, path: Path) -> None:
+    with h5py.File(path) as file:
+        for name, rows in project.expected(folder).items():
+            np.testing.assert_allclose(
+                file[f"chains/0/{name}"][...], rows, rtol=1e-9, atol=1e-12, err_msg=name
+            )
+
+
+def test_a_file_that_contradicts_itself_gets_nowhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms that are not those of the rows, as a mistake in a block's norm would make them."""
+    module = sys.modules["gradscope.run.run"]
+    made = module.rows_of
+
+    def spoiled(*given: Any) -> Any:
+        rows = made(*given)
+        return replace(rows, norm=1.01 * rows.norm)
+
+    monkeypatch.setattr(module, "rows_of", spoiled)
+    with pytest.raises(OutputError, match="contradicts itself: the gradient of sample"):
+        certificate(folder)
+    assert not (folder / "o.h5").exists()

@@ -1,0 +1,277 @@
+"""Memory: how much there is, how much a run takes, and the batch size that follows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradscope.comparison.measure import release_freed_memory
+from gradscope.config.sizes import memory_text, parse_memory
+from gradscope.config.spec import resolve
+from gradscope.core.memory import available, taken
+from gradscope.errors import SpecError
+from gradscope.run import choice, compute, estimate, footprint, prepare
+from gradscope.run.footprint import Footprint, Meter
+from gradscope.storage import open_file
+from tests.run.project import SAMPLES, spec, write
+from tests.run.test_pipeline import SAMPLES as MODELS
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GB", 2 * 10**9), ("500 MB", 5 * 10**8), ("1.5gib", 3 * 2**29), ("64KiB", 65536)],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert parse_memory(text) == size
+    assert resolve(MODELS / "digits_mlp" / "run.toml", {"compute": {"memory": text}})
+
+
+@pytest.mark.parametrize("text", ["2", "GB", "-1GB", "0MB", "2 PB", "1e3MB", "", "2GB of it"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(SpecError, match="memory"):
+        resolve(MODELS / "digits_mlp" / "run.toml", {"compute": {"memory": text}})
+
+
+def test_a_size_as_it_is_shown() -> None:
+    assert [memory_text(n) for n in (2.5e9, 512e6, 1234)] == ["2.5 GB", "512 MB", "0.00123 MB"]
+
+
+def system(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+FREE = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n"}
+TWO = {"proc/self/cgroup": "0::/a/b\n"}
+ONE = {"proc/self/cgroup": "5:cpu:/\n4:hugetlb,memory:/a\n"}
+SYSTEMS: dict[str, tuple[dict[str, str], int | None]] = {
+    "nothing known": ({}, None),
+    "no group": (FREE, 8_192_000),
+    "no limit": (FREE | TWO | {"sys/fs/cgroup/a/b/memory.max": "max\n"}, 8_192_000),
+    "a limit": (
+        FREE | TWO
+        | {"sys/fs/cgroup/a/b/memory.max": "1000\n", "sys/fs/cgroup/a/b/memory.current": "400\n"},
+        600,
+    ),
+    "a limit above": (
+        FREE | TWO
+        | {"sys/fs/cgroup/a/b/memory.max": "1000\n", "sys/fs/cgroup/a/b/memory.current": "400\n"}
+        | {"sys/fs/cgroup/a/memory.max": "900\n", "sys/fs/cgroup/a/memory.current": "800\n"},
+        100,
+    ),
+    "cached files are given up": (
+        FREE | TWO
+        | {"sys/fs/cgroup/a/b/memory.max": "1000\n", "sys/fs/cgroup/a/b/memory.current": "900\n"}
+        | {"sys/fs/cgroup/a/b/memory.stat": "anon 200\ninactive_file 500\n"},
+        600,
+    ),
+    "version one": (
+        FREE | ONE
+        | {"sys/fs/cgroup/memory/a/memory.limit_in_bytes": "5000\n"}
+        | {"sys/fs/cgroup/memory/a/memory.usage_in_bytes": "1000\n"},
+        4000,
+    ),
+    "more than allowed": (
+        FREE | TWO
+        | {"sys/fs/cgroup/memory.max": "1000\n", "sys/fs/cgroup/memory.current": "1100\n"},
+        0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_what_the_system_says(name: str, tmp_path: Path) -> None:
+    files, expected = SYSTEMS[name]
+    assert available(CPU, system(tmp_path, files)) == expected
+
+
+def test_what_this_process_holds() -> None:
+    release_freed_memory()  # or it would be used again
+    before = taken(CPU)
+    held = torch.ones(2**25)  # 128 MiB
+    after = taken(CPU)
+    assert before is not None and after is not None
+    assert after - before == pytest.approx(held.nbytes, rel=0.2)
+
+
+def test_a_footprint_and_a_budget() -> None:
+    found = Footprint(((1, 100), (2, 110), (4, 150)), clear=True)
+    assert [found.peak(n) for n in (1, 2, 3, 4, 6, 10)] == [100, 110, 130, 150, 190, 270]
+    assert [found.most(budget, 50) for budget in (99, 100, 149, 150, 229, 230)] == [
+        0,
+        1,
+        2,
+        4,
+        4,
+        8,
+    ]
+    assert [found.most(budget, 7) for budget in (209, 210, 10**9)] == [4, 7, 7]
+    unclear = Footprint(found.points, clear=False)
+    assert unclear.most(10**9, 50) == 4  # of what is larger nothing is known
+    assert Footprint(((1, 100),), clear=True).most(100, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("most", "budget", "sizes"),
+    [
+        (1000, 10**10, [1, 1, 2, 4, 8, 16, 32, 64, 128, 256]),  # 128 MiB more: it is clear
+        (100, 10**10, [1, 1, 2, 4, 8, 16, 32, 64, 100]),
+        (1000, 10**8, [1, 1, 2, 4, 8, 16, 32]),  # 64 might be too much
+        (1, 10**10, [1, 1]),
+    ],
+)
+def test_a_footprint_is_measured_on_small_batches(
+    most: int, budget: int, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    class Told(Meter):
+        def peak(self, n: int) -> int:
+            tried.append(n)
+            return 40 * 10**6 + n * 2**20
+
+    found = Told(prepare(spec(write(tmp_path)))).footprint(most, budget)
+    assert found is not None
+    assert tried == sizes
+    assert found.clear == (budget > 10**9)
+    assert found.peak(most) == pytest.approx(40e6 + most * 2**20)
+    assert found.most(budget, most) == (32 if budget < 10**9 else most)
+
+
+def test_a_peak_is_above_what_was_taken_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[torch.Tensor] = []
+
+    def rehearse(job: Any, n: int) -> bool:
+        if not held:
+            held.append(torch.ones(2**25))  # 128 MiB for good
+        torch.ones(n * 2**18)  # a MiB a sample, for now
+        return n < 900
+
+    monkeypatch.setattr(footprint, "rehearse", rehearse)
+    meter = Meter(prepare(spec(write(tmp_path))))
+    for n in (64, 256, 128):
+        assert meter.peak(n) == pytest.approx((128 + n) * 2**20, rel=0.1)
+    assert meter.peak(900) is None
+
+
+PROGRAM = """
+import json, sys, torch
+from pathlib import Path
+from gradscope.comparison.measure import peak_memory
+from gradscope.run import compute, estimate, prepare
+from tests.run.project import spec
+
+how, folder, out, options = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+job = prepare(spec(folder, {"wide": 20_000}, **json.loads(options)))
+if how == "plan":
+    plan = estimate(job, out)
+    print(json.dumps({"peak": plan.memory, "samples": plan.batch_size, "notes": plan.notes}))
+else:
+    with peak_memory(torch.device("cpu")) as peak:
+        report = compute(job, out)
+    print(json.dumps({"peak": peak[0], "notes": report.notes}))
+"""
+
+
+def fresh(how: str, folder: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """Plan or compute in a process of its own, as the command does."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how, str(folder), str(out), json.dumps(options)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "project").mkdir()
+    return write(tmp_path / "project", 128)
+
+
+def test_a_plan_says_what_a_run_takes(folder: Path, tmp_path: Path) -> None:
+    options = {"batch_size": 64, "backend": "hooks"}
+    plan = fresh("plan", folder, tmp_path / "out.h5", **options)
+    run = fresh("run", folder, tmp_path / "out.h5", **options)
+    assert plan["samples"] == 64
+    assert run["peak"] > 64 * 4 * 20_000 * 8  # one of the arrays of its widest layer
+    # what two threads hold at the same moment differs from time to time
+    assert plan["peak"] == pytest.approx(run["peak"], rel=0.3)
+
+
+def test_a_run_stays_within_its_budget(folder: Path, tmp_path: Path) -> None:
+    budgets, peaks, sizes = (150, 600), [], []
+    for budget in budgets:
+        out = tmp_path / f"{budget}.h5"
+        run = fresh("run", folder, out, memory=f"{budget}MB", backend="hooks")
+        peaks.append(run["peak"] / 1e6)
+        with open_file(out) as file:
+            sizes.append(file.run["batch_size"])
+            assert file.certificate["samples"] == sizes[-1]
+        assert any("--memory" in note for note in run["notes"])
+    # what two threads hold at the same moment differs from time to time
+    assert all(peak <= 1.2 * budget for peak, budget in zip(peaks, budgets, strict=True))
+    assert sizes[0] < sizes[1]
+
+
+def test_a_plan_tells_of_what_choosing_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run under a budget tries sizes first; the largest of them may be more than it keeps to."""
+    most = 3 * 10**9
+    tried = Footprint(((1, 10**6), (2, 10**8), (4, most)), clear=True)
+    monkeypatch.setattr(choice.Meter, "footprint", lambda self, n, budget: tried)
+    job = prepare(spec(write(tmp_path), memory="1GB"))
+    plan = estimate(job, None)
+    assert plan.batch_size == 2
+    assert plan.memory == most
+    assert tried.largest == most
+
+
+def test_a_budget_for_nothing(tmp_path: Path) -> None:
+    job = prepare(spec(write(tmp_path), memory="1MB"))
+    for use in (estimate, compute):
+        with pytest.raises(SpecError, match="single sample") as refusal:
+            use(job, tmp_path / "out.h5")
+        assert refusal.value.exit_code == 2
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_memory_does_not_choose_who_shares_a_batch(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="share a batch"):
+        prepare(spec(write(tmp_path), memory="1GB", coupling="own-loss"))
+    assert prepare(spec(tmp_path, coupling="own-loss", batch_size=5)).batch_size == 5
+
+
+@pytest.mark.parametrize(("there", "whole"), [(10**12, True), (None, True), (150 * 10**6, False)])
+def test_without_a_budget_there_is_what_the_machine_has(
+    there: int | None, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "available", lambda device: there)
+    job = prepare(spec(write(tmp_path), {"wide": 20_000}, backend="hooks"))
+    found = choice.choose(job)
+    assert (found.samples == SAMPLES) == whole
+    assert bool(found.notes) == (not whole)
+    assert job.scope.certificate is None
+    assert job.scope.notes == []
+
+
+def test_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
+    """The first batch of the run is proved as a whole, whatever was tried before."""
+    job = prepare(spec(write(tmp_path), memory="1GB", transform=["center | var"], backend="auto"))
+    report = compute(job, tmp_path / "out.h5")
+    assert report.certificate["samples"] == SAMPLES
+    assert sum("earlier pass" in note for note in report.notes) == 1

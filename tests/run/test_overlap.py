@@ -1,0 +1,295 @@
+"""Loading, computing and writing at the same time: in order, complete, and the same to the bit."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope.blocks import DenseBlock, Gradients, OuterBlock
+from gradscope.config.spec import resolve
+from gradscope.core.batch import Batch
+from gradscope.errors import GradscopeError, OutputError
+from gradscope.run import compute, prepare, start
+from gradscope.run.overlap import Behind, ahead
+from gradscope.run.transfer import HostBlock, Lane, Pinned, on_host, to_device
+from gradscope.storage import Rows, Writer
+from tests.run.project import SAMPLES, expected, spec, write
+from tests.run.test_pipeline import SAMPLES as MODELS
+from tests.run.test_pipeline import contents
+
+CPU = torch.device("cpu")
+PATIENCE = 30.0  # seconds until a test that hangs fails instead
+
+
+def batch(k: int) -> Batch:
+    return Batch.of(torch.full((2, 1), float(k)))
+
+
+def rows(k: int, n: int = 2) -> Rows:
+    ones = torch.ones(n)
+    return Rows(torch.full((n,), k), loss=ones, norm=ones, finite=ones.bool())
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith(f"gradscope-{name}")]
+
+
+def test_the_next_batch_is_loaded_while_one_is_in_use() -> None:
+    loaded = [threading.Event() for _ in range(5)]
+
+    def load() -> Iterator[Batch]:
+        for k, event in enumerate(loaded):
+            event.set()
+            yield batch(k)
+
+    seen = []
+    for given in ahead(load(), CPU):
+        seen.append(int(given.inputs[0]))
+        if len(seen) < 5:
+            assert loaded[len(seen)].wait(PATIENCE)  # the next one
+        assert not any(event.is_set() for event in loaded[len(seen) + 1 :])
+    assert seen == [0, 1, 2, 3, 4]
+    assert not threads("loader")
+
+
+def test_what_loading_raises_comes_in_its_place() -> None:
+    def load() -> Iterator[Batch]:
+        yield batch(0)
+        raise GradscopeError("unreadable")
+
+    found = ahead(load(), CPU)
+    assert int(next(found).inputs[0]) == 0
+    with pytest.raises(GradscopeError, match="unreadable"):
+        next(found)
+
+
+def test_nobody_loads_when_nobody_asks_any_more() -> None:
+    found = ahead((batch(k) for k in range(100)), CPU)
+    next(found)
+    found.close()  # type: ignore[attr-defined]
+    assert not threads("loader")
+
+
+@dataclass
+class Recorder:
+    """A writer that waits to be let go, and may fail."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    fail_at: int = -1
+    seen: list[int] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def completed(self) -> int:
+        return len(self.seen)
+
+    def append(self, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
+        k = int(rows.index[0])
+        self.begun.append(k)
+        assert self.gate.wait(PATIENCE)
+        assert not torch.is_grad_enabled()
+        if k == self.fail_at:
+            raise OutputError("the disk is full")
+        self.seen.append(k)
+
+    def finish(self, *results: object, **more: object) -> None:
+        self.finished = True
+
+
+def test_computing_goes_on_while_a_batch_is_written() -> None:
+    writer = Recorder()
+    with Behind(writer, CPU, dense=True) as behind:
+        behind.append(rows(0))  # returns although the writer waits
+        assert writer.seen == []
+        threading.Timer(0.1, writer.gate.set).start()
+        behind.append(rows(1))  # waits for the one before
+        assert writer.seen[:1] == [0]
+        behind.append(rows(2))
+        behind.finish({}, {})
+        assert writer.seen == [0, 1, 2]
+        assert writer.finished
+    assert not threads("writer")
+
+
+def test_what_writing_raises_stops_the_run() -> None:
+    writer = Recorder(fail_at=1)
+    writer.gate.set()
+    with (
+        pytest.raises(OutputError, match="disk is full"),
+        Behind(writer, CPU, dense=True) as behind,
+    ):
+        for k in range(5):
+            behind.append(rows(k))
+    assert writer.begun == [0, 1]
+    assert writer.seen == [0]
+    with (
+        pytest.raises(OutputError, match="disk is full"),
+        Behind(Recorder(writer.gate, 0), CPU, dense=True) as behind,
+    ):
+        behind.append(rows(0))  # the last one: raised on leaving
+    assert not threads("writer")
+
+
+def test_leaving_waits_for_what_is_being_written_whatever_signals_come() -> None:
+    writer = Recorder()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.2, writer.gate.set).start()
+
+    with suppress(KeyboardInterrupt), Behind(writer, CPU, dense=True) as behind:
+        behind.append(rows(0))
+        threading.Timer(0.2, interrupt).start()  # a second Ctrl-C, while the first is dealt with
+        raise KeyboardInterrupt
+    assert writer.seen == [0]
+
+
+@pytest.fixture
+def in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system start no thread, so that nothing is done beside anything else."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let torch use two threads, whatever the tests run under."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+CHAINS = ["identity", "clip:max_norm=0.5", "mean", "second_moment", "norm | quantile:q=0.5"]
+
+
+@pytest.mark.parametrize("name", ["digits_mlp", "digits_cnn", "text_transformer", "poisson_pinn"])
+@pytest.mark.parametrize("backend", ["hooks", "vmap"])
+@pytest.mark.usefixtures("two_threads")
+def test_overlap_changes_no_bit(
+    name: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    options = {"transform": CHAINS, "samples": ":40", "batch_size": 9, "backend": backend}
+    settings = resolve(MODELS / name / "run.toml", {"compute": options})
+    compute(prepare(settings), tmp_path / "overlapped.h5")
+    request.getfixturevalue("in_sequence")
+    compute(prepare(settings), tmp_path / "plain.h5")
+    plain = contents(tmp_path / "plain.h5")
+    for key, value in contents(tmp_path / "overlapped.h5").items():
+        np.testing.assert_array_equal(value, plain[key], err_msg=key)
+
+
+def test_the_writer_has_one_user_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 would not stand two; every method is entered by whoever holds the lock."""
+    lock, users = threading.Lock(), set()
+
+    def guarded(method: Any) -> Any:
+        def call(self: Writer, *arguments: Any, **options: Any) -> Any:
+            assert lock.acquire(blocking=False), "two at a time"
+            users.add(threading.current_thread().name.split("_")[0])
+            try:
+                return method(self, *arguments, **options)
+            finally:
+                lock.release()
+
+        return call
+
+    for name in ("append", "finish", "close"):
+        monkeypatch.setattr(Writer, name, guarded(getattr(Writer, name)))
+    folder = write(tmp_path)
+    compute(prepare(spec(folder, batch_size=7)), tmp_path / "out.h5")
+    assert users == {"MainThread", "gradscope-writer"}
+
+
+def test_rows_before_a_failed_write_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, path = write(tmp_path), tmp_path / "out.h5"
+    append, calls = Writer.append, []
+
+    def failing(self: Writer, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
+        calls.append(len(rows.index))
+        if len(calls) == 4:
+            raise GradscopeError("a transform fails on this batch")
+        append(self, rows, states)
+
+    monkeypatch.setattr(Writer, "append", failing)
+    with pytest.raises(GradscopeError, match="fails on this batch"):
+        compute(prepare(spec(folder, batch_size=7)), path)
+    assert calls == [7] * 4
+    monkeypatch.undo()
+    with start(prepare(spec(folder, batch_size=7)), path, resume=True) as run:
+        assert run.writer.completed == 21
+        for given in run.remaining():
+            run.add(given)
+        run.finish()
+    found = contents(path)
+    for name, right in expected(folder).items():
+        np.testing.assert_allclose(found[f"chains/0/{name}"], right, rtol=1e-10, atol=1e-14)
+    assert len(found["samples/index"]) == SAMPLES
+
+
+def test_memory_that_runs_out_in_writing_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Writer, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Writer, "append", failing)
+    with pytest.raises(OutputError, match="memory ran out") as refusal:
+        compute(prepare(spec(write(tmp_path), batch_size=7)), tmp_path / "out.h5")
+    assert "--resume" in str(refusal.value)
+
+
+def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
+    """Without a GPU the memory is not pinned; the way of the rows is the same."""
+    torch.manual_seed(0)
+    outer = OuterBlock.matrix(torch.randn(8, 3, 4), torch.randn(8, 3, 5))
+    dense = DenseBlock(torch.randn(8, 2, 2, dtype=torch.float64))
+    given = rows(0, 8)
+    given = Rows(
+        given.index, given.loss, given.norm, given.finite,
+        chains=(Gradients({"w": outer, "b": dense}), None),
+    )  # fmt: skip
+    moved = on_host(given, Pinned(pin=False))
+    assert moved.chains[1] is None
+    assert moved.chains[0] is not None
+    for name, block in (("w", outer), ("b", dense)):
+        found = moved.chains[0][name]
+        assert isinstance(found, HostBlock)
+        assert (found.n, found.shape, found.dtype) == (8, block.shape, block.dtype)
+        for part in (slice(0, 8), slice(2, 5)):
+            made = found.select(part).dense(torch.empty(0))
+            np.testing.assert_array_equal(made, block.select(part).dense())
+
+
+def test_what_was_made_stays_until_the_next_but_one() -> None:
+    pinned, seen = Pinned(pin=False), []
+    for k in range(4):
+        made = pinned.take((2, k + 1), torch.float32).fill_(k)
+        assert all(bool((tensor == number).all()) for tensor, number in seen[-1:])
+        seen.append((made, k))
+    assert seen[3][0].data_ptr() == pinned._held[torch.float32][1].data_ptr()
+
+
+def test_the_cpu_needs_no_streams() -> None:
+    lane = Lane(CPU)
+    assert lane.mark() is None
+    with lane.entered(lane.mark()):
+        given = to_device(batch(3), CPU)
+    lane.hand_over(given)
+    assert isinstance(given.inputs, Tensor)
+    assert given.inputs.device == CPU

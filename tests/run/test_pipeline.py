@@ -1,0 +1,252 @@
+"""Jobs and runs as a library: order of checks, batch sizes, resuming, what a file records."""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradscope.blocks import Gradients
+from gradscope.config.spec import RunSpec, resolve
+from gradscope.errors import GradscopeError, OutputError, SpecError
+from gradscope.run import compute, estimate, prepare, start
+from gradscope.run.choice import Choice
+from gradscope.storage import open_file
+
+SAMPLES = Path(__file__).parent.parent.parent / "sample_models"
+CHAINS = ["identity", "clip:max_norm=0.5 | mean", "square | mean", "var:ddof=0", "norm"]
+
+
+def spec(name: str = "digits_mlp", **options: Any) -> RunSpec:
+    settings = {"transform": CHAINS, "samples": ":100", "dtype": "float64"}
+    return resolve(SAMPLES / name / "run.toml", {"compute": settings | options})
+
+
+def contents(path: Path) -> dict[str, np.ndarray]:
+    with open_file(path) as file:
+        found = {f"samples/{k}": v for k, v in file.samples.items()}
+        found |= {f"norms/{k}": v for k, v in file.norms.items()}
+        for k, chain in enumerate(file.chains):
+            found |= {f"chains/{k}/{name}": array[:] for name, array in chain.items()}
+    return found
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> dict[str, np.ndarray]:
+    compute(prepare(spec()), tmp_path / "whole.h5")
+    return contents(tmp_path / "whole.h5")
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "text_transformer", "sunspots_lstm"])
+def test_gradients_that_are_stored_anyway_are_formed_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    formed = Gradients.formed
+
+    def counted(self: Gradients, anyway: bool = False) -> Gradients:
+        asked.append(anyway)
+        return formed(self, anyway)
+
+    monkeypatch.setattr(Gradients, "formed", counted)
+    options = {"backend": "hooks", "samples": ":40", "batch_size": 20}
+    found = {}
+    for layout, count in (("dense", 2), ("factored", 0)):
+        chosen = spec(name, transform=["identity", "mean"], layout=layout, **options)
+        compute(prepare(chosen), tmp_path / f"{layout}.h5")
+        assert asked == [True] * count
+        asked.clear()
+        found[layout] = contents(tmp_path / f"{layout}.h5")
+    assert found["dense"].keys() == found["factored"].keys()
+    for key, value in found["dense"].items():
+        np.testing.assert_allclose(value, found["factored"][key], 1e-9, 1e-13, err_msg=key)
+
+
+def test_the_chains_follow_from_the_rows(whole: dict[str, np.ndarray]) -> None:
+    norms = whole["samples/norm"]
+    np.testing.assert_allclose(whole["chains/4/norm"], norms, rtol=1e-12)
+    total = np.zeros(100)
+    for key in [k for k in whole if k.startswith("chains/0/")]:
+        name = key.removeprefix("chains/0/")
+        rows = whole[key]
+        squares = (rows.reshape(100, -1) ** 2).sum(1)
+        total += squares
+        np.testing.assert_allclose(whole[f"norms/{name}"], np.sqrt(squares), rtol=1e-12)
+        clipped = np.tensordot(np.minimum(1, 0.5 / norms), rows, 1) / 100
+        np.testing.assert_allclose(whole[f"chains/1/{name}"], clipped, rtol=1e-10, atol=1e-15)
+        np.testing.assert_allclose(whole[f"chains/2/{name}"], (rows**2).mean(0), rtol=1e-10)
+        np.testing.assert_allclose(whole[f"chains/3/{name}"], rows.var(0), rtol=1e-9, atol=1e-18)
+    np.testing.assert_allclose(np.sqrt(total), norms, rtol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
+@pytest.mark.parametrize("backend", ["hooks", "vmap", "expand", "loop"])
+def test_batch_size_and_backend_change_nothing(
+    whole: dict[str, np.ndarray], tmp_path: Path, batch_size: int, backend: str
+) -> None:
+    job = prepare(spec(batch_size=batch_size, backend=backend))
+    compute(job, tmp_path / "other.h5")
+    for key, value in contents(tmp_path / "other.h5").items():
+        np.testing.assert_allclose(value, whole[key], rtol=1e-8, atol=1e-13, err_msg=key)
+
+
+@pytest.mark.parametrize("layout", ["auto", "factored"])
+def test_layouts_hold_the_same_rows(
+    whole: dict[str, np.ndarray], tmp_path: Path, layout: str
+) -> None:
+    path = tmp_path / "other.h5"
+    report = compute(prepare(spec(layout=layout)), path)
+    with open_file(path) as file:
+        assert any(array.representation == "factored" for array in file.chains[0].values())
+    assert report.bytes is not None
+    assert report.bytes < (tmp_path / "whole.h5").stat().st_size / 3
+    for key, value in contents(path).items():
+        np.testing.assert_allclose(value, whole[key], rtol=1e-12, atol=1e-15, err_msg=key)
+
+
+def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
+    files = [tmp_path / f"{k}.h5" for k in range(2)]
+    for file in files:
+        compute(prepare(spec()), file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_run_keeps_its_batch_size_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another amount of memory is free by then."""
+    path, free = tmp_path / "o.h5", spec()
+    compute = free.compute.model_copy(update={"batch_size": None})
+    free = free.model_copy(update={"compute": compute})
+    for samples in (7, 5):
+        module = sys.modules["gradscope.run.start"]  # the package's `start` is the function
+        monkeypatch.setattr(module, "choose", lambda job, samples=samples: Choice(samples))
+        with suppress(ZeroDivisionError), start(prepare(free), path, resume=True) as run:
+            assert run.size.samples == 7
+            run.add(next(run.remaining()))
+            raise ZeroDivisionError
+    monkeypatch.undo()
+    with start(prepare(spec(batch_size=3)), path, resume=True) as run:
+        assert (run.writer.completed, run.size.samples) == (14, 3)
+
+
+def test_a_broken_run_goes_on_bit_for_bit(whole: dict[str, np.ndarray], tmp_path: Path) -> None:
+    path = tmp_path / "broken.h5"
+    job = prepare(spec(batch_size=9))
+    compute(job, tmp_path / "straight.h5")
+    with pytest.raises(ZeroDivisionError), start(job, path) as run:
+        for count, batch in enumerate(run.remaining()):
+            run.add(batch)
+            if count == 4:
+                raise ZeroDivisionError
+    assert not path.exists()
+    with start(prepare(spec(batch_size=9)), path, resume=True) as run:
+        assert run.writer.completed == 45
+        for batch in run.remaining():
+            run.add(batch)
+        run.finish()
+    assert path.read_bytes() == (tmp_path / "straight.h5").read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"transform": ["mean"]}, {"dtype": "float32"}, {"seed": 1}])
+def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "broken.h5"
+    with pytest.raises(ZeroDivisionError), start(prepare(spec(batch_size=9)), path) as run:
+        for batch in run.remaining():
+            run.add(batch)
+            raise ZeroDivisionError
+    changed = prepare(spec(**{"batch_size": 9} | change))
+    with pytest.raises(OutputError) as refusal, start(changed, path, resume=True):
+        pass
+    word = {"transform": "chains"}.get(next(iter(change)), next(iter(change)))
+    assert word in str(refusal.value)
+
+
+def test_the_batch_size_belongs_to_a_run_whose_rows_depend_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "broken.h5"
+    coupled = {"coupling": "own-loss", "transform": ["identity"]}
+    with (
+        pytest.raises(ZeroDivisionError),
+        start(prepare(spec("digits_batchnorm", batch_size=9, **coupled)), path) as run,
+    ):
+        for batch in run.remaining():
+            run.add(batch)
+            raise ZeroDivisionError
+    changed = prepare(spec("digits_batchnorm", batch_size=8, **coupled))
+    with pytest.raises(OutputError, match="batch_size"), start(changed, path, resume=True):
+        pass
+
+
+def test_the_file_explains_itself(tmp_path: Path) -> None:
+    compute(prepare(spec()), tmp_path / "out.h5")
+    with open_file(tmp_path / "out.h5") as file:
+        run, certificate = file.run, file.certificate
+    assert run["chains"] == CHAINS
+    assert run["spec"]["loss"]["name"] == "cross_entropy"
+    assert len(run["digests"]["checkpoint"]) == len(run["digests"]["dataset"]) == 64
+    assert run["versions"]["torch"].startswith("2.")
+    assert certificate["verified"] is True
+    assert certificate["agreement"]["error"] < 1e-12
+    json.dumps(run)
+
+
+def raising(*arguments: object, **options: object) -> None:
+    raise AssertionError("something was loaded before the names were checked")
+
+
+@pytest.mark.parametrize(
+    "options", [{"transform": ["nonsense"]}, {"backend": "nonsense"}, {"transform": ["clip"]}]
+)
+def test_names_are_checked_before_anything_is_loaded(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradscope.run import job
+
+    monkeypatch.setattr(job, "load_model", raising)
+    monkeypatch.setattr(job.datasets, "open_dataset", raising)
+    with pytest.raises(SpecError):
+        prepare(spec(**options))
+
+
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in SAMPLES.glob("*/run.toml")))
+def test_every_sample_model_runs_and_is_proved(name: str, tmp_path: Path) -> None:
+    settings = resolve(SAMPLES / name / "run.toml", {"compute": {"samples": ":24"}})
+    report = compute(prepare(settings), tmp_path / "out.h5")
+    assert report.certificate["verified"] is True
+    assert report.backend == "hooks"
+    assert report.samples == 24
+    assert report.nonfinite == 0
+
+
+def test_an_estimate_is_close_to_the_file(tmp_path: Path) -> None:
+    job = prepare(spec(transform=["identity", "mean"]))
+    plan = estimate(job, tmp_path / "out.h5")
+    report = compute(job, tmp_path / "out.h5")
+    assert report.bytes is not None
+    assert plan.room.bytes == pytest.approx(report.bytes, rel=0.01)
+    assert plan.backend == "hooks"
+
+
+def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SpecError, match="no device 'cuda'"):
+        prepare(spec(device="cuda"))
+
+
+def test_nothing_is_left_of_a_run_that_fails_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = prepare(spec())
+
+    def fail(*given: object, **more: object) -> None:
+        raise GradscopeError("the first batch fails")
+
+    monkeypatch.setattr(job.scope, "evaluate", fail)
+    with pytest.raises(GradscopeError):
+        compute(job, tmp_path / "out.h5")
+    assert not list(tmp_path.iterdir())
