@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from gradscope.comparison.measure import release_freed_memory
-from gradscope.config.sizes import memory_text, parse_memory
-from gradscope.config.spec import resolve
+from gradscope.config import memory_text, parse_memory, resolve
 from gradscope.core.memory import available, taken
 from gradscope.errors import SpecError
 from gradscope.run import choice, compute, estimate, footprint, prepare
