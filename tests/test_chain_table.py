@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
+from gradscope.engine import settled, usable
 from gradscope.stages import chains
 from tests.oracle import per_sample_gradients
 
@@ -161,10 +162,10 @@ def test_a_chain_equals_brute_force(text: str, backend: str, setting) -> None:
     def batches() -> list[Batch]:
         return [whole.select(part) for part in (slice(0, 4), slice(4, 5), slice(5, N))]
 
-    (chain,) = scope.settled([chains.bind(text)], batches)
+    (chain,) = settled(scope.session, [chains.bind(text)], batches)
     state, parts = None, []
     for batch in batches():
-        used = scope.usable(batch, scope.evaluate(batch))
+        used = usable(scope.session, batch, scope.evaluate(batch))
         assert used is not None
         if chain.reducer is None:
             parts.append(chain.rows(*used).dense())

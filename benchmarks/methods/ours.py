@@ -56,7 +56,7 @@ def _compiled(task: str, setting: Setting) -> Call:
     )
 
     def require_program() -> None:
-        if scope.notes and not scope.compiler.in_use:
+        if scope.notes and not scope.session.compiles:
             raise DeclinedError(scope.notes[-1])
 
     return replace(_TASKS[task](scope, setting), before=require_program, first_limit=COMPILE_LIMIT)

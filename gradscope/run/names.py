@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradscope.backends import backends
-from gradscope.backends.auto import candidates
+from gradscope.backends import backends, candidates
 from gradscope.config.complaints import MOST, combined
 from gradscope.config.spec import RunSpec
 from gradscope.core.problem import Loss

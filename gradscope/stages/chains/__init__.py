@@ -2,6 +2,5 @@
 
 from gradscope.stages.chains.binding import bind
 from gradscope.stages.chains.chain import Chain
-from gradscope.stages.chains.passes import updated, updated_if_finite, waiting, wanted
 
-__all__ = ["Chain", "bind", "updated", "updated_if_finite", "waiting", "wanted"]
+__all__ = ["Chain", "bind"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
+from gradscope.engine import settled
 from gradscope.errors import SpecError, UnsupportedError
 from gradscope.stages.chains import bind
 from tests.stages.transforms.rows import Rows, stored
@@ -71,7 +72,7 @@ def rows_of(
     scope: gradscope.Scope, text: str, inputs: object, targets: object
 ) -> dict[str, Tensor]:
     batch = Batch.of(inputs, targets)
-    (chain,) = scope.settled([bind(text)], lambda: [batch])
+    (chain,) = settled(scope.session, [bind(text)], lambda: [batch])
     return chain.rows(scope.evaluate(batch).gradients, scope.problem, batch).dense()
 
 
