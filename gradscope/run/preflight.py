@@ -23,7 +23,7 @@ from gradscope.run.job import Job
 from gradscope.run.rehearsal import forgotten
 from gradscope.run.run import rows_of
 from gradscope.run.start import file_plan
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.storage import Layout, file_bytes
 
 if sys.platform != "win32":
