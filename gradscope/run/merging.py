@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from gradscope.config.compressions import parse_compression
-from gradscope.config.spec import RunSpec
+from gradscope.config import RunSpec, parse_compression
 from gradscope.run import nonfinite, recorded
 from gradscope.run.joint_proof import combined
 from gradscope.run.recomputing import Recomputed, looked_at, recompute

@@ -14,7 +14,7 @@ import torch
 
 from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
-from gradscope.config.sizes import memory_text
+from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.errors import OutputError
 from gradscope.run.aggregates import aggregate_shapes

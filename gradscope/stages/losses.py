@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.config.references import parse_loss
+from gradscope.config import parse_loss
 from gradscope.core.grammar import Stage
 from gradscope.core.problem import Loss, is_model_loss
 from gradscope.core.registry import Registry
