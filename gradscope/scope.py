@@ -25,7 +25,7 @@ from gradscope.engine import (
     settled,
 )
 from gradscope.errors import CertificateError, SpecError
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for

@@ -14,7 +14,7 @@ import gradscope
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
 from gradscope.engine import settled, usable
-from gradscope.stages import chains
+from gradscope.stages.chain import bind
 from tests.oracle import per_sample_gradients
 
 N = 9
@@ -162,7 +162,7 @@ def test_a_chain_equals_brute_force(text: str, backend: str, setting) -> None:
     def batches() -> list[Batch]:
         return [whole.select(part) for part in (slice(0, 4), slice(4, 5), slice(5, N))]
 
-    (chain,) = settled(scope.session, [chains.bind(text)], batches)
+    (chain,) = settled(scope.session, [bind(text)], batches)
     state, parts = None, []
     for batch in batches():
         used = usable(scope.session, batch, scope.evaluate(batch))

@@ -25,10 +25,10 @@ from benchmarks.workloads import LOSS
 from gradscope import Scope
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.run import compute, prepare
-from gradscope.stages import chains
+from gradscope.stages.chain import bind
 
 _AFFORDABLE = 10.0  # seconds a call of the loop
 _PROJECT = f"project:dim={DIMENSIONS},kind=rademacher"  # random signs, as the other tools'
@@ -104,7 +104,7 @@ def _clipped(scope: Scope, setting: Setting) -> Call:
 
 
 def _projection(scope: Scope, setting: Setting) -> Call:
-    chain = chains.bind(_PROJECT)
+    chain = bind(_PROJECT)
     batch = _batch(setting)
 
     def run() -> Result:

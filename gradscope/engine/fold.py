@@ -16,10 +16,9 @@ from gradscope.core.problem import Problem
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, NonFiniteError, SpecError
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stages.labels import chosen, over_labels, samples
-from gradscope.stages.reducers import State, carried_state
-from gradscope.stages.reducers.law import depends_on_split
+from gradscope.stages.reducers import State, carried_state, depends_on_split
 
 Sink = Callable[[Batch, Evaluation], None]
 Usable = tuple[Gradients, Problem, Batch]

@@ -17,9 +17,7 @@ from torch import nn
 
 import gradscope
 from gradscope.backends import Request
-from gradscope.config.compressions import Compression, parse_compression
-from gradscope.config.shards import Shard, parse_shard
-from gradscope.config.spec import RunSpec
+from gradscope.config import Compression, RunSpec, Shard, parse_compression, parse_shard
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
@@ -32,7 +30,8 @@ from gradscope.run.shards import require_one_pass
 from gradscope.run.transfer import to_device
 from gradscope.sources import CheckpointReport, code, load_model, sha256
 from gradscope.sources.data import datasets
-from gradscope.stages import chains, labels
+from gradscope.stages import labels
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import options
 from gradscope.storage import require_compression
 
@@ -59,7 +58,7 @@ class Job:
     """
 
     spec: RunSpec
-    chains: tuple[chains.Chain, ...]
+    chains: tuple[Chain, ...]
     scope: Session
     checkpoint: CheckpointReport
     dataset: datasets.Dataset
@@ -109,7 +108,7 @@ class Job:
         Args:
             left: How many batches are to come, if that is known.
         """
-        asked = (chains.bind("mean"), *self.chains)
+        asked = (bind("mean"), *self.chains)
         stored = any(chain.text == "identity" for chain in self.chains)
         return request_of(
             map(self.scope.labels.chain, asked),
@@ -236,7 +235,7 @@ def _shard(spec: RunSpec) -> Shard | None:
     return None if found is None or found.count == 1 else found
 
 
-def stages_digests(bound: Iterable[chains.Chain]) -> dict[str, str]:
+def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)

@@ -21,7 +21,7 @@ from gradscope.run import nonfinite, recorded
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.job import Job
 from gradscope.run.overlap import Appending
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
 from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent

@@ -16,7 +16,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.engine import request_of
 from gradscope.errors import ModelError
-from gradscope.stages import chains
+from gradscope.stages.chain import bind
 from gradscope.stages.losses import losses
 from tests.cases import CASES
 from tests.oracle import per_sample_gradients
@@ -76,7 +76,7 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
     given = workload(name, FAMILIES[name].quick)
     model = given.model.double()
     batch = Batch.of(given.inputs, given.targets).to("cpu", torch.float64)
-    bound = [chains.bind(text) for text in ("identity", CLIP, "second_moment")]
+    bound = [bind(text) for text in ("identity", CLIP, "second_moment")]
     wanted = request_of(bound)
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True)
     scope.evaluate(batch, wanted)
@@ -113,7 +113,7 @@ def test_norms_and_expectations_are_compiled_without_the_gradients(tokens) -> No
             close(value, plain.expectation(CLIP, *tokens)[name])
     assert scope.session.compiles
     assert [note.partition(" in ")[0] for note in scope.notes] == ["vmap compiled"] * 2
-    found = scope.evaluate(Batch.of(*tokens), request_of([chains.bind(CLIP)]))
+    found = scope.evaluate(Batch.of(*tokens), request_of([bind(CLIP)]))
     assert found.compiled and CLIP in found.states
     # what was not computed still comes
     part = found.gradients.select(torch.tensor([True, False] * 3))
@@ -277,7 +277,7 @@ def test_a_program_that_is_off_is_not_used(part: str, tokens, monkeypatch) -> No
     monkeypatch.setattr("gradscope.backends.programs.compiled", wrong)
     scope = Scope(Tagger(), "cross_entropy", backend="vmap", compile=True)
     batch = Batch.of(*tokens)
-    wanted = request_of([chains.bind(CLIP), chains.bind("identity")])
+    wanted = request_of([bind(CLIP), bind("identity")])
     scope.evaluate(batch, wanted)
     assert not scope.session.compiles
     assert scope.notes[-1].startswith("not compiled: the program is off by")
