@@ -27,11 +27,15 @@ from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import resolve
 from gradscope.core.batch import Batch
+from gradscope.core.libc import keep_pages
 from gradscope.run import compute, prepare
 from gradscope.stages.chain import bind
 
 _AFFORDABLE = 10.0  # seconds a call of the loop
 _PROJECT = f"project:dim={DIMENSIONS},kind=rademacher"  # random signs, as the other tools'
+
+
+keep_pages()  # as the command line does
 
 
 def _prepared(backend: str, task: str, setting: Setting) -> Call:
