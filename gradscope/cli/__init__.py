@@ -3,6 +3,7 @@
 import sys
 
 from gradscope.core import stops, streams
+from gradscope.core.libc import keep_pages
 
 
 def main() -> None:
@@ -13,6 +14,7 @@ def main() -> None:
     streams.open_standard_ones()
     stops.at_once()
     stops.ignored_at_the_end()
+    keep_pages()
     from gradscope.cli.app import execute
 
     code = execute()

@@ -10,7 +10,6 @@ import typer
 
 from gradscope.cli import options
 from gradscope.core import stops
-from gradscope.core.libc import keep_pages
 from gradscope.errors import ResultFileError
 
 _SHARD = re.compile(r"\.shard-\d+-of-\d+(\.[^.]+)?$")
@@ -53,7 +52,6 @@ def merge(
     from gradscope.run import merging
 
     stops.unwinding()
-    keep_pages()
     files = [file for place in shards for file in _files_in(place)]
     how = {"overwrite": overwrite, "virtual": virtual}
     with (

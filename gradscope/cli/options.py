@@ -11,7 +11,6 @@ import typer
 
 from gradscope.config import RunSpec, Setting, resolve, settings
 from gradscope.core import streams
-from gradscope.core.libc import keep_pages
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
 
@@ -44,7 +43,6 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(config: Path | None, **given: Any) -> None:
         spec = run_spec(config, {name: given.pop(name) for name in taken})
-        keep_pages()
         command(spec=spec, **given)
 
     flags = [_parameter("config", Config)]
