@@ -337,7 +337,7 @@ def test_image_folders(tmp_path: Path, mode: str) -> None:
     assert "9.png: this image is" in message
     assert "FILE.py:FACTORY" in message
     (tmp_path / "images" / "dog" / "9.png").write_bytes(b"no image")
-    assert "9.png: the data are damaged" in failure(tmp_path / "images")
+    assert "9.png: the file is damaged" in failure(tmp_path / "images")
 
 
 def test_images_in_a_table(tmp_path: Path) -> None:
