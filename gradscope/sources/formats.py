@@ -194,7 +194,7 @@ def need(module: str, what: str) -> Any:
         name = {"PIL": "Pillow"}.get(library, library)
         raise DatasetError(
             f"{what} needs {name}, which is not installed",
-            remedy=f"pip install 'gradscope[{_EXTRAS[library]}]'",
+            remedy=f"pip install 'torch-gradscope[{_EXTRAS[library]}]'",
         ) from error
 
 

@@ -457,7 +457,7 @@ def test_what_to_install_is_said(tmp_path: Path, module: str, name: str, extra: 
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "which is not installed" in done.stdout
-    assert f"pip install 'gradscope[{extra}]'" in done.stdout
+    assert f"pip install 'torch-gradscope[{extra}]'" in done.stdout
 
 
 def test_every_format_is_listed() -> None:

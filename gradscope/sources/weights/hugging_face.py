@@ -105,7 +105,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ModelError(
             f"the package transformers is needed to build this model: {error}",
-            remedy="Install it: pip install 'gradscope[hf]'.",
+            remedy="Install it: pip install 'torch-gradscope[hf]'.",
         ) from error
     return transformers
 
