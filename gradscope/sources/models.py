@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gradscope.config.references import HELD
-from gradscope.config.spec import CheckpointSpec, ModelSpec
+from gradscope.config import HELD, CheckpointSpec, ModelSpec
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file

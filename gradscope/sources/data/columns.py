@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.config.sizes import memory_text
+<<<<<<< HEAD
+from gradscope.config import memory_text
+=======
+from gradscope.config import memory_text
+from gradscope.core.locate import first_line
+>>>>>>> main
 from gradscope.core.memory import available
 from gradscope.errors import DatasetError
 from gradscope.sources.formats import reading

@@ -7,8 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradscope.config.spec import DatasetSpec, parse_samples
+<<<<<<< HEAD
+from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch
+=======
+from gradscope.config import DatasetSpec, parse_samples
+from gradscope.core.batch import Batch, map_tensors
+>>>>>>> main
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import SequenceColumn, TextColumn, dtype_name

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.config.spec import DatasetSpec
+<<<<<<< HEAD
+from gradscope.config import DatasetSpec
 from gradscope.core.memory import available
+=======
+from gradscope.config import DatasetSpec
+>>>>>>> main
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError
