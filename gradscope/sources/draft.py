@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 from torch import Tensor, nn
 
 from gradscope.config import HELD, function_of
@@ -23,11 +22,6 @@ from gradscope.sources.data.files import open_arrays
 from gradscope.sources.weights.checkpoints import read
 from gradscope.sources.weights.fit import state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
-=======
-from gradscope.config import function_of
-from gradscope.sources import guesses
-from gradscope.sources.listing import listed
->>>>>>> main
 
 _SHOWN = 6  # tensors named in a comment
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}

@@ -15,12 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from gradscope.config import memory_text
-=======
-from gradscope.config import memory_text
-from gradscope.core.locate import first_line
->>>>>>> main
 from gradscope.core.memory import available
 from gradscope.errors import DatasetError
 from gradscope.sources.formats import reading

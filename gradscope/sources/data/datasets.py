@@ -7,13 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch
-=======
-from gradscope.config import DatasetSpec, parse_samples
-from gradscope.core.batch import Batch, map_tensors
->>>>>>> main
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import SequenceColumn, TextColumn, dtype_name

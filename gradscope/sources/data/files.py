@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from gradscope.config import DatasetSpec
 from gradscope.core.memory import available
-=======
-from gradscope.config import DatasetSpec
->>>>>>> main
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
