@@ -18,7 +18,7 @@ from gradscope.backends.joint import own_loss_backends
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch, detached
 from gradscope.core.independence import same
-from gradscope.core.pages import keep_pages
+from gradscope.core.libc import keep_pages
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.core.state import facts

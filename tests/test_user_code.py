@@ -11,7 +11,7 @@ from torch import nn
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.errors import GradscopeError, ModelError, SpecError
 from gradscope.run import prepare
 from gradscope.stages.chains import bind

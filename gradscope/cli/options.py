@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradscope.config.spec import RunSpec, resolve
+from gradscope.config import RunSpec, resolve
 from gradscope.core import streams
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
@@ -132,7 +132,7 @@ def run_spec(config: Path | None, **flags: Any) -> RunSpec:
 
 def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
     """Return what is wrong with the names of chains, backends and loss, beside what else is."""
-    from gradscope.run.names import resolve_names
+    from gradscope.run import resolve_names
 
     try:
         resolve_names(spec)

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.blocks import DenseBlock
-from gradscope.config.sizes import memory_text, parse_memory
+from gradscope.config import memory_text, parse_memory
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.engine import Auditor
 from gradscope.errors import SpecError

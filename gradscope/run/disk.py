@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
-from gradscope.config.sizes import memory_text
+from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.errors import OutputError
 from gradscope.run.budget import forgotten

@@ -18,10 +18,15 @@ import gradscope
 from gradscope.backends import backends
 from gradscope.backends.auto import candidates
 from gradscope.backends.compiled import Wanted
-from gradscope.config.complaints import MOST, combined
-from gradscope.config.compressions import Compression, parse_compression
-from gradscope.config.shards import Shard, parse_shard
-from gradscope.config.spec import RunSpec
+from gradscope.config import (
+    MOST,
+    Compression,
+    RunSpec,
+    Shard,
+    combined,
+    parse_compression,
+    parse_shard,
+)
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss

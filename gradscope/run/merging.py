@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from gradscope.config.compressions import parse_compression
-from gradscope.config.spec import RunSpec
+from gradscope.config import RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.job import require_one_pass, stages_digests
@@ -306,7 +305,9 @@ def _require_known_code(
     parts: Parts, stages: Iterable[tuple[Stage, ...]], code: Iterable[Path]
 ) -> None:
     """Check that the user's own stages may be run, and are those of the run."""
-    named = {Path(s.name.rpartition(":")[0]).resolve() for c in stages for s in c if ".py:" in s.name}
+    named = {
+        Path(s.name.rpartition(":")[0]).resolve() for c in stages for s in c if ".py:" in s.name
+    }
     missing = sorted(map(str, named - {path.resolve() for path in code}))
     if missing:
         raise RefusedError(

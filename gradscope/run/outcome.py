@@ -1,4 +1,4 @@
-"""What a finished file says of its run: whose numbers are finite, and whether it contradicts itself.
+"""What a finished file says of its run: which numbers are finite, whether it contradicts itself.
 
 Numbers of a chain that are not finite although the gradients are come from a stage. They are
 counted in rows as they are written, and in aggregates when these are taken, before the stages that

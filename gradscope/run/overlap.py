@@ -22,8 +22,7 @@ from gradscope.blocks.derived import DerivedBlock
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.core.memory import release_freed_memory
-from gradscope.core.shortage import is_shortage
-from gradscope.core.threads import started
+from gradscope.core.shortage import is_shortage, started
 from gradscope.errors import OutputError, RefusedError
 from gradscope.storage import Rows, Writer
 from gradscope.storage.plan import States
@@ -190,7 +189,7 @@ class Behind:
 
 
 class Lane:
-    """Where a thread's work for a GPU goes: a stream beside the computation's; no effect on a CPU."""
+    """A stream for a thread's work on a GPU, beside the computation's; no effect on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None

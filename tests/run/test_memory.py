@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from gradscope.run.footprint import Footprint, Meter
 
-from gradscope.config.sizes import memory_text, parse_memory
-from gradscope.config.spec import resolve
+from gradscope.config import memory_text, parse_memory, resolve
 from gradscope.core.memory import available, release_freed_memory, taken
 from gradscope.errors import SpecError
 from gradscope.run import choice, compute, estimate, footprint, prepare
-from gradscope.run.footprint import Footprint, Meter
 from gradscope.storage import open_file
 from tests.run.project import SAMPLES, spec, write
 from tests.run.test_pipeline import SAMPLES as MODELS

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradscope.run.transfer import HostBlock, Lane, Pinned, on_host, to_device
 from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, OutputError
 from gradscope.run import compute, prepare, start
 from gradscope.run.overlap import Behind, ahead
-from gradscope.run.transfer import HostBlock, Lane, Pinned, on_host, to_device
 from gradscope.storage import Rows, Writer
 from tests.run.project import SAMPLES, expected, spec, write
 from tests.run.test_pipeline import SAMPLES as MODELS

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gradscope.run.choice import Choice
 
 from gradscope.blocks import Gradients
-from gradscope.config.spec import RunSpec, resolve
+from gradscope.config import RunSpec, resolve
 from gradscope.errors import GradscopeError, OutputError, SpecError
 from gradscope.run import compute, estimate, prepare, start
-from gradscope.run.choice import Choice
 from gradscope.storage import open_file
 
 SAMPLES = Path(__file__).parent.parent.parent / "sample_models"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NewType
 import torch
 from torch import Tensor
 
-from gradscope.config.references import parse_loss
+from gradscope.config import parse_loss
 from gradscope.core.grammar import Stage
 from gradscope.core.problem import Loss, is_model_loss
 from gradscope.core.registry import Registry
