@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
+from gradscope.run import execute
 from gradscope.run.merging import Merge
 from gradscope.storage import Rows, Writer, columns, complete, disk, factors, integrity
 from gradscope.storage.packer import Packer
