@@ -38,8 +38,7 @@ from gradscope.finite import NonFinite, NonFiniteWarning, usable
 from gradscope.stages import chains
 from gradscope.stages.labels import Labels, Mode, samples
 from gradscope.stages.losses import resolve
-from gradscope.stages.reducers import State
-from gradscope.stages.reducers.law import depends_on_split
+from gradscope.stages.reducers import State, depends_on_split
 
 T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]

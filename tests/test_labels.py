@@ -287,7 +287,7 @@ def test_an_expected_block_is_its_dense_form():
 @pytest.mark.parametrize(
     ("loss", "options", "words"),
     [
-        ("mse", {"labels": "sampled"}, "cross_entropy, nll, causal_lm, bce_with_logits"),
+        ("mse", {"labels": "sampled"}, "bce_with_logits, causal_lm, cross_entropy, nll"),
         (lambda o, t: o.sum(1), {"labels": "exact"}, "no distribution"),
         ("cross_entropy", {"labels": "drawn"}, "'sampled'"),
         ("cross_entropy", {"labels": "exact", "coupling": "own-loss"}, "sampled"),

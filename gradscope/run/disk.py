@@ -23,7 +23,7 @@ from gradscope.run.budget import forgotten
 from gradscope.run.execute import keeps_states, rows_of
 from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 from gradscope.storage import Layout, file_bytes
 
 if sys.platform != "win32":

@@ -29,7 +29,8 @@ from gradscope.run.outcome import (
     with_counts,
 )
 from gradscope.run.overlap import BatchSize, ahead
-from gradscope.stages.chains import Chain, bind, updated
+from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chains import updated
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
 from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent

@@ -35,7 +35,7 @@ from gradscope.run.outcome import (
     with_counts,
 )
 from gradscope.run.recomputing import Recomputed, looked_at, recompute
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import State, reducers
 from gradscope.stages.reducers.base import Merge as MergeStates
 from gradscope.stats import Proof

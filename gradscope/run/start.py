@@ -24,7 +24,7 @@ from gradscope.run.budget import Budget, plan
 from gradscope.run.execute import ALIKE, PROGRESS, Progress, Run, batches, first_of, rows_of
 from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize, Behind
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stats import RunReport
 from gradscope.storage import LONGEST, Writer, open_writer, require_place
 from gradscope.storage.trouble import writing
