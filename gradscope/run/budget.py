@@ -8,21 +8,19 @@ the allocator keep and of tiles that are not full yet; from there on the peak gr
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.blocks import DenseBlock
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
-from gradscope.engine import Auditor
+from gradscope.engine import settled
 from gradscope.errors import SpecError
 from gradscope.run.execute import Run
 from gradscope.run.job import Job
 from gradscope.run.overlap import BatchSize
-from gradscope.scope import Scope
 from gradscope.storage import Rows
 from gradscope.storage.columns import PART_BYTES
 from gradscope.storage.plan import States
@@ -69,15 +67,15 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
     asked = job.spec.compute
     there = available(job.scope.problem.device) if there is None else there
     if asked.memory is not None:
-        with forgotten(job.scope):
-            return _within(job, parse_memory(asked.memory), there)
-    given = asked.batch_size is not None or job.scope.own_loss
+        with rehearsal(job) as rehearsed:
+            return _within(rehearsed, parse_memory(asked.memory), there)
+    given = asked.batch_size is not None or job.scope.settings.own_loss
     if there is None and not given:
         return Budget(min(job.batch_size, job.held_densely))
     if given and not measured:
         return Budget(job.batch_size, available=there)
-    with forgotten(job.scope):
-        return _beside_others(job, there, fixed=given, measured=measured)
+    with rehearsal(job) as rehearsed:
+        return _beside_others(rehearsed, there, fixed=given, measured=measured)
 
 
 def _within(job: Job, memory: int, there: int | None) -> Budget:
@@ -249,7 +247,7 @@ def rehearse(job: Job, n: int) -> bool:
         RefusedError: What a run would be refused for.
     """
     batch, size = job.load(0, n), BatchSize(n)
-    chains = job.scope.settled(job.chains, lambda: [batch])
+    chains = settled(job.scope, job.chains, lambda: [batch])
     run = Run(job, chains, Path(), Nowhere(), size)
     for done in (0, len(job.rows) - n):  # the first batch is proved, the last one audited
         run.done = done
@@ -258,19 +256,11 @@ def rehearse(job: Job, n: int) -> bool:
 
 
 @contextmanager
-def forgotten(scope: Scope) -> Iterator[None]:
-    """Leave a scope as if what happens in the body had not: its next batch is its first.
-
-    Nothing is compiled meanwhile.
-    """
-    notes, compiler, auditor = [*scope.notes], scope.compiler, scope.auditor
-    plain = Choice(wish=False, backend=scope.backend, verify=scope.verify, coupling="refuse")
-    scope.compiler = Compiler(scope.problem, plain, scope.notes)
-    scope.auditor = Auditor(scope.seed, scope.auditor.always)
+def rehearsal(job: Job) -> Iterator[Job]:
+    """Yield the job with a session of its own, which compiles nothing and is closed afterwards."""
+    session = job.scope.rehearsal()
     try:
-        yield
+        yield replace(job, scope=session)
     finally:
-        scope.close()
-        scope.notes[:] = notes
-        scope.certificate, scope.compiler, scope.auditor = None, compiler, auditor
+        session.close()
         release_freed_memory()  # or the run would come on top of it

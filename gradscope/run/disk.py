@@ -18,8 +18,9 @@ from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
+from gradscope.engine import settled, usable
 from gradscope.errors import OutputError
-from gradscope.run.budget import forgotten
+from gradscope.run.budget import rehearsal
 from gradscope.run.execute import keeps_states, rows_of
 from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize
@@ -112,9 +113,9 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
     most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
     if refused or most <= LARGE:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
-    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.own_loss)
-    with predicted(), forgotten(job.scope):
-        found = size.fitting(partial(tried, job, path), len(job.rows))
+    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
+    with predicted(), rehearsal(job) as rehearsed:
+        found = size.fitting(partial(tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > LARGE else None
 
@@ -133,10 +134,11 @@ def tried(job: Job, path: Path | None, n: int) -> Room:
         passes += 1
         return [batch]
 
-    chains = job.scope.settled(job.chains, once_more)
-    job.scope.evaluate(batch, job.wanted)
+    left = -(-len(job.rows) // n)
+    chains = settled(job.scope, job.chains, once_more, left)
+    job.scope.evaluate(batch, job.request(left))
     begun = time.perf_counter()
-    evaluation = job.scope.evaluate(batch, job.wanted)
+    evaluation = job.scope.evaluate(batch, job.request(left))
     for gradients in rows_of(job, chains, batch, evaluation).chains:
         for block in (gradients or {}).values():
             for _ in block.tiles():
@@ -195,7 +197,7 @@ def _aggregate_shapes(
 
     Some grow with the number of samples: it is told by the difference that half of these makes.
     """
-    kept = job.scope.usable(batch, evaluation)
+    kept = usable(job.scope, batch, evaluation)
     if kept is None:
         return [], []
     gradients, problem, samples = kept

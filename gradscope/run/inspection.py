@@ -110,7 +110,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     """
     with ways.predicted():
         budget = plan(job, measured=True)
-    size = BatchSize(budget.samples, fixed=job.scope.own_loss)
+    size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
     with ways.predicted() as chosen:
         room = size.fitting(partial(tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
@@ -165,7 +165,7 @@ def inspect(job: Job) -> Inspection:
 
 def _first_batch(job: Job, n: int) -> FirstBatch:
     batch = job.load(0, n)
-    evaluation = job.scope.evaluate(batch, job.wanted)
+    evaluation = job.scope.evaluate(batch, job.request())
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
     shown = job.scope.labels.of(batch)
     ranges = []

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.backends import backends
-from gradscope.backends.auto import candidates
-from gradscope.backends.compiled import Wanted
+from gradscope.backends import Request, backends, candidates
 from gradscope.config import (
     MOST,
     Compression,
@@ -30,12 +28,13 @@ from gradscope.config import (
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
+from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
-from gradscope.scope import Scope
 from gradscope.sources import CheckpointReport, code, load_function, load_model, sha256
 from gradscope.sources.data import datasets
-from gradscope.stages import chains, labels
+from gradscope.stages import labels
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
@@ -51,7 +50,7 @@ class Job:
     Attributes:
         spec: The resolved run spec.
         chains: Bound, in the order given.
-        scope: Model, loss and backend.
+        scope: Model, loss and backend, with the proof of its answers.
         checkpoint: What was loaded into the model.
         dataset: Where the samples come from.
         rows: The positions of the selected samples in it.
@@ -63,8 +62,8 @@ class Job:
     """
 
     spec: RunSpec
-    chains: tuple[chains.Chain, ...]
-    scope: Scope
+    chains: tuple[Chain, ...]
+    scope: Session
     checkpoint: CheckpointReport
     dataset: datasets.Dataset
     rows: range
@@ -97,16 +96,10 @@ class Job:
         batch = self.dataset.batch(self.rows[start : start + n]).to(None, self.dtype)
         return to_device(batch, self.scope.problem.device)
 
-    @property
-    def wanted(self) -> Wanted:
-        """What is asked of every batch: the chains, and the mean gradient."""
-        asked = (chains.bind("mean"), *self.chains)
-        return chains.wanted(map(self.scope.labels.chain, asked))
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the gradients are stored as they are, each entry of them."""
-        return _keeps_gradients(self.spec, self.chains)
+    def request(self, left: int | None = None) -> Request:
+        """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
+        asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
+        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
 
     @property
     def held_densely(self) -> int:
@@ -148,7 +141,7 @@ class Job:
             mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True
         )
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
-        if self.scope.own_loss:
+        if self.scope.settings.own_loss:
             parts.append("batch_size")  # else a row is the same in any
         if self.shard is not None:
             parts.append("shard")
@@ -188,7 +181,7 @@ def prepare(spec: RunSpec) -> Job:
     model = _placed(loaded.model, spec)
     dataset = datasets.open_dataset(spec.dataset)
     whole = dataset.rows(spec.compute.samples)
-    scope = _scope(model, loss, spec)
+    scope = _session(model, loss, spec)
     name = spec.loss.stage.name
     batch_size = spec.compute.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
     return Job(
@@ -212,7 +205,7 @@ def prepare(spec: RunSpec) -> Job:
     )
 
 
-def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
+def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
     """Return the chains and the loss, bound.
 
     Raises:
@@ -220,7 +213,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
         ModelError: The loss is the user's own, and cannot be imported.
     """
     problems: list[SpecError] = []
-    bound: list[chains.Chain] = []
+    bound: list[Chain] = []
 
     @contextmanager
     def collected(section: str, key: str, index: str = "") -> Iterator[None]:
@@ -236,7 +229,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
         if len(problems) > MOST:
             raise combined(problems)
         with collected("compute", "transform", f"[{k}]"):
-            bound.append(chains.bind(text))
+            bound.append(bind(text))
     with collected("compute", "backend"):
         candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
     for name in spec.compare.backends[: MOST + 1]:
@@ -253,7 +246,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
     return tuple(bound), loss
 
 
-def require_one_pass(bound: Iterable[chains.Chain]) -> None:
+def require_one_pass(bound: Iterable[Chain]) -> None:
     """Refuse chains that need the mean over all samples first: a part of a run has only its own.
 
     Raises:
@@ -286,7 +279,7 @@ def file_plan(job: Job) -> FilePlan:
     )
 
 
-def stages_digests(bound: Iterable[chains.Chain]) -> dict[str, str]:
+def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
@@ -318,20 +311,19 @@ def _shard(spec: RunSpec) -> Shard | None:
     return None if found is None or found.count == 1 else found
 
 
-def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
+def _session(model: nn.Module, loss: Loss, spec: RunSpec) -> Session:
     compute = spec.compute
-    return Scope(
-        model,
-        loss,
-        None if compute.parameters is None else list(compute.parameters),
-        compute.backend,
-        compute.verify,
-        compute.coupling,
-        compute.nonfinite,
-        compute.labels,
-        compute.seed,
-        compute.compile,
+    settings = Settings(
+        parameters=None if compute.parameters is None else list(compute.parameters),
+        backend=compute.backend,
+        verify=compute.verify,
+        coupling=compute.coupling,
+        nonfinite=compute.nonfinite,
+        labels=compute.labels,
+        seed=compute.seed,
+        compile=compute.compile,
     )
+    return Session(model, loss, settings)
 
 
 def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
@@ -349,14 +341,14 @@ def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
     return model.to(device=device, dtype=dtype)
 
 
-def _keeps_gradients(spec: RunSpec, bound: Iterable[chains.Chain]) -> bool:
+def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:
     return spec.compute.layout == "dense" and any(chain.text == "identity" for chain in bound)
 
 
 def _usual_batch(
     spec: RunSpec,
-    bound: Iterable[chains.Chain],
-    scope: Scope,
+    bound: Iterable[Chain],
+    scope: Session,
     dataset: datasets.Dataset,
     rows: range,
 ) -> int:
@@ -371,6 +363,6 @@ def _usual_batch(
     return max(1, samples)
 
 
-def _held_densely(scope: Scope) -> int:
+def _held_densely(scope: Session) -> int:
     row = sum(p.nbytes for p in scope.problem.parameters.values())
     return max(1, _DENSE_BYTES // max(1, row))
