@@ -52,7 +52,7 @@ def fisher_diagonal(model, inputs):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("chain", ["square | mean", "square"])
+@pytest.mark.parametrize("chain", ["square | mean", "second_moment", "square"])
 def test_exact_is_the_closed_form(backend, chain):
     model, (inputs, targets) = net(), data()
     options = {"labels": "exact", "backend": backend, "verify": "always"}
@@ -84,8 +84,6 @@ def by_hand(model, inputs, transform):
 @pytest.mark.parametrize(
     ("chain", "transform", "reduce"),
     [
-        ("mean", lambda g: g, lambda rows: rows.mean(0)),
-        ("abs | sum", torch.abs, lambda rows: rows.sum(0)),
         (
             "clip:max_norm=0.5 | mean",
             lambda g: g * min(1.0, 0.5 / float(g.norm())),
@@ -94,7 +92,6 @@ def by_hand(model, inputs, transform):
         ("normalize | square | mean", lambda g: (g / g.norm()) ** 2, lambda rows: rows.mean(0)),
         ("square | mean | square", lambda g: g**2, lambda rows: rows.mean(0) ** 2),
         ("norm | mean", lambda g: g.norm()[None], lambda rows: rows.mean(0)),
-        ("sign | mean", torch.sign, lambda rows: rows.mean(0)),
     ],
 )
 def test_exact_expectations_of_transforms(chain, transform, reduce):
@@ -102,14 +99,6 @@ def test_exact_expectations_of_transforms(chain, transform, reduce):
     found = gradscope.expectation(model, "cross_entropy", chain, inputs, targets, labels="exact")
     right = reduce(by_hand(model, inputs, transform))
     torch.testing.assert_close(flat(found), right, rtol=1e-10, atol=1e-14)
-
-
-def test_second_moment_is_the_mean_of_squares():
-    model, (inputs, targets) = net(), data()
-    found = gradscope.expectation(
-        model, "cross_entropy", "second_moment", inputs, targets, labels="exact"
-    )
-    torch.testing.assert_close(flat(found), fisher_diagonal(model, inputs), rtol=1e-10, atol=1e-15)
 
 
 def test_exact_after_an_earlier_pass():
@@ -190,22 +179,6 @@ def test_every_backend_draws_the_same(backend):
     assert scope.certificate is not None
     for name, value in right.items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-14)
-
-
-def test_frequencies_are_the_probabilities():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logits = nn.Parameter(torch.tensor([0.5, 0.0, 0.125, 0.375]).log())
-
-        def forward(self, x):
-            return self.logits.expand(len(x), -1)
-
-    n = 20_000
-    labels = drawn(Constant(), torch.zeros(n, 1), None)
-    shares = torch.bincount(labels, minlength=4) / n
-    p = torch.tensor([0.5, 0.0, 0.125, 0.375])
-    assert ((shares - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
 
 
 def test_drawn_tokens_keep_the_first_and_the_ignored():
