@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope import Scope
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
-from gradscope.core.batch import Batch
-from gradscope.stages.chain import bind
 from gradscope.stages.transforms import random
 from gradscope.stages.transforms.project import RandomMatrices, table
 from tests.stages.examples import compare, everything, flat, run
@@ -99,24 +96,6 @@ def test_products_in_float32_are_near_those_in_float64(kind: str) -> None:
     size = float(found[torch.float64].abs().max())
     torch.testing.assert_close(found[torch.float32], found[torch.float64], rtol=0, atol=2e-6 * size)
     assert torch.equal(found[torch.bfloat16], found[torch.float32])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_backends_and_batch_sizes_agree(kind: str) -> None:
-    torch.manual_seed(9)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
-    )
-    inputs, targets = torch.randint(0, 7, (6, 3)), torch.randint(0, 3, (6,))
-    chain = bind(f"project:dim={DIM},kind={kind}")
-    found = []
-    for backend, size in (("loop", 6), ("hooks", 6), ("hooks", 4), ("vmap", 5), ("expand", 1)):
-        with Scope(model.double(), "cross_entropy", backend=backend) as scope:
-            batches = zip(inputs.split(size), targets.split(size), strict=True)
-            parts = [scope.evaluate(Batch.of(*batch)).gradients for batch in batches]
-            found.append(torch.cat([chain.rows(p).dense()["project"] for p in parts]))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-14)
 
 
 def test_two_sided_never_forms_an_outer_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

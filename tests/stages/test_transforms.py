@@ -202,24 +202,12 @@ def test_float32(text: str) -> None:
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("text", ALL)
+@pytest.mark.parametrize("text", [t for t in ALL if "stored" not in t and "fraction" not in t])
 def test_half_precision_is_computed_in_float32(text: str, half: torch.dtype) -> None:
     """Half-precision numbers are exact in float32, so nothing but float32's rounding is lost."""
-    torch.manual_seed(2)
-    small = torch.randn(N, *VECTOR["outer"].shape).to(half)
-    gradients = Gradients({"outer": DenseBlock(small)}, torch.arange(N))
-    rows = {"outer": small.double().numpy()}
-    if text == "topk:fraction=0.2":
-        right = top(round(0.2 * rows["outer"][0].size))(rows)
-    elif ":with=stored" in text and "precondition" not in text:
-        part = VECTOR["outer"].ravel()
-        dots = flat(rows) @ part
-        sizes = np.linalg.norm(flat(rows), axis=1) * np.linalg.norm(part)
-        right = {"dot": dots} if text.startswith("dot") else {"cosine": dots / sizes}
-    else:
-        right = ALL[text](rows)
-    found = run(text, gradients)
-    compare({k: v.double() for k, v in found.items()}, right, 1e-6)
+    small = torch.randn(N, 4, 3, generator=torch.Generator().manual_seed(2)).to(half)
+    found = run(text, Gradients({"outer": DenseBlock(small)}, torch.arange(N)))
+    compare(found, ALL[text]({"outer": small.double().numpy()}), 1e-6)
 
 
 @pytest.mark.parametrize("text", ALL)
