@@ -15,7 +15,7 @@ from gradscope.backends.auto import candidates
 from gradscope.backends.compiled import Computed, Wanted
 from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.backends.joint import own_loss_backends
-from gradscope.blocks import Evaluation, Gradients
+from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, detached
 from gradscope.core.independence import same
 from gradscope.core.pages import keep_pages
@@ -111,6 +111,7 @@ class Scope:
         self.auditor = Auditor(seed, always=verify == "always")
         self._labels = labels
         self._choice = Choice(compile, backend, verify, coupling)
+        self._tuner = Tuner()
         self._bound: dict[str, chains.Chain] = {}
         self._tried: set[str] = set()  # chains whose reducers keep to the law of parts
         self._stack = ExitStack()
@@ -464,7 +465,8 @@ class Scope:
         doubtful = self._doubtful
         while True:
             try:
-                return run()
+                with self._tuner.active():
+                    return run()
             except CertificateError as error:
                 if doubtful:
                     error.remedy = (

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends import Backend, Evaluate, backends
-from gradscope.blocks import Evaluation
-from gradscope.blocks.ways import choices
+from gradscope.blocks import Evaluation, Tuner
 from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.measure import measure
 from gradscope.comparison.oracle import oracle_of
@@ -79,9 +78,9 @@ def compare(
     with double_precision():
         oracle = oracle_of(exact, wide)
     setting = _Setting(problem, batch, exact, wide, oracle)
-    known = len(choices())
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
-    rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
+    with Tuner().active() as tuner:
+        rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     rows += [_other_row(label, other, setting) for label, other in others.items()]
     return Comparison(
         agrees=all(row.status in ("agrees", "refused") for row in rows),
@@ -91,7 +90,7 @@ def compare(
         baseline_bytes=peak,
         coupled=setting.oracle.coupled,
         rows=tuple(rows),
-        ways=choices()[known:],
+        ways=tuple(tuner.chosen.values()),
     )
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from gradscope.backends import Evaluate
 from gradscope.backends.joint import own_gradient
 from gradscope.backends.loop import one_sample
-from gradscope.blocks import Evaluation, Gradients
-from gradscope.blocks.ways import predicted
+from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
     regrouped,
@@ -183,7 +182,7 @@ def examined(
     gradients = evaluation.gradients if everyone else evaluation.gradients.select(rows)
     losses = evaluation.losses[rows.to(evaluation.losses.device)]
     draw = torch.Generator().manual_seed(seed)
-    with predicted():  # nothing is measured for the proof's sake
+    with unmeasured():  # nothing is measured for the proof's sake
         checks = [Check(0.0, "", 0.0)]
         if len(rows):
             claim = Claim.of(gradients, _weights(gradients, problem.precision, draw))

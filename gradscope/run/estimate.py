@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from gradscope.blocks import ways
+from gradscope.blocks import Chosen, Tuner
 from gradscope.core.memory import available
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.choice import choose, too_large
@@ -30,7 +30,7 @@ class Estimate:
             the second evaluation of the first batch.
         memory: Bytes taken at the peak, above the loaded model and data; None if unknown.
         available: Bytes of memory that there are for it; None if unknown.
-        ways: Which of several exact ways is taken where, with the seconds that were predicted.
+        ways: Which kernel variant is taken where, with the seconds that were predicted.
     """
 
     samples: int
@@ -41,12 +41,13 @@ class Estimate:
     room: Room
     memory: int | None
     available: int | None
-    ways: tuple[ways.Choice, ...]
+    ways: tuple[Chosen, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
         own = asdict(self)
         del own["room"]
+        own["ways"] = [one.to_json() for one in self.ways]
         return {"schema": "gradscope.plan", "version": 1, **own, **self.room.to_json()}
 
 
@@ -58,11 +59,11 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         RefusedError: No backend has an exact, proved answer.
     """
     meter, there = Meter(job), available(job.scope.problem.device)
-    with ways.predicted():
+    with Tuner(measures=False).active():
         choice = choose(job)
         memory, notes = _memory(job, meter, min(choice.samples, len(job.rows)), there)
     size = BatchSize(choice.samples, fixed=job.scope.own_loss)
-    with ways.predicted() as chosen:
+    with Tuner(measures=False).active() as tuner:
         room = size.fitting(partial(_first_batch, job, path), len(job.rows))
     return Estimate(
         samples=len(job.rows),
@@ -75,7 +76,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         room=room,
         memory=None if memory is None else max(memory, choice.peak),
         available=there,
-        ways=tuple(chosen.values()),
+        ways=tuple(tuner.chosen.values()),
     )
 
 

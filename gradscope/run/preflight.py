@@ -12,8 +12,7 @@ from typing import Any, get_args
 
 import torch
 
-from gradscope.blocks import Evaluation
-from gradscope.blocks.ways import predicted
+from gradscope.blocks import Evaluation, Tuner
 from gradscope.config.sizes import memory_text
 from gradscope.core.batch import Batch
 from gradscope.errors import OutputError
@@ -109,7 +108,7 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
     if refused or _guess(job) <= LARGE:
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.own_loss)
-    with predicted(), forgotten(job.scope):
+    with Tuner(measures=False).active(), forgotten(job.scope):
         found = size.fitting(partial(tried, job, path), len(job.rows))
     found.require(path)
     return found if found.bytes > LARGE else None

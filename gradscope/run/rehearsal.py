@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gradscope.backends.compiled_choice import Choice, Compiler
-from gradscope.blocks import Block, DenseBlock
+from gradscope.blocks import Block
 from gradscope.comparison.measure import release_freed_memory
 from gradscope.engine import Auditor
 from gradscope.run.batch_size import BatchSize
@@ -64,7 +64,7 @@ class Nowhere:
         """Do nothing: there is no file."""
 
     def _make(self, block: Block) -> None:
-        if isinstance(block, DenseBlock):
+        if block.held is not None:
             return
         step = max(1, PART_BYTES // max(1, prod(block.shape) * block.dtype.itemsize))
         for start in range(0, block.n, step):

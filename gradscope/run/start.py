@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gradscope.blocks import ways
+from gradscope.blocks import Tuner
 from gradscope.engine import Audits
 from gradscope.errors import OutputError
 from gradscope.run.batch_size import BatchSize
@@ -65,7 +65,7 @@ def start(
         _refuse_inputs(job, path)
     plan = file_plan(job)
     with (
-        ways.predicted(),
+        Tuner(measures=False).active(),
         open_writer(path, plan, overwrite=overwrite, resume=resume) as writer,
     ):
         before = Progress.of(writer.states)

@@ -11,8 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
-from gradscope.blocks.derived import DerivedBlock
+from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.storage import Rows
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradscope.blocks import Gradients
-from gradscope.blocks.expected import ExpectedBlock
+from gradscope.blocks import ExpectedBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Problem

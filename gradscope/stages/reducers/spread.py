@@ -9,7 +9,7 @@ and LeVeque's update (1979) does not lose the digits that the mean and the sprea
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients, OuterBlock, ScatterBlock
+from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import squares
 from gradscope.stages.reducers.base import (
     Reducer,
@@ -111,7 +111,7 @@ def _centred(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     mean = whole.weighted_sum() / n
     if n == 1:
         return mean, torch.zeros_like(mean), torch.zeros_like(squares(mean))
-    if isinstance(whole, ScatterBlock) or (isinstance(whole, OuterBlock) and whole.sizes[1] == 1):
+    if whole.sums_squares:
         total = whole.squared_sum()
         m2 = total - n * squares(mean)
         if bool((m2 >= _SAFE * total).all()):
