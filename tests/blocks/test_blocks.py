@@ -31,6 +31,7 @@ from gradscope.blocks import (
 )
 from gradscope.blocks import outer as outer_module
 from gradscope.blocks import scatter as scatter_module
+from gradscope.stages.chain import bind
 
 DTYPES = [torch.float32, torch.float64, torch.complex128]
 N = 5
@@ -504,3 +505,22 @@ def test_what_is_formed_of_many_has_a_limit(
         torch.testing.assert_close(found[name].dense(), row)
         torch.testing.assert_close(found[name].weighted_sum(), row.sum(0), rtol=1e-4, atol=1e-5)
     assert found.formed(anyway=True) is found  # what is known already is not computed again
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["sign", "abs", "power:p=3", "power:p=2.5", "clamp:min=-1", "clamp:min=-1,max=2",
+     "threshold:value=0.5", "square", "scale:by=-3"],
+)  # fmt: skip
+def test_a_bound_goes_with_a_transform_of_entries(stage: str) -> None:
+    torch.manual_seed(5)
+
+    def made(values: Tensor) -> Block:
+        (block,) = bind(stage).rows(Gradients({"w": DenseBlock(values)})).values()
+        return block
+
+    for scale in (1e-3, 1.0, 1e5):
+        block = made(torch.randn(4, 5) * scale)
+        assert float(block.norms().max()) <= float(block.bound()) < torch.inf
+    for value in (torch.inf, torch.nan):
+        assert not float(made(torch.tensor([[1.0, value], [1.0, 2.0]])).bound()) < torch.inf
