@@ -86,13 +86,7 @@ def compare(
     batch = detached(Batch.of(inputs, targets)).to(problem.device, None)
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
-<<<<<<< HEAD
-        oracle = oracle_of(exact, wide)
-    setting = _Setting(problem, batch, exact, wide, oracle)
-=======
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
-    known = len(choices())
->>>>>>> main
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner().active() as tuner:
         rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]

@@ -12,14 +12,8 @@ from typing import Any, get_args
 
 import torch
 
-<<<<<<< HEAD
 from gradscope.blocks import Evaluation, Tuner
-from gradscope.config.sizes import memory_text
-=======
-from gradscope.blocks import Evaluation
-from gradscope.blocks import Tuner
 from gradscope.config import memory_text
->>>>>>> main
 from gradscope.core.batch import Batch
 from gradscope.errors import OutputError
 from gradscope.run.aggregates import aggregate_shapes

@@ -10,13 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from gradscope.backends.compiled_choice import Choice, Compiler
-<<<<<<< HEAD
 from gradscope.blocks import Block
-from gradscope.comparison.measure import release_freed_memory
-=======
-from gradscope.blocks import Block, DenseBlock
 from gradscope.core.memory import release_freed_memory
->>>>>>> main
 from gradscope.engine import Auditor
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.job import Job
