@@ -89,6 +89,7 @@ class Session:
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
         tried: Chains whose reducers were tried before they are used.
+        tuner: Chooses kernel variants, and remembers them.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
