@@ -108,11 +108,7 @@ class Compiled:
         self._met.clear()
 
     def require_equal(self, found: Evaluation, right: Evaluation, request: Request) -> None:
-        """Hold a program's answer against the plain one; where they differ, use none any more.
-
-        Raises:
-            CertificateError: They differ.
-        """
+        """Hold a program's answer against the plain one; where they differ, use none any more."""
         off = distance(found, right, request, tuple(found.states))
         if not self._is_near(off):
             self._able = False
@@ -202,12 +198,6 @@ def distance(found: Evaluation, right: Evaluation, request: Request, keys: Seque
     """Return the largest relative error of a program's answer; NaN where it cannot be known.
 
     Entries are measured together: a single activation at its kink may fall on either side.
-
-    Args:
-        found: The program's answer.
-        right: The uncompiled one, for the same batch.
-        request: What was asked for.
-        keys: Of the reductions that the program contains.
     """
     errors = torch.tensor(list(_errors(found, right, request, keys)), dtype=torch.float64)
     return float(errors.max())  # a NaN is the largest

@@ -42,9 +42,6 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
     It serves what it was compiled for: shapes, dtypes, the model's and the loss's own Python
     values, all of which torch guards. Where one of them is another, it raises `NotCompiledError`
     rather than compile again. Nothing is printed, and no process is left behind.
-
-    Raises:
-        NotCompiledError: It cannot be compiled.
     """
     from torch._dynamo.utils import counters
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -126,15 +126,7 @@ class Auditor:
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
     ) -> Look:
-        """Return how closely a batch is looked at.
-
-        Args:
-            n: How many samples it has; a number that has not come before is something new.
-            ordinal: The number of the batch in its run, from 0.
-            last: Whether it is the last of the run.
-            new: Whether it is computed in another way than those before.
-            proof: Of this batch, where it was proved when it was evaluated.
-        """
+        """Return how closely a batch is looked at."""
         if proof is not None and not self._whole:  # which took kernels for the first time
             self._whole, self._one = proof.seconds / 5, proof.seconds / 16
         new = new or n not in self._sizes
@@ -150,13 +142,7 @@ class Auditor:
         return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
 
     def end(self, look: Look, proof: Certificate | None, *, audited: bool) -> None:
-        """Count a batch, and the time since `begin`.
-
-        Args:
-            look: How closely its samples were looked at.
-            proof: Of the whole batch, if it was proved.
-            audited: Whether that was done since `begin`.
-        """
+        """Count a batch, and the time since `begin`."""
         now, audits = time.perf_counter(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
