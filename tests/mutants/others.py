@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gradscope.backends import expand, loop, vmap
+from gradscope.backends.compiled import Program
 from gradscope.backends.expand import embedding, evaluation, matmul, rules
 from gradscope.backends.expand.tensor import PerSample, Samples
-from gradscope.backends.programs import Program
 from gradscope.core.batch import Batch
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Asked, Compared, EagerlyCompiled
