@@ -39,12 +39,12 @@ from gradscope.storage import (
     Part,
     Parts,
     check_parts,
+    named,
     open_file,
     open_joiner,
     require_free,
+    writing,
 )
-from gradscope.storage.formats import named
-from gradscope.storage.trouble import writing
 
 _USUAL_BATCH = 256
 

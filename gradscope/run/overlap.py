@@ -18,10 +18,7 @@ from gradscope.core.shortage import is_shortage
 from gradscope.core.threads import started
 from gradscope.errors import OutputError
 from gradscope.run.transfer import Lane, Pinned, on_host
-from gradscope.storage import Rows
-from gradscope.storage.complete import Look
-from gradscope.storage.plan import States
-from gradscope.storage.signals import deferred
+from gradscope.storage import Look, Rows, States, deferred
 
 
 class Appending(Protocol):

@@ -19,8 +19,7 @@ from gradscope.run.start import ALIKE, file_plan
 from gradscope.stats import require_consistent
 from gradscope.stats.base import Floats, wide
 from gradscope.stats.spot_checks import few, tolerances
-from gradscope.storage import Part, Parts, open_file
-from gradscope.storage.resume import differences
+from gradscope.storage import Part, Parts, differences, open_file
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
 _ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have

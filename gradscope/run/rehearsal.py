@@ -18,10 +18,7 @@ from gradscope.run.job import Job
 from gradscope.run.overlap import Behind
 from gradscope.run.run import Run
 from gradscope.scope import Scope
-from gradscope.storage import Rows
-from gradscope.storage.columns import PART_BYTES
-from gradscope.storage.plan import States
-from gradscope.storage.scratch import Scratch
+from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
 
 class Nowhere:

@@ -25,8 +25,7 @@ from gradscope.stages.chains import Chain, bind, updated
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
 from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
-from gradscope.storage import GradientFile, Rows, open_file
-from gradscope.storage.trouble import writing
+from gradscope.storage import GradientFile, Rows, open_file, writing
 
 NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise

@@ -34,8 +34,8 @@ from gradscope.storage import (
     Writer,
     open_writer,
     require_place,
+    writing,
 )
-from gradscope.storage.trouble import writing
 
 ALIKE = {
     torch.float64: 1e-6,

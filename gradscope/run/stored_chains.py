@@ -14,8 +14,7 @@ from gradscope.run.job import stages_digests
 from gradscope.run.shards import require_one_pass
 from gradscope.stages.chains import Chain, bind
 from gradscope.stages.reducers import reducers
-from gradscope.storage import Parts
-from gradscope.storage.resume import differences
+from gradscope.storage import Parts, differences
 
 
 def reduced_chains(parts: Parts, code: Iterable[Path] = ()) -> dict[int, Chain]:

@@ -15,7 +15,7 @@ import pytest
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import OutputError
-from gradscope.storage import Writer, integrity, open_file, open_writer
+from gradscope.storage import Writer, open_file, open_writer
 from gradscope.storage.places import datasets, place_of
 from gradscope.storage.slots import bind
 from tests.storage.example import BATCH, DATA, PLAN, N, gradients, load, names, rows, same, write
@@ -74,7 +74,7 @@ class _StoppedError(Exception):
 
 @pytest.mark.parametrize(
     "step",
-    ["complete.add_results", "scales.attach_all", "integrity.write_seal", "complete._verify"],
+    ["complete.add_results", "scales.attach_all", "write_seal", "complete._verify"],
 )
 @pytest.mark.parametrize("cleanly", [True, False])
 def test_a_stop_while_finishing_loses_nothing(
@@ -100,8 +100,8 @@ def _raise(*_: object, **__: object) -> None:
 
 
 def _commit_always(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("gradscope.storage.commits.COMMIT_SECONDS", 0.0)
-    patch.setattr("gradscope.storage.commits.COMMIT_SHARE", 0)
+    patch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", 0.0)
+    patch.setattr("gradscope.storage.write.journal.COMMIT_SHARE", 0)
 
 
 def test_a_stop_after_a_change_of_layout(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from gradscope.blocks import DenseBlock
-from gradscope.storage import commits
+from gradscope.storage.write import journal as commits
 from tests.storage.example import gradients, write
 
 commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0
@@ -166,7 +166,7 @@ _FULL = """
 import os, resource, signal, sys
 from pathlib import Path
 from gradscope.errors import OutputError
-from gradscope.storage import commits as module, open_writer
+from gradscope.storage write.journal as module, open_writer
 from tests.storage.example import PLAN, batches, rows, write
 
 module.COMMIT_SECONDS, module.COMMIT_SHARE = 0.0, 0

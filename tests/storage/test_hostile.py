@@ -17,9 +17,9 @@ import pytest
 
 from gradscope.errors import GradscopeError, ResultFileError
 from gradscope.stats import summarize
-from gradscope.storage import export, integrity, open_file
-from gradscope.storage.checks import NONE
-from gradscope.storage.editing import editing
+from gradscope.storage import export, open_file
+from gradscope.storage.format.seal import NO_RECORDS, write_seal
+from gradscope.storage.write.target import Target
 from tests.cli.conftest import Gradscope, gradscope  # noqa: F401 (a fixture)
 from tests.storage.example import SHAPES, unsealed, write
 
@@ -36,9 +36,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _sealed(good: Path, path: Path, change: Change) -> Path:
     path.write_bytes(unsealed(good.read_bytes()))
     with path.open("r+b") as raw:
-        with editing(raw.fileno()) as file:
+        with Target(raw.fileno()).editing() as file:
             change(file)
-        integrity.write_seal(raw.fileno(), NONE)
+        write_seal(raw.fileno(), NO_RECORDS)
     return path
 
 
@@ -316,7 +316,7 @@ def test_an_index_of_chunks_that_is_wrong(good: Path, tmp_path: Path) -> None:
     at = data.index(address, data.index(b"TREE"))
     path.write_bytes(data[:at] + (2**40).to_bytes(8, "little") + data[at + 8 :])
     with path.open("r+b") as raw:
-        integrity.write_seal(raw.fileno(), NONE)
+        write_seal(raw.fileno(), NO_RECORDS)
     with pytest.raises(ResultFileError, match="index of chunks") as caught:
         _read(path)
     assert "o.h5" in str(caught.value) and caught.value.remedy
@@ -461,10 +461,10 @@ def test_a_file_of_a_petabyte_of_nothing(good: Path, tmp_path: Path) -> None:
     path = tmp_path / "o.h5"
     path.write_bytes(unsealed(good.read_bytes()))
     with path.open("r+b") as raw:
-        with editing(raw.fileno()) as file:
+        with Target(raw.fileno()).editing() as file:
             change(file)
             place = file["samples/index"].id.get_offset()
-        integrity.write_seal(raw.fileno(), np.array([[place, 2**43, 0]]))
+        write_seal(raw.fileno(), np.array([[place, 2**43, 0]]))
     assert path.stat().st_size > 2**43
     with pytest.raises(ResultFileError):
         open_file(path)

@@ -25,7 +25,7 @@ from gradscope.storage import (
     open_joiner,
     open_writer,
 )
-from gradscope.storage.checks import NONE
+from gradscope.storage.format.seal import NO_RECORDS, write_seal
 from tests.storage.example import (
     BATCH,
     PLAN,
@@ -143,7 +143,7 @@ def test_chunks_that_fit_are_copied_with_their_checksums(
         made.append(length)
         return original(data, length)
 
-    from gradscope.storage.checksum import fletcher32 as original
+    from gradscope.storage.write.target import fletcher32 as original
 
     monkeypatch.setattr("gradscope.storage.disk.fletcher32", counted)
     merge(files, tmp_path / "o.h5", base)
@@ -441,7 +441,7 @@ def _resealed(path: Path, change: Callable[[h5py.File], None]) -> None:
     with h5py.File(path, "r+") as file:
         change(file)
     with path.open("r+b") as raw:
-        integrity.write_seal(raw.fileno(), NONE)
+        write_seal(raw.fileno(), NO_RECORDS)
 
 
 @pytest.mark.parametrize(

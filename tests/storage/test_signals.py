@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradscope.storage import disk, open_writer
-from gradscope.storage.signals import deferred
+from gradscope.storage import deferred
 from gradscope.storage.stream import Piece
 from tests.storage.example import PLAN, load, rows, same, write
 
