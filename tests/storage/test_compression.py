@@ -202,7 +202,7 @@ class _StoppedError(Exception):
 
 @pytest.mark.parametrize(
     "step",
-    ["complete.add_results", "scales.attach_all", "write_seal", "complete._verify"],
+    ["create_results", "attach_scales", "write_seal", "_verify"],
 )
 def test_a_stop_while_finishing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -215,8 +215,8 @@ def test_a_stop_while_finishing_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", 0.0)
         patch.setattr("gradscope.storage.write.journal.COMMIT_SHARE", 0)
-        patch.setattr(Writer, "close", lambda writer: writer._disk.close())
-        patch.setattr(f"gradscope.storage.{step}", stop)
+        patch.setattr(Writer, "close", lambda writer: writer._target.close())
+        patch.setattr(f"gradscope.storage.write.finish.{step}", stop)
         with pytest.raises(_StoppedError):
             write(tmp_path / "o.h5", _plan())
     with open_writer(tmp_path / "o.h5", _plan(), resume=True) as writer:

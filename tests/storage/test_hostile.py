@@ -3,6 +3,7 @@
 Whoever makes such a file can seal it, too; so every one here is sealed.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -429,7 +430,9 @@ def test_an_array_of_any_type_and_shape(good: Path, tmp_path: Path, place: str) 
                 file[place] = value
                 file[place].attrs["representation"] = "dense"
                 if place.startswith(("samples", "norms")) and not isinstance(value, h5py.Empty):
-                    file[place].attrs["sha256"] = integrity.column_digest(np.asarray(value))
+                    file[place].attrs["sha256"] = hashlib.sha256(
+                        np.asarray(value).tobytes()
+                    ).hexdigest()
 
         try:
             _read(_sealed(good, tmp_path / f"o{k}.h5", change))

@@ -13,6 +13,7 @@ from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock
 from gradscope.errors import SpecError
 from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
 from gradscope.storage.format.numbers import escape, unescape
+from gradscope.storage.write.create import attach_scales
 from tests.storage.example import (
     DATA,
     PLAN,

@@ -120,7 +120,7 @@ class Joiner:
                     remedy="Compute it again, and merge then.",
                 )
             states = _states(source, part)
-            for region, values in self._rows(source, self._regions.by_path):
+            for region, values in self._rows(source, len(part), self._regions.by_path):
                 with writing(self._paths.final):
                     region.add(values, self._target)
         with writing(self._paths.final):
@@ -155,13 +155,13 @@ class Joiner:
                 self._paths.part.unlink(missing_ok=True)
 
     def _rows(
-        self, source: Opened, regions: Mapping[str, Region]
+        self, source: Opened, n: int, regions: Mapping[str, Region]
     ) -> Iterator[tuple[Region, Tensor]]:
-        """Yield all that is to be written of a part, in the form that all parts have in common."""
+        """Yield all that is to be written of a part of n samples, in the form that all parts have in common."""
         for path, form in self._parts.forms.items():
             item = source.file[path]
             is_dense = isinstance(item, h5py.Dataset)
-            places = [path] if is_dense else [f"{path}/{name}" for name in item]
+            places = [path] if is_dense else [f"{path}/{name}" for name in form.parts]
             for region, place in ((regions[p], p) for p in places if p in regions):
                 lost = int(source.file[place].attrs.get("overflowed", 0))
                 region.mark = replace(region.mark, overflowed=region.mark.overflowed + lost)
@@ -170,16 +170,17 @@ class Joiner:
                 values = values.view(np.uint8) if values.dtype.kind == "S" else values
                 yield regions[path], torch.from_numpy(values)
             elif not self._virtual and (is_dense or form.kind is None):
-                yield from _copied(item, source.checks, regions[path])
+                yield from _copied(item, source.checks, regions[path], n)
             elif not self._virtual:
                 for place in places:
-                    yield from _copied(source.file[place], source.checks, regions[place])
+                    yield from _copied(source.file[place], source.checks, regions[place], n)
 
 
-def _copied(item: h5py.HLObject, checks: Checks, region: Region) -> Iterator[tuple[Region, Tensor]]:
-    """Yield the rows of a data set, or of factors that are to be dense, some at a time."""
+def _copied(
+    item: h5py.HLObject, checks: Checks, region: Region, n: int
+) -> Iterator[tuple[Region, Tensor]]:
+    """Yield n rows of a data set, or of factors that are to be dense, some at a time."""
     is_dense = isinstance(item, h5py.Dataset)
-    n = len(item if is_dense else next(iter(item.values())))
     step = max(1, TILE_BYTES // max(1, region.row) // region.together) * region.together
     for start in range(0, n, step):
         stop = min(start + step, n)
