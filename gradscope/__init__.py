@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
-    from gradscope import derivatives
-    from gradscope.calls import expectation, norms, per_sample_gradients
+    from gradscope import derivatives, extend
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
-    from gradscope.scope import Scope
+    from gradscope.scope import Scope, expectation, norms, per_sample_gradients
     from gradscope.stages.reducers.base import Reducer
     from gradscope.stages.reducers.declared import reducer
     from gradscope.stages.transforms.declared import transform
@@ -32,6 +31,7 @@ __all__ = [
     "compare",
     "derivatives",
     "expectation",
+    "extend",
     "model_loss",
     "norms",
     "open",
@@ -46,19 +46,19 @@ _HOMES = {
     "Reducer": ("gradscope.stages.reducers.base", "Reducer"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
-    "expectation": ("gradscope.calls", "expectation"),
+    "expectation": ("gradscope.scope", "expectation"),
     "model_loss": ("gradscope.core.problem", "model_loss"),
-    "norms": ("gradscope.calls", "norms"),
+    "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
-    "per_sample_gradients": ("gradscope.calls", "per_sample_gradients"),
+    "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
     "reducer": ("gradscope.stages.reducers.declared", "reducer"),
     "transform": ("gradscope.stages.transforms.declared", "transform"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "derivatives":
-        return import_module("gradscope.derivatives")
+    if name in ("derivatives", "extend"):
+        return import_module(f"gradscope.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]

@@ -14,7 +14,7 @@ from gradscope.errors import SpecError
 
 T = TypeVar("T")
 
-_LONG = 200  # letters of a name that is no slip any more, and takes long to compare
+_LONG = 200  # letters; a longer name is no misspelling, and comparing it takes long
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -37,11 +37,7 @@ class Registry(Generic[T]):
         self._plugins_loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that files its argument under `name` and returns it unchanged.
-
-        Raises:
-            SpecError: The name is taken.
-        """
+        """Return a decorator that files its argument under `name` and returns it unchanged."""
 
         def add(entry: T) -> T:
             if name in self._entries:
@@ -52,11 +48,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Return the entry called `name`.
-
-        Raises:
-            SpecError: There is none; the message suggests the nearest name.
-        """
+        """Return the entry called `name`."""
         if name not in self:
             raise SpecError(
                 f"unknown {self.kind} {name!r}", remedy=suggestion(name, list(self.names()))
@@ -95,4 +87,6 @@ class Registry(Generic[T]):
             return
         self._plugins_loaded = True  # first: a plugin may itself look a name up
         for point in entry_points(group=self.group):
-            self.register(point.name)(point.load())
+            entry = point.load()
+            if self._entries.get(point.name) is not entry:  # its module may have registered it
+                self.register(point.name)(entry)

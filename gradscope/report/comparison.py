@@ -21,10 +21,11 @@ _STATUS = {
 }
 
 
-def render_comparison(comparison: "Comparison", console: Console) -> None:
+def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
     """Print a row a backend, then what disagrees, then every refusal with its remedy."""
     _print_rows(comparison, console)
-    render_ways(comparison.ways, console)
+    if verbose:
+        render_ways(comparison.ways, console)
     for row in comparison.rows:
         if not all(p.agrees for p in row.parameters):
             _print_disagreement(row, console)

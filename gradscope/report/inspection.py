@@ -12,7 +12,7 @@ from gradscope.report.text import count, short
 from gradscope.run import Inspection
 
 
-def render_inspection(found: Inspection, console: Console) -> None:
+def render_inspection(found: Inspection, console: Console, verbose: bool = False) -> None:
     """Print what was loaded, what the first batch gave, its proof, and the plan."""
     model, checkpoint, data = found.model, found.checkpoint, found.dataset
     heading(console, "What is read")
@@ -46,7 +46,7 @@ def render_inspection(found: Inspection, console: Console) -> None:
         rows.append(("unused", names))
     heading(console, "The first batch")
     facts(console, rows)
-    render_plan(found.plan, console)
+    render_plan(found.plan, console, verbose)
 
 
 def _array(name: str, array: dict[str, Any]) -> str:

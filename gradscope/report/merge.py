@@ -6,7 +6,7 @@ from gradscope.report.certificate import certificate_facts
 from gradscope.report.layout import facts
 from gradscope.report.run import nonfinite
 from gradscope.report.text import count, duration, size
-from gradscope.run.merging import MergeReport
+from gradscope.run import MergeReport
 
 
 def render_merge(result: MergeReport, console: Console) -> None:

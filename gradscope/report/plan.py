@@ -8,7 +8,7 @@ from gradscope.report.ways import render_ways
 from gradscope.run import Estimate, Room
 
 
-def render_plan(plan: Estimate, console: Console) -> None:
+def render_plan(plan: Estimate, console: Console, verbose: bool = False) -> None:
     """Print the choice and the cost."""
     heading(console, "Plan (nothing was written)")
     facts(
@@ -23,7 +23,8 @@ def render_plan(plan: Estimate, console: Console) -> None:
             ("time", f"about {duration(plan.room.seconds)}, and what the disk takes"),
         ],
     )
-    render_ways(plan.ways, console, measured=False)
+    if verbose:
+        render_ways(plan.ways, console, measured=False)
 
 
 def render_room(room: Room, console: Console) -> None:

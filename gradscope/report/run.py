@@ -7,7 +7,7 @@ from gradscope.report.certificate import certificate_facts
 from gradscope.report.layout import facts, heading
 from gradscope.report.stats import print_parameters
 from gradscope.report.text import count, duration, short, size, visible
-from gradscope.run.merging import MergeReport
+from gradscope.run import MergeReport
 from gradscope.stats import RunReport
 
 

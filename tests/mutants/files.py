@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
-from gradscope.run import run
+from gradscope.run import execute
 from gradscope.run.merging import Merge
 from gradscope.storage import Rows, Writer
 from gradscope.storage.format import forms, seal
@@ -30,7 +30,7 @@ PLAIN = Written("plain")
 
 
 def _of_rows(change: Callable[[Rows], Rows]) -> Install:
-    return around(run, "rows_of", after(lambda rows, *_: change(rows)))
+    return around(execute, "rows_of", after(lambda rows, *_: change(rows)))
 
 
 _caught(
@@ -201,7 +201,7 @@ _caught(
 def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Writer, *args: Any, **more: Any) -> None:
         original(self, *args, **more)
-        self.states = {k: v for k, v in self.states.items() if k == run.PROGRESS}
+        self.states = {k: v for k, v in self.states.items() if k == execute.PROGRESS}
 
     return init
 
@@ -226,7 +226,7 @@ _caught(
     PLAIN,
     "completion",
     around(
-        run,
+        execute,
         "updated",
         lambda original: (
             lambda chains, states, *more: original(chains, original(chains, states, *more), *more)

@@ -135,7 +135,7 @@ def mistaken(problem: Problem) -> Iterator[Evaluate]:
     """Right at first; later the first sample of a batch gets the last one's bias."""
     with vmap(problem) as right:
 
-        def evaluate(batch: Batch) -> Evaluation:
+        def evaluate(batch: Batch, *_: object) -> Evaluation:
             found = right(batch)
             rows = found.gradients.dense()
             if int(batch.index.min()) >= WRONG_FROM:
@@ -198,7 +198,7 @@ def test_a_file_that_contradicts_itself_gets_nowhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms that are not those of the rows, as a mistake in a block's norm would make them."""
-    module = sys.modules["gradscope.run.run"]
+    module = sys.modules["gradscope.run.execute"]
     made = module.rows_of
 
     def spoiled(*given: Any) -> Any:

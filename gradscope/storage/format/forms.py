@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.storage.format.layout import (
     KINDS,
     TABLES,

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import torch
 
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.errors import GradscopeError, ResultFileError, SpecError
 
 CHUNK_BYTES = 2**20

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from gradscope.core.threads import started
+from gradscope.core.shortage import started
 from gradscope.storage.format.files import read, read_into, write
 from gradscope.storage.format.layout import RECORD
 

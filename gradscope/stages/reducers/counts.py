@@ -1,0 +1,225 @@
+"""Counts: of what is not finite, and histograms of all entries of a parameter over all samples.
+
+With a range given, bins of a histogram are equally wide in the scale's coordinate between low and
+high. Without one the bins are cells [k·2ᵉ, (k+1)·2ᵉ) of the coordinate, with the smallest e for
+which the values seen fit into as many cells as asked for. As more values come, pairs of cells are
+joined into one, which is exact: the result depends on the values alone, never on their order or
+their batches.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from math import floor, frexp, inf, isfinite, ldexp, log, log2
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Block
+from gradscope.blocks.base import as_rows
+from gradscope.stages.reducers.base import (
+    Part,
+    Reducer,
+    added,
+    for_each_parameter,
+    reducers,
+    tiles,
+)
+
+_MOST = 2**24  # bins
+_DIGITS = 40  # cells are no finer than so many binary digits below the largest coordinate
+
+
+class Scale(NamedTuple):
+    """A coordinate in which bins are equally wide."""
+
+    forward: Callable[[Tensor], Tensor]  # from values; -inf where a value has no place in it
+    back: Callable[[Tensor], Tensor]  # from coordinates
+    finest: int  # the smallest e, of which the edges of cells are still different numbers
+
+
+class Counts(NamedTuple):
+    """Part of a state, of one parameter."""
+
+    inside: Tensor  # (bins,) int64
+    outside: Tensor  # (3,) int64: below, above, NaN
+    reach: Tensor  # (2,) the smallest and largest coordinate inside; (inf, -inf) if there is none
+
+
+@reducers.register("nonfinite")
+def nonfinite() -> Reducer:
+    """Numbers of entries and of samples that are infinite or NaN, for each parameter.
+
+    NAME.entries () counts over entries and samples, NAME.samples () the samples with at least one.
+    Samples whose raw gradient is not finite never reach a reducer unless the run keeps them
+    (nonfinite = "keep"); without that, what is counted here was made by the transforms.
+    """
+
+    def start(block: Block) -> Part:
+        bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
+        return {"entries": bad.sum(), "samples": (bad > 0).sum()}
+
+    made = for_each_parameter(
+        start,
+        lambda a, b, *_: {key: a[key] + b[key] for key in a},
+        lambda part, _: {key: value.double() for key, value in part.items()},
+    )
+    return made._replace(merge=added, additive=True)
+
+
+@reducers.register("histogram")
+def histogram(
+    bins: int = 50,
+    scale: Literal["linear", "log", "symlog"] = "linear",
+    low: float | None = None,
+    high: float | None = None,
+    linear: float = 1e-8,
+) -> Reducer:
+    """Counts of the entries of a parameter, all samples pooled, in bins between edges.
+
+    NAME (bins,) are the counts; NAME.edges (bins + 1,) the edges, in the values' own units;
+    NAME.outside (3,) counts what lies below, above, and is NaN. All counts together are N times
+    the number of entries. A bin holds its left edge, the last one of a given range also its right.
+
+    Scales are `linear`; `log` for positive numbers (others count as below: put `abs` before it);
+    `symlog` for both signs, x ↦ sign(x) log₂(1 + |x|/linear) (Webber 2013), linear below `linear`.
+    Without `low` and `high`, the ends of the range, it is found from the values, as cells whose
+    width is a power of two in the scale's coordinate.
+    """
+    if not 0 < linear < inf:
+        raise ValueError(f"linear must be positive, not {linear}")
+    scales = {"linear": _LINEAR, "log": _LOG, "symlog": _symlog(linear)}
+    if not 2 <= bins <= _MOST:
+        raise ValueError(f"bins must be from 2 to {_MOST:,}, not {bins:,}")
+    if low is None and high is None:
+        return _found(scales[scale], bins)
+    if low is None or high is None:
+        raise ValueError("low and high are given together or not at all")
+    if not (isfinite(low) and isfinite(high) and low < high and (low > 0 or scale != "log")):
+        positive = "positive and " if scale == "log" else ""
+        raise ValueError(f"low must be {positive}below high, not {low} and {high}")
+    start, end = scales[scale].forward(torch.tensor([low, high], dtype=torch.float64)).tolist()
+    edges = scales[scale].back(torch.linspace(start, end, bins + 1, dtype=torch.float64))
+    edges[0], edges[-1] = low, high
+    return _given(edges)
+
+
+def _given(edges: Tensor) -> Reducer:
+    """Count between fixed edges (bins + 1,)."""
+    bins = len(edges) - 1
+
+    def counted(values: Tensor) -> Counts:
+        here = edges.to(values.device)
+        outside = torch.stack([values < here[0], values > here[-1], values.isnan()])
+        inside = values[(values >= here[0]) & (values <= here[-1])]
+        place = (torch.searchsorted(here, inside, right=True) - 1).clamp_max(bins - 1)
+        return Counts(place.bincount(minlength=bins), outside.sum(1), _reach(inside[:0]))
+
+    def merged(a: Counts, b: Counts) -> Counts:
+        return Counts(a.inside + b.inside, a.outside + b.outside, a.reach)
+
+    return _reducer(counted, merged, lambda counts: edges)
+
+
+def _found(scale: Scale, bins: int) -> Reducer:
+    """Count in cells whose width follows the values."""
+
+    def grid(reach: Tensor) -> tuple[int, int]:
+        return _grid(reach, bins, scale.finest)
+
+    def counted(values: Tensor) -> Counts:
+        where = scale.forward(values)
+        outside = torch.stack([where == -inf, where == inf, where.isnan()])
+        inside = where[where.isfinite()]
+        reach = _reach(inside)
+        exponent, first = grid(reach)
+        cells = (inside * ldexp(1.0, -exponent)).floor()
+        # a negative number that underflows on the way is still in the cell below zero
+        place = torch.where((inside < 0) & (cells == 0), -1, cells).long() - first
+        return Counts(place.bincount(minlength=bins), outside.sum(1), reach)
+
+    def merged(a: Counts, b: Counts) -> Counts:
+        reach = torch.stack(
+            [torch.minimum(a.reach, b.reach)[0], torch.maximum(a.reach, b.reach)[1]]
+        )
+        exponent, first = grid(reach)
+        inside = torch.zeros_like(a.inside)
+        for part in (a, b):
+            finer, start = grid(part.reach)
+            held = part.inside.nonzero().flatten()
+            cells = (held + start) >> min(exponent - finer, 62)
+            inside = inside.index_add(0, cells - first, part.inside[held])
+        return Counts(inside, a.outside + b.outside, reach)
+
+    def edges(counts: Counts) -> Tensor:
+        exponent, first = grid(counts.reach)
+        cells = torch.arange(first, first + bins + 1, dtype=torch.float64)
+        return scale.back(cells * ldexp(1.0, exponent))
+
+    return _reducer(counted, merged, edges)
+
+
+def _reducer(
+    counted: Callable[[Tensor], Counts],
+    merged: Callable[[Counts, Counts], Counts],
+    edges: Callable[[Counts], Tensor],
+) -> Reducer:
+    def start(block: Block) -> Part:
+        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))._asdict()
+
+    def merge(a: Part, b: Part, *_: Tensor) -> Part:
+        return merged(Counts(**a), Counts(**b))._asdict()
+
+    def result(part: Part, _: Tensor) -> dict[str, Tensor]:
+        counts = Counts(**part)
+        return {
+            "": counts.inside.double(),
+            "edges": edges(counts).to(counts.inside.device),
+            "outside": counts.outside.double(),
+        }
+
+    return for_each_parameter(start, merge, result, ordered_for="histogram")
+
+
+def _reach(coordinates: Tensor) -> Tensor:
+    if coordinates.numel() == 0:
+        return coordinates.new_tensor([inf, -inf])
+    return torch.stack(torch.aminmax(coordinates))
+
+
+def _grid(reach: Tensor, bins: int, finest: int) -> tuple[int, int]:
+    """Return the exponent e of the cells' width 2ᵉ and the number of the first cell."""
+    low, high = (float(x) for x in reach)
+    if low > high or low == 0 == high:
+        return finest, 0
+    exponent = max(finest, frexp(max(abs(low), abs(high)))[1] - _DIGITS)
+    width = high / bins - low / bins  # the range itself may overflow
+    if width > 0:
+        exponent = max(exponent, floor(log2(width)))
+    while _cell(high, exponent) - _cell(low, exponent) >= bins:
+        exponent += 1
+    return exponent, _cell(low, exponent)
+
+
+def _cell(x: float, exponent: int) -> int:
+    """Return ⌊x / 2ᵉ⌋, also where the quotient underflows."""
+    cell = floor(ldexp(x, -exponent))
+    return -1 if x < 0 and cell == 0 else cell
+
+
+def _symlog(linear: float) -> Scale:
+    def forward(x: Tensor) -> Tensor:
+        return x.sign() * (x.abs() / linear).log1p() / _LN2
+
+    def back(y: Tensor) -> Tensor:
+        size = y.abs()
+        small = linear * (size * _LN2).expm1()
+        large = torch.exp2(size + log2(linear))  # where the 1 no longer counts, without overflow
+        return y.sign() * torch.where(size < 60, small, large)
+
+    return Scale(forward, back, finest=-300)
+
+
+_LN2 = log(2)
+_LINEAR = Scale(lambda x: x, lambda y: y, finest=-1000)
+_LOG = Scale(lambda x: x.clamp_min(0).log2(), torch.exp2, finest=-_DIGITS)
