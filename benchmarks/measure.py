@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradscope.comparison.measure import peak_memory
+from gradscope.core.memory import peak_memory
 
 BUDGET = 20.0  # seconds of repeats a cell
 _MOST = 50  # repeats of a short call

@@ -18,7 +18,7 @@ from gradscope.backends.joint import own_loss_backends
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch, detached
 from gradscope.core.independence import same
-from gradscope.core.pages import keep_pages
+from gradscope.core.libc import keep_pages
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.core.state import facts
@@ -38,8 +38,7 @@ from gradscope.finite import NonFinite, NonFiniteWarning, usable
 from gradscope.stages import chains
 from gradscope.stages.labels import Labels, Mode, samples
 from gradscope.stages.losses import resolve
-from gradscope.stages.reducers import State
-from gradscope.stages.reducers.law import depends_on_split
+from gradscope.stages.reducers import State, depends_on_split
 
 T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]

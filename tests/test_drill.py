@@ -16,7 +16,7 @@ import pytest
 from gradscope.errors import ResultFileError
 from tests.cli.forked import Outcome
 from tests.drill import fuzz
-from tests.drill.power import Operation, disk_after
+from tests.drill.disk import Operation, disk_after
 from tests.drill.verdicts import FAILURE, REFUSED, RIGHT, Setting, Verdict, is_one_message, judged
 
 ROOT = Path(__file__).parent.parent

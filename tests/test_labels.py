@@ -287,7 +287,7 @@ def test_an_expected_block_is_its_dense_form():
 @pytest.mark.parametrize(
     ("loss", "options", "words"),
     [
-        ("mse", {"labels": "sampled"}, "cross_entropy, nll, causal_lm, bce_with_logits"),
+        ("mse", {"labels": "sampled"}, "bce_with_logits, causal_lm, cross_entropy, nll"),
         (lambda o, t: o.sum(1), {"labels": "exact"}, "no distribution"),
         ("cross_entropy", {"labels": "drawn"}, "'sampled'"),
         ("cross_entropy", {"labels": "exact", "coupling": "own-loss"}, "sampled"),
@@ -333,7 +333,7 @@ def npz_run(folder):
 
 
 def test_a_run_records_its_labels(tmp_path):
-    from gradscope.config.spec import load, resolve
+    from gradscope.config import load, resolve
     from gradscope.run import compute, estimate, prepare
 
     model, inputs, targets = npz_run(tmp_path)
@@ -370,7 +370,7 @@ def test_a_run_records_its_labels(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 7, 40])
 def test_a_run_draws_the_same_whatever_the_batch_size(tmp_path, batch_size):
-    from gradscope.config.spec import resolve
+    from gradscope.config import resolve
     from gradscope.run import compute, prepare
 
     model, inputs, targets = npz_run(tmp_path)

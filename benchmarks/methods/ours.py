@@ -25,7 +25,7 @@ from benchmarks.workloads import LOSS
 from gradscope import Scope
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.run import compute, prepare
 from gradscope.stages import chains

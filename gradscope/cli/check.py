@@ -57,8 +57,7 @@ def check(
     )
     if spec.compute.verify == "never":
         spec = spec.model_copy(update={"compute": spec.compute.model_copy(update=_PROVED)})
-    from gradscope.report.console import console
-    from gradscope.report.inspection import render_inspection
+    from gradscope.report import console, render_inspection
     from gradscope.run import inspect, prepare
 
     stopping.unwinding()

@@ -73,9 +73,8 @@ def compare(
         compile=compile,
     )
     from gradscope.comparison import compare as run
-    from gradscope.comparison.compiled import LABEL, compiled
-    from gradscope.report.comparison import render_comparison
-    from gradscope.report.console import console
+    from gradscope.comparison.run import COMPILED, compiled
+    from gradscope.report import console, render_comparison
     from gradscope.run import prepare
 
     stopping.unwinding()
@@ -83,7 +82,7 @@ def compare(
     rows = job.rows if spec.compute.samples else job.rows[: batch_size or _SAMPLES]
     others = _against(against or [], job, rows)
     if spec.compute.compile:
-        others[LABEL] = compiled(spec.compute.parameters)
+        others[COMPILED] = compiled(spec.compute.parameters)
     if dry_run:
         names = ", ".join(spec.compare.backends)
         typer.echo(f"would compare {names} on {len(rows)} samples", file=streams.out())

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradscope.cli import options, stopping
-from gradscope.config.shards import this_worker
+from gradscope.config import this_worker
 from gradscope.core import streams
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradscope.config.shards import Worker
-    from gradscope.config.spec import RunSpec
+    from gradscope.config import RunSpec, Worker
     from gradscope.run import Job, Run
     from gradscope.stats import RunReport
 
@@ -186,8 +185,7 @@ def _of_worker(spec: "RunSpec", worker: "Worker") -> "RunSpec":
 
 def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> None:
     """Before a large run, say what it will write; refuse what does not fit."""
-    from gradscope.report.console import console
-    from gradscope.report.plan import render_room
+    from gradscope.report import console, render_room
     from gradscope.run import preflight
 
     room = preflight(job, output, overwrite=overwrite)
@@ -196,7 +194,7 @@ def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> No
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
-    from gradscope.report.progress import track
+    from gradscope.report import track
     from gradscope.run import start
 
     run: Run | None = None
@@ -233,8 +231,7 @@ def _nothing_new(resume: bool) -> str:
 
 
 def _plan(job: "Job", output: Path | None, json: bool) -> None:
-    from gradscope.report.console import console
-    from gradscope.report.plan import render_plan
+    from gradscope.report import console, render_plan
     from gradscope.run import estimate
 
     found = estimate(job, output)
@@ -246,8 +243,7 @@ def _plan(job: "Job", output: Path | None, json: bool) -> None:
 
 
 def _show(report: "RunReport", json: bool, quiet: bool) -> None:
-    from gradscope.report.console import console
-    from gradscope.report.run import render_run
+    from gradscope.report import console, render_run
 
     if json:
         options.print_json(report.to_json())

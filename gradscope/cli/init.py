@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gradscope.cli import options
-from gradscope.config.references import HELD
+from gradscope.config import HELD
 from gradscope.errors import OutputError
 
 
@@ -53,12 +53,11 @@ def init(
         document = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
         options.print_json({"schema": "gradscope.init", "version": 1, **document})
         return
-    from gradscope.report.console import console
-    from gradscope.report.layout import facts
+    from gradscope.report import console, print_facts
 
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
     ends = [
         ("written", str(output)),
         ("next", shlex.join(["gradscope", "check", "--config", str(output)])),
     ]
-    facts(console(), [*rows, *ends])
+    print_facts(console(), [*rows, *ends])

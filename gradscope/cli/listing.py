@@ -38,10 +38,9 @@ def list_(
             {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
         )
         return
-    from gradscope.report.console import console
-    from gradscope.report.layout import facts
+    from gradscope.report import console, print_facts
 
-    facts(console(), [(row["name"], row["summary"]) for row in rows])
+    print_facts(console(), [(row["name"], row["summary"]) for row in rows])
 
 
 def _registries(kind: Kind) -> list["Registry[Any]"]:

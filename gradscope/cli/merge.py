@@ -52,7 +52,7 @@ def merge(
 ) -> None:
     """Join the shards of one run into the file that one process would have written."""
     anew = None if config is None else options.run_spec(config)
-    from gradscope.report.progress import track
+    from gradscope.report import track
     from gradscope.run import merging
 
     stopping.unwinding()
@@ -97,8 +97,7 @@ def found_in(place: Path) -> list[Path]:
 
 
 def _show(report: "MergeReport", json: bool, quiet: bool) -> None:
-    from gradscope.report.console import console
-    from gradscope.report.merge import render_merge
+    from gradscope.report import console, render_merge
 
     if json:
         options.print_json(report.to_json())

@@ -52,18 +52,17 @@ def stats(
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
     found = _found(files, top, nearest, lr, clip or [], rows)
     if plot is not None:
-        from gradscope.report.plots import plot_stats
+        from gradscope.report import plot_stats
 
         plot_stats(found, plot)
     if html is not None:
-        from gradscope.report.html import write_html
+        from gradscope.report import write_html
 
         write_html(found, html)
     if json:
         options.print_json(found.to_json())
     else:
-        from gradscope.report.console import console
-        from gradscope.report.results import render
+        from gradscope.report import console, render
 
         render(found, console())
 

@@ -1,15 +1,21 @@
-"""Whether one parameter's per-sample gradients are the loop's, and by how much they are not."""
+"""The float64 loop, and whether one parameter's per-sample gradients are the loop's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
-from gradscope.comparison.mistakes import Mistake, Pair, cosine, diagnose, factor, wrong_shape
+from gradscope.comparison.diagnosis import Mistake, Pair, cosine, diagnose, factor, wrong_shape
 from gradscope.comparison.result import ParameterAgreement
+from gradscope.core.batch import Batch, tensors
+from gradscope.core.independence import COUPLED_REMEDY
+from gradscope.core.problem import Problem
+from gradscope.errors import CoupledSamplesError, ModelError
 
 
 class Precision(NamedTuple):
@@ -26,21 +32,15 @@ class Precision(NamedTuple):
 
 
 DOUBLE = Precision(1e-8, 1e-6)
-SINGLE = Precision(1e-4, 1e-2)
-HALF = Precision(1e-2, 1e-2)
+_SINGLE, _HALF = Precision(1e-4, 1e-2), Precision(1e-2, 1e-2)
 _PRECISIONS = {
-    torch.float32: SINGLE,
-    torch.complex64: SINGLE,
-    torch.float16: HALF,
-    torch.bfloat16: HALF,
+    torch.float32: _SINGLE,
+    torch.complex64: _SINGLE,
+    torch.float16: _HALF,
+    torch.bfloat16: _HALF,
 }
-_AGREES = Mistake("agrees", "equal within the tolerance")
 _SMALLEST = 1e-6  # of the largest sample's norm: a sample that almost vanishes is noise
-
-
-def precision_of(dtype: torch.dtype) -> Precision:
-    """Return what to ask of gradients that come in `dtype`."""
-    return _PRECISIONS.get(dtype, DOUBLE)
+_SAME_LOSS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,54 @@ class Oracle:
     Attributes:
         gradients: {name: (n, *shape)}.
         norms: (n,), ‖gᵢ‖ over all parameters; zero where not finite.
-        parameters: {name: (*shape)}, the parameters themselves.
-        sizes: What has which size in the batch.
+        sizes: What has which size in the batch: a mean within a sample may have divided by it.
         coupled: Whether the batch's losses differ from those of batches of one.
     """
 
     gradients: Mapping[str, Tensor]
     norms: Tensor
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: Mapping[int, str] = field(default_factory=dict)
     coupled: bool = False
 
-    @property
-    def n(self) -> int:
-        """The number of samples."""
-        return int(self.norms.shape[0])
+    @classmethod
+    def of(cls, problem: Problem, batch: Batch) -> "Oracle":
+        """Run the loop on a problem and a batch in float64.
+
+        Raises:
+            CoupledSamplesError: The model runs on the batch, but not on one sample alone.
+        """
+        together = problem.losses(batch).detach()
+        try:
+            with backends.get("loop")(problem) as evaluate:
+                evaluation = evaluate(batch)
+        except ModelError as error:  # it ran on the batch
+            raise CoupledSamplesError(
+                f"on one sample alone {error.what}", where=error.where, remedy=COUPLED_REMEDY
+            ) from error
+        gradients, alone = evaluation.gradients.dense(), evaluation.losses
+        norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
+        scale = float(alone[alone.isfinite()].abs().max()) if bool(alone.isfinite().any()) else 0.0
+        same = torch.allclose(
+            together, alone, rtol=_SAME_LOSS, atol=_SAME_LOSS * scale, equal_nan=True
+        )
+        return cls(
+            gradients=gradients,
+            norms=torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0),
+            sizes=_sizes(batch),
+            coupled=not same,
+        )
+
+
+def _sizes(batch: Batch) -> dict[int, str]:
+    sizes: dict[int, str] = {}
+    for what, tree in (("targets", batch.targets), ("inputs", batch.inputs)):
+        for t in tensors(tree):
+            shape = tuple(t.shape[1:])
+            for axis, size in enumerate(shape, start=1):
+                sizes.setdefault(size, f"the size of axis {axis} of the {what}")
+            if len(shape) > 1:
+                sizes.setdefault(prod(shape), f"the number of entries a sample of the {what}")
+    return sizes
 
 
 def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgreement, ...]:
@@ -72,22 +105,36 @@ def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgree
     return tuple(_agreement(name, found.get(name), oracle) for name in oracle.gradients)
 
 
-def _agreement(name: str, found: Any, oracle: Oracle) -> ParameterAgreement:
-    loop = oracle.gradients[name]
-    if found is None:
+def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
+    loop, n = oracle.gradients[name], len(oracle.norms)
+    if value is None:
         return _incomparable(name, Mistake("missing", "there is no gradient for this parameter"))
-    found = tensor(found).to(loop.device)
+    found: Tensor = torch.as_tensor(value).detach()
+    found = (found if found.layout == torch.strided else found.to_dense()).to(loop.device)
     if found.shape != loop.shape:
-        shape = tuple(loop.shape[1:])
-        return _incomparable(name, wrong_shape(tuple(found.shape), oracle.n, shape))
-    precision = precision_of(found.dtype)
+        return _incomparable(name, wrong_shape(tuple(found.shape), n, tuple(loop.shape[1:])))
+    precision = _PRECISIONS.get(found.dtype, DOUBLE)
     wide = torch.complex128 if found.is_complex() or loop.is_complex() else torch.float64
-    a, b = real(found.to(wide)), real(loop.to(wide))
+    a, b = _real(found.to(wide)), _real(loop.to(wide))
     errors = relative_errors(a, b, precision, oracle.norms)
     finite = as_rows(a.isfinite() & b.isfinite()).all(1)
     gaps = (a - b)[finite].abs()
     agrees = bool((errors <= precision.tolerance).all())
-    mistake = _AGREES if agrees else _diagnosed(name, a, b, errors, precision, oracle)
+    mistake = Mistake("agrees", "equal within the tolerance")
+    if not agrees:
+        seen = (errors > 0.0) | finite  # not the rows that are not finite on both sides
+        mistake = diagnose(
+            Pair(
+                found=a[seen],
+                loop=b[seen],
+                errors=errors[seen],
+                samples=torch.arange(n, device=a.device)[seen],
+                n=n,
+                tolerance=precision.tolerance,
+                sizes=oracle.sizes,
+                coupled=oracle.coupled,
+            )
+        )
     return ParameterAgreement(
         name=name,
         absolute=float(gaps.max()) if gaps.numel() else 0.0,
@@ -101,26 +148,6 @@ def _agreement(name: str, found: Any, oracle: Oracle) -> ParameterAgreement:
     )
 
 
-def _diagnosed(
-    name: str, a: Tensor, b: Tensor, errors: Tensor, precision: Precision, oracle: Oracle
-) -> Mistake:
-    seen = errors > 0.0  # not the rows that are not finite on both sides
-    seen |= as_rows(a.isfinite() & b.isfinite()).all(1)
-    own = oracle.parameters.get(name)
-    pair = Pair(
-        found=a[seen],
-        loop=b[seen],
-        errors=errors[seen],
-        samples=torch.arange(oracle.n, device=a.device)[seen],
-        n=oracle.n,
-        tolerance=precision.tolerance,
-        parameter=None if own is None or a.dim() != own.dim() + 1 else own.double(),
-        sizes=oracle.sizes,
-        coupled=oracle.coupled,
-    )
-    return diagnose(pair)
-
-
 def _incomparable(name: str, mistake: Mistake) -> ParameterAgreement:
     return ParameterAgreement(
         name, None, None, None, None, None, mistake.kind, mistake.meaning, agrees=False
@@ -128,43 +155,24 @@ def _incomparable(name: str, mistake: Mistake) -> ParameterAgreement:
 
 
 def relative_errors(a: Tensor, b: Tensor, precision: Precision, norms: Tensor) -> Tensor:
-    """Return ‖aᵢ − bᵢ‖ over the scale of sample i, (n,); infinite where one is not finite.
+    """Return ‖aᵢ − bᵢ‖ over the scale of sample i, (n,), for real a and b (n, *shape).
 
-    The scale is ‖bᵢ‖, but never less than a share of the largest sample's norm and of the norm
-    of the sample's whole gradient. Rows that are not finite on both sides agree.
-
-    Args:
-        a: (n, *shape), real.
-        b: (n, *shape), real.
-        precision: The floor.
-        norms: (n,), of the whole gradients.
+    The scale is ‖bᵢ‖, but never less than a share of the largest sample's norm and of `norms` (n,),
+    those of the samples' whole gradients. An error is infinite where one side is not finite, and
+    zero where neither is.
     """
     a, b = as_rows(a), as_rows(b)
     broken = ~a.isfinite().all(1), ~b.isfinite().all(1)
     own = b.norm(dim=1).masked_fill(broken[1], 0.0)
-    tiny = torch.finfo(own.dtype).tiny
     scale = torch.stack(
         [own, (_SMALLEST * own.max()).expand_as(own), precision.floor * norms.to(own)]
     ).amax(0)
-    errors: Tensor = (a - b).norm(dim=1) / scale.clamp_min(tiny)
+    errors: Tensor = (a - b).norm(dim=1) / scale.clamp_min(torch.finfo(own.dtype).tiny)
     errors[broken[0] ^ broken[1]] = torch.inf
     errors[broken[0] & broken[1]] = 0.0
     return errors
 
 
-def tensor(value: Any) -> Tensor:
-    """Return an array of any library as a dense, detached tensor.
-
-    Raises:
-        TypeError: It is no array of numbers.
-    """
-    result: Tensor = torch.as_tensor(value).detach()
-    return result if result.layout == torch.strided else result.to_dense()
-
-
-def real(t: Tensor) -> Tensor:
+def _real(t: Tensor) -> Tensor:
     """Return `t`, or (..., 2) for complex numbers."""
-    if not t.is_complex():
-        return t
-    parts: Tensor = torch.view_as_real(t.resolve_conj())
-    return parts
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t

@@ -1,6 +1,8 @@
 """`compare`: all backends against the float64 loop on the same samples."""
 
 import copy
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +15,26 @@ from gradscope.backends import Backend, Evaluate, backends
 from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import choices
 from gradscope.comparison.agreement import Oracle, agreements
-from gradscope.comparison.measure import measure
-from gradscope.comparison.oracle import oracle_of
 from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
 from gradscope.core.batch import Batch, detached, map_tensors
 from gradscope.core.locate import first_line, layer_of
+from gradscope.core.memory import peak_memory
 from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.core.stops import is_stop
 from gradscope.engine import glimpsed
-from gradscope.errors import CertificateError, GradscopeError, RefusedError, SpecError
+from gradscope.errors import (
+    CertificateError,
+    GradscopeError,
+    RefusedError,
+    SpecError,
+    UnsupportedError,
+)
+from gradscope.scope import Scope
 from gradscope.stages.losses import resolve
 
 REFERENCE = "loop"
+COMPILED = "vmap compiled"  # the label of `compiled`
+_REPEATS = 3
 
 Implementation = Callable[[nn.Module, Loss, Any, Any], Mapping[str, Any]]
 
@@ -77,8 +87,7 @@ def compare(
     batch = detached(Batch.of(inputs, targets)).to(problem.device, None)
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
-        oracle = oracle_of(exact, wide)
-    setting = _Setting(problem, batch, exact, wide, oracle)
+        setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
     known = len(choices())
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
@@ -181,10 +190,11 @@ def _other_row(
 ) -> BackendRow:
     if isinstance(other, Mapping):
         return _compared(label, other, setting)
+    device = setting.problem.device
     model = _copied(setting.exact.model)  # what it does to its copy stays there
 
     def called(model: nn.Module, batch: Batch) -> Any:
-        with torch.enable_grad(), torch.random.fork_rng(devices=_cuda(setting)):
+        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
             return other(model, setting.problem.loss, *own)
 
@@ -202,8 +212,13 @@ def _other_row(
     if row.status == "failed":
         return row
     spare = _copied(setting.problem.model)
-    device = setting.problem.device
-    return _measured(row, lambda: measure(lambda: called(spare, setting.batch), device))
+    try:
+        seconds, peak = measure(lambda: called(spare, setting.batch), device)
+    except BaseException as error:
+        if is_stop(error):
+            raise
+        return row  # the dtype may be one in which it cannot run
+    return replace(row, seconds=seconds, peak_bytes=peak)
 
 
 def _compared(label: str, found: Mapping[str, Any], setting: _Setting) -> BackendRow:
@@ -256,17 +271,6 @@ def _stopped(label: str, error: BaseException, model: nn.Module) -> BackendRow:
     return BackendRow(label, "failed", reason)
 
 
-def _measured(row: BackendRow, run: Callable[[], tuple[float, int | None]]) -> BackendRow:
-    """Add time and memory; a dtype in which it cannot run leaves them out."""
-    try:
-        seconds, peak = run()
-    except BaseException as error:
-        if is_stop(error):
-            raise
-        return row
-    return replace(row, seconds=seconds, peak_bytes=peak)
-
-
 def _copied(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for p in model.parameters():
@@ -274,6 +278,58 @@ def _copied(model: nn.Module) -> nn.Module:
     return model
 
 
-def _cuda(setting: _Setting) -> list[torch.device]:
-    device = setting.problem.device
-    return [device] if device.type == "cuda" else []
+def measure(
+    call: Callable[[], object], device: torch.device, slow: float = 2.0, very_slow: float = 10.0
+) -> tuple[float, int | None]:
+    """Return (seconds, peak bytes above the start) of `call`.
+
+    The first call warms up. Then one call is watched for its memory, and the time is the median of
+    three more. A call of more than `slow` seconds is made once after the warm-up, one of more than
+    `very_slow` not again.
+    """
+
+    def watched() -> tuple[float, int | None]:
+        with peak_memory(device) as peak:
+            seconds = _seconds(call, device)
+        return seconds, peak[0] if peak else None
+
+    warm, peak = watched()
+    if warm > very_slow:
+        return warm, peak
+    seconds, peak = watched()
+    if warm > slow:
+        return seconds, peak
+    return statistics.median(_seconds(call, device) for _ in range(_REPEATS)), peak
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def compiled(parameters: Sequence[str] | None = None) -> Implementation:
+    """Return the compiled backend as an implementation: compiled once for each model.
+
+    Args:
+        parameters: Globs that select parameters by name; all trainable ones when None.
+    """
+    scopes: dict[int, Scope] = {}  # each keeps its model, so no other gets its number
+    globs = None if parameters is None else list(parameters)
+
+    def rows(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        scope = scopes.get(id(model))
+        if scope is None:
+            scope = scopes[id(model)] = Scope(model, loss, globs, "vmap", compile=True)
+            scope.per_sample_gradients(inputs, targets)  # proved, then compiled
+        if not scope.compiler.in_use:
+            remedy = "The backends' own rows need no compiler."
+            raise UnsupportedError(scope.notes[-1], remedy=remedy)
+        return scope.per_sample_gradients(inputs, targets)
+
+    return rows

@@ -1,15 +1,22 @@
-"""How much memory there is for a run on its device, and how much it has."""
+"""How much memory a device has left, how much this process holds there, and the most it held."""
 
+import ctypes
+import gc
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from gradscope.core.libc import function
 
 if sys.platform != "win32":
     import resource
 
 _SYSTEM = Path("/")
+_SLACK = 4 * 2**20  # the kernel counts resident pages in bundles
 _FILES = {  # of a control group: its limit and its use, versions 2 and 1
     "memory.max": "memory.current",
     "memory.limit_in_bytes": "memory.usage_in_bytes",
@@ -17,14 +24,10 @@ _FILES = {  # of a control group: its limit and its use, versions 2 and 1
 
 
 def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
-    """Return the bytes that can still be taken, or None where nobody knows.
+    """Return the bytes that can still be taken, or None where the system does not tell.
 
     On a GPU what it has free and what torch holds in reserve; else what the system calls
     available, or less where a control group or a limit of the process allows less.
-
-    Args:
-        device: Where the model is.
-        system: The root of the file system.
     """
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -38,10 +41,81 @@ def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
 
 
 def taken(device: torch.device, system: Path = _SYSTEM) -> int | None:
-    """Return the bytes that this process holds on a device, or None where nobody knows."""
+    """Return the bytes that this process holds on a device, None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return next(_fields(system / "proc/self/status", "VmRSS"), None)
+
+
+@contextmanager
+def peak_memory(device: torch.device, system: Path = _SYSTEM) -> Iterator[list[int]]:
+    """Yield a list that afterwards holds the peak bytes above the start, if that can be known.
+
+    On CUDA it is the allocator's peak; otherwise that of the process's resident memory.
+    """
+    gc.collect()
+    result: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        yield result
+        torch.cuda.synchronize(device)
+        result.append(torch.cuda.max_memory_allocated(device) - start)
+        return
+    release_freed_memory()
+    resident = taken(device, system)
+    if resident is None:
+        yield result
+    elif _reset_high_water(resident, system):
+        yield result
+        result += [max(0, size - resident) for size in _high_water(system)]
+    else:
+        with _sampled(system) as samples:
+            yield result
+        result.append(max(samples, default=resident) - resident)
+
+
+def release_freed_memory() -> None:
+    """Give freed memory back to the system, or reusing it would not show (glibc only)."""
+    trim = function("malloc_trim", ctypes.c_size_t)
+    if trim is not None:
+        trim(0)
+
+
+def _high_water(system: Path) -> Iterator[int]:
+    yield from _fields(system / "proc/self/status", "VmHWM")
+
+
+def _reset_high_water(resident: int, system: Path) -> bool:
+    """Set the kernel's high-water mark to the present; False where that has no effect."""
+    try:
+        (system / "proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    # some kernels take the order and ignore it
+    return any(size <= resident + _SLACK for size in _high_water(system))
+
+
+@contextmanager
+def _sampled(system: Path, interval: float = 0.002) -> Iterator[list[int]]:
+    """Read the resident memory again and again from another thread."""
+    samples: list[int] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while True:
+            samples.extend(_fields(system / "proc/self/status", "VmRSS"))
+            if done.wait(interval):
+                return
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        thread.join()
 
 
 def _fields(path: Path, name: str) -> Iterator[int]:

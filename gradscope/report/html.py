@@ -115,7 +115,7 @@ def write_html(result: Shown, path: str | Path) -> None:
 
 def _page(found: Overview) -> str:
     names = " and ".join(Path(path).name for path in found.paths)
-    sections = [text for section in found.sections if (text := _section(section))]
+    sections = [_section(section) for section in found.sections]
     pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in _drawn(found))
     parts = [
         "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in found.warnings),

@@ -73,8 +73,10 @@ def figure(pictures: Sequence[Picture], ink: str = "black") -> "Figure":
     pairs = [pictures[k : k + 2] for k in range(0, len(pictures), 2)]
     heights = [max(picture.height for picture in pair) for pair in pairs]
     drawn = Figure(figsize=(across * _WIDTH, sum(heights)), layout="constrained")
-    rows: Any = drawn.subfigures(len(pairs), 1, height_ratios=heights, squeeze=False)
-    for row, pair in zip(rows[:, 0], pairs, strict=True):
+    rows: Any = [drawn]
+    if len(pictures) > 1:
+        rows = drawn.subfigures(len(pairs), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for row, pair in zip(rows, pairs, strict=True):
         places = row.subplots(1, across, squeeze=False)[0]
         for axes, picture in zip(places, pair, strict=False):
             _draw_on(axes, picture)
@@ -126,7 +128,7 @@ def _draw(picture: Picture, axes: "Axes") -> None:
     raise TypeError(f"no way to draw {type(picture).__name__}")
 
 
-@_draw.register
+@_draw.register(BarPicture)
 def _bars(picture: BarPicture, axes: "Axes") -> None:
     """Draw a bar a name; a name is no formula."""
     names, values = picture.names, picture.values
@@ -149,7 +151,7 @@ def _bars(picture: BarPicture, axes: "Axes") -> None:
         axes.axvline(picture.mark, color=_BLUE, linewidth=0.8, linestyle="--")
 
 
-@_draw.register
+@_draw.register(HistogramPicture)
 def _histogram(picture: HistogramPicture, axes: "Axes") -> None:
     found = picture.histogram
     edges, counts, half = found.edges, found.counts, len(found.counts) // 2
@@ -168,7 +170,7 @@ def _histogram(picture: HistogramPicture, axes: "Axes") -> None:
             axes.legend(frameon=False, loc="upper right")
 
 
-@_draw.register
+@_draw.register(ScatterPicture)
 def _scatter(picture: ScatterPicture, axes: "Axes") -> None:
     x, y = picture.x, picture.y
     dense = len(x) > _RASTER
@@ -193,7 +195,7 @@ def _scatter(picture: ScatterPicture, axes: "Axes") -> None:
         )
 
 
-@_draw.register
+@_draw.register(CurvePicture)
 def _curves(picture: CurvePicture, axes: "Axes") -> None:
     several = any(picture.curves)  # of names
     for name, points in picture.curves.items():
@@ -212,7 +214,7 @@ def _curves(picture: CurvePicture, axes: "Axes") -> None:
         axes.set_ylim(top=top)
 
 
-@_draw.register
+@_draw.register(MatrixPicture)
 def _matrix(picture: MatrixPicture, axes: "Axes") -> None:
     shown = axes.imshow(picture.values, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
     axes.set_xticks([])

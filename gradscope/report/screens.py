@@ -49,13 +49,14 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         verbose: Print also which kernels were chosen.
     """
     rows, baseline = comparison.rows, comparison.baseline_seconds
+    worst = [r.worst.relative if r.worst else None for r in rows]
     times = [r.seconds / baseline if r.seconds is not None and baseline > 0 else None for r in rows]
     columns = [
         Column("status", [_status(r) for r in rows]),
         Column("time", [duration(r.seconds) for r in rows], rank=2),
         Column("x plain backward", list(map(short, times)), rank=1),
         Column("peak memory", [size(r.peak_bytes) for r in rows], rank=3),
-        Column("worst relative error", [short(r.worst and r.worst.relative) for r in rows]),
+        Column("worst relative error", list(map(short, worst))),
     ]
     print_table(console, Table(columns, "backend", [r.backend for r in rows]))
     text = f"Plain forward and backward: {duration(baseline)}, {size(comparison.baseline_bytes)}"

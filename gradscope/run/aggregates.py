@@ -11,7 +11,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.run.job import Job
 from gradscope.run.run import keeps_states
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _Found = list[Mapping[str, Tensor]]

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from gradscope.comparison.measure import release_freed_memory
 from gradscope.core.locate import first_line
+from gradscope.core.memory import release_freed_memory
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import RefusedError
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gradscope.config.sizes import memory_text, parse_memory
+from gradscope.config import memory_text, parse_memory
 from gradscope.core.memory import available
 from gradscope.errors import SpecError
 from gradscope.run.footprint import Footprint, Meter

@@ -8,8 +8,7 @@ the next size might take too much before that, nothing is said of larger ones.
 import gc
 from dataclasses import dataclass
 
-from gradscope.comparison.measure import peak_memory, release_freed_memory
-from gradscope.core.memory import taken
+from gradscope.core.memory import peak_memory, release_freed_memory, taken
 from gradscope.run.job import Job
 from gradscope.run.rehearsal import rehearse
 

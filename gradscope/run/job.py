@@ -17,9 +17,7 @@ from torch import nn
 
 import gradscope
 from gradscope.backends.compiled import Wanted
-from gradscope.config.compressions import Compression, parse_compression
-from gradscope.config.shards import Shard, parse_shard
-from gradscope.config.spec import RunSpec
+from gradscope.config import Compression, RunSpec, Shard, parse_compression, parse_shard
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss

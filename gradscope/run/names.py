@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from gradscope.backends import backends
 from gradscope.backends.auto import candidates
-from gradscope.config.complaints import MOST, combined
-from gradscope.config.spec import RunSpec
+from gradscope.config import MOST, RunSpec, combined
 from gradscope.core.problem import Loss
 from gradscope.errors import SpecError
 from gradscope.sources import load_function

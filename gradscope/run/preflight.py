@@ -14,7 +14,7 @@ import torch
 
 from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
-from gradscope.config.sizes import memory_text
+from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.errors import OutputError
 from gradscope.run.aggregates import aggregate_shapes
@@ -23,7 +23,7 @@ from gradscope.run.job import Job
 from gradscope.run.rehearsal import forgotten
 from gradscope.run.run import rows_of
 from gradscope.run.start import file_plan
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.storage import Layout, file_bytes
 
 if sys.platform != "win32":

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from gradscope.config.spec import ComputeSpec, RunSpec
+from gradscope.config import ComputeSpec, RunSpec
 from gradscope.engine import drawn
 from gradscope.errors import ResultFileError
 from gradscope.run.job import Job, prepare
 from gradscope.run.run import rows_of
 from gradscope.run.start import ALIKE, file_plan
-from gradscope.stats import require_consistent
-from gradscope.stats.base import Floats, wide
-from gradscope.stats.spot_checks import few, tolerances
+from gradscope.stats import Floats, few, require_consistent, tolerances, wide
 from gradscope.storage import Part, Parts, open_file
 from gradscope.storage.resume import differences
 

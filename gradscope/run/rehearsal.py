@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.blocks import Block, DenseBlock
-from gradscope.comparison.measure import release_freed_memory
+from gradscope.core.memory import release_freed_memory
 from gradscope.engine import Auditor
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.job import Job

@@ -25,7 +25,7 @@ from gradscope.run.choice import Choice, choose
 from gradscope.run.job import Job
 from gradscope.run.overlap import Behind
 from gradscope.run.run import PROGRESS, Progress, Run, first_of, rows_of
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stats import RunReport
 from gradscope.storage import (
     LONGEST,

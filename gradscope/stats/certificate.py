@@ -203,7 +203,9 @@ def _verdicts(certificate: Mapping[str, Any], proof: Proof) -> list[Styled]:
 
 
 def _about(which: str, found: Styled) -> Styled:
-    return Styled(f"{which} {found.text}", found.style) if found.text.startswith("passed") else found
+    return (
+        Styled(f"{which} {found.text}", found.style) if found.text.startswith("passed") else found
+    )
 
 
 def _audits(proof: Proof, audits: str | None) -> list[Line]:

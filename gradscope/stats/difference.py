@@ -12,7 +12,16 @@ from gradscope.stats.builtin.batch import NoiseScale, noise_scale, signal_to_noi
 from gradscope.stats.builtin.expectations import Fisher, fisher_of
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Tiles, flat
-from gradscope.stats.records import Floats, Positions, Record, average, number, ratio, rounding, wide
+from gradscope.stats.records import (
+    Floats,
+    Positions,
+    Record,
+    average,
+    number,
+    ratio,
+    rounding,
+    wide,
+)
 from gradscope.stats.sections import (
     POINTS,
     BarPicture,
@@ -192,14 +201,14 @@ class _Compared:
         self.same_data = isinstance(digests[0], str) and digests[0] == digests[1]
         self.places: Places = np.empty(0, np.int64), np.empty(0, np.int64)
         if self.same_data:
-            index = [table.index for table in self.tables]
-            _, *found = np.intersect1d(*index, return_indices=True)
-            order = np.argsort(found[0])
-            self.places = found[0][order], found[1][order]
+            index = self.tables[0].index, self.tables[1].index
+            _, first, second = np.intersect1d(index[0], index[1], return_indices=True)
+            order = np.argsort(first)
+            self.places = first[order], second[order]
         means = [self._means(k) for k in (0, 1)]
         self.products: dict[str, float] | None = None  # ⟨G, G′⟩ by parameter
         if means[0] is not None and means[1] is not None:
-            pairs = zip(names, *means, strict=True)
+            pairs = zip(names, means[0], means[1], strict=True)
             products = {name: float(a @ b) for name, a, b in pairs}
             if np.isfinite(list(products.values())).all():
                 self.products = products

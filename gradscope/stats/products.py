@@ -17,12 +17,12 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscope.core.threads import started
+from gradscope.core.shortage import started
 from gradscope.stats.records import Floats, Mask, Positions, number, wide
 from gradscope.stats.source import (
     Arrays,
-    Source,
     Samples,
+    Source,
     chain_of,
     gram_of,
     in_half,
@@ -66,6 +66,9 @@ class Limits:
     widest: int = 4096
 
 
+LIMITS = Limits()
+
+
 class Tiles:
     """The rows of the finite samples, in tiles; the parts of complex numbers are own entries.
 
@@ -105,7 +108,7 @@ class Tiles:
         self.most = self._height * self.columns
 
     @classmethod
-    def walked(cls, array: Any, samples: Samples, limits: Limits = Limits()) -> Iterator[Tile]:
+    def walked(cls, array: Any, samples: Samples, limits: Limits = LIMITS) -> Iterator[Tile]:
         """Yield the tiles of one parameter once, none of them to be kept."""
         with started(1, "gradscope-reader") as reader:
             yield from cls(array, samples, reader, limits).walk(keep=False)
@@ -126,8 +129,8 @@ class Tiles:
         yield from chain(self._kept, self._read(self._slices[len(self._kept) :]))
 
     def row(self, place: int) -> NDArray[Any]:
-        """Return the row (w,) of the sample at `place` in the samples."""
-        return flat(self._array[self._samples.rows[[place]]])[0].astype(self.dtype)
+        """Return the row (w,) of the sample at `place`."""
+        return flat(self._array[self._samples.rows[[place]]]).astype(self.dtype).reshape(-1)
 
     def blocks(
         self, values: NDArray[Any], order: Positions | None = None
@@ -403,8 +406,7 @@ def products(
     big: float | None,
     members: Groups | None,
     place: int | None,
-    rows: bool,
-    limits: Limits,
+    limits: Limits | None,
 ) -> Products:
     """Take products from the best that `file` has.
 
@@ -414,14 +416,13 @@ def products(
         big: ‖G‖².
         members: Their classes.
         place: The sample whose products with all others are wanted, in the samples.
-        rows: Whether stored rows may be read.
-        limits: Of memory.
+        limits: Of memory while stored rows are read; None leaves them alone.
     """
     if not samples.n:
         return Products()
     arrays = rows_of(file)
-    unusable = rows_unusable(file) if rows else None
-    if rows and arrays is not None and unusable is None:
+    unusable = rows_unusable(file) if limits else None
+    if limits and arrays is not None and unusable is None:
         found = _from_rows(file, arrays, samples, members, place, limits)
         if found.walked is not None and np.isfinite(found.walked.squares).all():
             return found  # in half precision they may overflow where their norms do not
@@ -486,7 +487,9 @@ def _from_rows(
     )
 
 
-def _from_gram(gram: Floats, samples: Samples, members: Groups | None, place: int | None) -> Products:
+def _from_gram(
+    gram: Floats, samples: Samples, members: Groups | None, place: int | None
+) -> Products:
     squares = None
     if members is not None:
         one = (members.of == np.arange(len(members.targets))[:, None]) * 1.0  # (k, n)

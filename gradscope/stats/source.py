@@ -165,7 +165,7 @@ def in_half(file: Source) -> bool:
 
 
 def gram_of(file: Source, n: int) -> Floats | None:
-    """Return ⟨gᵢ, gⱼ⟩ (n, n) of the n finite samples from a chain `gram`, in the order of `Samples`."""
+    """Return ⟨gᵢ, gⱼ⟩ (n, n) of the n finite samples, in their order, from a chain `gram`."""
     found = chain_of(file, "gram")
     if found is None or tuple(found["gram"].shape) != (n, n):
         return None

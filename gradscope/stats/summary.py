@@ -16,10 +16,10 @@ from pydantic import TypeAdapter
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.products import Limits, Products, Tiles, groups, products
-from gradscope.stats.records import Floats, Positions, rounding
+from gradscope.stats.products import LIMITS, Limits, Products, Tiles, groups, products
+from gradscope.stats.records import Floats, Positions, rounding, wide
 from gradscope.stats.sections import Overview, Picture, Section, joined
-from gradscope.stats.source import Source, Samples, mean_gradient_squared, rows_of
+from gradscope.stats.source import Samples, Source, mean_gradient_squared, rows_of
 
 # what "In short" answers, in this order; other questions follow
 QUESTIONS = ("who dominates", "where to clip", "batch", "what learns", "broken", "check labels")
@@ -45,7 +45,7 @@ class Options:
     clip: Sequence[float] = ()
     nearest: int | None = None
     rows: bool = True
-    limits: Limits = Limits()
+    limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
         if self.top < 0:
@@ -82,7 +82,12 @@ class Data:
         nearest = options.nearest
         self.place = None if nearest is None else self.samples.place(nearest)
         self.products: Products = products(
-            file, self.samples, self.mean_squared, self.groups, self.place, options.rows, options.limits
+            file,
+            self.samples,
+            self.mean_squared,
+            self.groups,
+            self.place,
+            options.limits if options.rows else None,
         )
         walked = self.products.walked
         if walked is not None and self.products.exact:  # more exact than rounded norms
@@ -98,10 +103,10 @@ class Data:
             return None
         lengths = self.samples.norm * np.sqrt(np.nan if big is None else big)
         found = np.divide(dots, lengths, out=np.full(dots.shape, np.nan), where=lengths > 0)
-        return np.clip(found, -1.0, 1.0)
+        return wide(np.clip(found, -1.0, 1.0))
 
     def rows(self) -> Iterator[tuple[str, Positions, Floats]]:
-        """Stream the stored rows: (parameter, places among the samples (b,), gradients (b, entries)).
+        """Stream the stored rows: (parameter, places (b,) among the samples, gradients (b, w)).
 
         Nothing comes where none are stored or `--no-rows` is given. The parts of complex numbers
         are entries of their own. Each walk reads the rows once more.
@@ -281,9 +286,7 @@ def summarize(
         SpecError: An argument is out of its range.
         ResultFileError: The file lacks something it must have, or is damaged.
     """
-    options = Options(
-        top=top, learning_rate=learning_rate, clip=clip, nearest=nearest, rows=rows
-    )
+    options = Options(top=top, learning_rate=learning_rate, clip=clip, nearest=nearest, rows=rows)
     with np.errstate(all="ignore"):  # what overflows becomes None
         data = Data(file, options)
         found = {name: data.result(name) for name, _ in in_place()}

@@ -61,21 +61,21 @@ def _rows(given: argparse.Namespace, scratch: Path) -> Iterator[Row]:
 
 
 def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import kills, power, runs
+    from tests.drill import disk, runs
 
     if faults.are_here():
         inputs = runs.prepared(scratch.parent)
         commands = runs.command_jobs(inputs)[: setting.most]
         writers = runs.writer_jobs()[: setting.most]
-        yield from kills.drill(commands, writers, scratch, setting)
-        yield power.drill([*commands, *writers], scratch, setting, LOSSES)
+        yield from disk.kills(commands, writers, scratch, setting)
+        yield disk.power([*commands, *writers], scratch, setting, LOSSES)
 
 
 def _full(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import full, runs
+    from tests.drill import disk, runs
 
     jobs = [*runs.command_jobs(runs.prepared(scratch.parent)), *runs.writer_jobs()]
-    return full.drill(jobs[: setting.most], scratch, setting)
+    return disk.full(jobs[: setting.most], scratch, setting)
 
 
 def _neighbours(scratch: Path, setting: Setting) -> Iterator[Row]:

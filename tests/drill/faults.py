@@ -47,19 +47,12 @@ class Action(IntEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """What the disk does.
+    """What the disk does."""
 
-    Attributes:
-        action: Its kind.
-        kinds: The operations that are counted.
-        number: The error that it answers with.
-        at: Which of them; for pauses, the longest in microseconds.
-    """
-
-    action: Action
-    kinds: Kind
-    number: int = 0
-    at: int = 0
+    action: Action  # its kind
+    kinds: Kind  # the operations that are counted
+    number: int = 0  # the error that it answers with
+    at: int = 0  # which of them; for pauses, the longest in microseconds
 
     def __str__(self) -> str:
         error = f" {errno.errorcode[self.number]}" if self.number else ""

@@ -26,7 +26,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from gradscope.config.spec import CheckpointSpec, DatasetSpec, ModelSpec
+from gradscope.config import CheckpointSpec, DatasetSpec, ModelSpec
 from gradscope.errors import GradscopeError
 from gradscope.run.merging import merge
 from gradscope.sources import load_into, load_model, open_dataset
@@ -47,23 +47,15 @@ Read = Callable[[Path], Found]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file.
+    """A kind of file."""
 
-    Attributes:
-        files: What is in the folder, by name.
-        damaged: Which of them is damaged.
-        read: How gradscope reads it.
-        other: How another reader does; None where checksums tell what is damaged.
-        lenient: Whether any content is right that can be read: a file that a user writes.
-        weight: How often it is taken.
-    """
-
-    files: Mapping[str, bytes]
-    damaged: str
-    read: Read
-    other: Read | None = None
+    files: Mapping[str, bytes]  # what is in the folder, by name
+    damaged: str  # which of them is damaged
+    read: Read  # how gradscope reads it
+    other: Read | None = None  # how another reader does; None where checksums tell what is damaged
+    # whether any content is right that can be read: a file that a user writes
     lenient: bool = False
-    weight: int = 4
+    weight: int = 4  # how often it is taken
 
 
 def drill(scratch: Path, setting: Setting, files: int) -> Iterator[Row]:

@@ -33,21 +33,13 @@ DONE = (0,)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two processes.
+    """Two processes."""
 
-    Attributes:
-        first: What the first one does.
-        second: What the other does.
-        results: What may be there in the end, by file.
-        before: What is done first.
-        both: Whether both may end well: where they do the same, or do not write one file.
-    """
-
-    first: Step
-    second: Step
-    results: dict[str, tuple[bytes, ...]]
-    before: Callable[[Path], None] = lambda folder: None
-    both: bool = True
+    first: Step  # what the first one does
+    second: Step  # what the other does
+    results: dict[str, tuple[bytes, ...]]  # what may be there in the end, by file
+    before: Callable[[Path], None] = lambda folder: None  # what is done first
+    both: bool = True  # whether both may end well: where they do the same, or do not write one file
 
 
 def drill(inputs: Path, scratch: Path, setting: Setting, times: int) -> Row:

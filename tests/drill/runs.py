@@ -32,22 +32,14 @@ Make = Callable[[int, int], Gradients]
 
 @dataclass(frozen=True)
 class Job:
-    """What is stopped, and how it goes on.
+    """What is stopped, and how it goes on."""
 
-    Attributes:
-        name: What is special about it.
-        start: The command.
-        again: The command that goes on; given to whoever does not find the result.
-        before: What makes another result that is there, and is to be replaced.
-        result: The file's name.
-        goes_on: Whether it may also go on where the result is there: it finds nothing to do.
-    """
-
-    name: str
-    start: Step
-    again: Step
-    before: Step | None = None
-    result: str = RESULT
+    name: str  # what is special about it
+    start: Step  # the command
+    again: Step  # the command that goes on; given to whoever does not find the result
+    before: Step | None = None  # what makes another result that is there, and is to be replaced
+    result: str = RESULT  # the file's name
+    # whether it may also go on where the result is there: it finds nothing to do
     goes_on: bool = False
 
 

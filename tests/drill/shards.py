@@ -43,17 +43,11 @@ _RTOL = 1e-12
 
 @dataclass(frozen=True)
 class Place:
-    """Where shards are.
+    """Where shards are."""
 
-    Attributes:
-        shards: The folder with all of them.
-        others: Folders with shards of other runs, by what is different there.
-        count: How many there are.
-    """
-
-    shards: Path
-    others: dict[str, Path]
-    count: int
+    shards: Path  # the folder with all of them
+    others: dict[str, Path]  # folders with shards of other runs, by what is different there
+    count: int  # how many there are
 
     def name(self, k: int) -> str:
         """Return the name of shard k."""

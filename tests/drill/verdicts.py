@@ -22,34 +22,22 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one case.
+    """What came of one case."""
 
-    Attributes:
-        kind: RIGHT, REFUSED or FAILURE.
-        text: Of a failure: what was done, and what came of it.
-    """
-
-    kind: str
-    text: str = ""
+    kind: str  # rIGHT, REFUSED or FAILURE
+    text: str = ""  # of a failure: what was done, and what came of it
 
 
 @dataclass
 class Row:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        drill: What was done.
-        all: How many cases there are.
-        counts: How many there were of each verdict.
-        seconds: Wall time.
-        failures: What each of them says.
-    """
-
-    drill: str
-    all: int
+    drill: str  # what was done
+    all: int  # how many cases there are
+    # how many there were of each verdict
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((RIGHT, REFUSED), 0))
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # wall time
+    failures: list[str] = field(default_factory=list)  # what each of them says
 
     @property
     def cases(self) -> int:
@@ -66,19 +54,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a drill is done.
+    """How a drill is done."""
 
-    Attributes:
-        seed: For whatever is random.
-        workers: Processes.
-        seconds: For all drills together.
-        most: The most cases of a row.
-    """
-
-    seed: int
-    workers: int
-    seconds: float
-    most: int | None = None
+    seed: int  # for whatever is random
+    workers: int  # processes
+    seconds: float  # for all drills together
+    most: int | None = None  # the most cases of a row
 
     def part(self, share: float) -> "Setting":
         """Return the same for a row that has some share of the time."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from gradscope.stages.reducers import Reducer, State, extremes, moments, reducers, spread
+from gradscope.stages.reducers import Reducer, State, moments, order, reducers
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Expected, Streamed, each, largest, mean, median, variance
 
@@ -35,13 +35,13 @@ def _between_dropped(a: State, b: State) -> State:
     return merged | {k: a[k] + b[k] for k in merged if k.startswith("m2:")}
 
 
-spread_merged = spread.merge_spread
+spread_merged = moments.merge_spread
 _caught(
     "batches' means ignored",
     "a variance leaves out how far the batches' means are from each other",
     "var",
     variance,
-    lambda patch: patch.setattr(spread, "merge_spread", _between_dropped),
+    lambda patch: patch.setattr(moments, "merge_spread", _between_dropped),
 )
 
 
@@ -61,7 +61,7 @@ _caught(
     "a maximum forgets the batches before the last",
     "max",
     largest,
-    around(extremes, "_extreme", before(lambda name, over, _: (name, over, lambda a, b: b))),
+    around(order, "_extreme", before(lambda name, over, _: (name, over, lambda a, b: b))),
 )
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradscope.comparison.measure import release_freed_memory
-from gradscope.config.sizes import memory_text, parse_memory
-from gradscope.config.spec import resolve
-from gradscope.core.memory import available, taken
+from gradscope.config import memory_text, parse_memory, resolve
+from gradscope.core.memory import available, release_freed_memory, taken
 from gradscope.errors import SpecError
 from gradscope.run import choice, compute, estimate, footprint, prepare
 from gradscope.run.footprint import Footprint, Meter
@@ -169,7 +167,7 @@ def test_a_peak_is_above_what_was_taken_before(
 PROGRAM = """
 import json, sys, torch
 from pathlib import Path
-from gradscope.comparison.measure import peak_memory
+from gradscope.core.memory import peak_memory
 from gradscope.run import compute, estimate, prepare
 from tests.run.project import spec
 

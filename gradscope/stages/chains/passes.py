@@ -8,7 +8,7 @@ from gradscope.backends.compiled import Wanted
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.stages.chains.chain import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State
 
 

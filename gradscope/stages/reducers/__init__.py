@@ -1,28 +1,29 @@
 """Reducers over samples, streamed and mergeable, one family a file."""
 
-from gradscope.stages.reducers import (
-    extremes,
+from gradscope.stages.reducers import (  # each registers its reducers
+    counts,
     gram,
-    histogram,
     kfac,
     moments,
-    nonfinite,
-    quantile,
-    spread,
+    order,
 )
-from gradscope.stages.reducers.base import Reducer, State, carried_state, reducers
+from gradscope.stages.reducers.base import (
+    Reducer,
+    State,
+    carried_state,
+    depends_on_split,
+    reducers,
+)
 
 __all__ = [
     "Reducer",
     "State",
     "carried_state",
-    "extremes",
+    "counts",
+    "depends_on_split",
     "gram",
-    "histogram",
     "kfac",
     "moments",
-    "nonfinite",
-    "quantile",
+    "order",
     "reducers",
-    "spread",
 ]

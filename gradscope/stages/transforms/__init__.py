@@ -1,45 +1,49 @@
 """Transforms of per-sample gradients, one family a file."""
 
-from gradscope.stages.transforms import (
-    center,
+from gradscope.stages.transforms import (  # each registers its transforms
     elementwise,
-    factors,
     hessian,
     norms,
     precondition,
     products,
-    projections,
-    sparsify,
+    project,
     stochastic,
+    topk,
 )
 from gradscope.stages.transforms.base import (
     NeedsMean,
     NeedsProblem,
+    ReadsNorms,
     Scope,
     Step,
     Transform,
+    TransformFactory,
     Vector,
+    blockwise,
     transform,
     transforms,
+    widened,
 )
 
 __all__ = [
     "NeedsMean",
     "NeedsProblem",
+    "ReadsNorms",
     "Scope",
     "Step",
     "Transform",
+    "TransformFactory",
     "Vector",
-    "center",
+    "blockwise",
     "elementwise",
-    "factors",
     "hessian",
     "norms",
     "precondition",
     "products",
-    "projections",
-    "sparsify",
+    "project",
     "stochastic",
+    "topk",
     "transform",
     "transforms",
+    "widened",
 ]

@@ -63,19 +63,25 @@ def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) ->
         return NoiseScale(flag="the squared norms overflow float64")
     simple = ratio(trace, signal)
     spread = None if dots is None or n < 3 else _jackknife(np.square(norms), big, dots)
-    interval = spread and spread.ratio(trace, signal)
+    around: tuple[Interval | None, ...] = (None, None, None)
+    if spread is not None:
+        around = (
+            spread.around(trace, spread.trace),
+            spread.around(signal, spread.signal),
+            spread.ratio(trace, signal),
+        )
     flag = None
     if simple is None:
         flag = f"|G|² is not positive: {n} samples do not tell the mean gradient from noise"
-    elif interval is not None and interval.high is None:
+    elif around[2] is not None and around[2].high is None:
         flag = f"the interval of |G|² reaches zero: {n} samples do not bound the noise scale"
     return NoiseScale(
         trace_covariance=trace,
         gradient_norm_squared=signal,
         simple=simple,
-        trace_covariance_interval=spread and spread.around(trace, spread.trace),
-        gradient_norm_squared_interval=spread and spread.around(signal, spread.signal),
-        simple_interval=interval,
+        trace_covariance_interval=around[0],
+        gradient_norm_squared_interval=around[1],
+        simple_interval=around[2],
         flag=flag,
     )
 

@@ -90,12 +90,12 @@ def checks(data: Data) -> tuple[Check, ...]:
     tests, classes = data.result("batch_tests"), data.result("classes")
     limit = _HALF if in_half(data.file) else _TOLERANCE
     whole = float(np.square(samples.norm).sum())
-    found: list[tuple[str, float | None, float | None, float, float]] = []
+    found: list[tuple[str, float, float, float, float]] = []
     if labels_of(data.file) != "exact":  # norms are then expectations over labels
         norms = data.file.norms
         parts = sum(float(np.square(wide(norms[name])[samples.rows]).sum()) for name in norms)
         found.append(("‖gᵢ‖² = Σₚ ‖gᵢ,ₚ‖², all samples", whole, parts, 0.0, _TOLERANCE))
-    if tests.inner_product is not None and tests.orthogonality is not None:
+    if None not in (tests.norm, tests.inner_product, tests.orthogonality):
         both = tests.inner_product + tests.orthogonality
         name = "norm test = inner-product + orthogonality test"
         found.append((name, tests.norm, both, 0.0, _TOLERANCE))
@@ -107,14 +107,11 @@ def checks(data: Data) -> tuple[Check, ...]:
         found.append(("stored rows have the recorded norms", squares, whole, 0.0, limit))
         size = whole / samples.n**2
         found.append(("their mean has the recorded norm", mean, big, size, limit))
-    if classes is not None and classes.between is not None and classes.within is not None:
+    if classes is not None and None not in (classes.between, classes.within):
         both, size = classes.between + classes.within, whole / samples.n
         found.append(("between + within classes = variance", both, size - big, size, limit))
-    return tuple(_check(*one) for one in found if _known(one[1]) and _known(one[2]))
-
-
-def _known(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    known = (one for one in found if math.isfinite(one[1]) and math.isfinite(one[2]))
+    return tuple(_check(*one) for one in known)
 
 
 def _check(name: str, left: float, right: float, scale: float, tolerance: float) -> Check:
@@ -122,9 +119,7 @@ def _check(name: str, left: float, right: float, scale: float, tolerance: float)
     size = max(abs(left), abs(right), scale)
     error = abs(left - right) / size if size else 0.0
     passed = error <= tolerance
-    return Check(
-        name=name, left=left, right=right, error=error, tolerance=tolerance, passed=passed
-    )
+    return Check(name=name, left=left, right=right, error=error, tolerance=tolerance, passed=passed)
 
 
 class Missing(Record):

@@ -24,7 +24,7 @@ class ClassRow(Record):
         trace_covariance: (mean‖gᵢ‖² − ‖G_c‖²) · n/(n − 1); None for one sample.
     """
 
-    target: bool | int | float | str
+    target: bool | int | float | str | None
     samples: int
     mean_loss: float | None
     mean_norm: float | None

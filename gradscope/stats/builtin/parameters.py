@@ -8,7 +8,7 @@ import numpy as np
 from gradscope.stats.builtin.batch import estimates, signal_to_noise
 from gradscope.stats.builtin.signal import entries_of
 from gradscope.stats.products import Part
-from gradscope.stats.records import Floats, Mask, Record, number, ratio, rounding, wide
+from gradscope.stats.records import Mask, Record, number, ratio, rounding, wide
 from gradscope.stats.sections import (
     BarPicture,
     Column,

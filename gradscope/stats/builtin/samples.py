@@ -101,9 +101,7 @@ def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     return _rows(data, _falling(data.samples.loss), data.cosines)
 
 
-@statistic(
-    "most_opposed", place=131, sections=_listed("Samples most opposed to the mean gradient")
-)
+@statistic("most_opposed", place=131, sections=_listed("Samples most opposed to the mean gradient"))
 def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
     """List the samples with the most negative ⟨gᵢ, G⟩: a step along G costs them most."""
     dots = data.products.dots
@@ -168,7 +166,9 @@ def points(data: Data) -> Points:
         even = np.linspace(half, of - 1, POINTS - half).astype(np.int64)
         rows = rows[np.concatenate([order[:half], order[even]])]
     return Points(
-        loss=tuple(map(float, samples.loss[rows])), norm=tuple(map(float, samples.norm[rows])), of=of
+        loss=tuple(map(float, samples.loss[rows])),
+        norm=tuple(map(float, samples.norm[rows])),
+        of=of,
     )
 
 

@@ -1,13 +1,12 @@
-"""Planted mistakes, one a detector: each must be named, and the right gradients must not be."""
+"""Planted mistakes: each must be named, and the right gradients must agree."""
 
 import math
 
 import pytest
 import torch
 
-from gradscope.comparison.agreement import Oracle, agreements, precision_of, relative_errors
-from gradscope.comparison.mistakes import wrong_shape
-from gradscope.comparison.mistakes.pair import cosine, factor
+from gradscope.comparison.agreement import DOUBLE, Oracle, agreements, relative_errors
+from gradscope.comparison.diagnosis import wrong_shape
 
 N, SHAPE = 6, (4, 5)
 _G = torch.Generator().manual_seed(0)
@@ -17,7 +16,6 @@ B = torch.randn(N, *SHAPE, generator=_G, dtype=torch.float64) * torch.logspace(
 ).reshape(N, 1, 1)
 SQUARE = torch.randn(N, 4, 4, generator=_G, dtype=torch.float64)
 KERNEL = torch.randn(N, 2, 3, 3, 3, generator=_G, dtype=torch.float64)
-THETA = torch.randn(*SHAPE, generator=_G, dtype=torch.float64)
 ORDER = torch.tensor([2, 0, 1, 5, 3, 4])
 
 
@@ -35,106 +33,59 @@ def changed(rows, value):
     return found
 
 
-def scaled_rows(factors):
-    return B * torch.tensor(factors, dtype=torch.float64).reshape(-1, 1, 1)
-
-
-def mixed():
-    """Half of sample 1 given to sample 2, and of 4 to 0, and so on: only the sum is kept."""
-    mixing = torch.rand(N, N, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return torch.einsum("ij,j...->i...", mixing / mixing.sum(0), B)
-
-
 PLANTED = [
     (B / N, "mean_loss", "c = 1/n with n = 6"),
     (-B / N, "mean_loss", "the sign is flipped, and besides"),
     (B * N, "times_n", "c = n with n = 6"),
-    (B / N**2, "n_squared", "1/n²"),
     (-B, "sign", "c = -1"),
-    (B * 2, "double", "counted twice"),
-    (B / 2, "half", "half of it is missing"),
     (B / 7, "positions", "k = 7, the length"),
     (B * 7, "positions", "sum here, mean in the loss"),
     (B / 42, "positions", "6 samples times 7, the length"),
     (B / 10, "factor", "a mean in place of a sum over 10"),
     (B * 0.3141, "factor", "c = 0.3141"),
-    (B[ORDER], "permuted", "in another order: row 0 holds sample 2"),
-    (B.flip(0), "permuted", "in reverse order"),
-    (B.roll(2, 0), "permuted", "shifted by 2"),
+    (B[ORDER], "permuted", "row 0 holds sample 2"),
     (B[ORDER] / N, "permuted", "c = 1/n with n = 6"),
-    (B[[0, 1, 2, 3, 4, 4]], "other_samples", "row 5 holds sample 4"),
-    (B[[3]].expand(N, *SHAPE), "one_sample", "the gradient of sample 3"),
+    (B[[0, 1, 2, 3, 4, 4]], "permuted", "row 5 holds sample 4"),
     (B.sum(0).expand(N, *SHAPE), "summed", "every row is the sum of"),
     (B.mean(0).expand(N, *SHAPE), "summed", "every row is the mean of"),
-    (torch.ones_like(B), "constant", "no sample's gradient"),
-    (B.cumsum(0), "accumulated", "row i is the sum of samples 0 to i"),
-    (B.cumsum(0) / N, "accumulated", "Besides, c = 1/n"),
-    (B - B.mean(0), "centred", "the mean over the samples was subtracted"),
-    (B + B.sum(0), "offset", "1 times the batch's whole gradient"),
-    (B + 0.01 * THETA, "weight_decay", "0.01 times the parameter"),
-    (B + THETA.flip(0), "offset", "every row has the same tensor added"),
     (B.mT.reshape(B.shape), "layout", "transposed and then reshaped"),
     (B.mT.reshape(B.shape) / N, "layout", "Besides, c = 1/n"),
     (B.movedim(0, -1).reshape(B.shape), "layout", "the sample axis was last"),
-    (B[:, [1, 2, 3, 0]], "layout", "along axis 0 are in another order: 0 holds what belongs to 1"),
     (torch.zeros_like(B), "zero", "all zero"),
     (changed([1, 4], math.nan), "not_finite", "NaN or infinity in samples 1, 4 (2 of 6)"),
-    (B.abs(), "transformed", "absolute values"),
-    (B.square(), "transformed", "squares of"),
     (B.float().double(), "rounded", "lower precision"),
-    (B / B.flatten(1).norm(dim=1).reshape(-1, 1, 1), "factor_per_sample", "has the norm 1:"),
-    (scaled_rows([1 / k for k in (3, 1, 4, 2, 5, 9)]), "factor_per_sample", "between 0.1111 and 1"),
-    (scaled_rows([1, -1, 1, -1, -1, 1]), "some_samples", "samples 1, 3, 4 of 6 differ; there: c ="),
     (changed([2], 0.0), "some_samples", "only sample 2 of 6 differs; there: all zero"),
-    (changed([0, 5], 2 * B[[0, 5]]), "some_samples", "counted twice"),
-    (mixed(), "sample_axis", "the sum over the samples is right"),
+    (changed([0, 5], -B[[0, 5]]), "some_samples", "only samples 0, 5 of 6 differ; there: c = -1"),
     (B * 0.5 + B.abs() * 0.2, "unknown", "no simple relation"),
     (torch.randn(B.shape, generator=_G), "unrelated", "other weights"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("found", "kind", "words"), PLANTED, ids=lambda x: str(x)[:40])
 def test_a_planted_mistake_is_named(found, kind, words):
-    result = judged(found, parameters={"w": THETA}, sizes={7: "the length of the targets"})
+    result = judged(found, sizes={7: "the length of the targets"})
     assert not result.agrees
     assert (result.kind, words in result.meaning) == (kind, True), result.meaning
 
 
 @pytest.mark.parametrize(
-    ("found", "loop", "words"),
+    ("found", "loop", "kind", "words"),
     [
-        (SQUARE.mT, SQUARE, "axes 0 and 1 of the parameter are transposed."),
-        (KERNEL.transpose(3, 4), KERNEL, "axes 2 and 3"),
-        (KERNEL.flip(3, 4), KERNEL, "the kernel is flipped"),
+        (SQUARE.mT, SQUARE, "layout", "axes 0 and 1 of the parameter are transposed."),
+        (KERNEL.transpose(3, 4), KERNEL, "layout", "axes 2 and 3"),
+        (KERNEL.flip(3, 4), KERNEL, "layout", "the kernel is flipped"),
+        (B, torch.zeros_like(B), "not_zero", "the loop has zeros"),
+        (B, changed([3], math.nan), "hides_not_finite", "sample 3 is not finite in the loop"),
     ],
 )
-def test_layouts_of_square_axes(found, loop, words):
+def test_mistakes_that_the_loop_tells(found, loop, kind, words):
     result = judged(found, loop)
-    assert result.kind == "layout"
-    assert words in result.meaning
-
-
-def test_only_the_padding_row_differs():
-    loop = B.clone()
-    loop[:, 0] = 0.0
-    result = judged(B, loop)
-    assert result.kind == "some_entries"
-    assert "only index 0 of axis 0 (size 4) differs; there: the loop has zeros" in result.meaning
-
-
-def test_a_part_of_a_joint_parameter_differs():
-    found = B.clone()
-    found[:, 2:] *= -1
-    assert "only the part 2 to 3 of axis 0 (size 4) differs; there: c = -1" in judged(found).meaning
+    assert (result.kind, words in result.meaning) == (kind, True), result.meaning
 
 
 def test_coupling_is_named_where_nothing_surer_fits():
-    assert judged(mixed(), coupled=True).kind == "coupled"
+    assert judged(B * 0.5 + B.abs() * 0.2, coupled=True).kind == "coupled"
     assert judged(B / N, coupled=True).kind == "mean_loss"
-
-
-def test_gradient_where_the_loop_has_none():
-    assert judged(B, torch.zeros_like(B)).kind == "not_zero"
 
 
 def test_nan_in_the_loop_must_be_found_too():
@@ -142,7 +93,6 @@ def test_nan_in_the_loop_must_be_found_too():
     same = judged(loop.clone(), loop)
     assert same.agrees
     assert same.absolute == 0.0
-    assert judged(B, loop).kind == "hides_not_finite"
     assert judged(loop / N, loop).kind == "mean_loss"
 
 
@@ -182,7 +132,7 @@ def test_rounding_noise_around_zero_agrees():
     noise, other = (1e-16 * torch.randn(N, 3, generator=_G, dtype=torch.float64) for _ in "ab")
     (result,) = agreements({"w": other}, Oracle({"w": noise}, big))
     assert result.agrees
-    errors = relative_errors(1e3 * noise + 1e-5, noise, precision_of(torch.float64), big)
+    errors = relative_errors(1e3 * noise + 1e-5, noise, DOUBLE, big)
     assert bool((errors > 1e-8).all())
 
 
@@ -190,12 +140,6 @@ def test_a_vanishing_sample_is_held_to_the_scale_of_the_others():
     loop = changed([0], 1e-20)
     assert judged(changed([0], 3e-20), loop).agrees
     assert not judged(changed([0], 1e-10), loop).agrees
-
-
-def test_cosine_and_factor_of_zeros():
-    zero, one = torch.zeros(3), torch.ones(3)
-    assert (cosine(zero, zero), cosine(zero, one), cosine(one, one)) == (1.0, 0.0, pytest.approx(1))
-    assert (factor(one, zero), factor(zero, one), factor(3 * one, one)) == (None, 0.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +168,7 @@ def test_a_wrong_shape_is_explained(found, words):
 def test_few_samples_and_single_numbers(n):
     loop = B[:n, 0, :1]
     assert judged(loop.clone(), loop).agrees
-    assert judged(3.3 * loop + 0.1, loop).kind in ("unknown", "unrelated", "sample_axis", "offset")
+    assert judged(3.3 * loop + 0.1, loop).kind in ("unknown", "unrelated")
     assert judged(B[:n] * 3, B[:n]).kind == "factor"
 
 
@@ -232,27 +176,3 @@ def test_the_input_is_left_alone():
     found, copy = (-B).clone(), (-B).clone()
     judged(found)
     assert torch.equal(found, copy)
-
-
-def test_every_detector_has_a_planted_mistake(monkeypatch):
-    from gradscope.comparison import mistakes
-
-    fired = set()
-
-    def watched(detector):
-        def detect(pair):
-            found = detector(pair)
-            if found is not None:
-                fired.add(detector.__name__)
-            return found
-
-        return detect
-
-    every = (*mistakes.DETECTORS, *mistakes._VAGUE)
-    monkeypatch.setattr(mistakes, "DETECTORS", tuple(map(watched, mistakes.DETECTORS)))
-    monkeypatch.setattr(mistakes, "_VAGUE", tuple(map(watched, mistakes._VAGUE)))
-    for found, _, _ in PLANTED:
-        judged(found, parameters={"w": THETA})
-    judged(B, torch.zeros_like(B))
-    judged(mixed(), coupled=True)
-    assert fired == {detector.__name__ for detector in every}
