@@ -12,7 +12,7 @@ from gradscope.blocks import DenseBlock, OuterBlock, SquaredBlock
 from gradscope.blocks.expected import ExpectedBlock
 from gradscope.core.batch import Batch
 from gradscope.errors import SpecError
-from gradscope.finite import NonFiniteWarning
+from gradscope.scope import NonFiniteWarning
 
 N, C, D = 40, 3, 4
 BACKENDS = ["loop", "hooks", "vmap", "expand"]
@@ -162,18 +162,18 @@ def test_drawn_labels_converge_to_the_exact_fisher():
 
 def drawn(model, inputs, targets, loss="cross_entropy", **options):
     with gradscope.Scope(model, loss, labels="sampled", **options) as scope:
-        return scope.labels.of(Batch.of(inputs, targets)).targets
+        return scope.session.labels.of(Batch.of(inputs, targets)).targets
 
 
 def test_draws_depend_on_seed_and_index_only():
     model, (inputs, targets) = net(), data()
     scope = gradscope.Scope(model, "cross_entropy", labels="sampled", seed=5)
     whole = Batch.of(inputs, targets)
-    together = scope.labels.of(whole).targets
-    alone = torch.cat([scope.labels.of(whole.one(i)).targets for i in range(N)])
+    together = scope.session.labels.of(whole).targets
+    alone = torch.cat([scope.session.labels.of(whole.one(i)).targets for i in range(N)])
     order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
     assert torch.equal(together, alone)
-    assert torch.equal(together[order], scope.labels.of(whole.select(order)).targets)
+    assert torch.equal(together[order], scope.session.labels.of(whole.select(order)).targets)
     assert not torch.equal(together, drawn(model, inputs, targets, seed=6))
     assert torch.equal(together, drawn(model, inputs, None, seed=5))  # no labels are needed
     assert set(together.tolist()) == set(range(C))

@@ -68,6 +68,11 @@ class Setting:
     commands: tuple[str, ...]
     help: str
 
+    @property
+    def parameter(self) -> str:
+        """The flag as the name of a parameter: `batch_size`; "" if there is none."""
+        return "".join(self.flags[:1]).lstrip("-").replace("-", "_").lower()
+
 
 def settings() -> Iterator[Setting]:
     """Yield every setting in the tables of a run file."""
@@ -374,6 +379,10 @@ class RunSpec(_Section):
     def place(self, section: str, key: str) -> str | None:
         """Return "FILE: section.key" of a setting that a file made, else None."""
         return self._places.get((section, key))
+
+    def computing(self, **settings: Any) -> "RunSpec":
+        """Return this run with other settings in [compute]."""
+        return self.model_copy(update={"compute": self.compute.model_copy(update=settings)})
 
     def is_flag(self, section: str, key: str) -> bool:
         """Whether a setting was given on the command line."""

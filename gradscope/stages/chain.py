@@ -148,15 +148,7 @@ def _applied(
 
 
 def stored_vector(reference: str) -> Vector:
-    """Read a stored aggregate.
-
-    Args:
-        reference: FILE.h5:CHAIN, where CHAIN is the chain's text or its number.
-
-    Raises:
-        ResultFileError: The file cannot be read.
-        SpecError: It has no such reduced chain.
-    """
+    """Read the stored aggregate FILE.h5:CHAIN, where CHAIN is the chain's text or its number."""
     path, _, name = reference.rpartition(".h5:")
     if not path:
         raise ValueError(reference)

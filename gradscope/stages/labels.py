@@ -38,26 +38,15 @@ LINEAR = ("mean", "sum", "second_moment")  # second_moment is square | mean
 
 @dataclass(frozen=True)
 class Expanded(Batch):
-    """Each sample once a class, the classes of a sample next to each other.
+    """Each sample once a class, the classes of a sample next to each other."""
 
-    Attributes:
-        weights: (samples, c), the probabilities of the classes.
-    """
-
-    weights: Tensor
+    weights: Tensor  # (samples, c), the probabilities of the classes
 
 
 class Labels:
     """The labels of a scope, bound to its model and loss.
 
-    Args:
-        mode: Which labels.
-        problem: The model and the loss.
-        seed: Of what is drawn.
-        own_loss: Samples are coupled, so that none may be repeated in its batch.
-
-    Raises:
-        SpecError: The loss or the coupling does not go with the labels.
+    With `own_loss` samples are coupled, so that none may be repeated in its batch.
     """
 
     def __init__(self, mode: Mode, problem: Problem, seed: int, *, own_loss: bool) -> None:
@@ -128,11 +117,7 @@ class Labels:
 
 
 def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
-    """Check that loss and chains go with the labels.
-
-    Raises:
-        SpecError: The loss has no predictive distribution, or a chain no expectation over labels.
-    """
+    """Refuse a loss without predictive distribution, and chains without expectation over labels."""
     if mode == "data":
         return
     if _predictive(loss) is None:

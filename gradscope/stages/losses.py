@@ -11,6 +11,7 @@ the weights in the batch, which makes a sample's gradient depend on its neighbou
 import inspect
 from collections.abc import Callable
 from functools import update_wrapper
+from math import inf
 from typing import Any, Literal, NamedTuple, NewType
 
 import torch
@@ -37,7 +38,7 @@ class Predictive(NamedTuple):
 
     Attributes:
         probabilities: From outputs to (n, *positions, c).
-        targets: From classes (n, *positions), old targets and the loss's options to targets.
+        targets: From classes (n, *positions), the data's targets and the loss's options to targets.
     """
 
     probabilities: Callable[[Tensor], Tensor]
@@ -135,13 +136,9 @@ def options(loss: Loss) -> dict[str, Any]:
 def per_sample_loss(
     values: Tensor, per_sample: Normaliser, counted: Tensor | None = None
 ) -> Tensor:
-    """Reduce values (n, ...) to (n,).
+    """Reduce the losses of entries (n, ...) to (n,): their sum, or the mean of those that count.
 
-    Args:
-        values: The loss of each entry, zero where it does not count.
-        per_sample: "sum", or "mean" over the entries that count.
-        counted: (n, ...) bool, which entries count; all of them when None. A sample of which none
-            counts has loss 0.
+    Entries outside of `counted` (n, ...) are zero; a sample of which none counts has loss 0.
     """
     if values.dim() == 1:
         return values
@@ -170,23 +167,21 @@ def _leading(loss: Loss) -> int:
     return 3 if is_model_loss(loss) else 2
 
 
-def _fraction(text: str) -> Fraction:
-    value = float(text)
-    if not 0 <= value <= 1:
+def _fraction(text: str) -> float:
+    if not 0 <= float(text) <= 1:
         raise SpecError(f"must be from 0 to 1, not {text}")
-    return Fraction(value)
+    return float(text)
 
 
-def _positive(text: str) -> Positive:
-    value = float(text)
-    if not 0 < value < float("inf"):
+def _positive(text: str) -> float:
+    if not 0 < float(text) < inf:
         raise SpecError(f"must be positive, not {text}")
-    return Positive(value)
+    return float(text)
 
 
 def _weights(text: str) -> tuple[float, ...]:
     values = tuple(map(float, text.split(",")))
-    if not all(0 <= value < float("inf") for value in values):
+    if not all(0 <= value < inf for value in values):
         raise SpecError(f"weights must not be negative: {text}")
     return values
 
@@ -208,14 +203,6 @@ def _require_one_shape(outputs: Tensor, targets: Tensor) -> None:
             where="loss",
             remedy="Reshape one of them: broadcasting would mix the samples.",
         )
-
-
-def _classes(outputs: Tensor) -> Tensor:
-    return outputs.double().movedim(1, -1).softmax(-1)
-
-
-def _tokens(outputs: Tensor) -> Tensor:
-    return outputs[:, :-1].double().softmax(-1)
 
 
 def _two_classes(outputs: Tensor) -> Tensor:
@@ -241,7 +228,9 @@ def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
     return drawn.to(targets.dtype if isinstance(targets, Tensor) else torch.get_default_dtype())
 
 
-_CLASSES = Predictive(_classes, _as_classes)
+_CLASSES = Predictive(lambda outputs: outputs.double().movedim(1, -1).softmax(-1), _as_classes)
+_TOKENS = Predictive(lambda outputs: outputs[:, :-1].double().softmax(-1), _as_tokens)
+_BITS = Predictive(_two_classes, _as_floats)
 
 
 @loss("cross_entropy", _CLASSES)
@@ -295,7 +284,7 @@ def nll(
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 
-@loss("bce_with_logits", Predictive(_two_classes, _as_floats))
+@loss("bce_with_logits", _BITS)
 def bce_with_logits(
     outputs: Tensor,
     targets: Tensor,
@@ -367,7 +356,7 @@ def poisson_nll(
     return per_sample_loss(values, per_sample)
 
 
-@loss("causal_lm", Predictive(_tokens, _as_tokens))
+@loss("causal_lm", _TOKENS)
 def causal_lm(
     outputs: Tensor,
     targets: Tensor,

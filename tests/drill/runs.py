@@ -9,7 +9,7 @@ import torch
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.cli import main
-from gradscope.cli.command import show
+from gradscope.cli.app import show_error
 from gradscope.errors import GradscopeError
 from gradscope.storage import FilePlan, commits
 from tests.cli import forked
@@ -136,7 +136,7 @@ def _written(plan: FilePlan, make: Make, resume: bool, folder: Path) -> None:
     try:
         write(folder / RESULT, plan, size=25, make=make, resume=resume)
     except GradscopeError as error:
-        raise SystemExit(show(error)) from error
+        raise SystemExit(show_error(error)) from error
 
 
 def _changing(start: int, stop: int) -> Gradients:

@@ -33,7 +33,7 @@ _told(
     "var",
     variance,
     lambda: test_table.test_against_numpy("var", torch.float64),
-    around(moments, "variance", before(lambda state, ddof: (state, 0))),
+    around(moments, "variance", before(lambda part, n, ddof: (part, n, 0))),
 )
 _told(
     "clipped by the square",

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
+
 from gradscope.stages.reducers import Reducer, State, moments, order, reducers
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Expected, Streamed, each, largest, mean, median, variance
@@ -30,9 +32,8 @@ _caught(
 )
 
 
-def _between_dropped(a: State, b: State) -> State:
-    merged = spread_merged(a, b)
-    return merged | {k: a[k] + b[k] for k in merged if k.startswith("m2:")}
+def _between_dropped(a: State, b: State, n_a: Tensor, n_b: Tensor) -> State:
+    return spread_merged(a, b, n_a, n_b) | {"m2": a["m2"] + b["m2"]}
 
 
 spread_merged = moments.merge_spread
@@ -45,8 +46,8 @@ _caught(
 )
 
 
-def _other_share(a: State, b: State) -> State:
-    return spread_merged(a | {"n": b["n"]}, b | {"n": a["n"]})
+def _other_share(a: State, b: State, n_a: Tensor, n_b: Tensor) -> State:
+    return spread_merged(a, b, n_b, n_a)
 
 
 _caught(

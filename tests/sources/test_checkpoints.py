@@ -138,8 +138,8 @@ def test_a_lightning_checkpoint(tmp_path: Path) -> None:
 def test_averaged_weights_of_torch(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(trained(), use_buffers=True)
     report = check(saved(tmp_path, averaged.state_dict()), state())
-    assert (report.dropped, report.prefix) == (("n_averaged",), "module.")
-    assert "n_averaged" in report.notes[0]
+    assert report.prefix == "module."
+    assert report.notes[0] == "Left out of the checkpoint, as not the model's: n_averaged."
 
 
 def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
@@ -200,8 +200,7 @@ def test_a_prefix_that_only_some_names_have_stays(tmp_path: Path) -> None:
 def test_floating_point_numbers_are_cast_and_told(tmp_path: Path) -> None:
     content = state() | {"0.weight": state()["0.weight"].double()}
     report = check(saved(tmp_path, content), state())
-    assert report.casts == ("0.weight: float64 -> float32",)
-    assert "0.weight: float64 -> float32" in report.notes[0]
+    assert report.notes == ("Cast to the model's dtype: 0.weight: float64 -> float32.",)
 
 
 class Tied(nn.Module):
@@ -219,8 +218,11 @@ def test_a_tied_weight_may_be_stored_once(tmp_path: Path) -> None:
     report = load_into(net, path)
     assert torch.equal(net.head.weight, source.embed.weight)
     assert net.head.weight is net.embed.weight
-    assert len(report.tied) == 1
-    assert report.tied[0] in ("embed.weight", "head.weight")
+    assert report.tensors == 1
+    assert report.notes[0] in (
+        f"Not in the checkpoint, tied to others that are: {name}.weight."
+        for name in ("embed", "head")
+    )
 
 
 def test_a_tied_weight_stored_twice_must_agree(tmp_path: Path) -> None:

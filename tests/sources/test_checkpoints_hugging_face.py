@@ -213,5 +213,5 @@ def test_without_transformers_the_extra_is_named(
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModelError, match=r"gradscope\[hf\]"):
+    with pytest.raises(ModelError, match=r"torch-gradscope\[hf\]"):
         held(tmp_path)

@@ -79,7 +79,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     index, _ = sharded(tmp_path)
     shard = tmp_path / "model-00002-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4])
-    assert f"{shard}: the checkpoint is damaged or cut off" in refusal(index)
+    assert f"{shard}: the file is damaged or cut off" in refusal(index)
 
 
 @pytest.mark.parametrize(

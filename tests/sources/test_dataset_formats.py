@@ -337,7 +337,7 @@ def test_image_folders(tmp_path: Path, mode: str) -> None:
     assert "9.png: this image is" in message
     assert "FILE.py:FACTORY" in message
     (tmp_path / "images" / "dog" / "9.png").write_bytes(b"no image")
-    assert "9.png: the data are damaged" in failure(tmp_path / "images")
+    assert "9.png: the file is damaged" in failure(tmp_path / "images")
 
 
 def test_images_in_a_table(tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ def test_what_to_install_is_said(tmp_path: Path, module: str, name: str, extra: 
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "which is not installed" in done.stdout
-    assert f"pip install 'gradscope[{extra}]'" in done.stdout
+    assert f"pip install 'torch-gradscope[{extra}]'" in done.stdout
 
 
 def test_every_format_is_listed() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
 from gradscope.sources import Dataset, dataset_readers, open_dataset
-from gradscope.sources.data import columns as data_columns
 
 N = 11
 RANDOM = np.random.default_rng(0)
@@ -141,7 +141,7 @@ def test_safetensors(tmp_path: Path) -> None:
     arrays = {k: v for k, v in ARRAYS.items() if k in ("inputs", "targets", "wide")}
     safetensors.numpy.save_file(arrays, path)
     data = opened(path)
-    assert data.format == "safetensors"
+    assert data.describe()["format"] == "safetensors"
     np.testing.assert_array_equal(data.batch(range(4)).inputs.numpy(), ARRAYS["inputs"][:4])
     assert "there is no array 'input'" in failure(path, inputs=["input"])
     assert {"npz", "safetensors"} <= set(dataset_readers.names())
@@ -298,13 +298,13 @@ def test_a_length_that_no_machine_holds(tmp_path: Path) -> None:
         assert "[dataset] length" in str(caught.value)
 
 
-def test_a_batch_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_no_machine_holds(tmp_path: Path) -> None:
     """It is out of memory before it is tried, so that fewer samples are."""
     path = tmp_path / "data.npz"
     np.savez(path, inputs=np.ones((64, 3), np.float32), targets=np.arange(64))
     spec = {"length": {"inputs": 2**20}, "pad": {"inputs": 0}}
     data = open_dataset(DatasetSpec(path=path, **spec))
-    monkeypatch.setattr(data_columns, "available", lambda device: 2**28)
+    data = replace(data, samples=replace(data.samples, memory=lambda device: 2**28))
     with pytest.raises(MemoryError, match="are needed, there are"):
         data.batch(range(64))
     assert data.batch(range(2)).inputs.shape == (2, 2**20)

@@ -1,12 +1,6 @@
 """Reducers over samples, streamed and mergeable, one family a file."""
 
-from gradscope.stages.reducers import (  # each registers its reducers
-    counts,
-    gram,
-    kfac,
-    moments,
-    order,
-)
+from gradscope.stages.reducers import counts, gram, kfac, moments, order  # noqa: F401  register
 from gradscope.stages.reducers.base import (
     Reducer,
     State,
@@ -15,15 +9,4 @@ from gradscope.stages.reducers.base import (
     reducers,
 )
 
-__all__ = [
-    "Reducer",
-    "State",
-    "carried_state",
-    "counts",
-    "depends_on_split",
-    "gram",
-    "kfac",
-    "moments",
-    "order",
-    "reducers",
-]
+__all__ = ["Reducer", "State", "carried_state", "depends_on_split", "reducers"]

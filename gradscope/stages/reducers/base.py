@@ -87,6 +87,58 @@ def on_one_device(merge: Merge) -> Merge:
     return apply
 
 
+Part = dict[str, Tensor]  # what a state holds of one parameter, by kind
+
+
+def for_each_parameter(
+    start: Callable[[Block], Part],
+    merge: Callable[[Part, Part, Tensor, Tensor], Part],
+    result: Callable[[Part, Tensor], dict[str, Tensor]],
+    ordered_for: str = "",
+) -> Reducer:
+    """Return the reducer that treats each parameter by itself.
+
+    Args:
+        start: From a batch's gradients to their part of the state.
+        merge: From two parts, and the numbers of their samples, to one.
+        result: From a part and N to tensors by suffix: "" stands for NAME, "edges" for NAME.edges.
+        ordered_for: The reducer's name, if complex numbers are to be refused.
+    """
+
+    def start_all(gradients: Gradients) -> State:
+        given = ordered(gradients, ordered_for) if ordered_for else gradients
+        return _joined(count(given), {name: start(block) for name, block in given.items()})
+
+    @on_one_device
+    def merge_all(a: State, b: State) -> State:
+        pairs = zip(_parts(a).items(), _parts(b).values(), strict=True)
+        every = {name: merge(own, other, a["n"], b["n"]) for (name, own), other in pairs}
+        return _joined(a["n"] + b["n"], every)
+
+    def result_all(state: State) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, part in _parts(state).items():
+            for suffix, value in result(part, state["n"]).items():
+                found[f"{name}.{suffix}" if suffix else name] = value
+        return found
+
+    return Reducer(start_all, merge_all, result_all)
+
+
+def _joined(n: Tensor, every: dict[str, Part]) -> State:
+    parts = ((name, kind, value) for name, part in every.items() for kind, value in part.items())
+    return {"n": n, **{f"{kind}:{name}": value for name, kind, value in parts}}
+
+
+def _parts(state: State) -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    for key, value in state.items():
+        kind, colon, name = key.partition(":")
+        if colon:
+            found.setdefault(name, {})[kind] = value
+    return found
+
+
 @on_one_device
 def added(a: State, b: State) -> State:
     """Merge states of which every entry is a sum over samples."""

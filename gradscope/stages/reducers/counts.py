@@ -15,16 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block
 from gradscope.blocks.base import as_rows
 from gradscope.stages.reducers.base import (
+    Part,
     Reducer,
-    State,
     added,
-    count,
-    entries,
-    on_one_device,
-    ordered,
+    for_each_parameter,
     reducers,
     tiles,
 )
@@ -58,22 +55,16 @@ def nonfinite() -> Reducer:
     (nonfinite = "keep"); without that, what is counted here was made by the transforms.
     """
 
-    def start(gradients: Gradients) -> State:
-        state: State = {"n": count(gradients)}
-        for name, block in gradients.items():
-            bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
-            state[f"entries:{name}"] = bad.sum()
-            state[f"samples:{name}"] = (bad > 0).sum()
-        return state
+    def start(block: Block) -> Part:
+        bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
+        return {"entries": bad.sum(), "samples": (bad > 0).sum()}
 
-    def result(state: State) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, bad in entries(state, "entries").items():
-            found[f"{name}.entries"] = bad.double()
-            found[f"{name}.samples"] = state[f"samples:{name}"].double()
-        return found
-
-    return Reducer(start, added, result, additive=True)
+    made = for_each_parameter(
+        start,
+        lambda a, b, *_: {key: a[key] + b[key] for key in a},
+        lambda part, _: {key: value.double() for key, value in part.items()},
+    )
+    return made._replace(merge=added, additive=True)
 
 
 @reducers.register("histogram")
@@ -173,38 +164,21 @@ def _reducer(
     merged: Callable[[Counts, Counts], Counts],
     edges: Callable[[Counts], Tensor],
 ) -> Reducer:
-    def of(block: Block) -> Counts:
-        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
+    def start(block: Block) -> Part:
+        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))._asdict()
 
-    def start(gradients: Gradients) -> State:
-        every = {name: of(block) for name, block in ordered(gradients, "histogram").items()}
-        return {"n": count(gradients), **_packed(every)}
+    def merge(a: Part, b: Part, *_: Tensor) -> Part:
+        return merged(Counts(**a), Counts(**b))._asdict()
 
-    @on_one_device
-    def merge(a: State, b: State) -> State:
-        right = _unpacked(b)
-        every = {name: merged(counts, right[name]) for name, counts in _unpacked(a).items()}
-        return {"n": a["n"] + b["n"], **_packed(every)}
+    def result(part: Part, _: Tensor) -> dict[str, Tensor]:
+        counts = Counts(**part)
+        return {
+            "": counts.inside.double(),
+            "edges": edges(counts).to(counts.inside.device),
+            "outside": counts.outside.double(),
+        }
 
-    def result(state: State) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, counts in _unpacked(state).items():
-            found[name] = counts.inside.double()
-            found[f"{name}.edges"] = edges(counts).to(counts.inside.device)
-            found[f"{name}.outside"] = counts.outside.double()
-        return found
-
-    return Reducer(start, merge, result)
-
-
-def _packed(every: dict[str, Counts]) -> State:
-    pairs = ((name, counts._asdict()) for name, counts in every.items())
-    return {f"{kind}:{name}": value for name, each in pairs for kind, value in each.items()}
-
-
-def _unpacked(state: State) -> dict[str, Counts]:
-    inside, outside, reach = (entries(state, kind) for kind in Counts._fields)
-    return {name: Counts(inside[name], outside[name], reach[name]) for name in inside}
+    return for_each_parameter(start, merge, result, ordered_for="histogram")
 
 
 def _reach(coordinates: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ from torch import Tensor
 from gradscope.blocks import Block, Gradients, OuterBlock, ScatterBlock
 from gradscope.blocks.base import squares
 from gradscope.stages.reducers.base import (
+    Part,
     Reducer,
     State,
     added,
     count,
     entries,
-    on_one_device,
+    for_each_parameter,
     power_sum,
     reducers,
     tiles,
@@ -34,7 +35,7 @@ _SAFE = 0.01  # share of Σ|g|² that must be left after the mean's part is take
 @reducers.register("sum")
 def sum_() -> Reducer:
     """Σᵢ T(gᵢ)."""
-    return _sums(_power_sums(1), lambda state: entries(state, "sum"), 1)
+    return _power_sums(1, divided=False)
 
 
 @reducers.register("mean")
@@ -46,17 +47,13 @@ def mean(standard_error: bool = False) -> Reducer:
     Transforms that follow see the mean and its error alike.
     """
     if not standard_error:
-        return _expectation(_power_sums(1), 1)
+        return _power_sums(1)
 
-    def result(state: State) -> dict[str, Tensor]:
-        errors = variance(state, 1)
-        found: dict[str, Tensor] = {}
-        for name, high in entries(state, "mean").items():
-            found[name] = high + state[f"rest:{name}"]
-            found[f"{name}.standard_error"] = (errors[name] / state["n"]).sqrt()
-        return found
+    def result(part: Part, n: Tensor) -> dict[str, Tensor]:
+        error = (variance(part, n, 1) / n).sqrt()
+        return {"": part["mean"] + part["rest"], "standard_error": error}
 
-    return Reducer(start_spread, merge_spread, result)
+    return for_each_parameter(start_spread, merge_spread, result)
 
 
 @reducers.register("second_moment")
@@ -66,7 +63,7 @@ def second_moment() -> Reducer:
     A sample's gradient is summed over its positions first and squared then (Kunstner et al. 2019,
     arXiv:1905.12558, on what the empirical Fisher is and is not).
     """
-    return _expectation(_power_sums(2), 2)
+    return _power_sums(2)
 
 
 @reducers.register("moment")
@@ -75,13 +72,14 @@ def moment(k: int) -> Reducer:
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     if k == 1:
-        return _expectation(_power_sums(1), 1)
+        return _power_sums(1)
 
-    def start(gradients: Gradients) -> State:
-        sums = {f"sum:{name}": _power_sum(block, k) for name, block in gradients.items()}
-        return {"n": count(gradients), **sums}
+    def of(block: Block) -> Tensor:
+        if k == 2 and not block.dtype.is_complex:
+            return wide(block).squared_sum()
+        return reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))
 
-    return _expectation(start)
+    return _additive(lambda gradients: {name: of(block) for name, block in gradients.items()})
 
 
 @reducers.register("var")
@@ -92,89 +90,67 @@ def var(ddof: int = 1) -> Reducer:
     arXiv:1612.05086). ddof (delta degrees of freedom) 1 is the unbiased estimate, 0 the
     population's variance.
     """
-    _require_degrees(ddof)
-    return Reducer(start_spread, merge_spread, lambda state: variance(state, ddof))
+    return _spread(ddof, lambda value: value)
 
 
 @reducers.register("std")
 def std(ddof: int = 1) -> Reducer:
     """√var, elementwise; NaN where N ≤ ddof."""
-    _require_degrees(ddof)
-
-    def result(state: State) -> dict[str, Tensor]:
-        return {name: value.sqrt() for name, value in variance(state, ddof).items()}
-
-    return Reducer(start_spread, merge_spread, result)
+    return _spread(ddof, torch.sqrt)
 
 
-def variance(state: State, ddof: int) -> dict[str, Tensor]:
-    """Return m2 / (N − ddof) by name, NaN where N ≤ ddof."""
-    degrees = state["n"] - ddof
-    by = torch.where(degrees > 0, degrees, torch.nan)
-    return {name: m2 / by for name, m2 in entries(state, "m2").items()}
-
-
-def start_spread(gradients: Gradients) -> State:
-    """Return N, and for each name the mean, its rest and the squared deviations of a batch."""
-    state: State = {"n": count(gradients)}
-    for name, block in gradients.items():
-        mean, rest, m2 = _centred(block)
-        state |= {f"mean:{name}": mean, f"rest:{name}": rest, f"m2:{name}": m2}
-    return state
-
-
-@on_one_device
-def merge_spread(a: State, b: State) -> State:
-    """Merge two states of `start_spread`."""
-    n = a["n"] + b["n"]
-    share = b["n"] / n
-    merged: State = {"n": n}
-    for name, mean in entries(a, "mean").items():
-        rest = a[f"rest:{name}"]
-        gap = (b[f"mean:{name}"] - mean) + (b[f"rest:{name}"] - rest)
-        merged[f"mean:{name}"], merged[f"rest:{name}"] = _two_sum(mean, rest + gap * share)
-        between = squares(gap) * (a["n"] * share)
-        merged[f"m2:{name}"] = a[f"m2:{name}"] + b[f"m2:{name}"] + between
-    return merged
-
-
-def _sums(
-    start: Callable[[Gradients], State],
-    result: Callable[[State], dict[str, Tensor]],
-    *powers: int,
-) -> Reducer:
-    return Reducer(start, added, result, powers=frozenset(powers), additive=True)
-
-
-def _expectation(start: Callable[[Gradients], State], *powers: int) -> Reducer:
-    def result(state: State) -> dict[str, Tensor]:
-        n = float(state["n"])
-        return {name: total / n for name, total in entries(state, "sum").items()}
-
-    return _sums(start, result, *powers)
-
-
-def _power_sums(power: int) -> Callable[[Gradients], State]:
-    def start(gradients: Gradients) -> State:
-        sums = {f"sum:{name}": power_sum(gradients, name, power) for name in gradients}
-        return {"n": count(gradients), **sums}
-
-    return start
-
-
-def _power_sum(block: Block, k: int) -> Tensor:
-    if k == 2 and not block.dtype.is_complex:
-        return wide(block).squared_sum()
-    return reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))
-
-
-def _require_degrees(ddof: int) -> None:
+def _spread(ddof: int, of: Callable[[Tensor], Tensor]) -> Reducer:
     if ddof < 0:
         raise ValueError(f"ddof must not be negative, not {ddof}")
 
+    def result(part: Part, n: Tensor) -> dict[str, Tensor]:
+        return {"": of(variance(part, n, ddof))}
 
-def _centred(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, its rest and Σᵢ |gᵢ − mean|² (*shape) of a batch.
+    return for_each_parameter(start_spread, merge_spread, result)
+
+
+def variance(part: Part, n: Tensor, ddof: int) -> Tensor:
+    """Return m2 / (N − ddof) (*shape), NaN where N ≤ ddof."""
+    degrees = n - ddof
+    return part["m2"] / torch.where(degrees > 0, degrees, torch.nan)
+
+
+def merge_spread(a: Part, b: Part, n_a: Tensor, n_b: Tensor) -> Part:
+    """Merge two parts of `start_spread`."""
+    share = n_b / (n_a + n_b)
+    gap = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
+    mean, rest = _two_sum(a["mean"], a["rest"] + gap * share)
+    between = squares(gap) * (n_a * share)
+    return {"mean": mean, "rest": rest, "m2": a["m2"] + b["m2"] + between}
+
+
+def _power_sums(power: int, *, divided: bool = True) -> Reducer:
+    """Return the reducer to Σᵢ T(gᵢ) or Σᵢ |T(gᵢ)|², which the gradients may know; over N."""
+
+    def sums(gradients: Gradients) -> dict[str, Tensor]:
+        return {name: power_sum(gradients, name, power) for name in gradients}
+
+    return _additive(sums, divided, frozenset({power}))
+
+
+def _additive(
+    sums: Callable[[Gradients], dict[str, Tensor]],
+    divided: bool = True,
+    powers: frozenset[int] = frozenset(),
+) -> Reducer:
+    def start(gradients: Gradients) -> State:
+        every = {f"sum:{name}": total for name, total in sums(gradients).items()}
+        return {"n": count(gradients), **every}
+
+    def result(state: State) -> dict[str, Tensor]:
+        by = float(state["n"]) if divided else 1.0
+        return {name: total / by for name, total in entries(state, "sum").items()}
+
+    return Reducer(start, added, result, powers=powers, additive=True)
+
+
+def start_spread(block: Block) -> Part:
+    """Return the mean of a batch, its rest and m2 = Σᵢ |gᵢ − mean|², all (*shape).
 
     Where the block knows Σ|g|² without a dense form, Σ|g|² − n|mean|² is taken, unless it cancels
     in some entry. Otherwise a second pass over dense tiles sums deviations from the mean.
@@ -182,19 +158,20 @@ def _centred(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     n, whole = block.n, wide(block)
     mean = whole.weighted_sum() / n
     if n == 1:
-        return mean, torch.zeros_like(mean), torch.zeros_like(squares(mean))
+        zero = torch.zeros_like(mean)
+        return {"mean": mean, "rest": zero, "m2": squares(zero)}
     if isinstance(whole, ScatterBlock) or (isinstance(whole, OuterBlock) and whole.sizes[1] == 1):
         total = whole.squared_sum()
         m2 = total - n * squares(mean)
         if bool((m2 >= _SAFE * total).all()):
-            return mean, torch.zeros_like(mean), m2
+            return {"mean": mean, "rest": torch.zeros_like(mean), "m2": m2}
     rest = torch.zeros_like(mean)
     m2 = torch.zeros_like(squares(mean))
     for tile in tiles(block):
         deviations = tile - mean
         rest += deviations.sum(0)
         m2 += squares(deviations).sum(0)
-    return mean, rest / n, (m2 - squares(rest) / n).clamp_min(0.0)
+    return {"mean": mean, "rest": rest / n, "m2": (m2 - squares(rest) / n).clamp_min(0.0)}
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from gradscope.stages.reducers.base import (
     State,
     count,
     entries,
+    for_each_parameter,
     on_one_device,
     ordered,
     reducers,
@@ -70,10 +71,7 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
             if exact:
                 state[f"values:{name}"] = torch.cat(list(tiles(block)))
             else:
-                state |= buckets.state(name, map(buckets.keys, tiles(block)))
-                state[f"shape:{name}"] = torch.tensor(
-                    block.shape, dtype=torch.int64, device=block.device
-                )
+                state |= buckets.state(name, tiles(block))
         return state
 
     @on_one_device
@@ -101,18 +99,12 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
 def _extreme(
     name: str, over: Callable[[Tensor, int], Tensor], of_two: Callable[[Tensor, Tensor], Tensor]
 ) -> Reducer:
-    def start(gradients: Gradients) -> State:
-        state: State = {"n": count(gradients)}
-        for key, block in ordered(gradients, name).items():
-            state[f"value:{key}"] = reduce(of_two, (over(t, 0) for t in tiles(block)))
-        return state
-
-    @on_one_device
-    def merge(a: State, b: State) -> State:
-        merged = {f"value:{k}": of_two(v, b[f"value:{k}"]) for k, v in entries(a, "value").items()}
-        return {"n": a["n"] + b["n"], **merged}
-
-    return Reducer(start, merge, lambda state: entries(state, "value"))
+    return for_each_parameter(
+        lambda block: {"value": reduce(of_two, (over(tile, 0) for tile in tiles(block)))},
+        lambda a, b, *_: {"value": of_two(a["value"], b["value"])},
+        lambda part, _: {"": part["value"]},
+        ordered_for=name,
+    )
 
 
 class _Buckets:
@@ -146,19 +138,21 @@ class _Buckets:
         found = torch.where(code.abs() == self.top, code.sign() * torch.inf, found)
         return torch.where(code > self.top, torch.nan, found)
 
-    def state(self, name: str, keys: Iterable[Tensor]) -> State:
-        """Return the state's entries for lists of keys, one after the other."""
-        found, counts = zip(*(torch.unique(k, return_counts=True) for k in keys), strict=True)
-        return _packed(name, torch.cat(found), torch.cat(counts))
+    def state(self, name: str, tiles: Iterable[Tensor]) -> State:
+        """Return the state's entries for values (m, *shape), tile after tile."""
+        shape, found, counts = torch.empty(0), [], []
+        for tile in tiles:
+            keys, held = torch.unique(self.keys(tile), return_counts=True)
+            shape = torch.tensor(tile.shape[1:], dtype=torch.int64, device=tile.device)
+            found.append(keys)
+            counts.append(held)
+        return {f"shape:{name}": shape, **_packed(name, torch.cat(found), torch.cat(counts))}
 
     def all(self, state: State) -> State:
         """Return a state whose values are in buckets."""
         converted: State = {key: v for key, v in state.items() if not key.startswith("values:")}
         for name, values in entries(state, "values").items():
-            converted |= self.state(name, [self.keys(values)])
-            converted[f"shape:{name}"] = torch.tensor(
-                values.shape[1:], dtype=torch.int64, device=values.device
-            )
+            converted |= self.state(name, [values])
         return converted
 
     def quantile(self, state: State, name: str, n: int, q: float) -> Tensor:

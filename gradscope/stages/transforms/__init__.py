@@ -1,6 +1,6 @@
 """Transforms of per-sample gradients, one family a file."""
 
-from gradscope.stages.transforms import (  # each registers its transforms
+from gradscope.stages.transforms import (  # noqa: F401  each registers its transforms
     elementwise,
     hessian,
     norms,
@@ -17,12 +17,9 @@ from gradscope.stages.transforms.base import (
     Scope,
     Step,
     Transform,
-    TransformFactory,
     Vector,
-    blockwise,
     transform,
     transforms,
-    widened,
 )
 
 __all__ = [
@@ -32,18 +29,7 @@ __all__ = [
     "Scope",
     "Step",
     "Transform",
-    "TransformFactory",
     "Vector",
-    "blockwise",
-    "elementwise",
-    "hessian",
-    "norms",
-    "precondition",
-    "products",
-    "project",
-    "stochastic",
-    "topk",
     "transform",
     "transforms",
-    "widened",
 ]

@@ -58,33 +58,21 @@ class Vector:
 
 @dataclass(frozen=True)
 class NeedsMean:
-    """A transform that waits for the mean, over all samples, of what reaches it.
-
-    Attributes:
-        given: Takes {name: (*shape)} and returns the transform.
-    """
+    """A transform that waits for the mean {name: (*shape)} over all samples of what reaches it."""
 
     given: Callable[[Mapping[str, Tensor]], Transform]
 
 
 @dataclass(frozen=True)
 class NeedsProblem:
-    """A transform that evaluates the model again, such as a Hessian-vector product.
-
-    Attributes:
-        given: Takes the batch's problem and its samples and returns the transform.
-    """
+    """A transform that evaluates the model again, on the batch that the gradients are from."""
 
     given: Callable[[Problem, Batch], Transform]
 
 
 @dataclass(frozen=True)
 class ReadsNorms:
-    """A transform that asks the gradients it is given for their L2 norms.
-
-    Attributes:
-        apply: The transform.
-    """
+    """A transform that asks the gradients it is given for their L2 norms."""
 
     apply: Transform
 

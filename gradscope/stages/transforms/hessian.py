@@ -53,8 +53,11 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
             for i in range(len(batch)):
                 one = gradients.select(slice(i, i + 1))
                 vector = shared or {name: block.dense()[0] for name, block in one.items()}
-                sample = (batch.one(i), 0) if alone else (batch, i)
-                for name, row in product(_SampleLoss(problem, *sample), vector).items():
+                loss = _SampleLoss(problem, *((batch.one(i), 0) if alone else (batch, i)))
+                product, custom = _product(loss, vector)
+                if custom:
+                    _require_agreement(loss, vector)
+                for name, row in product.items():
                     rows[name][i] = row
             return gradients.of({name: DenseBlock(value) for name, value in rows.items()})
 
@@ -101,16 +104,11 @@ class _SampleLoss:
         return list(self.problem.parameters.values())
 
 
-def product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {name: (H v) (*shape)}: the gradient of ⟨g, v⟩, v held fixed."""
-    found, custom = _product(loss, vector)
-    if custom:
-        _require_agreement(loss, vector)
-    return found
-
-
 def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    """Return the product, and whether custom functions took part."""
+    """Return {name: (H v) (*shape)}, and whether custom functions took part.
+
+    It is the gradient of ⟨g, v⟩, v held fixed.
+    """
     with _twice_differentiable(loss.problem), torch.enable_grad():
         value = loss.value()
         custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))

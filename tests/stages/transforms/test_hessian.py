@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
+from gradscope.engine import settled
 from gradscope.errors import SpecError, UnsupportedError
 from gradscope.stages.chain import bind
 from gradscope.stages.transforms import Vector
@@ -75,7 +76,7 @@ def rows_of(
 ) -> dict[str, Tensor]:
     batch = Batch.of(inputs, targets)
     bound = bind(text, vectors=lambda reference: Vector(vector or {}, reference))
-    (chain,) = scope.settled([bound], lambda: [batch])
+    (chain,) = settled(scope.session, [bound], lambda: [batch])
     return chain.rows(scope.evaluate(batch).gradients, scope.problem, batch).dense()
 
 

@@ -1,52 +1,49 @@
-"""numpy's formats: .npz, .npy and folders of .npy files. Rows are read where they lie."""
+"""Arrays that are read where they lie: .npz, .npy, folders of .npy files, safetensors."""
 
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
-    Sliced,
+    NumberColumn,
     Stored,
     StoredArrays,
-    Texts,
+    TextColumn,
     from_numpy,
     objects,
-    reading,
-    require_memory,
+    require_available,
     torch_dtype,
 )
-from gradscope.sources.data.readers import dataset_readers, is_zip, matching
-from gradscope.sources.listing import listed
+from gradscope.sources.formats import dataset_readers, is_safetensors, is_zip, matching
 
 _IN_MEMORY = 2**26  # bytes up to which a compressed array is read as a whole
 _PIECE = 2**22
 _LONGEST = 2**24  # bytes of a header; a table of 40,000 fields has a million
 
+Rows = Callable[[int, int], np.ndarray]
+
 
 @dataclass(frozen=True)
 class _Header:
-    """What a .npy file says of itself.
-
-    Attributes:
-        shape: (N, ...).
-        dtype: Of the numbers.
-        fortran: The first axis is the fastest.
-        start: Where the numbers begin in the file.
-    """
+    """What a .npy file says of itself: its shape (N, ...), and where its numbers begin."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    fortran: bool
+    fortran: bool  # the first axis is the fastest
     start: int
 
     @property
@@ -55,39 +52,42 @@ class _Header:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def row(self) -> int:
-        """The bytes of one row."""
-        return prod(self.shape[1:]) * self.dtype.itemsize
-
-    @property
     def sliceable(self) -> bool:
         """Whether there are rows, each in one piece."""
         return bool(self.shape) and not (self.fortran and len(self.shape) > 1)
 
-    def part(self, n: int) -> "_Header":
-        """Return the header of n rows alone."""
-        return replace(self, shape=(n, *self.shape[1:]))
+    def rows(self, opened: Callable[[], AbstractContextManager[IO[bytes]]]) -> Rows:
+        """Return what reads rows of a file; where none is in one piece, all are held."""
+        row = prod(self.shape[1:]) * self.dtype.itemsize
 
+        def read(start: int, stop: int) -> np.ndarray:
+            with opened() as file:
+                file.seek(self.start + start * row)
+                return _array(replace(self, shape=(stop - start, *self.shape[1:])), file)
 
-def is_npy(head: bytes) -> bool:
-    """Whether a file that begins like this is a .npy file."""
-    return head.startswith(b"\x93NUMPY")
+        if self.sliceable:
+            return read
+        with opened() as file:
+            file.seek(self.start)
+            whole = _array(self, file)
+        return lambda start, stop: whole[start:stop] if self.shape else whole
 
 
 @dataset_readers.register("npy")
-@matching(is_npy)
+@matching(lambda head: head.startswith(b"\x93NUMPY"))
 def open_npy(path: Path) -> StoredArrays:
     """One array of numbers, or a table with named fields, as numpy.save writes it."""
-    with reading(path), path.open("rb") as file:
+    with path.open("rb") as file:
         header = _header(file, path.stat().st_size)
     fields = header.dtype.names
-    read = lru_cache(maxsize=1)(_reader(path, header))  # the fields share the rows of a batch
 
-    def load(name: str) -> Stored:
-        with reading(path, name):
-            return _rows(path, header, read, None if fields is None else name)
+    @lru_cache(maxsize=1)
+    def rows() -> Rows:  # the fields share the rows of a batch
+        return lru_cache(maxsize=1)(header.rows(lambda: path.open("rb")))
 
-    return StoredArrays(fields or (path.stem,), load)
+    return StoredArrays(
+        fields or (path.stem,), lambda name: _column(header, rows(), name if fields else None)
+    )
 
 
 def open_npy_folder(path: Path) -> StoredArrays:
@@ -111,27 +111,7 @@ def open_npy_folder(path: Path) -> StoredArrays:
 @matching(is_zip)
 def open_npz(path: Path) -> StoredArrays:
     """Named arrays of numbers or texts, as numpy.savez writes them."""
-    with reading(path):
-        archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long
-        members = _members(archive)
-
-    def load(name: str) -> Stored:
-        with reading(path, name):
-            info = members[name]
-            with archive.open(info) as member:
-                header = _header(member, info.file_size)
-                if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
-                    placed = replace(header, start=_start_of(path, info) + header.start)
-                    return _rows(path, placed, _reader(path, placed))
-                if header.nbytes <= _IN_MEMORY or not header.sliceable:
-                    return _stored(path, _array(header, member))
-        return _inflated(path, name, archive, info, header)
-
-    return StoredArrays(tuple(members), load, _notes(members))
-
-
-def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Return the arrays of an archive by name."""
+    archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long
     every = [info for info in archive.infolist() if info.filename.endswith(".npy")]
     members = {info.filename.removesuffix(".npy"): info for info in every}
     if len(members) < len(every):
@@ -142,20 +122,29 @@ def _members(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
             remedy="Write the data again, each array under a name of its own.",
         )
     if not members:
-        raise DatasetError(
-            "this zip archive holds no numpy arrays",
-            remedy="Write the data with numpy.savez, one array a name.",
-        )
-    return members
-
-
-def _notes(members: dict[str, zipfile.ZipInfo]) -> tuple[str, ...]:
-    return tuple(
+        remedy = "Write the data with numpy.savez, one array a name."
+        raise DatasetError("this zip archive holds no numpy arrays", remedy=remedy)
+    notes = (
         f"the array {name} of {info.file_size:,} bytes is compressed, so every pass over the data "
         "inflates it anew; numpy.savez or numpy.save would let rows be read where they lie"
         for name, info in members.items()
         if info.compress_type != zipfile.ZIP_STORED and info.file_size > _IN_MEMORY
     )
+
+    def load(name: str) -> Stored:
+        info = members[name]
+        with archive.open(info) as member:
+            header = _header(member, info.file_size)
+            if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
+                header = replace(header, start=_start_of(path, info) + header.start)
+                return _column(header, header.rows(lambda: path.open("rb")))
+            if header.nbytes <= _IN_MEMORY:
+                whole = _array(header, member)
+                return _column(header, lambda a, b: whole[a:b] if header.shape else whole)
+        inflated = cache(lambda: archive.open(info))  # to go back is to begin anew
+        return _column(header, header.rows(lambda: nullcontext(inflated())))
+
+    return StoredArrays(tuple(members), load, tuple(notes))
 
 
 def _header(file: IO[bytes], size: int) -> _Header:
@@ -167,11 +156,9 @@ def _header(file: IO[bytes], size: int) -> _Header:
         )
     file.seek(0)
     version = np.lib.format.read_magic(file)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
+    first = version == (1, 0)
+    form = np.lib.format
+    read = form.read_array_header_1_0 if first else form.read_array_header_2_0
     shape, fortran, dtype = read(file, max_header_size=_LONGEST)
     if version == (3, 0) and dtype.names is not None:  # read as if it were Latin-1
         dtype.names = tuple(name.encode("latin-1").decode() for name in dtype.names)
@@ -192,7 +179,7 @@ def _cut_off(header: _Header, found: int) -> DatasetError:
 
 def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
     """Read the numbers that come next in a file."""
-    require_memory(header.nbytes)
+    require_available(header.nbytes)
     values = np.empty(header.nbytes, np.uint8)
     view, found = values.data, 0
     while found < header.nbytes and (data := file.read(min(_PIECE, header.nbytes - found))):
@@ -206,77 +193,21 @@ def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
     return shaped if not header.fortran else np.ascontiguousarray(shaped)
 
 
-def _reader(path: Path, header: _Header) -> Callable[[int, int], np.ndarray]:
-    """Return what reads the rows from a start up to a stop; all of them where none is apart."""
-
-    def read(start: int, stop: int) -> np.ndarray:
-        with reading(path), path.open("rb") as file:
-            file.seek(header.start + (start * header.row if header.sliceable else 0))
-            return _array(header.part(stop - start) if header.sliceable else header, file)
-
-    return read
-
-
-def _rows(
-    path: Path,
-    header: _Header,
-    read: Callable[[int, int], np.ndarray],
-    field: str | None = None,
-) -> Stored:
-    """Return the array whose numbers begin at `header.start` of a file, or a field of it."""
-    if not header.sliceable:
-        whole = read(0, 0)
-        return _stored(path, whole if field is None else whole[field].copy())
+def _column(header: _Header, read: Rows, field: str | None = None) -> Stored:
+    """Return the array, or a field of it, whose rows `read` returns."""
+    inner = header.dtype if field is None else header.dtype[field]
+    shape = (*header.shape, *inner.shape)
 
     def rows(start: int, stop: int) -> np.ndarray:
         found = read(start, stop)
         return found if field is None else found[field].copy()
 
-    return _sliced(path, header, rows, field)
+    def texts(start: int, stop: int) -> list[str]:
+        return [t if isinstance(t, str) else t.decode() for t in rows(start, stop).tolist()]
 
-
-def _inflated(
-    path: Path, name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, header: _Header
-) -> Stored:
-    """Return a compressed array of which only some rows are in memory at a time."""
-    member = archive.open(info)
-
-    def read(start: int, stop: int) -> np.ndarray:
-        with reading(path, name):
-            member.seek(header.start + start * header.row)  # backwards: from the beginning
-            return _array(header.part(stop - start), member)
-
-    return _sliced(path, header, read)
-
-
-def _sliced(
-    path: Path,
-    header: _Header,
-    read: Callable[[int, int], np.ndarray],
-    field: str | None = None,
-) -> Stored:
-    inner = header.dtype if field is None else header.dtype[field]
-    shape = (*header.shape, *inner.shape)
     if inner.base.kind in "US" and len(shape) == 1:
-        return Texts(shape[0], lambda start, stop: _texts(path, read(start, stop)))
-
-    def numbers(start: int, stop: int) -> Tensor:
-        with reading(path):
-            return from_numpy(read(start, stop))
-
-    return Sliced(shape, torch_dtype(inner.base), numbers)
-
-
-def _stored(path: Path, array: np.ndarray) -> Stored:
-    """Return an array that is in memory."""
-    if array.dtype.kind in "US" and array.ndim == 1:
-        return Texts(len(array), lambda start, stop: _texts(path, array[start:stop]))
-    return from_numpy(array)
-
-
-def _texts(path: Path, array: np.ndarray) -> Sequence[str]:
-    with reading(path):
-        return [t if isinstance(t, str) else t.decode() for t in array.tolist()]
+        return TextColumn(shape[0], texts)
+    return NumberColumn(shape, torch_dtype(inner.base), lambda a, b: from_numpy(rows(a, b)))
 
 
 def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
@@ -298,3 +229,25 @@ def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
     if crc != info.CRC:
         raise zipfile.BadZipFile(f"Bad CRC-32 for file {info.filename!r}")
     return start
+
+
+@dataset_readers.register("safetensors")
+@matching(is_safetensors)
+def open_safetensors(path: Path) -> StoredArrays:
+    """Named tensors, as safetensors writes them."""
+    file: Any = safe_open(path, framework="pt")  # it stays open: its header takes long
+
+    def load(name: str) -> Stored:
+        part = file.get_slice(name)
+        shape = tuple(part.get_shape())
+        if not shape:
+            whole: Tensor = file.get_tensor(name)
+            return whole
+
+        def rows(start: int, stop: int) -> Tensor:
+            found: Tensor = file.get_slice(name)[start:stop]
+            return found.clone(memory_format=torch.contiguous_format)
+
+        return NumberColumn(shape, part[:0].dtype, rows)
+
+    return StoredArrays(tuple(file.keys()), load)
