@@ -108,7 +108,7 @@ def _is_list(setting: Setting) -> bool:
 
 def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
     """Return what is wrong with the names of chains, backends and loss, beside what else is."""
-    from gradscope.run.names import resolve_names
+    from gradscope.run import resolve_names
 
     try:
         resolve_names(spec)

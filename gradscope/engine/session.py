@@ -263,12 +263,7 @@ class Session:
     def _audited(
         self, batch: Batch, request: Request, number: int, look: Look, evaluation: Evaluation
     ) -> tuple[Evaluation, Certificate | None]:
-        """Look at an answer once more; return it, and its proof if all of it was proved.
-
-        Raises:
-            CertificateError: It is wrong.
-            CoupledSamplesError: A sample's loss depends on other samples of this batch.
-        """
+        """Look at an answer once more; return it, and its proof if all of it was proved."""
         state, uncompiled = self.problem.state, evaluation
         known = state.found
         try:

@@ -28,8 +28,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.ways import Choice
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, Room
-    from gradscope.run.merging import MergeReport
+    from gradscope.run import Estimate, Inspection, MergeReport, Room
     from gradscope.storage import Exported
 
 _STATUS = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
-from gradscope.run import run
+from gradscope.run import execute
 from gradscope.run.merging import Merge
 from gradscope.storage import Rows, Writer, columns, complete, disk, factors, integrity
 from gradscope.storage.packer import Packer
@@ -28,7 +28,7 @@ PLAIN = Written("plain")
 
 
 def _of_rows(change: Callable[[Rows], Rows]) -> Install:
-    return around(run, "rows_of", after(lambda rows, *_: change(rows)))
+    return around(execute, "rows_of", after(lambda rows, *_: change(rows)))
 
 
 _caught(
@@ -205,7 +205,7 @@ _caught(
 def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Writer, *args: Any) -> None:
         original(self, *args)
-        self.states = {k: v for k, v in self.states.items() if k == run.PROGRESS}
+        self.states = {k: v for k, v in self.states.items() if k == execute.PROGRESS}
 
     return init
 
@@ -230,7 +230,7 @@ _caught(
     PLAIN,
     "completion",
     around(
-        run,
+        execute,
         "updated",
         lambda original: (
             lambda chains, states, *more: original(chains, original(chains, states, *more), *more)

@@ -38,8 +38,7 @@ from gradscope.backends.loop import one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY, mixing_layer, require_independent
-from gradscope.core.kernels import unfused
-from gradscope.core.problem import Problem, differentiable_inputs
+from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]

@@ -20,7 +20,7 @@ from gradscope.backends.hooks.graph.axes import (
 )
 from gradscope.backends.hooks.graph.movement import Growth, Output, movers, stays
 from gradscope.backends.hooks.graph.trace import Program, Trace
-from gradscope.core.scalar import summed
+from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 
 _CONSTANT: Growth = (-1, None)

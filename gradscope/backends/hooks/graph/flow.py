@@ -10,7 +10,7 @@ from gradscope.backends.hooks.graph.analysis import OTHERS
 from gradscope.backends.hooks.graph.axes import Marks, OwnedAxis, owned
 from gradscope.backends.hooks.graph.movement import Output
 from gradscope.backends.hooks.graph.trace import Trace
-from gradscope.core.scalar import summed
+from gradscope.core.problem import summed
 from gradscope.errors import UnsupportedError
 
 

@@ -2,10 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,19 @@ from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
 from gradscope.engine import Audits, finite_samples, fold
 from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
-from gradscope.run import nonfinite, recorded
-from gradscope.run.batch_size import BatchSize
 from gradscope.run.job import Job
-from gradscope.run.overlap import Appending
+from gradscope.run.outcome import (
+    MEAN_GRADIENT,
+    NONFINITE,
+    mean_gradient_norms,
+    nonfinite_of_file,
+    nonfinite_of_rows,
+    refuse_nonfinite,
+    require_written,
+    results_of,
+    with_counts,
+)
+from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
@@ -28,9 +36,14 @@ from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_con
 from gradscope.storage import GradientFile, Rows, open_file
 from gradscope.storage.trouble import writing
 
-NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
-MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
+ALIKE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-2,
+}  # relative: numbers of a sample that is computed again
+_NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 _FEW = 64  # samples of the first batch that a run going on has to find again
 _SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
 
@@ -82,7 +95,7 @@ class _Seen:
     def of(cls, file: GradientFile, *, aggregates: bool = False) -> "_Seen":
         finite = np.asarray(file.samples["finite"], dtype=bool)
         rows = parameter_rows(file, finite)
-        chains = nonfinite.of_file(file, aggregates=aggregates)
+        chains = nonfinite_of_file(file, aggregates=aggregates)
         return cls(rows, dict(file.certificate), int((~finite).sum()), chains)
 
 
@@ -94,7 +107,7 @@ class Run:
         job: What is computed.
         chains: Its chains, after the earlier passes that some of them need.
         path: The result file.
-        writer: The open file.
+        writer: The open file, in a thread of its own.
         size: How many samples are computed at a time.
         begun: When, on the performance counter.
         notes: What was noticed before it began.
@@ -107,9 +120,9 @@ class Run:
     job: Job
     chains: tuple[Chain, ...]
     path: Path
-    writer: Appending
+    writer: Any  # a `Behind`
     size: BatchSize
-    begun: float
+    begun: float = 0.0
     notes: tuple[str, ...] = ()
     states: dict[str, State] = field(default_factory=dict)
     progress: Progress = Progress()
@@ -120,7 +133,7 @@ class Run:
         """Yield the batches that are not computed yet."""
         while self.done < len(self.job.rows):
             returns = self.returns
-            for batch in self.job.batches(self.size, self.done):
+            for batch in batches(self.job, self.size, self.done):
                 yield batch
                 if self.returns != returns:
                     break
@@ -168,17 +181,14 @@ class Run:
             NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
         """
         seen: list[_Seen] = []
-        found = {
-            k: nonfinite.of_result(chain, self.states[f"chain:{k}"])
-            for k, chain in enumerate(self.chains)
-            if chain.reducer is not None and f"chain:{k}" in self.states
-        }
-        counts = {k: count for k, (_, count) in found.items()}
+        reduced = dict(enumerate(self.chains))
+        states = {k: self.states[f"chain:{k}"] for k in reduced if f"chain:{k}" in self.states}
+        results, counts = results_of(reduced, states)
         self._judge(counts)
-        self.states = nonfinite.recorded(self.states, counts)
+        self.states = with_counts(self.states, counts)
         self.writer.finish(
-            results={k: result for k, (result, _) in found.items()},
-            certificate=self.progress.certificate or NOT_VERIFIED,
+            results=results,
+            certificate=self.progress.certificate or _NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
             states=self._kept_states(),
             look=lambda file: seen.append(self._seen(file)),
@@ -186,10 +196,10 @@ class Run:
         if not seen:  # it was complete before
             with open_file(self.path) as file:
                 seen.append(_Seen.of(file, aggregates=True))
-        shown = enumerate(seen[0].chains_nonfinite)
-        own = {int(k): int(n) for k, n in self.states.get(nonfinite.OWNER, {}).items()}
+        own = {int(k): int(n) for k, n in self.states.get(NONFINITE, {}).items()}
+        found = enumerate(seen[0].chains_nonfinite)
         return self._report(
-            seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in shown)
+            seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in found)
         )
 
     def _seen(self, file: GradientFile) -> _Seen:
@@ -200,8 +210,8 @@ class Run:
         """
         own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
         counting = {owner: state for owner, state in self.states.items() if owner not in own}
-        recorded.require_samples(file, self.job.rows)
-        recorded.require_counts(file, counting, kept=self.job.scope.settings.nonfinite == "keep")
+        kept = self.job.scope.settings.nonfinite == "keep"
+        require_written(file, self.job.rows, counting, kept=kept)
         try:
             require_consistent(file, self.job.scope.settings.seed)
         except ResultFileError as error:
@@ -218,32 +228,28 @@ class Run:
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
         scope, last = self.job.scope, self.done + n == len(self.job.rows)
         ordinal = self.done // (self.progress.batch_size or n)
-        made_rows: list[tuple[Rows, State]] = []
+        made: list[tuple[Rows, State]] = []
 
-        def look(batch: Batch, evaluation: Evaluation) -> None:
+        def sink(batch: Batch, evaluation: Evaluation) -> None:
             rows = rows_of(self.job, self.chains, batch, evaluation)
-            made_rows.append((rows, self._made(rows)))
+            made.append((rows, self._made(rows)))
 
         keys, reduced = zip(*self._reduced(), strict=True)
         found = fold(
             scope,
             [part],
             reduced,
-            look,
+            sink,
             states=[self.states.get(key) for key in keys],
             request=self.job.request(left=-(-(len(self.job.rows) - self.done) // n)),
             ordinal=ordinal,
             count=1 if last else None,
         )
-        ((rows, made),) = made_rows
-        states = dict(self.states)
-        states |= {
-            key: carried_state(state)
-            for key, state in zip(keys, found.states, strict=True)
-            if state is not None
-        }
-        if made:
-            states[nonfinite.OWNER] = made
+        ((rows, overflowed),) = made
+        carried = ((key, s) for key, s in zip(keys, found.states, strict=True) if s is not None)
+        states = self.states | {key: carried_state(state) for key, state in carried}
+        if overflowed:
+            states[NONFINITE] = overflowed
         self.progress = Progress(
             batch_size=self.size.samples,
             certificate=self._proof(),
@@ -256,10 +262,10 @@ class Run:
 
     def _made(self, rows: Rows) -> State:
         """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""
-        found = dict(self.states.get(nonfinite.OWNER, {}))
+        found = dict(self.states.get(NONFINITE, {}))
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
             if made is not None and chain.before and chain.text != "identity":
-                count = nonfinite.of_rows(made, rows.finite)
+                count = nonfinite_of_rows(made, rows.finite)
                 if int(count):
                     self._judge({k: int(count)})
                     found[str(k)] = found.get(str(k), torch.tensor(0)) + count.cpu()
@@ -267,7 +273,7 @@ class Run:
 
     def _judge(self, counts: Mapping[int, int]) -> None:
         if self.job.spec.compute.nonfinite == "fail":
-            nonfinite.refuse(self.chains, counts)
+            refuse_nonfinite(self.chains, counts)
 
     def _proof(self) -> Mapping[str, Any] | None:
         """Return the proof of the first batch that has a gradient, with the audits since."""
@@ -317,6 +323,19 @@ class Run:
         )
 
 
+def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
+    """Yield the batches after the first `done` samples; the next is loaded in the meantime."""
+
+    def loaded() -> Iterator[Batch]:
+        start = done
+        while start < len(job.rows):
+            batch = size.fitting(partial(job.load, start), len(job.rows) - start)
+            start += len(batch)
+            yield batch
+
+    return ahead(loaded(), job.scope.problem.device)
+
+
 def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what is stored of a batch, not computed where a block can do it later."""
     gradients, problem = evaluation.gradients, job.scope.problem
@@ -343,18 +362,6 @@ def keeps_states(job: Job, size: int) -> bool:
     A shard does, and others where they are small; not where factors were chosen to save space.
     """
     return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
-
-
-def mean_gradient_norms(
-    states: Mapping[str, State], names: Iterable[str]
-) -> dict[str, dict[str, float]]:
-    """Return ‖mean gᵢ‖ of each parameter, for /norms."""
-    state = states.get(MEAN_GRADIENT)
-    if state is None:  # no sample is finite
-        return {name: {"mean_gradient_norm": nan} for name in names}
-    n = float(state["n"])
-    sums = {key.removeprefix("sum:"): value for key, value in state.items() if key != "n"}
-    return {name: {"mean_gradient_norm": float(g.norm()) / n} for name, g in sums.items()}
 
 
 def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:

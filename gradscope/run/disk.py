@@ -1,30 +1,30 @@
-"""Before a large run: how many bytes it will write, whether they fit, and how long it takes."""
+"""The disk: how many bytes a run will write, whether they fit, and how long it computes."""
 
 import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
-from gradscope.engine import settled
+from gradscope.engine import settled, usable
 from gradscope.errors import OutputError
-from gradscope.run.aggregates import aggregate_shapes
-from gradscope.run.batch_size import BatchSize
-from gradscope.run.job import Job
-from gradscope.run.rehearsal import forgotten
-from gradscope.run.run import rows_of
-from gradscope.run.start import file_plan
-from gradscope.stages.chain import Chain
+from gradscope.run.budget import rehearsal
+from gradscope.run.execute import keeps_states, rows_of
+from gradscope.run.job import Job, file_plan
+from gradscope.run.overlap import BatchSize
+from gradscope.stages.chain import Chain, bind
 from gradscope.storage import Layout, file_bytes
 
 if sys.platform != "win32":
@@ -33,6 +33,8 @@ if sys.platform != "win32":
 LARGE = 10**9  # bytes of a file worth a word beforehand
 _FEW = 32  # samples that tell the structure of all
 _PROJECTED = 256
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Room:
 
 
 def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
-    """Return what a run needs whose file may be large, None for any other.
+    """Return what a run needs whose file may be `LARGE`, None for any other.
 
     A few samples are computed, and forgotten again.
 
@@ -107,16 +109,45 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
     """
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
-    if refused or _guess(job) <= LARGE:
+    n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
+    most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
+    if refused or most <= LARGE:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
-    with predicted(), forgotten(job) as rehearsed:
+    with predicted(), rehearsal(job) as rehearsed:
         found = size.fitting(partial(tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > LARGE else None
 
 
-def room_for(
+def tried(job: Job, path: Path | None, n: int) -> Room:
+    """Evaluate the first n samples twice: the second time tells how long it takes.
+
+    Raises:
+        RefusedError: No backend has an exact, proved answer.
+    """
+    batch = job.load(0, n)
+    passes = 1
+
+    def once_more() -> list[Batch]:
+        nonlocal passes
+        passes += 1
+        return [batch]
+
+    left = -(-len(job.rows) // n)
+    chains = settled(job.scope, job.chains, once_more, left)
+    job.scope.evaluate(batch, job.request(left))
+    begun = time.perf_counter()
+    evaluation = job.scope.evaluate(batch, job.request(left))
+    for gradients in rows_of(job, chains, batch, evaluation).chains:
+        for block in (gradients or {}).values():
+            for _ in block.tiles():
+                pass
+    seconds = (time.perf_counter() - begun) * passes * len(job.rows) / n
+    return _room(job, path, chains, batch, evaluation, seconds)
+
+
+def _room(
     job: Job,
     path: Path | None,
     chains: Sequence[Chain],
@@ -126,16 +157,10 @@ def room_for(
 ) -> Room:
     """Return what the result file takes, by how one batch is structured.
 
-    Args:
-        job: What is computed.
-        path: The file; None for one in the working directory.
-        chains: The job's, after their earlier passes.
-        batch: Any samples.
-        evaluation: Of these.
-        seconds: What computing all samples takes.
+    Of a file in the working directory where `path` is None; the chains have had earlier passes.
     """
     plan, rows = file_plan(job), rows_of(job, chains, batch, evaluation)
-    more = aggregate_shapes(job, chains, batch, evaluation)
+    more = _aggregate_shapes(job, chains, batch, evaluation)
 
     def size(layout: Layout, dtype: torch.dtype) -> int:
         return sum(file_bytes(replace(plan, layout=layout, dtype=dtype), rows, *more))
@@ -165,43 +190,42 @@ def room_for(
     )
 
 
-def _guess(job: Job) -> int:
-    """Return more bytes than the file will have, unless a chain makes rows larger."""
-    n = len(job.rows)
-    row = sum(p.nbytes for p in job.scope.problem.parameters.values())
-    return sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
+def _aggregate_shapes(
+    job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
+) -> tuple[list[Shapes], list[Shapes]]:
+    """Return the shapes of what the file holds besides rows: results, and the states it keeps.
 
-
-def tried(job: Job, path: Path | None, n: int) -> Room:
-    """Evaluate the first n samples twice: the second time tells how long it takes.
-
-    Args:
-        job: What is computed.
-        path: The file; None for one in the working directory.
-        n: How many samples.
-
-    Raises:
-        RefusedError: No backend has an exact, proved answer.
+    Some grow with the number of samples: it is told by the difference that half of these makes.
     """
-    batch = job.load(0, n)
-    passes = 1
+    kept = usable(job.scope, batch, evaluation)
+    if kept is None:
+        return [], []
+    gradients, problem, samples = kept
+    n, few, times = gradients.n, gradients.n // 2, 0.0
+    every = [job.scope.labels.chain(bind("mean"))]
+    every += [chain for chain in chains if chain.reducer is not None]
+    states = before = [dict(chain.update(None, gradients, problem, samples)) for chain in every]
+    if few and job.scope.labels.mode != "exact":  # which goes with sums only
+        part, times = slice(0, few), (len(job.rows) - n) / (n - few)
+        given = gradients.select(part), problem, samples.select(part)
+        before = [dict(chain.update(None, *given)) for chain in every]
+    stored = [_grown(a, b, times) for a, b in zip(states, before, strict=True)]
+    results = [
+        _grown(chain.result(a), chain.result(b), times)
+        for chain, a, b in zip(every[1:], states[1:], before[1:], strict=True)
+    ]
+    size = sum(prod(shape) * dtype.itemsize for one in stored for shape, dtype in one.values())
+    return results, stored if keeps_states(job, size) else []
 
-    def once_more() -> list[Batch]:
-        nonlocal passes
-        passes += 1
-        return [batch]
 
-    left = -(-len(job.rows) // n)
-    chains = settled(job.scope, job.chains, once_more, left)
-    job.scope.evaluate(batch, job.request(left))
-    begun = time.perf_counter()
-    evaluation = job.scope.evaluate(batch, job.request(left))
-    for gradients in rows_of(job, chains, batch, evaluation).chains:
-        for block in (gradients or {}).values():
-            for _ in block.tiles():
-                pass
-    seconds = (time.perf_counter() - begun) * passes * len(job.rows) / n
-    return room_for(job, path, chains, batch, evaluation, seconds)
+def _grown(found: Mapping[str, Tensor], half: Mapping[str, Tensor], times: float) -> Shapes:
+    """Return shapes that have grown by their difference to those of `half`, so many times."""
+
+    def shape(now: Tensor, before: Tensor) -> tuple[int, ...]:
+        pairs = zip(now.shape, before.shape, strict=True)
+        return tuple(a + round((a - b) * times) for a, b in pairs)
+
+    return {k: (shape(now, half[k]), now.dtype) for k, now in found.items() if k in half}
 
 
 def _allocated(part: Path) -> int:
