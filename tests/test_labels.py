@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.blocks import DenseBlock, OuterBlock, SquaredBlock
-from gradscope.blocks.expected import ExpectedBlock
+from gradscope.blocks import DenseBlock, ExpectedBlock, OuterBlock, SquaredBlock
 from gradscope.core.batch import Batch
 from gradscope.errors import SpecError
 from gradscope.scope import NonFiniteWarning

@@ -26,7 +26,7 @@ from gradscope.stats.sections import (
 )
 
 if TYPE_CHECKING:
-    from gradscope.blocks.ways import Choice
+    from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
     from gradscope.run import Estimate, Inspection, MergeReport, Room
     from gradscope.storage import Exported
@@ -123,19 +123,21 @@ def _print_wrapped(text: str, console: Console) -> None:
     console.print(Padding(safe, (0, 0, 0, 2)))
 
 
-def _render_kernels(choices: Sequence["Choice"], console: Console, measured: bool) -> None:
+def _render_kernels(choices: Sequence["Chosen"], console: Console, measured: bool) -> None:
     """Print a row a request: the kernel that was chosen, its time, and those of the others."""
     if not choices:
         return
     title = "Kernels that were measured" if measured else "Kernels, and the time they may take"
     others = [
-        ", ".join(f"{name} {duration(s)}" for name, s in one.seconds.items() if name != one.way)
+        ", ".join(f"{name} {duration(s)}" for name, s in one.seconds.items() if name != one.variant)
         for one in choices
     ]
     heading(console, title)
     columns = [
-        Column("fastest" if measured else "kernel", [one.way for one in choices], justify="left"),
-        Column("time", [duration(one.seconds.get(one.way)) for one in choices]),
+        Column(
+            "fastest" if measured else "kernel", [one.variant for one in choices], justify="left"
+        ),
+        Column("time", [duration(one.seconds.get(one.variant)) for one in choices]),
         Column("others", others, rank=1, justify="left"),
     ]
     print_table(console, Table(columns, "request", [one.request for one in choices]))

@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks.base import Block, squares
-from gradscope.blocks.dense import DenseBlock
-from gradscope.blocks.derived import DerivedBlock
-from gradscope.blocks.elementwise import SquaredBlock
+from gradscope.blocks.derived import DerivedBlock, SquaredBlock
 from gradscope.blocks.outer import OuterBlock
-from gradscope.blocks.scatter import ScatterBlock
-from gradscope.blocks.total import TotalBlock
 
 # ‖g − μ‖² = ‖g‖² − 2⟨g, μ⟩ + ‖μ‖² loses what the result is smaller than its terms. It is taken in
 # float64; below this share of the terms the difference itself is squared instead.
@@ -31,15 +27,13 @@ class CenteredBlock(DerivedBlock):
     mean: Tensor
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ gᵢ − (Σᵢ wᵢ) μ (*shape)."""
-        if isinstance(self.base, DenseBlock):
+        if self.base.held is not None:
             return super().weighted_sum(weights)
         base = _widest(self.base).weighted_sum(weights)
         return _rounded(base - self._weight(weights) * self.mean, self)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ − μ‖² (n,)."""
-        if not _has_shortcuts(self.base):
+        if not self.base.has_shortcuts:
             return super().squared_norms()
         base = _widest(self.base)
         terms = base.squared_norms() + squares(self.mean).sum()
@@ -51,9 +45,8 @@ class CenteredBlock(DerivedBlock):
         return _rounded(found, self)
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ |gᵢ − μ|² elementwise (*shape)."""
         positive = weights is None or bool((weights >= 0).all())
-        if not (_has_shortcuts(self.base) and positive):
+        if not (self.base.has_shortcuts and positive):
             return super().squared_sum(weights)
         base = _widest(self.base)
         terms = base.squared_sum(weights) + self._weight(weights) * squares(self.mean)
@@ -63,14 +56,12 @@ class CenteredBlock(DerivedBlock):
         return _rounded(found, self)
 
     def dot(self, vector: Tensor) -> Tensor:
-        """Return ⟨gᵢ − μ, v⟩ (n,)."""
-        if not _has_shortcuts(self.base):
+        if not self.base.has_shortcuts:
             return super().dot(vector)
         wide = vector.to(self.mean.dtype)
         return _rounded(_widest(self.base).dot(wide) - (self.mean * wide.conj()).sum(), self)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · (Gᵢ − M) · rightᵀ (n, a, b)."""
         mean = self.mean.reshape(left.shape[1], right.shape[1])
         taken = left.to(mean.dtype) @ mean @ right.to(mean.dtype).mT
         return self.base.two_sided(left, right) - taken
@@ -94,14 +85,12 @@ class PreconditionedBlock(DerivedBlock):
     diagonal: Tensor
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return d ∘ Σᵢ wᵢ gᵢ (*shape)."""
-        if isinstance(self.base, DenseBlock):
+        if self.base.held is not None:
             return super().weighted_sum(weights)
         return _rounded(_widest(self.base).weighted_sum(weights) * self.diagonal, self)
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return d² ∘ Σᵢ wᵢ |gᵢ|² (*shape)."""
-        if not _has_shortcuts(self.base):
+        if not self.base.has_shortcuts:
             return super().squared_sum(weights)
         found = _widest(self.base).squared_sum(weights)
         return _rounded(found * squares(self.diagonal), self)
@@ -114,8 +103,7 @@ class PreconditionedBlock(DerivedBlock):
         return super().squared_norms()
 
     def dot(self, vector: Tensor) -> Tensor:
-        """Return ⟨d ∘ gᵢ, v⟩ (n,)."""
-        if not _has_shortcuts(self.base):
+        if not self.base.has_shortcuts:
             return super().dot(vector)
         base = _widest(self.base)
         return _rounded(base.dot(vector.to(base.dtype) * self.diagonal), self)
@@ -156,8 +144,7 @@ class KroneckerBlock(DerivedBlock):
         return cls(base, left, right)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return L (Σᵢ wᵢ Gᵢ) Rᵀ (*shape)."""
-        if isinstance(self.base, DenseBlock):
+        if self.base.held is not None:
             return super().weighted_sum(weights)
         found = _widest(self.base).weighted_sum(weights)
         return _rounded(self._values(found.unsqueeze(0))[0], self)
@@ -170,11 +157,6 @@ class KroneckerBlock(DerivedBlock):
         return found.reshape(base.shape).to(base.dtype)
 
 
-def _has_shortcuts(block: Block) -> bool:
-    """Whether norms and sums of the block are cheaper than its dense form."""
-    return isinstance(block, OuterBlock | ScatterBlock | TotalBlock)
-
-
 def _rounded(values: Tensor, block: Block) -> Tensor:
     """Return what was taken in float64 in the block's own precision."""
     dtype = torch.promote_types(block.dtype.to_real(), torch.float32)
@@ -182,4 +164,5 @@ def _rounded(values: Tensor, block: Block) -> Tensor:
 
 
 def _widest(block: Block) -> Block:
+    """Return the block in float64 or complex128."""
     return block.to(torch.promote_types(block.dtype, torch.float64))
