@@ -9,32 +9,26 @@ import torch
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock
-from gradscope.stages.chain import bind
-from gradscope.stages.reducers import reducers
-from tests.stages.reducers.examples import DTYPES, N, close, example, merged, split, whole
+from tests.stages.examples import DTYPES, MANY, compare, example, flat, reducer, run, split
 
-GRAM = reducers.get("gram")()
-
-
-def flat(values: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([g.reshape(len(g), -1) for g in values.values()], axis=1)
+GRAM = reducer("gram")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_in_the_order_of_the_index(dtype: torch.dtype) -> None:
     grads, rows = example(dtype)
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(2))
+    order = torch.randperm(MANY, generator=torch.Generator().manual_seed(2))
     mixed = Gradients(grads.select(order), order)  # sample `order[j]` of a data set comes j-th
     right = flat(rows) @ flat(rows).conj().T
     for seed in range(4):
-        close(split(GRAM, mixed, seed), {"gram": right}, 1e-5 if dtype == DTYPES[0] else 1e-11)
+        compare(split(GRAM, mixed, seed), {"gram": right}, 1e-5 if dtype == DTYPES[0] else 1e-11)
 
 
 def test_without_an_index_rows_stay_as_they_come() -> None:
     values = torch.randn(6, 4, dtype=torch.float64)
-    states = [GRAM.start(Gradients({"w": DenseBlock(v)})) for v in values.split(2)]
-    state = merged(GRAM, merged(GRAM, states[0], states[1]), states[2])
-    np.testing.assert_allclose(GRAM.result(state)["gram"], values @ values.T, rtol=1e-13)
+    a, b, c = (GRAM.start(Gradients({"w": DenseBlock(v)})) for v in values.split(2))
+    found = GRAM.result(GRAM.merge(GRAM.merge(a, b), c))["gram"]
+    np.testing.assert_allclose(found, values @ values.T, rtol=1e-13)
 
 
 def batch(n: int, t: int, kind: str, first: int) -> tuple[Gradients, np.ndarray]:
@@ -71,7 +65,7 @@ def test_batches_whose_blocks_differ(kinds: list[tuple[str, int]]) -> None:
     for seed in range(6):
         states = [GRAM.start(grads) for grads, _ in parts]
         random.Random(seed).shuffle(states)
-        state = merged(GRAM, states[0], merged(GRAM, states[1], states[2]))
+        state = GRAM.merge(states[0], GRAM.merge(states[1], states[2]))
         found = GRAM.result(state)["gram"].numpy()
         np.testing.assert_allclose(found, rows @ rows.T, rtol=1e-12, atol=1e-12)
 
@@ -128,8 +122,5 @@ def test_one_matrix_for_a_model_with_tied_weights() -> None:
 
 def test_norm_before_it() -> None:
     grads, rows = example(torch.float64)
-    chain = bind("norm | gram")
-    found = chain.result(chain.update(None, grads))["gram"]
     norms = np.linalg.norm(flat(rows), axis=1)
-    np.testing.assert_allclose(found, np.outer(norms, norms), rtol=1e-12)
-    assert whole(GRAM, grads)["gram"].shape == (N, N)
+    compare(run("norm | gram", grads), {"gram": np.outer(norms, norms)}, 1e-12)

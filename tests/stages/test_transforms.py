@@ -10,20 +10,8 @@ from gradscope.blocks import DenseBlock, Gradients, Tuner, outer
 from gradscope.errors import SpecError
 from gradscope.stages.chain import bind
 from gradscope.stages.transforms import Scope, Vector, transforms
-from tests.stages.transforms import rows as examples
-from tests.stages.transforms.rows import (
-    N,
-    Rows,
-    compare,
-    each,
-    everything,
-    flat,
-    mean,
-    one,
-    real,
-    scaled,
-    times,
-)
+from tests.stages import examples
+from tests.stages.examples import N, Rows, compare, each, everything, example, flat, mean, scaled
 
 VECTOR = {k: np.asarray(v[1] - v[0] / 2) for k, v in everything()[1].items()}
 MOMENT = {k: np.asarray((np.abs(v) ** 2).mean(0)) for k, v in everything()[1].items()}
@@ -35,6 +23,10 @@ def run(
     """Run a chain; unless another is given, `with=` stands for `MOMENT` or `VECTOR`."""
     usual = MOMENT if "precondition" in text else VECTOR
     return examples.run(text, gradients, cuts, usual if vector is None else vector)
+
+
+def one(aggregate: Rows) -> Rows:
+    return {name: values[None] for name, values in aggregate.items()}
 
 
 def norms(rows: Rows, p: float) -> np.ndarray:
@@ -98,10 +90,8 @@ TABLE: dict[str, Callable[[Rows], Rows]] = {
     "abs": each(np.abs),
     "square": each(lambda v: np.abs(v) ** 2),
     "sign": each(sign),
-    "power:p=1": lambda rows: rows,
     "power:p=2": each(lambda v: v * v),
     "power:p=3": each(lambda v: v * v * v),
-    "power:p=0.5": each(signed_power(0.5)),
     "power:p=2.5": each(signed_power(2.5)),
     "clamp:min=-0.3,max=0.5": each(parts(lambda v: np.minimum(np.maximum(v, -0.3), 0.5))),
     "clamp:min=0.1": each(parts(lambda v: np.where(v < 0.1, 0.1, v))),
@@ -111,15 +101,10 @@ TABLE: dict[str, Callable[[Rows], Rows]] = {
     "clip:max_norm=0.5": clipped(0.5),
     "clip:max_norm=4,p=1": clipped(4, 1),
     "clip:max_norm=0.7,p=inf": clipped(0.7, np.inf),
-    "clip:max_norm=2,p=3": clipped(2, 3),
     "clip:max_norm=0.5,per=parameter": by_parameter(clipped(0.5)),
-    "clip:max_norm=0.5,p=inf,per=parameter": by_parameter(clipped(0.5, np.inf)),
     "normalize": normalized(),
-    "normalize:p=1": normalized(1),
     "normalize:p=inf,per=parameter": by_parameter(normalized(np.inf)),
-    "normalize:per=parameter": by_parameter(normalized()),
     "norm": lambda rows: {"norm": norms(rows, 2)},
-    "norm:p=1": lambda rows: {"norm": norms(rows, 1)},
     "norm:p=inf": lambda rows: {"norm": norms(rows, np.inf)},
     "norm:p=3": lambda rows: {"norm": norms(rows, 3)},
     "norm:per=parameter": lambda rows: {k: norms({k: v}, 2) for k, v in rows.items()},
@@ -128,10 +113,8 @@ TABLE: dict[str, Callable[[Rows], Rows]] = {
     "topk:k=30": top(30),
     "topk:k=100000": lambda rows: rows,
     "topk:fraction=0.2": top(round(0.2 * ENTRIES)),
-    "topk:fraction=1": lambda rows: rows,
     "dot:with=stored": lambda rows: {"dot": flat(rows) @ flat(one(VECTOR))[0].conj()},
     "cosine:with=stored": lambda rows: cosines(rows, VECTOR),
-    "precondition:with=stored": lambda rows: {k: v / np.sqrt(MOMENT[k]) for k, v in rows.items()},
     "precondition:with=stored,damping=0.1": lambda rows: {
         k: v / (np.sqrt(MOMENT[k]) + 0.1) for k, v in rows.items()
     },
@@ -188,76 +171,43 @@ def test_after_a_reducer(text: str) -> None:
 SECOND = [
     ("clip:max_norm=4,p=1", "abs"),
     ("abs", "clip:max_norm=0.5"),
-    ("square", "normalize:p=1"),
     ("clip:max_norm=0.5", "center"),
-    ("center", "clip:max_norm=0.5"),
     ("center", "norm:per=parameter"),
     ("center", "square"),
     ("topk:k=30", "center"),
     ("topk:k=30", "clip:max_norm=0.5"),
-    ("topk:k=30", "norm:p=1"),
-    ("precondition:with=stored", "norm"),
-    ("precondition:with=stored", "clip:max_norm=0.7,p=inf"),
+    ("precondition:with=stored,damping=0.1", "clip:max_norm=0.7,p=inf"),
     ("normalize", "cosine:to=mean"),
-    ("abs", "dot:with=stored"),
-    ("norm:per=parameter", "power:p=0.5"),
+    ("norm:per=parameter", "power:p=2.5"),
 ]
 
 
-@pytest.mark.parametrize("tail", ["", " | mean", " | var:ddof=0"])
 @pytest.mark.parametrize("text", [" | ".join(pair) for pair in SECOND])
-def test_one_after_another(text: str, tail: str) -> None:
+def test_one_after_another(text: str) -> None:
     gradients, rows = everything()
-    if text.endswith("center") and tail == " | mean":
-        tail = " | var:ddof=0"  # the mean is rounding
     first, second = text.split(" | ")
     right = ALL[second](ALL[first](rows))
-    fn = {"": lambda v: v, " | mean": lambda v: v.mean(0), " | var:ddof=0": lambda v: v.var(0)}
-    compare(run(text + tail, gradients, (2,)), {k: fn[tail](v) for k, v in right.items()}, 1e-9)
+    compare(run(text, gradients, (2,)), right, 1e-9)
+    spread = {k: v.var(0) for k, v in right.items()}
+    compare(run(f"{text} | var:ddof=0", gradients, (2,)), spread, 1e-9)
 
 
 @pytest.mark.parametrize("text", ALL)
 def test_float32(text: str) -> None:
-    gradients, _ = everything(torch.float32)
-    exact = {k: v.astype(complex if np.iscomplexobj(v) else float) for k, v in dense32().items()}
-    tails = [("", lambda v: v), (" | mean", lambda v: v.mean(0))]
-    for tail, fn in tails[: 1 if text == "center" else 2]:
-        found = run(text + tail, gradients)
-        for name, value in ALL[text](exact).items():
-            right, ours = fn(value), found[name].numpy()
-            gap = np.linalg.norm(ours - right) / (np.linalg.norm(right) or 1)
-            assert gap < 1e-6, (name, gap)
-
-
-def dense32() -> Rows:
-    """The float32 factors multiplied out in float64."""
-    gradients, _ = everything(torch.float32)
-    wide = {
-        k: b.to(torch.complex128 if b.dtype.is_complex else torch.float64).dense()
-        for k, b in gradients.items()
-    }
-    return {k: v.numpy() for k, v in wide.items()}
+    gradients, rows = everything(torch.float32)
+    found = run(text, gradients)
+    for name, right in ALL[text](rows).items():
+        gap = np.linalg.norm(found[name].numpy() - right) / (np.linalg.norm(right) or 1)
+        assert gap < 1e-6, (name, gap)
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("text", ALL)
+@pytest.mark.parametrize("text", [t for t in ALL if "stored" not in t and "fraction" not in t])
 def test_half_precision_is_computed_in_float32(text: str, half: torch.dtype) -> None:
     """Half-precision numbers are exact in float32, so nothing but float32's rounding is lost."""
-    torch.manual_seed(2)
-    small = torch.randn(N, *VECTOR["outer"].shape).to(half)
-    gradients = Gradients({"outer": DenseBlock(small)}, torch.arange(N))
-    rows = {"outer": small.double().numpy()}
-    if text == "topk:fraction=0.2":
-        right = top(round(0.2 * 12))(rows)
-    elif ":with=stored" in text and "precondition" not in text:
-        part = VECTOR["outer"].ravel()
-        dots = flat(rows) @ part
-        sizes = np.linalg.norm(flat(rows), axis=1) * np.linalg.norm(part)
-        right = {"dot": dots} if text.startswith("dot") else {"cosine": dots / sizes}
-    else:
-        right = ALL[text](rows)
-    found = run(text, gradients)
-    compare({k: v.double() for k, v in found.items()}, right, 1e-6)
+    small = torch.randn(N, 4, 3, generator=torch.Generator().manual_seed(2)).to(half)
+    found = run(text, Gradients({"outer": DenseBlock(small)}, torch.arange(N)))
+    compare(found, ALL[text]({"outer": small.double().numpy()}), 1e-6)
 
 
 @pytest.mark.parametrize("text", ALL)
@@ -302,8 +252,8 @@ def test_norms_do_not_overflow() -> None:
 def test_clip_and_mean_of_real_gradients_never_form_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the scope promises: neither norms of large outer blocks nor their sums are dense."""
     monkeypatch.setattr(outer, "KEPT", 0)
-    gradients, rows = real()
-    names = ["outer", "positions", "table", "tied"]
+    gradients, rows = example(torch.float64, N)
+    names = ["outer", "positions", "scatter", "total"]
     gradients = gradients.of({k: gradients[k] for k in names})
     rows = {k: rows[k] for k in names}
 
@@ -321,7 +271,7 @@ def test_clip_and_mean_of_real_gradients_never_form_them(monkeypatch: pytest.Mon
         centred = {k: v - v.mean(0) for k, v in rows.items()}
         compare(run("center | norm", gradients), {"norm": norms(centred, 2)})
         moments = {k: (v**2).mean(0) for k, v in rows.items()}
-        left = {k: times(np.ones(N), v) / (np.sqrt(moments[k]) + 1) for k, v in rows.items()}
+        left = {k: v / (np.sqrt(moments[k]) + 1) for k, v in rows.items()}
         text = "precondition:with=stored,damping=1 | mean"
         compare(run(text, gradients, (), moments), mean(left))
 
@@ -329,31 +279,21 @@ def test_clip_and_mean_of_real_gradients_never_form_them(monkeypatch: pytest.Mon
 REFUSED = [
     ("power", "needs p"),
     ("power:p=0", "positive"),
-    ("power:p=-1", "positive"),
     ("power:p=inf", "finite"),
     ("power:q=2", "no argument 'q'"),
     ("clamp", "give min, max or both"),
     ("clamp:min=2,max=1", "above max"),
     ("clamp:min=nan", "min"),
     ("clamp:mim=1", "Did you mean 'min'"),
-    ("threshold", "value"),
     ("threshold:value=-1", "negative"),
     ("threshold:value=nan", "negative"),
-    ("quantize", "bits"),
     ("quantize:bits=1", "2 to 24"),
-    ("quantize:bits=25", "2 to 24"),
-    ("quantize:bits=2.5", "int"),
-    ("scale", "by"),
     ("scale:by=inf", "finite"),
-    ("clip:max_norm=1,p=0", "positive"),
     ("clip:max_norm=1,p=nan", "positive"),
     ("clip:max_norm=1,per=layer", "sample or parameter"),
     ("clip:max_norm=-1", "positive"),
     ("clip:maxnorm=1", "Did you mean 'max_norm'"),
-    ("normalize:per=x", "sample or parameter"),
-    ("normalize:p=-2", "positive"),
     ("norm:p=0", "positive"),
-    ("norm:per=layer", "sample or parameter"),
     ("topk", "one of them"),
     ("topk:k=1,fraction=0.5", "one of them"),
     ("topk:k=0", "at least 1"),
@@ -363,24 +303,14 @@ REFUSED = [
     ("mean | center", "needs samples"),
     ("mean | cosine:to=mean", "needs samples"),
     ("mean | hvp", "needs samples"),
-    ("project", "dim"),
     ("project:dim=0", "from 1 to 16,777,216"),
-    ("project:dim=1000000000000", "from 1 to 16,777,216"),
-    ("project:dim=99999999999999999999", "64 bits"),
-    ("noise:std=1,seed=99999999999999999999", "64 bits"),
     ("var:ddof=99999999999999999999", "64 bits"),
-    ("histogram:bins=1000000000000", "from 2 to 16,777,216"),
     ("project:dim=4,kind=gausian", "gaussian"),
     ("cosine", "one of them"),
     ("cosine:to=mean,with=stored", "one of them"),
     ("cosine:to=median", "mean"),
-    ("dot", "with"),
     ("dot:to=mean", "no argument 'to'"),
-    ("precondition", "with"),
-    ("precondition:with=stored,damping=-1", "negative"),
     ("precondition:with=stored,damping=nan", "finite"),
-    ("noise", "std"),
-    ("noise:std=-1", "negative"),
     ("noise:std=inf", "finite"),
     ("hvp:x=1", "no argument 'x'"),
     ("projekt:dim=4", "Did you mean 'project'"),
@@ -408,8 +338,8 @@ def test_a_vector_that_does_not_fit(text: str) -> None:
     other = vector | {"outer": np.ones((3, 4))}
     with pytest.raises(SpecError, match=r"'outer' is of shape \(3, 4\)"):
         run(f"{text}:with=stored", gradients, (), other)
-    del vector["table"]
-    with pytest.raises(SpecError, match="'table' is absent"):
+    del vector["scatter"]
+    with pytest.raises(SpecError, match="'scatter' is absent"):
         run(f"{text}:with=stored", gradients, (), vector)
 
 

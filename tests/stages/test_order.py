@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.stages.reducers import reducers
 from gradscope.stages.reducers.order import EXACT, quantiles
-from tests.stages.reducers.examples import N, example, split, whole
+from tests.stages.examples import MANY, example, reducer, split, whole
+from tests.stages.examples import one_parameter as one
 
 QS = [0.0, 0.1, 0.5, 0.9, 0.999, 1.0]
 
@@ -38,12 +38,12 @@ def test_the_switch_depends_on_the_total_alone(seed: int) -> None:
     """Batches that are kept exactly, batches that are not, and their merges meet in one result."""
     grads, _ = example(torch.float64)
     size = sum(block[0].size for block in example(torch.float64)[1].values())
-    for limit in (size * (N - 1), size * 4, size):
+    for limit in (size * (MANY - 1), size * 4, size):
         reducer = quantiles(0.4, 0.01, most=limit)
         right, found = whole(reducer, grads), split(reducer, grads, seed)
         for name in right:
             np.testing.assert_array_equal(found[name], right[name])
-    for name, value in split(quantiles(0.4, 0.01, most=size * N), grads, seed).items():
+    for name, value in split(quantiles(0.4, 0.01, most=size * MANY), grads, seed).items():
         np.testing.assert_allclose(value, np.quantile(example(torch.float64)[1][name], 0.4, axis=0))
 
 
@@ -55,8 +55,7 @@ def test_the_switch_depends_on_the_total_alone(seed: int) -> None:
 )
 def test_any_numbers(numbers: list[float], q: float, seed: int) -> None:
     values = np.array(numbers) / 2  # so that differences do not overflow
-    grads = Gradients({"w": DenseBlock(torch.tensor(values))})
-    found = split(quantiles(q, 0.01, most=0), grads, seed)["w"]
+    found = split(quantiles(q, 0.01, most=0), one(values), seed)["w"]
     gap = abs(found - np.quantile(values, q))
     tiny = 5e-308  # numbers below the normal range have fewer digits than the error asks for
     assert gap <= bounds(values, q, 0.01) * (1 + 1e-9) + tiny
@@ -64,24 +63,24 @@ def test_any_numbers(numbers: list[float], q: float, seed: int) -> None:
 
 def test_norms_of_many_samples_stay_exact() -> None:
     values = torch.randn(64_000, dtype=torch.float64).exp()
-    reducer = reducers.get("quantile")(q=0.9)
-    states = [reducer.start(Gradients({"norm": DenseBlock(v)})) for v in values.split(8_000)]
+    kept = reducer("quantile:q=0.9")
+    states = [kept.start(Gradients({"norm": DenseBlock(v)})) for v in values.split(8_000)]
     state = states[0]
     for other in states[1:]:
-        state = reducer.merge(state, other)
-    found = reducer.result(state)["norm"]
+        state = kept.merge(state, other)
+    found = kept.result(state)["norm"]
     np.testing.assert_allclose(found, np.quantile(values.numpy(), 0.9), rtol=1e-14)
 
 
 def test_memory_stops_growing() -> None:
     """Buckets are bounded by the range of the values, however many samples come."""
-    reducer, sizes = reducers.get("quantile")(q=0.5), []
+    median, sizes = reducer("quantile:q=0.5"), []
     state = None
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         values = torch.rand(1_000, 300, generator=generator, dtype=torch.float64) + 1
-        start = reducer.start(Gradients({"w": DenseBlock(values)}))
-        state = start if state is None else reducer.merge(state, start)
+        start = median.start(Gradients({"w": DenseBlock(values)}))
+        state = start if state is None else median.merge(state, start)
         sizes.append(sum(t.nbytes for t in state.values()))
     buckets = np.log(2) / np.log(1.01 / 0.99) + 2  # of values between 1 and 2
     assert max(sizes[:3]) <= 8 * EXACT + 8  # exact as yet

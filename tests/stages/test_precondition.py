@@ -6,16 +6,14 @@ import torch
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import SpecError
-from tests.blocks.test_blocks import N, outer, unit
-from tests.stages.transforms.rows import compare, mean, run
+from tests.stages.examples import Draw, N, compare, mean, run
 
-DTYPES = [torch.float64, torch.complex128]
-SIZES = {"plain": (1, 1, 4, 3), "positions": (1, 3, 4, 3), "groups": (2, 2, 3, 4)}  # k, t, r, c
+FACTORS = {"plain": (1, 1, 4, 3), "positions": (1, 3, 4, 3), "groups": (2, 2, 3, 4)}  # k, t, r, c
 
 
 def definite(k: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Hermitian positive definite matrices (k, size, size)."""
-    root = torch.randn(k, size, size + 2).to(dtype) * (1 + unit(dtype))
+    root = torch.randn(k, size, size + 2).to(dtype) * (1 + (1j if dtype.is_complex else 0))
     root = root + torch.randn(k, size, size + 2).to(dtype)
     return root @ root.mH / size
 
@@ -35,24 +33,24 @@ def dense_solve(g: np.ndarray, a: np.ndarray, b: np.ndarray, damping: float) -> 
     return np.stack(found).reshape(g.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("damping", [0.0, 0.3])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", FACTORS)
 def test_kronecker_factors(name: str, damping: float, dtype: torch.dtype) -> None:
     torch.manual_seed(7)
-    k, t, r, c = SIZES[name]
-    block, rows = outer(dtype, k, t, r, c)
+    k, t, r, c = FACTORS[name]
+    block, rows = Draw(dtype, N, 7).outer(k, t, r, c, (k * r, c))
     a, b = definite(k, c, dtype), definite(k, r, dtype)
     drop = (lambda m: m[0]) if k == 1 else (lambda m: m)
     bias = torch.randn(N, r, dtype=torch.float64)
     stored = {"w.A": drop(a.numpy()), "w.B": drop(b.numpy()), "b.diagonal": np.full(r, 0.5)}
     text = f"precondition:with=stored,damping={damping}"
     right = {
-        "w": dense_solve(rows.numpy(), a.numpy(), b.numpy(), damping),
+        "w": dense_solve(rows, a.numpy(), b.numpy(), damping),
         "b": bias.numpy() / (0.5 + damping),
     }
     norms = np.sqrt(sum((np.abs(v) ** 2).reshape(N, -1).sum(1) for v in right.values()))
-    for w in (block, DenseBlock(rows)):
+    for w in (block, DenseBlock(torch.from_numpy(rows))):
         gradients = Gradients({"w": w, "b": DenseBlock(bias)}, torch.arange(N))
         compare(run(text, gradients, (2,), stored), right, 1e-9)
         compare(run(f"{text} | mean", gradients, (2,), stored), mean(right), 1e-9)
@@ -64,8 +62,7 @@ def test_kronecker_factors(name: str, damping: float, dtype: torch.dtype) -> Non
 
 def test_with_what_kfac_stores() -> None:
     """The stored factors of one sample without weight sharing: F = g gᵀ, so F⁺g = g/‖g‖²."""
-    torch.manual_seed(8)
-    block, _ = outer(torch.float64)
+    block, _ = Draw(torch.float64, N, 8).outer(1, 1, 4, 3, (4, 3))
     one = Gradients({"w": block.select(slice(0, 1))}, torch.arange(1))
     stored = {k: v.numpy() for k, v in run("kfac", one).items()}
     g = one["w"].dense()
@@ -74,7 +71,7 @@ def test_with_what_kfac_stores() -> None:
 
 
 def test_a_factor_of_zeros() -> None:
-    block, _ = outer(torch.float64)
+    block, _ = Draw(torch.float64, N, 8).outer(1, 1, 4, 3, (4, 3))
     stored = {"w.A": np.zeros((3, 3)), "w.B": np.eye(4)}
     gradients = Gradients({"w": block})
     assert not bool(run("precondition:with=stored", gradients, (), stored)["w"].any())
@@ -98,6 +95,6 @@ def test_parameters_that_are_called_as_factors_are() -> None:
 @pytest.mark.parametrize("shapes", [((3, 3), (3, 3)), ((2, 3, 3), (4, 4)), ((3, 4), (4, 4))])
 def test_factors_that_do_not_fit(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     stored = {"w.A": np.ones(shapes[0]), "w.B": np.ones(shapes[1])}
-    gradients = Gradients({"w": outer(torch.float64)[0]})
+    gradients = Gradients({"w": Draw(torch.float64, N, 8).outer(1, 1, 4, 3, (4, 3))[0]})
     with pytest.raises(SpecError, match="does not fit"):
         run("precondition:with=stored", gradients, (), stored)

@@ -51,7 +51,7 @@ def fisher_diagonal(model, inputs):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("chain", ["square | mean", "square"])
+@pytest.mark.parametrize("chain", ["square | mean", "second_moment", "square"])
 def test_exact_is_the_closed_form(backend, chain):
     model, (inputs, targets) = net(), data()
     options = {"labels": "exact", "backend": backend, "verify": "always"}
@@ -83,8 +83,6 @@ def by_hand(model, inputs, transform):
 @pytest.mark.parametrize(
     ("chain", "transform", "reduce"),
     [
-        ("mean", lambda g: g, lambda rows: rows.mean(0)),
-        ("abs | sum", torch.abs, lambda rows: rows.sum(0)),
         (
             "clip:max_norm=0.5 | mean",
             lambda g: g * min(1.0, 0.5 / float(g.norm())),
@@ -93,7 +91,6 @@ def by_hand(model, inputs, transform):
         ("normalize | square | mean", lambda g: (g / g.norm()) ** 2, lambda rows: rows.mean(0)),
         ("square | mean | square", lambda g: g**2, lambda rows: rows.mean(0) ** 2),
         ("norm | mean", lambda g: g.norm()[None], lambda rows: rows.mean(0)),
-        ("sign | mean", torch.sign, lambda rows: rows.mean(0)),
     ],
 )
 def test_exact_expectations_of_transforms(chain, transform, reduce):
@@ -101,14 +98,6 @@ def test_exact_expectations_of_transforms(chain, transform, reduce):
     found = gradscope.expectation(model, "cross_entropy", chain, inputs, targets, labels="exact")
     right = reduce(by_hand(model, inputs, transform))
     torch.testing.assert_close(flat(found), right, rtol=1e-10, atol=1e-14)
-
-
-def test_second_moment_is_the_mean_of_squares():
-    model, (inputs, targets) = net(), data()
-    found = gradscope.expectation(
-        model, "cross_entropy", "second_moment", inputs, targets, labels="exact"
-    )
-    torch.testing.assert_close(flat(found), fisher_diagonal(model, inputs), rtol=1e-10, atol=1e-15)
 
 
 def test_exact_after_an_earlier_pass():
@@ -178,35 +167,6 @@ def test_draws_depend_on_seed_and_index_only():
     assert set(together.tolist()) == set(range(C))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_draws_the_same(backend):
-    model, (inputs, targets) = net(), data()
-    options = {"labels": "sampled", "seed": 3}
-    labels = drawn(model, inputs, targets, seed=3)
-    right = gradscope.per_sample_gradients(model, "cross_entropy", inputs, labels)
-    scope = gradscope.Scope(model, "cross_entropy", backend=backend, verify="always", **options)
-    found = scope.per_sample_gradients(inputs, targets)
-    assert scope.certificate is not None
-    for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-14)
-
-
-def test_frequencies_are_the_probabilities():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logits = nn.Parameter(torch.tensor([0.5, 0.0, 0.125, 0.375]).log())
-
-        def forward(self, x):
-            return self.logits.expand(len(x), -1)
-
-    n = 20_000
-    labels = drawn(Constant(), torch.zeros(n, 1), None)
-    shares = torch.bincount(labels, minlength=4) / n
-    p = torch.tensor([0.5, 0.0, 0.125, 0.375])
-    assert ((shares - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
-
-
 def test_drawn_tokens_keep_the_first_and_the_ignored():
     class Table(nn.Module):
         def __init__(self):
@@ -231,16 +191,6 @@ def test_drawn_tokens_keep_the_first_and_the_ignored():
     one_hot = nn.functional.one_hot(labels[:, 1], 6)
     error = (p * (1 - p)).sum(0).sqrt() / 300
     assert ((one_hot - p).mean(0).abs() < 5 * error).all()
-
-
-def test_ignored_entries_cost_nothing():
-    """Of maps (n, c, t) with one ignored entry, by `cross_entropy` itself."""
-    model = nn.Sequential(nn.Linear(D, C * 2), nn.Unflatten(1, (C, 2))).double()
-    inputs, _ = data(20)
-    targets = torch.randint(C, (20, 2))
-    targets[3] = -100
-    labels = drawn(model, inputs, targets)
-    assert (labels[3] == -100).all() and (labels[:3] >= 0).all()
 
 
 def test_a_sample_that_is_not_finite_is_left_out_with_all_its_labels():
