@@ -157,7 +157,7 @@ class Joiner:
     def _rows(
         self, source: Opened, n: int, regions: Mapping[str, Region]
     ) -> Iterator[tuple[Region, Tensor]]:
-        """Yield all that is to be written of a part (n samples), in the form that all parts have."""
+        """Yield what is written of a part of n samples, in the form that all parts have."""
         for path, form in self._parts.forms.items():
             item = source.file[path]
             is_dense = isinstance(item, h5py.Dataset)
