@@ -83,25 +83,3 @@ def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_fi
     assert "1 of 5 parameters (3.bias)" in notes
     assert "under 'state_dict'" in notes
     assert document["first_batch"]["nonfinite"] == 1
-
-
-def test_all_wrong_names_are_told_at_once_with_file_and_key(
-    gradscope: Gradscope, tmp_path: Path
-) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(
-        '[model]\nfactory = "m.py:f"\n[checkpoint]\npath = "w"\n[dataset]\npath = "d"\n'
-        '[loss]\nname = "mes"\n[compute]\nbackend = "hoks"\n'
-        'transform = ["mean", "clip | maen"]\n[compare]\nbackends = ["lop"]\n'
-    )
-    done = gradscope("check", "--config", run, "--backend", "vmpa")
-    assert done.code == 2
-    for line in (
-        "4 settings are wrong",
-        f"{run}: compute.transform[1]: ",
-        "unknown backend 'vmpa'. Did you mean 'vmap'?",
-        f"{run}: compare.backends: unknown backend 'lop'. Did you mean 'loop'?",
-        f"{run}: loss.name: unknown loss 'mes'. Did you mean 'mse'?",
-    ):
-        assert line in done.err, line
-    assert f"{run}: compute.backend" not in done.err  # the command line's

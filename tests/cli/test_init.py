@@ -166,34 +166,6 @@ def test_what_is_there_is_kept(gradscope: Gradscope, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (("none.pt", "d.npz"), 3, "none.pt: there is no such file"),
-        (("w.pt", "none.npz"), 3, "none.npz: there is no such file"),
-        (("w.pt", "d.npz", "--model", "model.py"), 2, "model.factory: found 'model.py'"),
-        (("w.pt", "d.npz", "-o", "none/run.toml"), 6, "there is no folder"),
-        (("pickle.pt", "d.npz"), 3, "could execute code"),
-    ],
-)
-def test_what_cannot_be_done_writes_nothing(
-    gradscope: Gradscope,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    code: int,
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    project(tmp_path)
-    (tmp_path / "pickle.pt").write_bytes(b"\x80\x04" + bytes(30))
-    before = sorted(tmp_path.iterdir())
-    done = gradscope("init", *options)
-    assert (done.code, done.out) == (code, "")
-    assert words in done.err
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(
     "text", ['a"b', "a\\b", "a\nb", "a\x7fb", "\x00", "é 日 \U0001f600", "\u202e"]
 )
 def test_any_name_is_written_as_toml(text: str) -> None:
