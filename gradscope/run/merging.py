@@ -60,65 +60,38 @@ _USUAL_BATCH = 256
 
 
 class MergeReport(Record):
-    """What one `gradscope merge` did, for its last words and its `--json`.
-
-    Attributes:
-        path: The file that was written.
-        bytes: Its size.
-        files: How many it was made from.
-        virtual: Whether the rows stay in them.
-        samples: N.
-        nonfinite: How many of them are not finite.
-        chains_nonfinite: For each chain, how many of its numbers are not finite, the rows of
-            such samples aside.
-        chains: In canonical spelling.
-        certificate: What was proved of the files, together.
-        recomputed: How many samples were computed anew, and gave the same numbers.
-        notes: Why no more of them were.
-        seconds: Wall time.
-    """
+    """What one `gradscope merge` did, for its last words and its `--json`."""
 
     schema_: Literal["gradscope.merge"] = Field(
         default="gradscope.merge", validation_alias="schema", serialization_alias="schema"
     )
     version: Literal[1] = 1
-    path: str
+    path: str  # of the file that was written
     bytes: int
-    files: int
-    virtual: bool
+    files: int  # that it was made from
+    virtual: bool  # whether the rows stay in them
     samples: int
-    nonfinite: int
-    chains_nonfinite: tuple[int, ...] = ()
+    nonfinite: int  # samples that are not finite
+    chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
     chains: tuple[str, ...]
-    certificate: Json
-    recomputed: int = 0
-    notes: tuple[str, ...] = ()
+    certificate: Json  # what was proved of the files, together
+    recomputed: int = 0  # samples that were computed anew and gave the same numbers
+    notes: tuple[str, ...] = ()  # why no more of them were
     seconds: float
 
 
 @dataclass
 class Merge:
-    """A merge under way.
+    """A merge under way."""
 
-    Attributes:
-        parts: The files, checked.
-        chains: The reduced chains, by number.
-        path: The file that is written.
-        joiner: The same, open.
-        begun: When, on the performance counter.
-        virtual: Whether rows stay in the files.
-        recomputed: What was computed anew of them.
-        states: The reducers' states so far, by chain number and "mean_gradient".
-    """
-
-    parts: Parts
-    chains: Mapping[int, Chain]
+    parts: Parts  # the files, checked
+    chains: Mapping[int, Chain]  # the reduced ones
     path: Path
-    joiner: Joiner
-    begun: float
+    joiner: Joiner  # the file that is written, open
+    begun: float  # on the performance counter
     virtual: bool = False
     recomputed: Recomputed = field(default_factory=Recomputed)
-    states: dict[str, State] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
 
     def remaining(self) -> Iterator[Part]:
         """Yield the files, in the order of their samples."""
@@ -132,8 +105,7 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        states = {k: self.states[str(k)] for k in self.chains if str(k) in self.states}
-        results, counts = results_of(self.chains, states)
+        results, counts = results_of(self.chains, self.states)
         self.states = with_counts(self.states, counts)
         certificate = combined(self.parts.files)
         self.joiner.finish(

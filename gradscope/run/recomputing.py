@@ -46,11 +46,7 @@ class Recomputed:
 
 
 def looked_at(part: Part) -> list[Stored]:
-    """Look at a few samples of a file, and return what it says of them.
-
-    Raises:
-        ResultFileError: Their numbers contradict each other.
-    """
+    """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
     seed = drawn(part.start)
     with open_file(part.path) as file:
         require_consistent(file, seed)
