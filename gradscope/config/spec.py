@@ -305,14 +305,9 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "What a run may take beside model and data, such as 2GB; it sets the batch size",
     )
-    dtype: values.Dtype | None = option(
-        None,
-        "--dtype DTYPE",
-        _RUNS,
-        "float32, float64, float16 or bfloat16",
-    )
+    dtype: values.Dtype | None = option(None, "--dtype", _RUNS, "What the model computes in")
     device: values.Device | None = option(
-        None, "--device DEVICE", _RUNS, "cpu, cuda or cuda:N [cpu]"
+        None, "--device DEVICE", _RUNS, "Where it is computed: cpu, cuda or cuda:N [cpu]"
     )
     seed: values.Seed = option(0, "--seed N", _RUNS, "For anything random")
     compile: values.Switch = option(
