@@ -183,19 +183,16 @@ def _damage(error: Exception) -> str:
 _EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf"}
 
 
-def need(module: str, what: str) -> Any:
+def need(module: str, what: str, error: type[InputError] = DatasetError) -> Any:
     """Import a module of an optional library; the error says what needs it, and how to get it."""
     library = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        if error.name is not None and error.name.partition(".")[0] != library:
+    except ImportError as failure:
+        if failure.name is not None and failure.name.partition(".")[0] != library:
             raise
-        name = {"PIL": "Pillow"}.get(library, library)
-        raise DatasetError(
-            f"{what} needs {name}, which is not installed",
-            remedy=f"pip install 'torch-gradscope[{_EXTRAS[library]}]'",
-        ) from error
+        told = f"{what} needs {'Pillow' if library == 'PIL' else library}, which is not installed"
+        raise error(told, remedy=f"pip install 'torch-gradscope[{_EXTRAS[library]}]'") from failure
 
 
 def sha256(path: Path) -> str:

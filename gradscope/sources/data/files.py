@@ -51,27 +51,16 @@ _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 @dataclass(frozen=True)
 class FileSamples:
-    """The samples of data files.
-
-    Attributes:
-        spec: What is read.
-        format: What kind of file it is.
-        columns: {name: array (N, ...)} as stored, those that are used.
-        convert: {name: what makes rows (n, ...) of it into a tensor (n, ...)}.
-        load: Returns any array of the file as it is stored, also texts.
-        notes: What there is to say about the file.
-        stamp: Size and time of change of each file when it was opened.
-        memory: Returns the bytes that can still be taken.
-    """
+    """The samples of data files."""
 
     spec: DatasetSpec
     format: str
-    columns: Mapping[str, Numbers]
-    convert: Mapping[str, Convert]
-    load: Callable[[str], Stored]
+    columns: Mapping[str, Numbers]  # {name: array (N, ...)} as stored, those that are used
+    convert: Mapping[str, Convert]  # {name: rows (n, ...) as stored to a tensor (n, ...)}
+    load: Callable[[str], Stored]  # any array of the file as it is stored, also texts
     notes: tuple[str, ...]
-    stamp: tuple[tuple[int, int], ...]
-    memory: Callable[[torch.device], int | None] = available
+    stamp: tuple[tuple[int, int], ...]  # size and time of change of each file when it was opened
+    memory: Callable[[torch.device], int | None] = available  # bytes that can still be taken
 
     def __len__(self) -> int:
         return int(next(iter(self.columns.values())).shape[0])
@@ -97,12 +86,7 @@ class FileSamples:
         return {"stored": [*column.shape], "stored_dtype": dtype_name(column.dtype)}
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return {name: (n, ...)} of the samples `rows`, in this order.
-
-        Raises:
-            DatasetError: A value does not fit its dtype, or a file has changed meanwhile.
-            MemoryError: So many samples are more than the machine can hold.
-        """
+        """Return {name: (n, ...)} of the samples `rows`; MemoryError if they are too many."""
         if _stamp(self.spec) != self.stamp:
             raise DatasetError(
                 "the file has changed since it was opened",

@@ -274,7 +274,7 @@ def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -
             f"it holds {dtype_name(found.dtype)}, which cannot be filled up with {value}",
             remedy="Give [dataset] pad a number that they can be.",
         )
-    shape = (len(found.lengths), width, *found.row)
+    shape = (len(found.lengths), width, *found.measured[1])
 
     def read(start: int, stop: int) -> Tensor:
         rows = filler.expand(stop - start, *shape[1:]).clone()

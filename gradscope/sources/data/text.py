@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,22 +177,12 @@ def _object(line: str, lines: _Lines) -> dict[str, Any]:
     return found
 
 
-class _Kind(Protocol):
-    """What is known of a column so far."""
-
-    def look(self, values: Sequence[Any], start: int) -> None:
-        """Look at the values of the samples from `start` on."""
-
-    def column(self, n: int, read: Values) -> Stored:
-        """Return the column, n samples whose values `read` returns."""
-
-
 def _arrays(
     path: Path,
     parse: Parse,
     names: Sequence[str],
     pick: Callable[[Record, str], Any],
-    kind: Callable[[], _Kind],
+    kind: "type[_Csv | _Json]",
 ) -> StoredArrays:
     """Go through the file once, and return its columns."""
     kinds = {name: kind() for name in names}

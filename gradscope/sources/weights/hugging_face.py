@@ -16,7 +16,7 @@ from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
-from gradscope.sources.formats import located
+from gradscope.sources.formats import located, need, reachable
 
 CONFIG = "config.json"
 _MAX_BYTES = 2**24
@@ -27,24 +27,16 @@ Settings = Mapping[str, Any]
 
 
 def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model that a folder with a config.json describes, with its weights, and notes.
+    """Return the model that a folder's config.json describes, with the weights `state`, and notes.
 
-    Args:
-        folder: Holds config.json.
-        state: {name: tensor}, as stored.
-        kwargs: `architecture`, the class in transformers, where it is not the config's;
-            `attn_implementation`, how attention is computed; anything else replaces a value of the
-            config.
-
-    Raises:
-        ModelError: transformers is absent, or does not know the model.
-        CheckpointError: The weights are not those of the model.
+    Of `kwargs`, `architecture` is the class in transformers, where it is not the config's;
+    `attn_implementation` says how attention is computed; others replace values of the config.
     """
     with located(folder / CONFIG):
         content = _content(folder / CONFIG)
         _refuse_code({**content, **kwargs})
-        transformers = _transformers()
-        with _quiet(transformers), _building():
+        transformers = need("transformers", "this model", ModelError)
+        with _building(transformers):
             config = transformers.AutoConfig.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
@@ -73,18 +65,15 @@ def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, t
 
 def _content(path: Path) -> dict[str, Any]:
     """Read config.json."""
+    with reachable(path, ModelError), path.open("rb") as file:
+        text = file.read(_MAX_BYTES + 1)
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise ModelError(f"it is larger than {_MAX_BYTES:,} bytes", remedy=_SAVED)
-        content = json.loads(text)
-    except OSError as failure:
-        raise ModelError(f"cannot be read: {failure.strerror}", remedy=_SAVED) from failure
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
     except (ValueError, RecursionError) as failure:
         raise ModelError(f"is no JSON: {first_line(failure)}", remedy=_SAVED) from failure
     if not isinstance(content, dict):
-        raise ModelError("is no table of settings", remedy=_SAVED)
+        what = f"is no table of settings of at most {_MAX_BYTES:,} bytes"
+        raise ModelError(what, remedy=_SAVED)
     if "quantization_config" in content:
         remedy = "Give the folder of the model before quantizing."
         raise ModelError("the weights are quantized", remedy=remedy)
@@ -97,17 +86,6 @@ def _refuse_code(settings: Settings) -> None:
     if "auto_map" in settings or any("/" in value for value in attention):
         what = "the model needs code of its own, which is never executed"
         raise ModelError(what, remedy=_SAVED)
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            f"the package transformers is needed to build this model: {error}",
-            remedy="Install it: pip install 'torch-gradscope[hf]'.",
-        ) from error
-    return transformers
 
 
 def _override(config: Any, kwargs: Settings) -> None:
@@ -155,22 +133,12 @@ def _require_all(told: Settings) -> None:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers' own reports and progress bars off the terminal."""
+def _building(transformers: Any) -> Iterator[None]:
+    """Translate errors of transformers, and keep its reports and progress bars off the terminal."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _building() -> Iterator[None]:
     try:
         yield
     except ModelError:
@@ -178,3 +146,7 @@ def _building() -> Iterator[None]:
     except Exception as error:  # whatever transformers makes of a config
         what = f"transformers cannot build the model: {first_line(error)}"
         raise ModelError(what, remedy=_SAVED) from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
