@@ -163,21 +163,16 @@ def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
     except GradscopeError:
         raise
     except Exception as failure:  # a damaged file can make a parser raise anything
-        what = f"the file is damaged or cut off: {_damage(failure)}"
-        remedy = AGAIN
+        reason, remedy = first_line(failure), AGAIN
+        if isinstance(failure, zipfile.BadZipFile) and "not a zip file" in str(failure):
+            reason = "the directory at its end is missing"
+        if isinstance(failure, OSError) and failure.errno == errno.EINVAL:
+            reason = "its directory points outside of it"
+        what = f"the file is damaged or cut off: {reason}"
         if is_shortage(failure):
-            what = f"it needs more memory than there is: {first_line(failure)}"
+            what = f"it needs more memory than there is: {reason}"
             remedy = "Split the file, or write it again if it should not be that large."
         raise error(what, where=str(where), remedy=remedy) from failure
-
-
-def _damage(error: Exception) -> str:
-    """Return what a parser said of a damaged file, in words of the file."""
-    if isinstance(error, zipfile.BadZipFile) and "not a zip file" in str(error):
-        return "the directory at its end is missing"
-    if isinstance(error, OSError) and error.errno == errno.EINVAL:
-        return "its directory points outside of it"
-    return first_line(error)
 
 
 _EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf"}

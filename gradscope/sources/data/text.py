@@ -101,7 +101,10 @@ def open_csv(path: Path) -> StoredArrays:
         csv.field_size_limit(_FIELD)
         file.seek(0)
         first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
-    headless = bool(first) and all(map(_is_number, first))
+    try:
+        headless = bool([float(cell) for cell in first])
+    except ValueError:
+        headless = False
     unnamed = [headless or not name.strip() for name in first]
     names = [str(k) if unnamed[k] else name.strip() for k, name in enumerate(first)]
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -145,14 +148,6 @@ def _separator(head: bytes) -> str | None:
         if len(lines) > 1 and len(widths) == 1 and widths != {1}:
             return mark
     return None
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _object(line: str, lines: _Lines) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gradscope.sources.formats import located, need, reachable
 CONFIG = "config.json"
 _MAX_BYTES = 2**24
 _ATTENTION = "attn_implementation"
+_OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
 
 Settings = Mapping[str, Any]
@@ -33,14 +34,19 @@ def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, t
     `attn_implementation` says how attention is computed; others replace values of the config.
     """
     with located(folder / CONFIG):
-        content = _content(folder / CONFIG)
-        _refuse_code({**content, **kwargs})
+        content = _content(folder / CONFIG, kwargs)
         transformers = need("transformers", "this model", ModelError)
         with _building(transformers):
             config = transformers.AutoConfig.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-            _override(config, kwargs)
+            for key in kwargs:
+                if key not in _OURS and not hasattr(config, key):
+                    what = f"the config has no value {key!r} that `kwargs` could replace"
+                    raise ModelError(what, remedy=suggestion(key, sorted(config.to_dict())))
+            config.update({k: v for k, v in kwargs.items() if k not in _OURS})
+            if hasattr(config, "use_cache") and "use_cache" not in kwargs:
+                config.use_cache = False
             kind = _class(transformers, content, kwargs)
             model, told = kind.from_pretrained(
                 None,
@@ -63,8 +69,8 @@ def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, t
     return model, (note,) if unused else ()
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """Read config.json."""
+def _content(path: Path, kwargs: Settings) -> dict[str, Any]:
+    """Read config.json; refuse what would be executed: classes of the folder, other kernels."""
     with reachable(path, ModelError), path.open("rb") as file:
         text = file.read(_MAX_BYTES + 1)
     try:
@@ -77,28 +83,12 @@ def _content(path: Path) -> dict[str, Any]:
     if "quantization_config" in content:
         remedy = "Give the folder of the model before quantizing."
         raise ModelError("the weights are quantized", remedy=remedy)
-    return content
-
-
-def _refuse_code(settings: Settings) -> None:
-    """Refuse what would be executed: classes of the folder, kernels of a repository."""
+    settings = {**content, **kwargs}
     attention = [v for k, v in settings.items() if _ATTENTION in k and isinstance(v, str)]
     if "auto_map" in settings or any("/" in value for value in attention):
         what = "the model needs code of its own, which is never executed"
         raise ModelError(what, remedy=_SAVED)
-
-
-def _override(config: Any, kwargs: Settings) -> None:
-    for key, value in {"use_cache": False, **kwargs}.items():
-        if key in ("architecture", _ATTENTION):
-            continue
-        if hasattr(config, key):
-            setattr(config, key, value)
-        elif key != "use_cache":
-            raise ModelError(
-                f"the config has no value {key!r} that `kwargs` could replace",
-                remedy=suggestion(key, sorted(config.to_dict())),
-            )
+    return content
 
 
 def _class(transformers: Any, content: Settings, kwargs: Settings) -> Any:
