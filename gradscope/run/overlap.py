@@ -17,8 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
-from gradscope.blocks.derived import DerivedBlock
+from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.core.memory import release_freed_memory

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gradscope.blocks import ways
+from gradscope.blocks import Tuner
 from gradscope.engine import Audits, settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
@@ -50,7 +50,7 @@ def start(
         _refuse_inputs(job, path)
     layout = file_plan(job)
     with (
-        ways.predicted(),
+        Tuner(measures=False).active(),
         open_writer(path, layout, overwrite=overwrite, resume=resume) as writer,
     ):
         before = Progress.of(writer.states)
