@@ -181,8 +181,7 @@ class _Computed(Gradients):
         self, index: Tensor, squared_norms: dict[str, Tensor], rows: Callable[[], Gradients]
     ) -> None:
         super().__init__({}, index)
-        vars(self)["squared_norms"] = squared_norms  # where the cached property looks first
-        self._rows = rows
+        self._squared, self._rows = squared_norms, rows
 
     def __getitem__(self, name: str) -> Block:
         return self._all[name]
