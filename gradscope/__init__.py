@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
-    from gradscope import derivatives
+    from gradscope import derivatives, extend
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
+    from gradscope.stages.declared import reducer, transform
     from gradscope.stages.reducers.base import Reducer
-    from gradscope.stages.reducers.declared import reducer
-    from gradscope.stages.transforms.declared import transform
     from gradscope.storage import GradientFile
     from gradscope.storage import open_file as open
 
@@ -31,6 +30,7 @@ __all__ = [
     "compare",
     "derivatives",
     "expectation",
+    "extend",
     "model_loss",
     "norms",
     "open",
@@ -50,14 +50,14 @@ _HOMES = {
     "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
-    "reducer": ("gradscope.stages.reducers.declared", "reducer"),
-    "transform": ("gradscope.stages.transforms.declared", "transform"),
+    "reducer": ("gradscope.stages.declared", "reducer"),
+    "transform": ("gradscope.stages.declared", "transform"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "derivatives":
-        return import_module("gradscope.derivatives")
+    if name in ("derivatives", "extend"):
+        return import_module(f"gradscope.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]

@@ -12,7 +12,7 @@ def check(*, spec: RunSpec, json: options.Json = False, verbose: options.Verbose
     """Load everything, prove the first batch, say what a run would cost; write nothing."""
     if spec.compute.verify == "never":
         spec = spec.computing(verify="first")
-    from gradscope.report.inspection import render_inspection
+    from gradscope.report import render_inspection
     from gradscope.run import inspect, prepare
 
     stops.unwinding()

@@ -39,7 +39,7 @@ def compare(
 
     The first 32 samples are compared, or all of --samples.
     """
-    from gradscope.report.comparison import render_comparison
+    from gradscope.report import render_comparison
     from gradscope.run import prepare
     from gradscope.sources import code_digests
 

@@ -40,7 +40,7 @@ def compute(
         device = worker.device(spec.compute.device)
         spec = spec.computing(shard=str(worker.shard), device=device)
         resume, quiet = resume or worker.restarted, quiet or worker.shard.index > 0
-    from gradscope.report.run import render_run
+    from gradscope.report import render_run
 
     stops.unwinding()
     with stops.told(lambda: _nothing_new(resume)):
@@ -72,7 +72,7 @@ def _prepared(spec: RunSpec, output: Path | None) -> "tuple[Job, Path | None]":
 
 
 def _plan(job: "Job", output: Path | None, json: bool, verbose: bool) -> None:
-    from gradscope.report.plan import render_plan
+    from gradscope.report import render_plan
     from gradscope.run import estimate
 
     found = estimate(job, output)
@@ -82,8 +82,7 @@ def _plan(job: "Job", output: Path | None, json: bool, verbose: bool) -> None:
 
 def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> None:
     """Before a large run, say what it will write; refuse what does not fit."""
-    from gradscope.report.console import console
-    from gradscope.report.plan import render_room
+    from gradscope.report import console, render_room
     from gradscope.run import preflight
 
     room = preflight(job, output, overwrite=overwrite)
@@ -92,7 +91,7 @@ def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> No
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
-    from gradscope.report.progress import track
+    from gradscope.report import track
     from gradscope.run import start
 
     run: Run | None = None

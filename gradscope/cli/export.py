@@ -39,8 +39,7 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Write rows, aggregates or the sample table of a result file for other programs."""
-    from gradscope.report.console import console
-    from gradscope.report.export import render_export
+    from gradscope.report import console, render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
 

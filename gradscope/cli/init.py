@@ -23,8 +23,7 @@ def init(
     json: options.Json = False,
 ) -> None:
     """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
-    from gradscope.report.console import console
-    from gradscope.report.layout import facts
+    from gradscope.report import console, print_facts
     from gradscope.sources.draft import draft
     from gradscope.storage import require_place
 
@@ -47,4 +46,4 @@ def init(
         return
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
     following = shlex.join(["gradscope", "check", "--config", str(output)])
-    facts(console(), [*rows, ("written", str(output)), ("next", following)])
+    print_facts(console(), [*rows, ("written", str(output)), ("next", following)])

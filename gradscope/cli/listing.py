@@ -19,8 +19,7 @@ def list_(
     json: options.Json = False,
 ) -> None:
     """List the backends, transforms, reducers, losses or formats there are."""
-    from gradscope.report.console import console
-    from gradscope.report.layout import facts
+    from gradscope.report import console, print_facts
 
     rows = [
         {"name": name, "summary": registry.summary(name)}
@@ -33,7 +32,7 @@ def list_(
         document = {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
         options.print_json(document)
     else:
-        facts(console(), [(row["name"], row["summary"]) for row in rows])
+        print_facts(console(), [(row["name"], row["summary"]) for row in rows])
 
 
 def registries() -> "dict[str, list[Registry[Any]]]":

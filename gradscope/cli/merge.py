@@ -47,8 +47,7 @@ def merge(
 ) -> None:
     """Join the shards of one run into the file that one process would have written."""
     anew = None if config is None else options.run_spec(config, {})
-    from gradscope.report.merge import render_merge
-    from gradscope.report.progress import track
+    from gradscope.report import render_merge, track
     from gradscope.run import merging
 
     stops.unwinding()

@@ -130,7 +130,7 @@ def show(
     found: Answer, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
 ) -> None:
     """Print what a command found as one document, as text, or not at all."""
-    from gradscope.report.console import console
+    from gradscope.report import console
 
     if json:
         print_json(found.to_json())

@@ -52,14 +52,14 @@ def stats(
     own = {"nearest": nearest, "learning_rate": lr, "clip": clip or []}
     found = _found(files, own, top=top, rows=rows)
     if plot is not None:
-        from gradscope.report.plots import plot_stats
+        from gradscope.report import plot_stats
 
         plot_stats(found, plot)
     if html is not None:
-        from gradscope.report.html import write_html
+        from gradscope.report import write_html
 
         write_html(found, html)
-    from gradscope.report.results import render
+    from gradscope.report import render
 
     options.show(found, render, json=json)
 

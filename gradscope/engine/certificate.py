@@ -17,8 +17,7 @@ from torch import Tensor
 
 from gradscope.backends import Evaluate
 from gradscope.backends.loop import one_sample, own_gradient
-from gradscope.blocks import Evaluation
-from gradscope.blocks.ways import predicted
+from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
     regrouped,
@@ -178,7 +177,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
     rows = finite_samples(evaluation).cpu().nonzero().flatten()
     finite = answer.of(rows)
     draw = torch.Generator().manual_seed(answer.seed)
-    with predicted():  # nothing is measured for the proof's sake
+    with unmeasured():  # nothing is measured for the proof's sake
         completeness, claim = NOTHING, None
         if len(rows):
             weights = _weights(finite, draw)

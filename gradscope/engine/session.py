@@ -19,8 +19,8 @@ from gradscope.backends import (
     own_loss_backends,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
-from gradscope.blocks import Evaluation, Gradients
-from gradscope.core.batch import Batch, detached
+from gradscope.blocks import Evaluation, Gradients, Tuner
+from gradscope.core.batch import Batch
 from gradscope.core.independence import same
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
@@ -89,6 +89,7 @@ class Session:
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
         tried: Chains whose reducers were tried before they are used.
+        tuner: Chooses kernel variants, and remembers them.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -102,6 +103,7 @@ class Session:
         self.notes: list[str] = []
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
         self.tried: set[str] = set()
+        self.tuner = Tuner()
         self._model, self._loss = model, resolve(loss)
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
@@ -179,7 +181,7 @@ class Session:
             RefusedError: No candidate backend has an exact, proved answer.
         """
         now = self._follow()
-        batch = detached(self.labels.of(batch))
+        batch = self.labels.of(batch).detached()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         before = self.certificate
         try:
@@ -308,7 +310,8 @@ class Session:
         doubtful = self._doubtful
         while True:
             try:
-                return run()
+                with self.tuner.active():
+                    return run()
             except CertificateError as error:
                 if doubtful:
                     error.remedy = (

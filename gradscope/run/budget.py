@@ -13,7 +13,6 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from gradscope.blocks import DenseBlock
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.engine import settled
@@ -21,10 +20,7 @@ from gradscope.errors import SpecError
 from gradscope.run.execute import Run
 from gradscope.run.job import Job
 from gradscope.run.overlap import BatchSize
-from gradscope.storage import Rows
-from gradscope.storage.columns import PART_BYTES
-from gradscope.storage.plan import States
-from gradscope.storage.scratch import Scratch
+from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
 _FEW = 2  # samples that tell whether more has to be known
 _LARGEST = 4096  # larger batches gain nothing
@@ -228,7 +224,7 @@ class Nowhere:
         copies = [t.clone() for state in (states or {}).values() for t in state.values()]
         self._kept = rows, copies
         for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
-            if isinstance(block, DenseBlock):
+            if block.held is not None:
                 continue
             step = max(1, PART_BYTES // max(1, prod(block.shape) * block.dtype.itemsize))
             for start in range(0, block.n, step):

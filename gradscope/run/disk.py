@@ -14,8 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Evaluation
-from gradscope.blocks.ways import predicted
+from gradscope.blocks import Evaluation, Tuner
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.engine import settled, usable
@@ -114,7 +113,7 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
     if refused or most <= LARGE:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
-    with predicted(), rehearsal(job) as rehearsed:
+    with Tuner(measures=False).active(), rehearsal(job) as rehearsed:
         found = size.fitting(partial(tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > LARGE else None

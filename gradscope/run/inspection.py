@@ -6,7 +6,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from gradscope.blocks import ways
+from gradscope.blocks import Chosen, Tuner
 from gradscope.engine import finite_samples
 from gradscope.run.budget import plan
 from gradscope.run.disk import Room, tried
@@ -30,7 +30,7 @@ class Estimate:
             the second evaluation of the first batch.
         memory: Bytes taken at the peak, above the loaded model and data; None if unknown.
         available: Bytes of memory that there are for it; None if unknown.
-        ways: Which of several exact ways is taken where, with the seconds that were predicted.
+        ways: Which kernel variant is taken where, with the seconds that were predicted.
     """
 
     samples: int
@@ -41,12 +41,13 @@ class Estimate:
     room: Room
     memory: int | None
     available: int | None
-    ways: tuple[ways.Choice, ...]
+    ways: tuple[Chosen, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
         own = asdict(self)
         del own["room"]
+        own["ways"] = [one.to_json() for one in self.ways]
         return {"schema": "gradscope.plan", "version": 1, **own, **self.room.to_json()}
 
 
@@ -108,10 +109,10 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         SpecError: The memory budget does not hold a single sample.
         RefusedError: No backend has an exact, proved answer.
     """
-    with ways.predicted():
+    with Tuner(measures=False).active():
         budget = plan(job, measured=True)
     size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
-    with ways.predicted() as chosen:
+    with Tuner(measures=False).active() as tuner:
         room = size.fitting(partial(tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
     return Estimate(
@@ -123,7 +124,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         room=room,
         memory=budget.peak,
         available=budget.available,
-        ways=tuple(chosen.values()),
+        ways=tuple(tuner.chosen.values()),
     )
 
 

@@ -38,8 +38,7 @@ from gradscope.run.recomputing import Recomputed, looked_at, recompute
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import State, reducers
 from gradscope.stages.reducers.base import Merge as MergeStates
-from gradscope.stats import Proof
-from gradscope.stats.base import Json, Record
+from gradscope.stats import Json, Proof, Record
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
@@ -48,13 +47,13 @@ from gradscope.storage import (
     Part,
     Parts,
     check_parts,
+    differences,
+    named,
     open_file,
     open_joiner,
     require_free,
+    writing,
 )
-from gradscope.storage.formats import named
-from gradscope.storage.resume import differences
-from gradscope.storage.trouble import writing
 
 _USUAL_BATCH = 256
 

@@ -17,16 +17,13 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
-from gradscope.blocks.derived import DerivedBlock
+from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.core.memory import release_freed_memory
 from gradscope.core.shortage import is_shortage, started
 from gradscope.errors import OutputError, RefusedError
-from gradscope.storage import Rows, Writer
-from gradscope.storage.plan import States
-from gradscope.storage.signals import deferred
+from gradscope.storage import Rows, States, Writer, deferred
 
 T = TypeVar("T")
 

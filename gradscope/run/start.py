@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gradscope.blocks import ways
+from gradscope.blocks import Tuner
 from gradscope.engine import Audits, settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
@@ -26,8 +26,7 @@ from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
 from gradscope.stats import RunReport
-from gradscope.storage import LONGEST, Writer, open_writer, require_place
-from gradscope.storage.trouble import writing
+from gradscope.storage import LONGEST, Writer, open_writer, require_place, writing
 
 
 @contextmanager
@@ -50,7 +49,7 @@ def start(
         _refuse_inputs(job, path)
     layout = file_plan(job)
     with (
-        ways.predicted(),
+        Tuner(measures=False).active(),
         open_writer(path, layout, overwrite=overwrite, resume=resume) as writer,
     ):
         before = Progress.of(writer.states)

@@ -10,16 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks import (
-    Block,
-    ConvolutionBlock,
-    DenseBlock,
-    Gradients,
-    OuterBlock,
-    ScatterBlock,
-    TotalBlock,
-)
+from gradscope.blocks import Block, DenseBlock, Gradients, TotalBlock, from_factors
 from gradscope.stages.reducers.base import Reducer, State, count, on_one_device, reducers, wide
+
+_POSITIONS = {"left": 2, "right": 2, "index": 1, "rows": 1}  # the axis t of each field
 
 Part = dict[str, Tensor]  # the tensors of one block by field; the fields say of which kind it is
 
@@ -36,8 +30,7 @@ def gram() -> Reducer:
 
 
 def _start(gradients: Gradients) -> State:
-    n = count(gradients)
-    index = gradients.index
+    n, index = count(gradients), gradients.index
     if index is None:  # equal positions keep the order in which they came
         index = torch.zeros(gradients.n, dtype=torch.int64)
     every = {name: _parts(block) for name, block in gradients.items()}
@@ -61,34 +54,29 @@ def _result(state: State) -> dict[str, Tensor]:
 
 def _parts(block: Block) -> list[Part]:
     """Take a block apart into tensors (n, ...), dense where that is no larger."""
-    if isinstance(block, ConvolutionBlock):
-        _, t, r, c = block.sizes
-        block = block.outer if t * (r + c) < r * c else DenseBlock(block.dense())
-    found = [_fields(part) for part in block.parts] if isinstance(block, TotalBlock) else []
-    found = found or [_fields(block)]
+    if block.factored_size is not None and block.factored_size >= prod(block.shape):
+        return [{"values": block.dense()}]
+    found = [_fields(part) for part in block.terms()]
     kept = sum(prod(part[key].shape[1:]) for part in found for key in part if key != "shape")
     return found if kept < prod(block.shape) else [{"values": block.dense()}]
 
 
 def _fields(block: Block) -> Part:
-    if isinstance(block, OuterBlock):
-        return {"left": block.left, "right": block.right, "shape": torch.tensor(block.shape)}
-    if isinstance(block, ScatterBlock):
-        return {"index": block.index, "rows": block.rows, "shape": torch.tensor(block.shape)}
-    return {"values": block.dense()}
+    factors = block.factors()
+    if factors is None:
+        return {"values": block.dense()}
+    return {**factors.tensors, "shape": torch.tensor(factors.shape)}
 
 
 def _block(parts: list[Part]) -> Block:
     """Put a block together again."""
     blocks: list[Block] = []
     for part in parts:
-        if "left" in part:
-            shape = tuple(part["shape"].tolist())
-            blocks.append(OuterBlock(part["left"], part["right"], shape))
-        elif "rows" in part:
-            blocks.append(ScatterBlock(part["index"], part["rows"], int(part["shape"][0])))
-        else:
+        if "values" in part:
             blocks.append(DenseBlock(part["values"]))
+        else:
+            kind = "scatter" if "rows" in part else "outer"
+            blocks.append(from_factors(kind, part, tuple(part["shape"].tolist())))
     return blocks[0] if len(blocks) == 1 else TotalBlock(tuple(blocks))
 
 
@@ -102,35 +90,22 @@ def _joined(a: list[Part], b: list[Part]) -> list[Part]:
     ]
 
 
-def _kind(part: Part) -> list[tuple[str, object]]:
+def _kind(part: Part) -> dict[str, list[int]]:
     """Return what must be equal for two parts to be joined: all sizes but those of positions."""
-    return [
-        (key, v.tolist() if key == "shape" else _without_positions(v, key))
-        for key, v in part.items()
-    ]
-
-
-def _without_positions(values: Tensor, key: str) -> tuple[int, ...]:
-    sizes = list(values.shape)
-    if key in _POSITIONS:
-        del sizes[_POSITIONS[key]]
-    return tuple(sizes[1:])
+    return {
+        key: values.tolist()
+        if key == "shape"
+        else [s for axis, s in enumerate(values.shape) if axis not in (0, _POSITIONS.get(key))]
+        for key, values in part.items()
+    }
 
 
 def _stacked(a: Tensor, b: Tensor, key: str) -> Tensor:
-    if key in _POSITIONS:
-        axis = _POSITIONS[key]
-        longest = max(a.shape[axis], b.shape[axis])
-        a, b = (_padded(t, axis, longest) for t in (a, b))
+    axis = _POSITIONS.get(key)
+    if axis is not None:
+        longest, after = max(a.shape[axis], b.shape[axis]), [0, 0] * (a.dim() - axis - 1)
+        a, b = (F.pad(t, [*after, 0, longest - t.shape[axis]]) for t in (a, b))
     return torch.cat([a, b])
-
-
-def _padded(values: Tensor, axis: int, size: int) -> Tensor:
-    after = values.dim() - axis - 1
-    return F.pad(values, [0, 0] * after + [0, size - values.shape[axis]])
-
-
-_POSITIONS = {"left": 2, "right": 2, "index": 1, "rows": 1}  # the axis t of each field
 
 
 def _flat(every: dict[str, list[Part]]) -> State:
