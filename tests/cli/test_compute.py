@@ -14,12 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from gradscope.backends import backends
 from tests.cli.conftest import SAMPLES, Gradscope
 from tests.oracle import per_sample_gradients
 from tests.run import project
 from tests.run.test_audits import SAMPLES as AUDITED
-from tests.run.test_audits import mistaken
 
 
 def loaded(name: str) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor]]:
@@ -78,18 +76,6 @@ def test_the_main_job(gradscope: Gradscope, digits: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_json_is_one_document_and_nothing_else(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.h5"
-    done = gradscope("compute", "--config", digits, "--samples", ":20", "-o", out, "--json")
-    assert (done.code, done.err) == (0, "")
-    document = json.loads(done.out)
-    assert document["schema"] == "gradscope.compute"
-    assert document["samples"] == 20
-    assert document["certificate"]["verified"] is True
-
-
 def test_flags_win_over_the_run_file(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     flags = ["-t", "norm", "--backend", "vmap", "--dtype", "float64", "--samples", "10:30"]
@@ -101,26 +87,6 @@ def test_flags_win_over_the_run_file(gradscope: Gradscope, digits: Path, tmp_pat
         assert certificate["backend"] == "vmap"
         np.testing.assert_allclose(file["chains/0/norm"], file["samples/norm"], rtol=1e-12)
         assert file["samples/index"][0] == 10
-
-
-def test_positional_arguments_do_without_a_run_file(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    images, labels, _ = loaded("digits_mlp")
-    data, out = tmp_path / "data.npz", tmp_path / "out.h5"
-    inputs = (images[:25] * 0.0625).astype(np.float32)
-    np.savez(data, inputs=inputs, targets=labels[:25].astype(np.int64))
-    folder = digits.parent
-    done = gradscope(
-        "compute", folder / "weights.safetensors", data, "--model", f"{folder}/model.py:build",
-        "--loss", "cross_entropy", "-o", out,
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    with h5py.File(out) as file:
-        first = next(iter(digits_rows(25)))
-        np.testing.assert_allclose(
-            file[f"chains/0/{first}"], digits_rows(25)[first], rtol=1e-4, atol=1e-6
-        )
 
 
 def test_a_sample_that_is_not_finite_is_flagged(
@@ -216,25 +182,6 @@ def test_a_library_that_is_not_there(
     assert (done.code, done.out) == (2, "")
     assert "gradscope[compression]" in done.err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_compiled_run_gives_the_same_file(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    files, notes = {}, {}
-    for way, words in (("plain", ["--no-compile"]), ("compiled", ["--compile"])):
-        files[way] = tmp_path / f"{way}.h5"
-        run = ["--backend", "vmap", "--batch-size", "64", "--samples", "0:150", "-t", CHAINS[0]]
-        done = gradscope("compute", "--config", digits, *run, *words, "--json", "-o", files[way])
-        assert done.code == 0, done.err
-        notes[way] = json.loads(done.out)["notes"]
-    assert not any("compiled" in note for note in notes["plain"])
-    assert any(note.startswith("vmap compiled in") for note in notes["compiled"])
-    with h5py.File(files["plain"]) as plain, h5py.File(files["compiled"]) as compiled:
-        for group in ("samples", "norms", "chains/0"):
-            assert plain[group].keys() == compiled[group].keys()
-            for name, values in plain[group].items():
-                np.testing.assert_allclose(compiled[group][name], values, rtol=1e-9, atol=1e-12)
 
 
 def test_the_run_file_may_ask_for_compilation(
@@ -338,21 +285,6 @@ def audited(tmp_path: Path) -> list[str]:
         *("--model", f"{folder}/model.py:build", "--loss", f"{folder}/model.py:loss"),
         *("--batch-size", "2", "-o", f"{folder}/o.h5"),
     ]
-
-
-def test_a_wrong_backend_exits_with_4(
-    gradscope: Gradscope, audited: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(backends._entries, "hooks", mistaken)
-    done = gradscope(*audited, "--backend", "hooks", "-q")
-    assert (done.code, done.out) == (4, "")
-    told = " ".join(done.err.split())
-    assert "parameter 'first.bias', sample" in told and "failed the proof of" in told
-    assert "samples are kept" in told
-    assert not (tmp_path / "o.h5").exists()
-    assert (tmp_path / "o.h5.part").exists() and (tmp_path / "o.h5.part.progress").exists()
-    monkeypatch.undo()
-    assert gradscope(*audited, "--backend", "hooks", "-q", "--resume").code == 0
 
 
 @pytest.mark.parametrize("width", ["40", "200"])

@@ -146,23 +146,14 @@ def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path
     checkpoint, _ = project(tmp_path)
     (tmp_path / "d.toml").write_text('path = "d.npz"\ninputs = ["x"]\ntargets = ["y"]\n')
     run = tmp_path / "run.toml"
-    options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper"]
+    run.write_text("mine")
+    options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper", "--overwrite"]
     assert gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run).code == 0
     document = tomllib.loads(run.read_text())
     assert document["dataset"] == {"spec": "d.toml"}
     assert document["model"]["factory"] == "my.models:net"
     assert document["loss"]["name"] == "model.py:helper"
     assert load(run).dataset.targets == ("y",)
-
-
-def test_what_is_there_is_kept(gradscope: Gradscope, tmp_path: Path) -> None:
-    checkpoint, data = project(tmp_path)
-    run = tmp_path / "run.toml"
-    run.write_text("mine")
-    assert gradscope("init", checkpoint, data, "-o", run).code == 6
-    assert run.read_text() == "mine"
-    assert gradscope("init", checkpoint, data, "-o", run, "--overwrite").code == 0
-    assert load(run)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from gradscope.config import RunSpec, load, resolve, split_reference
 from gradscope.config import settings as all_settings
 from gradscope.core.grammar import anchored
 from gradscope.errors import SpecError
-from gradscope.sources.draft import quoted
 
 RUN = """
 [model]
@@ -390,53 +389,3 @@ def test_whatever_is_given_the_answer_is_a_spec_or_a_spec_error(overrides: dict)
         assert error.remedy
     else:
         assert isinstance(spec, RunSpec)
-
-
-_words = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=6)
-_toml_values = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | _words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def as_toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return quoted(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(as_toml, value))}]"
-    if isinstance(value, dict):
-        pairs = (f"{quoted(k)} = {as_toml(v)}" for k, v in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    return repr(value)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    kwargs=st.dictionaries(_words, _toml_values, max_size=3),
-    parameters=st.lists(_words, min_size=1, max_size=3),
-    arrays=st.lists(_words, min_size=1, max_size=3, unique=True),
-)
-def test_what_is_written_is_what_is_read(
-    tmp_path_factory: pytest.TempPathFactory,
-    kwargs: dict,
-    parameters: list[str],
-    arrays: list[str],
-) -> None:
-    document = tomllib.loads(RUN) | {"compute": {"parameters": parameters}}
-    document["model"]["kwargs"] = kwargs
-    document["dataset"]["inputs"] = arrays
-    path = tmp_path_factory.getbasetemp() / "written.toml"
-    path.write_text(
-        "".join(f"{quoted(k)} = {as_toml(v)}\n" for k, v in document.items()), encoding="utf-8"
-    )
-    spec = load(path)
-    assert spec.model.kwargs == kwargs
-    assert spec.compute.parameters == tuple(parameters)
-    assert spec.dataset.inputs == tuple(arrays)
-    path.write_text(as_toml(document | {"x": kwargs})[1:-1], encoding="utf-8")
-    with pytest.raises(SpecError, match=r"written\.toml: ") as caught:
-        load(path)
-    assert caught.value.remedy
