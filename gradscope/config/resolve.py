@@ -205,12 +205,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return SpecError(what, where=str(path), remedy=remedy)
 
     try:
-        if path.is_dir():
-            raise error("this is a directory", "Give the TOML file in it.")
-        if not path.exists():
-            raise error("there is no such file", "Check the path.")
         if not path.is_file():
-            raise error("this is no regular file", "Give a TOML file.")
+            found = "this is a directory" if path.is_dir() else "this is no regular file"
+            raise error(found if path.exists() else "there is no such file", "Give a TOML file.")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
@@ -339,7 +336,10 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
     for part in parts if kind != "missing" else ():
         value = value[part]
     if kind == "extra_forbidden":
-        known = _known_keys(names, layer)
+        known = [setting.key for setting in settings() if setting.section == names[0]]
+        if names[0] == "dataset" and not layer.flat:
+            known.append("spec")  # which is taken out before the rest is validated
+        known = known if len(names) > 1 else [*RunSpec.model_fields]
         what, remedy = "unknown key", suggestion(names[min(1, len(names) - 1)], known)
     elif kind == "string_too_long":
         what, remedy = f"found a text of {len(value):,} characters", "Write less."
@@ -347,14 +347,6 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
         what = "missing" if kind == "missing" else f"found {_shown(value)}"
         remedy = f"Accepted: {_accepted(names)}."
     return SpecError(what, where=layer.place(parts), remedy=remedy)
-
-
-def _known_keys(names: tuple[str, ...], layer: _Layer) -> list[str]:
-    if len(names) == 1:
-        return [*RunSpec.model_fields]
-    known = [setting.key for setting in settings() if setting.section == names[0]]
-    # `spec` is taken out of [dataset] before the rest is validated
-    return [*known, *(["spec"] if names[0] == "dataset" and not layer.flat else [])]
 
 
 def _accepted(names: tuple[str, ...]) -> str:
