@@ -17,7 +17,7 @@ from gradscope.stats import Record, Section, Summary, difference, measure, stati
 from gradscope.stats.certificate import Proof
 from gradscope.stats.summary import statistics
 from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
-from tests.report.screens import screen
+from tests.report.shown import screen
 from tests.stats.fakes import FakeChain, FakeFile, fake, plain
 
 DIGITS = Path(__file__).parents[2] / "sample_models" / "digits_mlp"
