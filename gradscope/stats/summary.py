@@ -145,6 +145,10 @@ class Statistic:
     pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None
     in_json: bool = True
 
+    def __call__(self, data: Data) -> Any:
+        """Return what it finds."""
+        return self.compute(data)
+
     @cached_property
     def form(self) -> TypeAdapter[Any]:
         """How the result is written to JSON and read back."""
@@ -154,7 +158,7 @@ class Statistic:
 statistics: Registry[Statistic] = Registry("statistic")
 
 
-def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Callable[[Data], Any]]:
+def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Statistic]:
     """Register a function of `Data` as the statistic `name`: its key in JSON and in a `Summary`.
 
     Args:
@@ -165,9 +169,8 @@ def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Callab
         SpecError: The name is taken.
     """
 
-    def add(compute: Callable[[Data], Any]) -> Callable[[Data], Any]:
-        statistics.register(name)(Statistic(compute, **how))
-        return compute
+    def add(compute: Callable[[Data], Any]) -> Statistic:
+        return statistics.register(name)(Statistic(compute, **how))
 
     return add
 

@@ -1,0 +1,250 @@
+"""Stages that users write in a file of their own: functions of tensors, and reducers.
+
+    @gradscope.transform("elementwise")
+    def soft_threshold(g, level: float = 0.1):
+        return g.sign() * (g.abs() - level).clamp_min(0)
+
+In a chain that is `FILE.py:soft_threshold:level=0.2`. What a scope promises is tried on numbers; a
+function that breaks it is refused. A reducer is a function that returns three:
+
+    @gradscope.reducer
+    def largest_norm():
+        def start(gradients):
+            return {"norm": gradients.norms.max().double()}
+
+        def merge(a, b):
+            return {"norm": torch.maximum(a["norm"], b["norm"])}
+
+        return gradscope.Reducer(start, merge, lambda state: state)
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial, update_wrapper, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import DenseBlock, Gradients, MappedBlock
+from gradscope.core.grammar import StageFactory
+from gradscope.core.locate import own_stage
+from gradscope.errors import ModelError, SpecError
+from gradscope.stages.reducers.base import Reducer, State
+from gradscope.stages.transforms.base import (
+    Scope,
+    Transform,
+    TransformFactory,
+    blockwise,
+    widened,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SCOPES = {scope.name.lower(): scope for scope in Scope}
+_PLAIN = (bool, int, float, str)
+
+# Uneven numbers of both signs, large, small and zero; no two of one magnitude.
+_PROBE = [0.3, -1.7, 0.0, 2.9, -0.04, 11.0, -5.3, 1e-3, 0.71, -230.0, 1.1, -0.9]
+
+
+def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
+    """Declare a function as a transform, for chains as FILE.py:NAME or through an entry point.
+
+    Args:
+        scope: "elementwise": from gradients of any shape to as many, each entry by itself.
+            "factor": from the norms (n,) of the samples' gradients to one factor a sample (n,).
+            "linear" or "vector": from {name: (n, *shape)} to {name: (n, ...)}, each sample by
+            itself; the dense gradients are formed. Options follow as further arguments.
+
+    Raises:
+        SpecError: There is no such scope.
+    """
+    if scope not in _SCOPES:
+        raise SpecError(
+            f"{scope!r} is not a scope",
+            where="gradscope.transform",
+            remedy=f'Write @gradscope.transform("elementwise"), or: {", ".join(_SCOPES)}.',
+        )
+    return partial(_declared, _SCOPES[scope])
+
+
+def _declared(scope: Scope, function: Callable[..., Any]) -> TransformFactory:
+    """Return the factory, whose signature has the options: all parameters but the first."""
+    own = inspect.signature(function, eval_str=True)
+
+    def make(**options: Any) -> Transform:
+        return _made(function.__name__, scope, partial(function, **options))
+
+    update_wrapper(make, function)
+    options = [_option(p) for p in list(own.parameters.values())[1:]]
+    make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
+    return TransformFactory(make, scope, function)
+
+
+def _option(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return the parameter; without an annotation it has the type of its default."""
+    bare = parameter.annotation is parameter.empty
+    known = isinstance(parameter.default, _PLAIN)
+    return parameter.replace(annotation=type(parameter.default)) if bare and known else parameter
+
+
+def _made(name: str, scope: Scope, function: Callable[[Any], Any]) -> Transform:
+    """Return the transform, having tried what can be tried without data."""
+    fn = _guarded(name, function)
+    if scope in (Scope.LINEAR, Scope.VECTOR):
+        return partial(_on_rows, name, fn)
+    probe = torch.tensor(_PROBE, dtype=torch.float64)
+    try:
+        if scope is Scope.ELEMENTWISE:
+            _require_own(name, fn, "entry", probe.reshape(3, 4), ())
+            return blockwise(lambda block: MappedBlock(block, fn))
+        _require_own(name, fn, "sample", probe.abs(), (1,))
+    except ModelError as error:  # before any data is seen, a ValueError is about the options
+        raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+    return lambda gradients: gradients.scale(fn(gradients.norms))
+
+
+def _guarded(name: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `fn`, which must give a floating-point tensor of its argument's shape."""
+    running = _running(f"transform {name}", fn)
+
+    def checked(values: Any) -> Any:
+        result = running(values)
+        if not isinstance(values, Tensor):
+            return result
+        if not isinstance(result, Tensor) or result.shape != values.shape:
+            found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise SpecError(
+                f"{name!r} returned {found} for values of shape {tuple(values.shape)}",
+                where="transform",
+                remedy="It must return one value for each that it is given.",
+            )
+        if not (result.is_floating_point() or result.is_complex()):
+            raise SpecError(
+                f"{name!r} returned {result.dtype}",
+                where="transform",
+                remedy="Return floating-point numbers, for example with .to(g.dtype).",
+            )
+        return result
+
+    return checked
+
+
+def _require_own(
+    name: str, fn: Callable[[Tensor], Tensor], what: str, probe: Tensor, shape: tuple[int, ...]
+) -> None:
+    """Check that each value of fn(probe) depends on its own entry only, and probe is not changed.
+
+    An entry that is given alone has the `shape`, and is `what` in words.
+    """
+    given = probe.clone()
+    together = fn(given).flatten()
+    if not torch.equal(given, probe):
+        raise SpecError(
+            f"{name!r} changes its argument in place",
+            where="transform",
+            remedy="Return a new tensor: other chains need the gradients as they are.",
+        )
+    for k, entry in enumerate(probe.flatten()):
+        alone = fn(entry.clone().reshape(shape)).flatten()[0]
+        if not torch.allclose(alone, together[k], rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise SpecError(
+                f"{name!r} gives {float(alone.real):.6g} for {float(entry):.6g} alone and "
+                f"{float(together[k].real):.6g} among others: a value must depend on its own "
+                f"{what} only, and on nothing random",
+                where="transform",
+                remedy='Declare another scope: "factor" for one factor a sample, or "vector".',
+            )
+
+
+def _on_rows(name: str, fn: Callable[[dict[str, Tensor]], Any], gradients: Gradients) -> Gradients:
+    """Apply a function of dense rows to copies of them; the last sample is also tried alone."""
+    rows = {key: block.dense().clone() for key, block in widened(gradients).items()}
+    last = {key: value[-1:].clone() for key, value in rows.items()}
+    found = _rows(name, fn(rows), gradients.n)
+    if gradients.n > 1:
+        for key, alone in _rows(name, fn(last), 1).items():
+            together = found[key][-1]
+            gap = float((alone[0] - together).abs().nan_to_num().sum())
+            if gap > 1e-2 * float(together.abs().nan_to_num().sum()):
+                raise SpecError(
+                    f"{name!r} gives a sample another {key!r} alone than among others",
+                    where="transform",
+                    remedy="A row must depend on its own sample only; what joins samples is a "
+                    "reducer.",
+                )
+    return gradients.of({key: DenseBlock(value) for key, value in found.items()})
+
+
+def _rows(name: str, found: Any, n: int) -> dict[str, Tensor]:
+    """Check that a user's function returned {name: (n, ...)}."""
+    values = found if isinstance(found, dict) else {}
+    shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in values.items()}
+    named = all(isinstance(key, str) for key in shapes)
+    if shapes and named and all(shape and shape[0] == n for shape in shapes.values()):
+        return values
+    raise SpecError(
+        f"{name!r} returned {shapes or type(found).__name__} for {n} samples",
+        where="transform",
+        remedy="It must return a dict {name: (n, ...)} with one row a sample.",
+    )
+
+
+def reducer(factory: Callable[..., Any]) -> StageFactory[Reducer]:
+    """Declare a factory of reducers, for chains as FILE.py:NAME or through an entry point.
+
+    Args:
+        factory: Takes the stage's options by keyword; returns a `Reducer`, or its three functions
+            start, merge and result as a tuple.
+    """
+    name, what = factory.__name__, f"reducer {factory.__name__}"
+
+    @wraps(factory)
+    def make(**options: Any) -> Reducer:
+        try:
+            made = _running(what, factory)(**options)
+        except ModelError as error:  # a ValueError is about the options
+            raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+        if isinstance(made, tuple) and not isinstance(made, Reducer) and len(made) == 3:
+            made = Reducer(*made)
+        if not (isinstance(made, Reducer) and all(map(callable, made[:3]))):
+            raise SpecError(
+                f"{name!r} returned {type(made).__name__}, not a reducer",
+                where="reducer",
+                remedy="Return gradscope.Reducer(start, merge, result).",
+            )
+        return made._replace(
+            start=_with_state(name, _running(what, made.start)),
+            merge=_running(what, made.merge),
+            result=_running(what, made.result),
+        )
+
+    return StageFactory(make)
+
+
+def _running(what: str, function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which says whose code raised; errors of gradscope's own pass through."""
+
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        with own_stage(what):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+def _with_state(name: str, start: Callable[[Gradients], Any]) -> Callable[[Gradients], State]:
+    """Return `start`, which must give a flat dict of tensors: only these can be stored."""
+
+    def checked(gradients: Gradients) -> State:
+        state = start(gradients)
+        if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+            raise SpecError(
+                f"the state that {name!r} starts with is not a dict of tensors",
+                where="reducer",
+                remedy="Return {name: tensor}, numbers as tensors too.",
+            )
+        return state
+
+    return checked

@@ -1,0 +1,162 @@
+"""Transforms by a stored vector: inner products with it, and preconditioning.
+
+A vector is the aggregate of a chain in a result file, `with=FILE.h5:CHAIN`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from math import inf, prod, sqrt
+from operator import add
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Block, DenseBlock, Gradients, KroneckerBlock, PreconditionedBlock
+from gradscope.blocks.base import squares
+from gradscope.errors import SpecError
+from gradscope.stages.reducers.base import wide
+from gradscope.stages.transforms.base import (
+    NeedsMean,
+    Scope,
+    Transform,
+    Vector,
+    transform,
+    widened,
+)
+
+Apply = Callable[[Block], Block]
+
+
+@transform("dot", Scope.LINEAR)
+def dot(with_: Vector) -> Transform:
+    """T(g) = ⟨g, v⟩ = Σ g · conj(v) over all parameters: the single entry `dot` (n,), in float64.
+
+    Complex where g or v is.
+    """
+
+    def apply(gradients: Gradients) -> Gradients:
+        return gradients.of({"dot": DenseBlock(inner(gradients, with_.of(gradients)))})
+
+    return apply
+
+
+@transform("cosine", Scope.VECTOR)
+def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Transform | NeedsMean:
+    """T(g) = Re⟨g, v⟩ / (‖g‖₂ ‖v‖₂): the single entry `cosine` (n,), 0 if g or v is zero.
+
+    How well gradients agree (Sankararaman et al. 2020, arXiv:1904.06963). v is stored,
+    or, with `to=mean`, the mean over all samples of what reaches this stage,
+    which takes an earlier pass over the data.
+    """
+    if (with_ is None) == (to is None):
+        raise ValueError("give with=FILE.h5:CHAIN or to=mean, one of them")
+    if with_ is not None:
+        return _cosine(with_)
+    return NeedsMean(lambda mean: _cosine(Vector(mean, "the mean of the samples")))
+
+
+@transform("precondition", Scope.ELEMENTWISE)
+def precondition(with_: Vector, damping: float = 0.0) -> Transform:
+    """T(g) = g / (√v + damping), v a stored second moment (Adam); or F⁻¹g, F of a stored `kfac`.
+
+    v is the result of a chain such as `square | mean` or `second_moment`. The damping is outside
+    of the root, as ε in Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), without bias
+    correction. Where √v + damping is 0 the result is 0.
+
+    Of a stored `kfac`, with the gradient G (r, c) read row by row, it is
+    (B + √damping/π)⁻¹ G (A + π√damping)⁻ᵀ, where π² = (tr A/c) / (tr B/r): the natural gradient of
+    Martens & Grosse 2015 (arXiv:1503.05671, section 6.3), in each group by itself. Outer products
+    stay outer products. What has no factors is divided by its second moment plus the damping.
+    Pseudo-inverses are taken where a factor is singular.
+    """
+    if not 0 <= damping < inf:
+        raise ValueError(f"damping must be finite and not negative, not {damping}")
+    for name, value in with_.values.items():
+        if not name.endswith((".A", ".B")):
+            _require_second_moment(name, value)
+    bound: dict[str, Apply] = {}  # factors are inverted once, not for every batch
+
+    def apply(gradients: Gradients) -> Gradients:
+        for name, block in gradients.items():
+            if name not in bound:
+                bound[name] = _preconditioner(name, block, with_, damping)
+        blocks = {name: bound[name](block) for name, block in widened(gradients).items()}
+        return gradients.of(blocks)
+
+    return apply
+
+
+def inner(gradients: Gradients, vector: Mapping[str, Tensor]) -> Tensor:
+    """Return ⟨gᵢ, v⟩ (n,), complex where a gradient or the vector is."""
+    return reduce(add, (_inner(wide(block), vector[name]) for name, block in gradients.items()))
+
+
+def _inner(block: Block, vector: Tensor) -> Tensor:
+    if vector.is_complex() and not block.dtype.is_complex:
+        return torch.complex(block.dot(vector.real), -block.dot(vector.imag))
+    return block.dot(vector.to(block.dtype))
+
+
+def _cosine(vector: Vector) -> Transform:
+    def apply(gradients: Gradients) -> Gradients:
+        values = vector.of(gradients)
+        length = torch.stack([squares(v).sum() for v in values.values()]).sum().sqrt()
+        sizes = gradients.norms * length
+        found = inner(gradients, values).real
+        return gradients.of({"cosine": DenseBlock(torch.where(sizes == 0, 0.0, found / sizes))})
+
+    return apply
+
+
+def _preconditioner(name: str, block: Block, stored: Vector, damping: float) -> Apply:
+    """Return what is applied to the parameter's block, by what is stored for it."""
+    values = stored.values
+    if name not in values and {f"{name}.A", f"{name}.B"} <= values.keys():
+        return _kronecker(name, block, stored, damping)
+    diagonal = name not in values and f"{name}.diagonal" in values
+    if diagonal:
+        stored = Vector({name: values[f"{name}.diagonal"]}, stored.source)
+    moment = stored.of(Gradients({name: block}))[name]
+    try:
+        _require_second_moment(name, moment)
+    except ValueError as error:  # a parameter that is itself called NAME.A
+        raise SpecError(str(error), where=stored.source or None) from error
+    divisor = (moment if diagonal else moment.sqrt()) + damping
+    inverse = torch.where(divisor == 0, 0.0, 1.0 / divisor)
+    return lambda block: PreconditionedBlock(block, inverse)
+
+
+def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Apply:
+    stored_pair = (stored.values[f"{name}.{side}"].to(block.device) for side in "AB")
+    a, b = (factor.unsqueeze(0) if factor.dim() == 2 else factor for factor in stored_pair)
+    found = (*a.shape, *b.shape)
+    k, c, r = len(a), a.shape[-1], b.shape[-1]
+    if found != (k, c, c, k, r, r) or k * r * c != prod(block.shape):
+        raise SpecError(
+            f"the stored factors of {name!r} are of shapes {tuple(a.shape)} and "
+            f"{tuple(b.shape)}, which does not fit the parameter's {block.shape}",
+            where=stored.source or None,
+        )
+    a, b = _damped(a, b, damping)
+    left, right = (torch.linalg.pinv(m, hermitian=True) for m in (b, a))
+    return lambda block: KroneckerBlock.of(block, left, right)
+
+
+def _damped(a: Tensor, b: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Add the damping to both factors (k, ·, ·), in the proportion of their mean eigenvalues."""
+    if damping == 0:
+        return a, b
+    means = [m.diagonal(dim1=1, dim2=2).real.mean(1) for m in (a, b)]
+    usable = (means[0] > 0) & (means[1] > 0)  # of a factor that is zero π would be 0 or infinite
+    pi = torch.where(usable, (means[0] / means[1]).sqrt(), 1.0).reshape(-1, 1, 1)
+    ones = [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in (a, b)]
+    return a + sqrt(damping) * pi * ones[0], b + sqrt(damping) / pi * ones[1]
+
+
+def _require_second_moment(name: str, value: Tensor) -> None:
+    if value.is_complex() or not bool((value >= 0).all()):
+        raise ValueError(
+            f"{name!r} in the stored vector is no second moment: it has entries that are complex, "
+            "negative or NaN"
+        )
