@@ -17,7 +17,7 @@ from rich.terminal_theme import MONOKAI
 
 import gradscope
 from gradscope.comparison import compare
-from gradscope.config.spec import load
+from gradscope.config import load
 from gradscope.report import render_comparison, render_run, render_stats
 from gradscope.run import Job, compute, prepare
 from gradscope.stats import summarize

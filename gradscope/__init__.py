@@ -10,10 +10,9 @@ from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
     from gradscope import derivatives
-    from gradscope.calls import expectation, norms, per_sample_gradients
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
-    from gradscope.scope import Scope
+    from gradscope.scope import Scope, expectation, norms, per_sample_gradients
     from gradscope.stages.reducers.base import Reducer
     from gradscope.stages.reducers.declared import reducer
     from gradscope.stages.transforms.declared import transform
@@ -46,11 +45,11 @@ _HOMES = {
     "Reducer": ("gradscope.stages.reducers.base", "Reducer"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
-    "expectation": ("gradscope.calls", "expectation"),
+    "expectation": ("gradscope.scope", "expectation"),
     "model_loss": ("gradscope.core.problem", "model_loss"),
-    "norms": ("gradscope.calls", "norms"),
+    "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
-    "per_sample_gradients": ("gradscope.calls", "per_sample_gradients"),
+    "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
     "reducer": ("gradscope.stages.reducers.declared", "reducer"),
     "transform": ("gradscope.stages.transforms.declared", "transform"),
 }

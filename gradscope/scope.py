@@ -1,51 +1,38 @@
-"""`Scope`: a model and a loss, bound once, asked about many batches."""
+"""`Scope`: a model and a loss, bound once, asked about many batches; and the same in one call."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from gradscope.backends import Evaluate, backends
-from gradscope.backends.auto import candidates
-from gradscope.backends.compiled import Computed, Wanted
-from gradscope.backends.compiled_choice import Choice, Compiler
-from gradscope.backends.joint import own_loss_backends
-from gradscope.blocks import Evaluation, Gradients
-from gradscope.core.batch import Batch, detached
-from gradscope.core.independence import same
-from gradscope.core.pages import keep_pages
+from gradscope.backends import ROWS, Request
+from gradscope.blocks import Evaluation
+from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.core.registry import suggestion
-from gradscope.core.state import facts
 from gradscope.engine import (
     Auditor,
     Certificate,
-    Look,
-    certify,
-    drawn,
-    examined,
-    glimpsed,
+    Coupling,
+    NonFinite,
+    Session,
+    Settings,
+    Verify,
+    fold,
     require_norms,
-    span,
+    settled,
 )
-from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
-from gradscope.finite import NonFinite, NonFiniteWarning, usable
-from gradscope.stages import chains
-from gradscope.stages.labels import Labels, Mode, samples
-from gradscope.stages.losses import resolve
-from gradscope.stages.reducers import State
-from gradscope.stages.reducers.law import depends_on_split
-
-T = TypeVar("T")
-Verify = Literal["audit", "first", "always", "never"]
-Coupling = Literal["refuse", "own-loss", "frozen"]
+from gradscope.errors import CertificateError, SpecError
+from gradscope.stages.chain import Chain, bind
+from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
+
+
+class NonFiniteWarning(UserWarning):
+    """Samples without a finite gradient were left out of an expectation."""
 
 
 class Scope:
@@ -69,15 +56,12 @@ class Scope:
             out and tells, "fail" raises, "keep" lets them through.
         labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
             expectation over all classes.
+        seed: Of what is drawn at random: samples that are compared, batches, labels.
         compile: Compile gradient and reduction as one program where that can be done; under `auto`
             where it is also measured to be faster. What was done is in `notes`.
 
     Attributes:
-        backend: The backend in use; `auto` until the first batch has been seen.
-        certificate: The proof of the first batch (the last proof, if every batch has one), or None.
-        auditor: Says what was audited, `auditor.audits`.
-        notes: What was chosen and why.
-        compiler: What compiles; told how many batches are `left`, it counts its own time.
+        session: What evaluates and proves.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -96,45 +80,48 @@ class Scope:
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        kinds = (Verify, Coupling, NonFinite, Mode)
-        for word, kind in zip((verify, coupling, nonfinite, labels), kinds, strict=True):
-            if word not in get_args(kind):
-                known = list(get_args(kind))
-                raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
-        keep_pages()
-        self._model, self._loss, self._globs = model, resolve(loss), parameters
-        self.own_loss, self._frozen = coupling == "own-loss", coupling == "frozen"
-        self.backend = self._asked = backend
-        self.verify, self.nonfinite, self.seed = verify, nonfinite, seed
-        self.certificate: Certificate | None = None
-        self.notes: list[str] = []
-        self.auditor = Auditor(seed, always=verify == "always")
-        self._labels = labels
-        self._choice = Choice(compile, backend, verify, coupling)
-        self._bound: dict[str, chains.Chain] = {}
-        self._tried: set[str] = set()  # chains whose reducers keep to the law of parts
-        self._stack = ExitStack()
-        self._bind()
+        settings = Settings(
+            parameters=parameters,
+            backend=backend,
+            verify=verify,
+            coupling=coupling,
+            nonfinite=nonfinite,
+            labels=labels,
+            seed=seed,
+            compile=compile,
+        )
+        self.session = Session(model, loss, settings)
+        self._bound: dict[str, Chain] = {}
 
-    def _bind(self) -> None:
-        """Bind the model as it is now; the next batch is proved."""
-        self._stack.close()
-        problem = Problem.of(self._model, self._loss, self._globs)
-        self.problem = replace(problem, running_statistics=self._frozen)
-        self.labels = Labels(self._labels, self.problem, self.seed, own_loss=self.own_loss)
-        self.compiler = Compiler(self.problem, self._choice, self.notes)
-        self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
-        self._evaluate: Evaluate | None = None
-        self._due = True  # a proof is
-        self._wary = False  # one batch was refused: every other is proved
-        self._facts: list[Any] | None = None
-        self._unaudited: Batch | None = None  # the last one, unless it was proved
-        self._doubtful = 0  # batches since the last one that was proved
+    @property
+    def backend(self) -> str:
+        """The backend in use; `auto` until the first batch has been seen."""
+        return self.session.backend
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The proof of the first batch (the last proof, if every batch has one), or None."""
+        return self.session.certificate
+
+    @property
+    def auditor(self) -> Auditor:
+        """Says what was audited, `auditor.audits`."""
+        return self.session.auditor
+
+    @property
+    def notes(self) -> list[str]:
+        """What was chosen and why."""
+        return self.session.notes
+
+    @property
+    def problem(self) -> Problem:
+        """The model, its loss, and the parameters it is differentiated by."""
+        return self.session.problem
 
     def evaluate(
         self,
         batch: Batch,
-        wanted: Wanted | None = None,
+        request: Request = ROWS,
         *,
         ordinal: int | None = None,
         last: bool = False,
@@ -143,118 +130,14 @@ class Scope:
 
         Args:
             batch: The samples.
-            wanted: What the gradients will be asked for; the gradients themselves if None. It
-                tells what to compile.
+            request: What the gradients will be asked for.
             ordinal: The number of the batch in its run, from 0; counted when not given.
             last: Whether it is known to be the last: it is then audited.
 
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        now = self._follow()
-        batch, wanted = detached(self.labels.of(batch)), wanted or Wanted()
-        number = self.auditor.audits.batches if ordinal is None else ordinal
-        before = self.certificate
-        try:
-            with torch.inference_mode(False), self.problem.state.kept():
-                evaluation = self.compiler.evaluation(batch, wanted, self._uncompiled)
-                proof = None if self.certificate is before else self.certificate
-                look = self.auditor.begin(
-                    len(batch), number, last=last, new=evaluation.new, proof=proof
-                )
-                audited = self.verify == "audit" and proof is None and not look.none
-                if audited:
-                    evaluation, proof = self._audited(batch, wanted, number, look, evaluation)
-                self.auditor.end(look, proof, audited=audited)
-        except RefusedError:
-            self._due = self._wary = True
-            raise
-        except BaseException:
-            self._due = True  # until a proof has passed, nothing more is answered
-            raise
-        self._facts = now
-        self._unaudited = batch if proof is None else None
-        self._doubtful = 0 if proof is not None else self._doubtful + 1
-        return evaluation
-
-    def _uncompiled(self, batch: Batch) -> Evaluation:
-        while True:
-            try:
-                found = self._proved(batch)
-                return replace(found, gradients=Gradients(found.gradients, batch.index))
-            except CoupledSamplesError:
-                raise  # true for every backend
-            except RefusedError as error:
-                if not self._goes_on(error):
-                    raise
-
-    def _goes_on(self, error: RefusedError) -> bool:
-        """Let go of a backend that has no right answer; return whether there is another."""
-        self._due = True
-        self.notes.append(f"{self.backend} refused: {error.what}")
-        self._stack.close()
-        self._evaluate = None
-        if self._waiting:
-            return True
-        self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
-        return False
-
-    def _audited(
-        self,
-        batch: Batch,
-        wanted: Wanted,
-        number: int,
-        look: Look,
-        evaluation: Evaluation,
-    ) -> tuple[Evaluation, Certificate | None]:
-        """Look at an answer once more; return it, and its proof if all of it was proved.
-
-        Raises:
-            CertificateError: It is wrong.
-            CoupledSamplesError: A sample's loss depends on other samples of this batch.
-        """
-        state, uncompiled = self.problem.state, evaluation
-        known = state.found
-        try:
-            with state.watched(again=True) if look.recorded else nullcontext():
-                if isinstance(evaluation.gradients, Computed):
-                    uncompiled = self._uncompiled(batch)
-                    self.compiler.require_equal(evaluation, uncompiled, wanted)
-                given = (self.problem, self.backend, uncompiled, batch)
-                more: dict[str, Any] = {
-                    "own_loss": self.own_loss,
-                    "seed": drawn(self.seed, number),
-                    "alone": look.alone,
-                }
-                proof = None
-                if look.whole:
-                    proof = examined(*given, **more, after=self.certificate)
-                else:
-                    glimpsed(*given, **more)
-            if state.found == known:
-                return evaluation, proof
-            # what the forward pass changes here is put back from now on: does it matter?
-            again = self._uncompiled(batch)
-            if same(again.losses, evaluation.losses, precision=self.problem.precision):
-                return self._audited(batch, wanted, number, look, again)
-            raise CertificateError(
-                f"the forward pass changes {state.latest}, and with it the losses",
-                where=span(batch),
-                remedy="It is put back from now on: begin again with the first batch.",
-            )
-        except CertificateError as error:
-            self._goes_on(error)
-            raise
-
-    def _follow(self) -> list[Any]:
-        """Return what a proof takes for granted; if that has changed, bind the model anew."""
-        now = facts(self.problem.model)
-        if self._facts is not None and self._facts != now:
-            self.notes.append(
-                "the model was changed between two calls: it is bound and proved anew"
-            )
-            self._bind()
-        return now
+        return self.session.evaluate(batch, request, ordinal=ordinal, last=last)
 
     def per_sample_gradients(
         self, inputs: Any, targets: Any = None, out: Mapping[str, Tensor] | None = None
@@ -266,23 +149,20 @@ class Scope:
             targets: Likewise, or None.
             out: Buffers to write into, as returned by an earlier call.
         """
-        self.labels.require_one()
+        self.session.labels.require_one()
         batch = Batch.of(inputs, targets)
-        return self._repeated(lambda: self._rows(batch, out))
+        return self.session.repeated(lambda: self._rows(batch, out))
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return {name: (n, *shape)}; those of a batch that is proved have the norms of its proof.
-
-        Raises:
-            CertificateError: They have others.
-        """
-        gradients = self.evaluate(batch, Wanted(out=out)).gradients
+        """Return {name: (n, *shape)}, of a batch that was proved with the norms of its proof."""
+        session = self.session
+        gradients = session.evaluate(batch, Request(out=out)).gradients
         rows = gradients.dense(out)
-        if self.verify != "never" and self.proved:
+        if session.settings.verify != "never" and session.proved:
             try:
-                require_norms(self.backend, rows, gradients)
+                require_norms(session.backend, rows, gradients)
             except CertificateError as error:
-                self._goes_on(error)
+                session.drop_backend(error)
                 raise
         return rows
 
@@ -291,16 +171,20 @@ class Scope:
     ) -> Any:
         """Return the L2 norms of the per-sample gradients; no gradient need be formed.
 
+        Args:
+            inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
+            targets: Likewise, or None.
+            per: "sample" or "parameter".
+
         Returns:
             (n,) over all parameters together, or {name: (n,)} with `per="parameter"`.
         """
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
-        self.labels.require_one()
+        self.session.labels.require_one()
         batch = Batch.of(inputs, targets)
-        wanted = Wanted(rows=False)
-        found = self._repeated(
-            lambda: [found.gradients for _, found in self._evaluations(batch, wanted)]
+        found = self.session.repeated(
+            lambda: [evaluation.gradients for evaluation in self._without_rows(batch)]
         )
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
@@ -308,6 +192,12 @@ class Scope:
             name: torch.cat([g.squared_norms[name].sqrt() for g in found])
             for name in self.problem.parameters
         }
+
+    def _without_rows(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield the evaluations of a batch's parts; of several, the last is audited."""
+        parts = self._parts(batch)
+        for k, part in enumerate(parts, start=1):
+            yield self.evaluate(part, Request(rows=False), last=k == len(parts) > 1)
 
     def expectation(self, chain: str, inputs: Any, targets: Any = None) -> dict[str, Tensor]:
         """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
@@ -326,102 +216,30 @@ class Scope:
     ) -> list[dict[str, Tensor]]:
         """Return what `expectation` does for several chains, in one pass over the samples."""
         whole = Batch.of(inputs, targets)
-        return self._repeated(lambda: self._expectations(texts, whole))
+        return self.session.repeated(lambda: self._expectations(texts, whole))
 
     def _expectations(self, texts: Sequence[str], whole: Batch) -> list[dict[str, Tensor]]:
-        bound = self.settled([*map(self._chain, texts)], lambda: self._parts(whole))
-        wanted = chains.wanted(bound)
-        states: Sequence[State | None] = [None] * len(bound)
-        dtypes: list[dict[str, torch.dtype]] = []  # of a batch's own sums
-        skipped = 0
-        for part, evaluation in self._evaluations(whole, wanted):
-            found: Sequence[State | None] | None = None
-            if self.labels.mode != "exact":
-                found = chains.updated_if_finite(bound, states, evaluation)
-            if found is None:
-                kept = self.usable(part, evaluation)
-                skipped += len(part) - (0 if kept is None else samples(kept[2]))
-                found = states if kept is None else chains.updated(bound, states, *kept)
-            states = found
-            dtypes = dtypes or [{k: v.dtype for k, v in s.items()} for s in states if s]
-        if skipped:
+        parts = self._parts(whole)
+        chains = settled(self.session, [*map(self._chain, texts)], lambda: self._parts(whole))
+        count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
+        found = fold(self.session, parts, chains, count=count)
+        if found.skipped:
             warnings.warn(
-                f"{skipped} samples have no finite gradient and were left out",
+                f"{found.skipped} samples have no finite gradient and were left out",
                 NonFiniteWarning,
                 stacklevel=5,
             )
-        if skipped == len(whole):
+        if found.skipped == len(whole):
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         return [
             chain.result({key: value.to(own[key]) for key, value in state.items()})
-            for chain, state, own in zip(bound, states, dtypes, strict=True)
+            for chain, state, own in zip(chains, found.states, found.dtypes, strict=True)
             if state is not None
         ]
 
-    def settled(
-        self, waiting: Sequence[chains.Chain], batches: Callable[[], Iterable[Batch]]
-    ) -> tuple[chains.Chain, ...]:
-        """Run the earlier passes that chains need (`center`), all of one round in one pass.
-
-        Args:
-            waiting: Any chains.
-            batches: Starts a pass over the data.
-        """
-        self._require_splittable(waiting)
-        ready = tuple(map(self.labels.chain, waiting))
-        while first := chains.waiting(ready):
-            self.notes += [f"an earlier pass over the data for: {text}" for text in first]
-            states: dict[str, State] = {}
-            for batch in batches():
-                kept = self.usable(batch, self.evaluate(batch))
-                if kept is not None:
-                    for text, chain in first.items():
-                        update = self.labels.chain(chain).update
-                        states[text] = update(states.get(text), *kept)
-            if not states:
-                raise SpecError(
-                    "no sample has a finite gradient, so there is no mean to start from"
-                )
-            means = {text: chain.result(states[text]) for text, chain in first.items()}
-            ready = tuple(
-                chain if chain.first_pass is None else chain.given(means[chain.first_pass.text])
-                for chain in ready
-            )
-        return ready
-
-    def _require_splittable(self, waiting: Sequence[chains.Chain]) -> None:
-        """Try each reducer in parts; a user's own one that depends on them is only named.
-
-        Raises:
-            CertificateError: Another one does.
-        """
-        for chain in waiting:
-            if chain.reducer is None or chain.text in self._tried or self.verify == "never":
-                continue
-            self._tried.add(chain.text)
-            found = depends_on_split(chain.reducer)
-            told = f"samples in several batches have another result ({found}) than in one"
-            if found is not None and ".py:" in chain.text:
-                self.notes.append(f"{chain.text}: {told}: see its `merge`")
-            elif found is not None:
-                raise CertificateError(told, where=f"chain {chain.text!r}")
-
-    def usable(
-        self, batch: Batch, evaluation: Evaluation
-    ) -> tuple[Gradients, Problem, Batch] | None:
-        """Return what chains reduce of a batch: the samples with a finite gradient, or None.
-
-        Raises:
-            NonFiniteError: One is not finite, and `nonfinite` is "fail".
-        """
-        return usable(evaluation, self.problem, self.labels.of(batch), self.nonfinite)
-
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""
-        self._stack.close()
-        self._evaluate, self._due, self._unaudited = None, True, None
-        self.compiler.forget()
-        self._waiting = list(candidates(self._asked, own_loss=self.own_loss))
+        self.session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -433,68 +251,55 @@ class Scope:
         traceback: TracebackType | None,
     ) -> None:
         """Audit the last batch, unless that was done or an error is under way, and close."""
-        try:
-            if kind is None and self._unaudited is not None and self.verify == "audit":
-                self.evaluate(self._unaudited, last=True)
-        finally:
-            self.close()
+        self.session.__exit__(kind, error, traceback)
 
-    def _chain(self, text: str) -> chains.Chain:
+    def _chain(self, text: str) -> Chain:
         """Return a bound chain, which most are for as long as the scope lives."""
-        found = self._bound.get(text) or chains.bind(text, reduced=True)
+        found = self._bound.get(text) or bind(text, reduced=True)
         if found.lasting:
             self._bound[text] = found
         return found
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        step = len(batch) if self.own_loss else max(1, _STREAMED // self.labels.each(batch))
+        session = self.session
+        each = max(1, _STREAMED // session.labels.each(batch))
+        step = len(batch) if session.settings.own_loss else each
         return [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
 
-    def _evaluations(self, batch: Batch, wanted: Wanted) -> Iterator[tuple[Batch, Evaluation]]:
-        """Yield the parts of a batch and their evaluations; of several, the last is audited."""
-        parts = self._parts(batch)
-        for k, part in enumerate(parts, start=1):
-            yield part, self.evaluate(part, wanted, last=k == len(parts) > 1)
 
-    def _repeated(self, run: Callable[[], T]) -> T:
-        """Return what `run` returns, with another backend where an audit found the first wrong.
+def per_sample_gradients(
+    model: nn.Module,
+    loss: str | Callable[..., Tensor],
+    inputs: Any,
+    targets: Any = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return {name: (n, *shape)} in one call; `options` are those of `Scope`."""
+    with Scope(model, loss, **options) as scope:
+        return scope.per_sample_gradients(inputs, targets)
 
-        That is, where all answers that were given before have been proved.
-        """
-        doubtful = self._doubtful
-        while True:
-            try:
-                return run()
-            except CertificateError as error:
-                if doubtful:
-                    error.remedy = (
-                        f"The answers to {doubtful} batches since the last that was proved may be "
-                        f"wrong as well.\n{error.remedy}"
-                    )
-                if doubtful or self._evaluate is not None or not self.has_others:
-                    raise
 
-    @property
-    def proved(self) -> bool:
-        """Whether the last answer was proved whole."""
-        return self._doubtful == 0
+def norms(
+    model: nn.Module,
+    loss: str | Callable[..., Tensor],
+    inputs: Any,
+    targets: Any = None,
+    per: Literal["sample", "parameter"] = "sample",
+    **options: Any,
+) -> Any:
+    """Return the L2 norms of the per-sample gradients in one call; see `Scope.norms`."""
+    with Scope(model, loss, **options) as scope:
+        return scope.norms(inputs, targets, per)
 
-    @property
-    def has_others(self) -> bool:
-        """Whether another backend waits for its turn, now that the last one was found wrong."""
-        return 0 < len(self._waiting) < len(candidates(self._asked, own_loss=self.own_loss))
 
-    def _proved(self, batch: Batch) -> Evaluation:
-        if self._evaluate is None:
-            self.backend = self._waiting.pop(0)
-            registry = own_loss_backends if self.own_loss else backends
-            self._evaluate = self._stack.enter_context(registry.get(self.backend)(self.problem))
-        if self.verify == "never" or not (self._due or self._wary or self.verify == "always"):
-            return self._evaluate(batch)
-        seed = drawn(self.seed, 0)
-        evaluation, proof = certify(
-            self.problem, self.backend, self._evaluate, batch, own_loss=self.own_loss, seed=seed
-        )
-        self.certificate = proof
-        self._due = not proof.proves
-        return evaluation
+def expectation(
+    model: nn.Module,
+    loss: str | Callable[..., Tensor],
+    chain: str,
+    inputs: Any,
+    targets: Any = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return E[T(g)] in one call; see `Scope.expectation`."""
+    with Scope(model, loss, **options) as scope:
+        return scope.expectation(chain, inputs, targets)

@@ -20,7 +20,7 @@ from types import FrameType
 
 import torch
 
-from gradscope.config.spec import DatasetSpec, load, resolve
+from gradscope.config import DatasetSpec, load, resolve
 from gradscope.core.batch import tensors
 from gradscope.errors import GradscopeError
 from gradscope.sources import load_into, open_dataset

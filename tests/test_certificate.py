@@ -58,7 +58,7 @@ def mistaken(mistake: Mistake, parameter: str) -> Callable:
     def backend(problem: Problem) -> Iterator[Evaluate]:
         with loop(problem) as right:
 
-            def evaluate(batch: Batch) -> Evaluation:
+            def evaluate(batch: Batch, *_: object) -> Evaluation:
                 found = right(batch)
                 rows = found.gradients.dense()
                 rows[parameter] = mistake(rows[parameter])

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
-from gradscope.stages import chains
+from gradscope.engine import settled, usable
+from gradscope.stages.chain import bind
 from tests.oracle import per_sample_gradients
 
 N = 9
@@ -161,10 +162,10 @@ def test_a_chain_equals_brute_force(text: str, backend: str, setting) -> None:
     def batches() -> list[Batch]:
         return [whole.select(part) for part in (slice(0, 4), slice(4, 5), slice(5, N))]
 
-    (chain,) = scope.settled([chains.bind(text)], batches)
+    (chain,) = settled(scope.session, [bind(text)], batches)
     state, parts = None, []
     for batch in batches():
-        used = scope.usable(batch, scope.evaluate(batch))
+        used = usable(scope.session, batch, scope.evaluate(batch))
         assert used is not None
         if chain.reducer is None:
             parts.append(chain.rows(*used).dense())

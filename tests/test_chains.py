@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock, total
 from gradscope.errors import SpecError
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 
 N = 7
 

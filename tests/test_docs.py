@@ -15,12 +15,11 @@ import torch
 import typer
 
 import gradscope
-from gradscope.backends import backends
+from gradscope.backends import backends, own_loss_backends
 from gradscope.backends.hooks.rules import node_rules
-from gradscope.backends.joint import own_loss_backends
 from gradscope.cli.app import app
 from gradscope.cli.listing import AUTO_SUMMARY
-from gradscope.config.spec import RunSpec
+from gradscope.config import RunSpec
 from gradscope.core.registry import Registry
 from gradscope.sources import checkpoint_readers, dataset_readers
 from gradscope.stages.losses import losses

@@ -12,7 +12,7 @@ from gradscope.blocks import DenseBlock, OuterBlock, SquaredBlock
 from gradscope.blocks.expected import ExpectedBlock
 from gradscope.core.batch import Batch
 from gradscope.errors import SpecError
-from gradscope.finite import NonFiniteWarning
+from gradscope.scope import NonFiniteWarning
 
 N, C, D = 40, 3, 4
 BACKENDS = ["loop", "hooks", "vmap", "expand"]
@@ -162,18 +162,18 @@ def test_drawn_labels_converge_to_the_exact_fisher():
 
 def drawn(model, inputs, targets, loss="cross_entropy", **options):
     with gradscope.Scope(model, loss, labels="sampled", **options) as scope:
-        return scope.labels.of(Batch.of(inputs, targets)).targets
+        return scope.session.labels.of(Batch.of(inputs, targets)).targets
 
 
 def test_draws_depend_on_seed_and_index_only():
     model, (inputs, targets) = net(), data()
     scope = gradscope.Scope(model, "cross_entropy", labels="sampled", seed=5)
     whole = Batch.of(inputs, targets)
-    together = scope.labels.of(whole).targets
-    alone = torch.cat([scope.labels.of(whole.one(i)).targets for i in range(N)])
+    together = scope.session.labels.of(whole).targets
+    alone = torch.cat([scope.session.labels.of(whole.one(i)).targets for i in range(N)])
     order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
     assert torch.equal(together, alone)
-    assert torch.equal(together[order], scope.labels.of(whole.select(order)).targets)
+    assert torch.equal(together[order], scope.session.labels.of(whole.select(order)).targets)
     assert not torch.equal(together, drawn(model, inputs, targets, seed=6))
     assert torch.equal(together, drawn(model, inputs, None, seed=5))  # no labels are needed
     assert set(together.tolist()) == set(range(C))
@@ -287,7 +287,7 @@ def test_an_expected_block_is_its_dense_form():
 @pytest.mark.parametrize(
     ("loss", "options", "words"),
     [
-        ("mse", {"labels": "sampled"}, "cross_entropy, nll, causal_lm, bce_with_logits"),
+        ("mse", {"labels": "sampled"}, "bce_with_logits, causal_lm, cross_entropy, nll"),
         (lambda o, t: o.sum(1), {"labels": "exact"}, "no distribution"),
         ("cross_entropy", {"labels": "drawn"}, "'sampled'"),
         ("cross_entropy", {"labels": "exact", "coupling": "own-loss"}, "sampled"),
@@ -333,7 +333,7 @@ def npz_run(folder):
 
 
 def test_a_run_records_its_labels(tmp_path):
-    from gradscope.config.spec import load, resolve
+    from gradscope.config import load, resolve
     from gradscope.run import compute, estimate, prepare
 
     model, inputs, targets = npz_run(tmp_path)
@@ -370,7 +370,7 @@ def test_a_run_records_its_labels(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 7, 40])
 def test_a_run_draws_the_same_whatever_the_batch_size(tmp_path, batch_size):
-    from gradscope.config.spec import resolve
+    from gradscope.config import resolve
     from gradscope.run import compute, prepare
 
     model, inputs, targets = npz_run(tmp_path)

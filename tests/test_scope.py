@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.errors import CoupledSamplesError, DatasetError, ModelError, SpecError
-from gradscope.finite import NonFiniteWarning
+from gradscope.scope import NonFiniteWarning
 from tests.cases import CASES, COUPLED, INDEPENDENT
 from tests.oracle import per_sample_gradients
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.errors import GradscopeError, ModelError, SpecError
 from gradscope.run import prepare
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 from gradscope.stages.transforms import transforms
 from tests.cli.conftest import gradscope as cli  # noqa: F401
 

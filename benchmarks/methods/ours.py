@@ -25,13 +25,17 @@ from benchmarks.workloads import LOSS
 from gradscope import Scope
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.core.batch import Batch
+from gradscope.core.libc import keep_pages
 from gradscope.run import compute, prepare
-from gradscope.stages import chains
+from gradscope.stages.chain import bind
 
 _AFFORDABLE = 10.0  # seconds a call of the loop
 _PROJECT = f"project:dim={DIMENSIONS},kind=rademacher"  # random signs, as the other tools'
+
+
+keep_pages()  # as the command line does
 
 
 def _prepared(backend: str, task: str, setting: Setting) -> Call:
@@ -56,7 +60,7 @@ def _compiled(task: str, setting: Setting) -> Call:
     )
 
     def require_program() -> None:
-        if scope.notes and not scope.compiler.in_use:
+        if scope.notes and not scope.session.compiles:
             raise DeclinedError(scope.notes[-1])
 
     return replace(_TASKS[task](scope, setting), before=require_program, first_limit=COMPILE_LIMIT)
@@ -104,7 +108,7 @@ def _clipped(scope: Scope, setting: Setting) -> Call:
 
 
 def _projection(scope: Scope, setting: Setting) -> Call:
-    chain = chains.bind(_PROJECT)
+    chain = bind(_PROJECT)
     batch = _batch(setting)
 
     def run() -> Result:

@@ -1,6 +1,29 @@
 """The ways to get every sample's gradient."""
 
-from gradscope.backends import expand, hooks, loop, vmap
-from gradscope.backends.base import Backend, Evaluate, backends
+from gradscope.backends import expand, hooks, joint, loop, vmap
+from gradscope.backends.base import (
+    AUTO,
+    ROWS,
+    Backend,
+    Evaluate,
+    Request,
+    backends,
+    candidates,
+    own_loss_backends,
+)
 
-__all__ = ["Backend", "Evaluate", "backends", "expand", "hooks", "loop", "vmap"]
+__all__ = [
+    "AUTO",
+    "ROWS",
+    "Backend",
+    "Evaluate",
+    "Request",
+    "backends",
+    "candidates",
+    "expand",
+    "hooks",
+    "joint",
+    "loop",
+    "own_loss_backends",
+    "vmap",
+]

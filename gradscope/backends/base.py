@@ -1,39 +1,100 @@
 """What a backend is: bound once to a problem, applied to many batches.
 
 A backend is a function of a problem that returns a context manager, so that clean-up is
-structural; inside it, the bound function maps a batch to its losses and per-sample gradients:
+structural; inside it, the bound function maps a batch, and what will be asked of its gradients, to
+losses and per-sample gradients:
 
     with backend(problem) as evaluate:
-        evaluation = evaluate(batch)
+        evaluation = evaluate(batch, request)
 
 It is exact, or it raises a `RefusedError` that names the layer and the remedy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
-from gradscope.blocks import Evaluation
+from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Problem
-from gradscope.core.registry import Registry
+from gradscope.core.registry import Registry, suggestion
 from gradscope.core.shortage import is_shortage
-from gradscope.errors import GradscopeError, UnsupportedError
+from gradscope.errors import GradscopeError, SpecError, UnsupportedError
 
-Evaluate = Callable[[Batch], Evaluation]
+AUTO = "auto"
+
+_ORDER = ("hooks", "vmap", "expand", "loop")  # of auto: hooks keeps structure, loop runs anything
+
+State = dict[str, Tensor]
+Starts = Callable[[Sequence[str], Gradients], dict[str, State]]
+
+
+def _nothing(keys: Sequence[str], gradients: Gradients) -> dict[str, State]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What will be asked of a batch's gradients, beside their norms; a backend may use it or not.
+
+    Attributes:
+        rows: The gradients themselves.
+        keys: Of the reductions.
+        starts: Takes keys and gradients; returns the state of each reduction after this batch.
+        out: {name: (n, *shape)}, what the gradients will be written into, if that is known.
+        stored: The dense gradients are stored, each entry of them.
+        left: How many batches are to come, this one included, if that is known.
+    """
+
+    rows: bool = True
+    keys: tuple[str, ...] = ()
+    starts: Starts = _nothing
+    out: Mapping[str, Tensor] | None = None
+    stored: bool = False
+    left: int | None = None
+
+
+ROWS = Request()
+
+
+class Evaluate(Protocol):
+    """A backend bound to a problem."""
+
+    def __call__(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        """Return losses (n,) and the gradients of n samples."""
+
+
 Backend = Callable[[Problem], AbstractContextManager[Evaluate]]
 
 backends: Registry[Backend] = Registry("backend")
+own_loss_backends: Registry[Backend] = Registry("own-loss backend")
+
+
+def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
+    """Return the backends to try for a chosen name: for `auto`, fastest first.
+
+    Args:
+        name: A backend's name, or `auto`.
+        own_loss: Coupled samples are to get the gradients of their own losses.
+
+    Raises:
+        SpecError: No backend (that can do this) has this name.
+    """
+    registry = own_loss_backends if own_loss else backends
+    if name == AUTO:
+        return tuple(candidate for candidate in _ORDER if candidate in registry)
+    if name not in registry:
+        known = suggestion(name, [AUTO, *registry.names()])
+        raise SpecError(f"unknown {registry.kind} {name!r}", remedy=known)
+    return (name,)
 
 
 def require_unhooked(backend: str, problem: Problem) -> None:
-    """Refuse parameters with a hook on their gradient, which this backend would not run.
-
-    Raises:
-        UnsupportedError: There is one.
-    """
+    """Refuse parameters with a hook on their gradient, which this backend would not run."""
     for name, p in problem.parameters.items():
         if p._backward_hooks:
             raise UnsupportedError(

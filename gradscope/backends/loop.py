@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradscope.backends.base import Evaluate, backends, refusing
+from gradscope.backends.base import ROWS, Evaluate, Request, backends, refusing
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
@@ -18,7 +18,7 @@ from gradscope.core.scalar import summed
 def loop(problem: Problem) -> Iterator[Evaluate]:
     """One sample at a time, a batch of one each: slow, and the reference for the others."""
 
-    def evaluate(batch: Batch) -> Evaluation:
+    def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         losses = []
         values = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
         for i in range(len(batch)):

@@ -1,22 +1,38 @@
 """`vmap`: torch.func's gradient of one sample's loss, vectorised over the samples.
 
-Each sample keeps its axis n = 1, so a model sees what it sees in `loop`. Where plain torch.func
-refuses although an exact way exists, `vmap_rewrites` puts it in the place of torch's own.
+Each sample keeps its axis n = 1, so a model sees what it sees in `loop`. Calls that torch.func
+refuses although they can be written exactly are replaced while the model runs:
+
+- Fused recurrent kernels (`nn.LSTM`, `nn.GRU`, `nn.RNN`) become steps of linear maps.
+- `x.requires_grad_()` inside the loss, which precedes `torch.autograd.grad(u, x)` in a Laplacian
+  or gradient penalty, ties x to a zero that requires a gradient.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from gradscope.backends.base import Evaluate, backends, refusing, require_unhooked
-from gradscope.backends.vmap_rewrites import Rewrites
+from gradscope.backends.base import (
+    ROWS,
+    Evaluate,
+    Request,
+    backends,
+    refusing,
+    require_unhooked,
+)
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.problem import Problem
 from gradscope.errors import UnsupportedError
+
+Step = Callable[..., tuple[Tensor, ...]]
 
 CHUNK_BYTES = 256 * 2**20  # gradients computed at a time; one sample's, if these are larger
 
@@ -41,7 +57,7 @@ _REMEDY = "Use the backend hooks, or loop, which runs everything that trains wit
 def vmap(problem: Problem) -> Iterator[Evaluate]:
     """torch.func: vmap over samples of the gradient of one sample's loss."""
 
-    def evaluate(batch: Batch) -> Evaluation:
+    def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("vmap", problem)
         try:
             with refusing("vmap", problem.model, _REMEDY), problem.state.kept(), untouched():
@@ -60,21 +76,18 @@ def _evaluate(problem: Problem, batch: Batch) -> Evaluation:
     row = sum(p.numel() * p.element_size() for p in values.values())
     step = max(1, CHUNK_BYTES // max(1, row))
     if step >= len(batch):
-        gradients, losses = per_sample(problem, values, batch)
-        return _evaluation(gradients, losses)
-    parts = []
-    dense = {k: p.new_empty(len(batch), *p.shape) for k, p in values.items()}
-    for start in range(0, len(batch), step):
-        rows = slice(start, start + step)
-        gradients, losses = per_sample(problem, values, batch.select(rows))
-        parts.append(losses)
-        for name, gradient in gradients.items():
-            dense[name][rows] = gradient
-    return _evaluation(dense, torch.cat(parts))
-
-
-def _evaluation(gradients: dict[str, Tensor], losses: Tensor) -> Evaluation:
-    return Evaluation(losses, Gradients({k: DenseBlock(v) for k, v in gradients.items()}))
+        dense, losses = per_sample(problem, values, batch)
+    else:
+        parts = []
+        dense = {k: p.new_empty(len(batch), *p.shape) for k, p in values.items()}
+        for start in range(0, len(batch), step):
+            rows = slice(start, start + step)
+            gradients, found = per_sample(problem, values, batch.select(rows))
+            parts.append(found)
+            for name, gradient in gradients.items():
+                dense[name][rows] = gradient
+        losses = torch.cat(parts)
+    return Evaluation(losses, Gradients({k: DenseBlock(v) for k, v in dense.items()}))
 
 
 def per_sample(
@@ -90,7 +103,7 @@ def per_sample(
         own = [_own(t, zero) for t in sample]
         axes = iter([t if s else t.unsqueeze(0) for t, s in zip(own, shared, strict=True)])
         inputs, targets = map_tensors(lambda _: next(axes), (batch.inputs, batch.targets))
-        with Rewrites(zero):
+        with _Rewrites(zero):
             one = Batch(inputs, targets, index.unsqueeze(0))
             value = problem.functional_losses(values, one)[0]
         return value, value
@@ -125,3 +138,126 @@ def untouched() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _Rewrites(TorchFunctionMode):
+    """The replacements; `zero` () is one that the surrounding transform differentiates by."""
+
+    def __init__(self, zero: Tensor) -> None:
+        super().__init__()
+        self._zero = zero
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace a call, or let it through."""
+        kwargs = kwargs or {}
+        if func is Tensor.requires_grad_ and False not in (*args[1:], *kwargs.values()):
+            return self._require_gradient(args[0])
+        if func is _SET_REQUIRES_GRAD and args[1] is True:
+            self._require_gradient(args[0])
+            return None
+        if func in STEPS:
+            return recurrent(STEPS[func], *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _require_gradient(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            return x
+        try:
+            return x.requires_grad_()  # allowed where torch.func itself calls it, for a transform
+        except RuntimeError:
+            return x.sub_(self._zero)  # x − 0 is x, now part of the graph
+
+
+def recurrent(
+    step: Step,
+    inputs: Tensor,
+    states: Tensor | Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Do what torch.lstm, torch.gru, torch.rnn_tanh and torch.rnn_relu do, step by step.
+
+    The cell `step` maps (projected input, states, weights) to new states, the output first. Inputs
+    are (t, n, i), initial states each (layers·directions, n, o); weights are, of each layer and
+    direction, w_ih, w_hh, b_ih and b_hh when `has_biases`, and w_hr of an LSTM whose outputs are
+    projected. Returns the outputs, with the axes of `inputs`, then the final states.
+    """
+    if not isinstance(has_biases, bool):  # the arguments of a packed sequence come in another order
+        raise NotImplementedError("packed sequences have no sample axis")  # `refusing` adds where
+    starts = (states,) if isinstance(states, Tensor) else tuple(states)
+    directions = 2 if bidirectional else 1
+    each = len(weights) // (layers * directions)
+    x = inputs.transpose(0, 1) if batch_first else inputs
+    finals = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            k = layer * directions + direction
+            w_ih, w_hh, *rest = weights[k * each : (k + 1) * each]
+            b_ih, b_hh, *w_hr = rest if has_biases else (None, None, *rest)
+            cell = partial(step, w_hh=w_hh, b_hh=b_hh, w_hr=w_hr[0] if w_hr else None)
+            output, final = _scan(cell, F.linear(x, w_ih, b_ih), [s[k] for s in starts], direction)
+            outputs.append(output)
+            finals.append(final)
+        x = torch.cat(outputs, -1)
+        if dropout and train and layer < layers - 1:
+            x = F.dropout(x, dropout)
+    x = x.transpose(0, 1) if batch_first else x
+    return x, *(torch.stack(final) for final in zip(*finals, strict=True))
+
+
+def _scan(
+    cell: Step, x: Tensor, states: Sequence[Tensor], backward: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run a cell over x (t, n, o); return its outputs (t, n, o) in order, and its last states."""
+    steps = x.unbind(0)
+    state, outputs = tuple(states), []
+    for projected in reversed(steps) if backward else steps:
+        state = cell(projected, *state)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backward else outputs), state
+
+
+def _lstm(
+    x: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
+) -> tuple[Tensor, ...]:
+    """One step of torch.nn.LSTM: gates i, f, g, o."""
+    i, f, g, o = (x + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return h if w_hr is None else F.linear(h, w_hr), c
+
+
+def _gru(x: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None, w_hr: None) -> tuple[Tensor, ...]:
+    """One step of torch.nn.GRU: gates r, z, n."""
+    (r, z, n), (hr, hz, hn) = x.chunk(3, -1), F.linear(h, w_hh, b_hh).chunk(3, -1)
+    new = (n + (r + hr).sigmoid() * hn).tanh()
+    return (new + (z + hz).sigmoid() * (h - new),)
+
+
+def _rnn(
+    activation: Callable[[Tensor], Tensor],
+    x: Tensor,
+    h: Tensor,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: None,
+) -> tuple[Tensor, ...]:
+    """One step of torch.nn.RNN."""
+    return (activation(x + F.linear(h, w_hh, b_hh)),)
+
+
+STEPS: dict[Any, Step] = {
+    torch.lstm: _lstm,
+    torch.gru: _gru,
+    torch.rnn_tanh: partial(_rnn, torch.tanh),
+    torch.rnn_relu: partial(_rnn, torch.relu),
+}
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The gradients of a batch: one block a parameter."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -104,14 +104,6 @@ class Gradients(Mapping[str, Block]):
             return both[power]
         return block.weighted_sum() if power == 1 else block.squared_sum()
 
-    def computed(self, key: str | None) -> dict[str, Tensor] | None:
-        """Return the state of a reduction that was computed along with the gradients, or None.
-
-        Args:
-            key: Of the reduction.
-        """
-        return None
-
     def asked(self, powers: frozenset[int]) -> "Gradients":
         """Return the same gradients, told which sums over samples will be asked for."""
         return Gradients(self._blocks, self.index, powers)
@@ -148,8 +140,12 @@ class Evaluation:
         losses: (n,), detached.
         gradients: The per-sample gradients.
         new: Whether the backend had to find out first how the batch is computed.
+        states: {key: state} of the requested reductions that were computed with the gradients.
+        compiled: Whether a compiled program has computed it.
     """
 
     losses: Tensor
     gradients: Gradients
     new: bool = False
+    states: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
+    compiled: bool = False

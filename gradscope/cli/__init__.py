@@ -4,6 +4,7 @@ import sys
 
 from gradscope.cli import stopping
 from gradscope.core import streams
+from gradscope.core.libc import keep_pages
 
 
 def main() -> None:
@@ -14,6 +15,7 @@ def main() -> None:
     streams.open_standard_ones()
     stopping.at_once()
     stopping.ignored_at_the_end()
+    keep_pages()
     from gradscope.cli.app import execute
 
     code = execute()

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradscope.cli import options, stopping
-from gradscope.config.shards import this_worker
+from gradscope.config import this_worker
 from gradscope.core import streams
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradscope.config.shards import Worker
-    from gradscope.config.spec import RunSpec
+    from gradscope.config import RunSpec, Worker
     from gradscope.run import Job, Run
     from gradscope.stats import RunReport
 

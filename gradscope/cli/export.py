@@ -37,7 +37,7 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Write rows, aggregates or the sample table of a result file for other programs."""
-    from gradscope.config.spec import parse_samples
+    from gradscope.config import parse_samples
     from gradscope.report.console import console
     from gradscope.report.export import render_export
     from gradscope.storage import export as write

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gradscope.cli import options
-from gradscope.config.references import HELD
+from gradscope.config import HELD
 from gradscope.errors import OutputError
 
 

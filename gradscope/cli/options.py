@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradscope.config.spec import RunSpec, resolve
+from gradscope.config import RunSpec, resolve
 from gradscope.core import streams
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError

@@ -21,7 +21,7 @@ from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory
 from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.core.stops import is_stop
-from gradscope.engine import glimpsed
+from gradscope.engine import Answer, glimpsed
 from gradscope.errors import (
     CertificateError,
     GradscopeError,
@@ -168,7 +168,7 @@ def _as_it_is(row: BackendRow, backend: Backend, setting: _Setting) -> BackendRo
             with problem.state.kept():
                 evaluation = evaluate(batch)
             if row.backend != REFERENCE:
-                glimpsed(problem, row.backend, evaluation, batch, alone=len(batch))
+                glimpsed(Answer(problem, row.backend, batch, evaluation, alone=len(batch)))
             del evaluation
             seconds, peak = measure(lambda: _dense(evaluate(batch)), problem.device)
     except CertificateError as error:
@@ -327,7 +327,7 @@ def compiled(parameters: Sequence[str] | None = None) -> Implementation:
         if scope is None:
             scope = scopes[id(model)] = Scope(model, loss, globs, "vmap", compile=True)
             scope.per_sample_gradients(inputs, targets)  # proved, then compiled
-        if not scope.compiler.in_use:
+        if not scope.session.compiles:
             remedy = "The backends' own rows need no compiler."
             raise UnsupportedError(scope.notes[-1], remedy=remedy)
         return scope.per_sample_gradients(inputs, targets)

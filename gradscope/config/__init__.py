@@ -1,1 +1,58 @@
-"""What may be asked for: the run file, its options and their types."""
+"""What may be asked for: the settings of a run, where they come from, and what is wrong with them.
+
+Nothing here loads anything, and torch is not imported.
+"""
+
+from gradscope.config.resolve import MOST, combined, load, resolve
+from gradscope.config.shards import Shard, Worker, parse_shard, this_worker
+from gradscope.config.spec import (
+    CheckpointSpec,
+    CompareSpec,
+    ComputeSpec,
+    DatasetSpec,
+    LossSpec,
+    ModelSpec,
+    RunSpec,
+    Setting,
+    settings,
+)
+from gradscope.config.values import (
+    HELD,
+    Compression,
+    function_of,
+    memory_text,
+    parse_compression,
+    parse_loss,
+    parse_memory,
+    parse_samples,
+    split_reference,
+)
+
+__all__ = [
+    "HELD",
+    "MOST",
+    "CheckpointSpec",
+    "CompareSpec",
+    "Compression",
+    "ComputeSpec",
+    "DatasetSpec",
+    "LossSpec",
+    "ModelSpec",
+    "RunSpec",
+    "Setting",
+    "Shard",
+    "Worker",
+    "combined",
+    "function_of",
+    "load",
+    "memory_text",
+    "parse_compression",
+    "parse_loss",
+    "parse_memory",
+    "parse_samples",
+    "parse_shard",
+    "resolve",
+    "settings",
+    "split_reference",
+    "this_worker",
+]

@@ -1,7 +1,6 @@
 """Shards: which part of a run's samples one of many workers takes.
 
-Workers are counted from 0, as torchrun's RANK and the tasks of job arrays are. torch is not
-imported.
+Workers are counted from 0, as torchrun's RANK and the tasks of job arrays are.
 """
 
 import re
@@ -12,18 +11,11 @@ from pathlib import Path
 from gradscope.errors import SpecError
 
 _SHARD = re.compile(r"(0|[1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_IN_NAME = ".shard-{}-of-{}"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One worker of several.
-
-    Attributes:
-        index: Which one, from 0.
-        count: How many there are.
-    """
+    """The part of worker `index`, from 0, of `count` workers."""
 
     index: int
     count: int
@@ -33,7 +25,7 @@ class Shard:
 
     def place(self, output: Path) -> Path:
         """Return the file of this shard, next to the file of the whole run."""
-        name = f"{output.stem}{_IN_NAME.format(self.index, self.count)}{output.suffix}"
+        name = f"{output.stem}.shard-{self.index}-of-{self.count}{output.suffix}"
         return output.with_name(name)
 
     def rows(self, whole: range, batch: int) -> range:
@@ -63,11 +55,8 @@ def parse_shard(text: str) -> Shard:
     match = _SHARD.fullmatch(text)
     shard = Shard(*map(int, match.groups())) if match else Shard(0, 0)
     if shard.index >= shard.count:
-        raise SpecError(
-            f"found {text!r}",
-            where="shard",
-            remedy="Accepted: I/N with 0 ≤ I < N: workers are counted from 0.",
-        )
+        remedy = "Accepted: I/N with 0 ≤ I < N: workers are counted from 0."
+        raise SpecError(f"found {text!r}", where="shard", remedy=remedy)
     return shard
 
 
@@ -77,8 +66,8 @@ class Worker:
 
     Attributes:
         shard: What it computes.
-        local: Its number on this machine, which picks the GPU; None if it is not told.
-        restarted: Whether it was started again because one of them failed.
+        local: Its number on this machine, which picks the GPU; None if the environment has none.
+        restarted: Whether torchrun started it again, because a worker failed.
     """
 
     shard: Shard
@@ -99,8 +88,8 @@ def this_worker(environment: Mapping[str, str]) -> Worker | None:
     count = environment.get("WORLD_SIZE", "1")
     if count == "1":
         return None
-    index = environment.get("RANK", "")
-    local, restarts = (environment.get(key, "") for key in ("LOCAL_RANK", _RESTARTS))
+    index, local = (environment.get(key, "") for key in ("RANK", "LOCAL_RANK"))
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "")
     try:
         shard = parse_shard(f"{index}/{count}")
     except SpecError as error:

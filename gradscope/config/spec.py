@@ -1,23 +1,103 @@
-"""The settings of a run: what the run file may hold, checked strictly and all at once.
+"""The settings of a run: what the run file may hold, and which of it the command line takes.
 
-    spec = resolve(Path("run.toml"), {"compute": {"backend": "loop"}})
-
-Nothing is loaded here, and torch is not imported.
+Each setting is described once, by `option`. Its flag, its key in the run file, the message about a
+wrong value and its line in docs/reference.md follow from that.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
-from gradscope.config import settings
-from gradscope.config.complaints import combined, complaints, salvaged
-from gradscope.config.references import HELD, REFERENCE_FORMS, function_of, parse_loss
-from gradscope.config.runfile import Layer, contradictions, gather, merge
-from gradscope.config.settings import parse_samples as parse_samples
+from gradscope.config import values
+from gradscope.config.values import HELD, REFERENCE_FORMS, function_of, parse_loss
 from gradscope.core.grammar import Stage
-from gradscope.errors import SpecError
+
+_RUNS = ("compute", "compare", "check")
+_CHAINS = ("compute", "check")
+_COMPUTE = ("compute",)
+
+
+def option(
+    default: Any,
+    flag: str = "",
+    commands: tuple[str, ...] = (),
+    help: str = "",
+    accepted: str = "",
+) -> Any:
+    """Describe a setting.
+
+    Args:
+        default: Its value where it is not given; `...` if it must be given.
+        flag: Its names on the command line and what stands for its value, "--transform -t CHAIN";
+            "DATASET" is a positional argument; "" if only the run file has it.
+        commands: The commands that take it.
+        help: What it is for; the default is added.
+        accepted: What it may be; "" where its type says so.
+    """
+    told: Any = {"flag": flag.split(), "commands": commands, "help": help, "accepted": accepted}
+    return Field(default=default, json_schema_extra=told)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the run file, and the flag that takes its place.
+
+    Attributes:
+        section, key: Where it stands in the run file.
+        type: What it is, without None and without what is checked beyond that.
+        default: Its value where it is not given; None if there is none.
+        accepted: What it may be.
+        flags: Its names on the command line, none if only the run file has it.
+        metavar: What stands for its value in the help; "" of a switch.
+        commands: The commands that take it.
+        help: What it is for.
+    """
+
+    section: str
+    key: str
+    type: Any
+    default: Any
+    accepted: str
+    flags: tuple[str, ...]
+    metavar: str
+    commands: tuple[str, ...]
+    help: str
+
+
+def settings() -> Iterator[Setting]:
+    """Yield every setting in the tables of a run file."""
+    for section, table in RunSpec.model_fields.items():
+        for key, field in getattr(table.annotation, "model_fields", {}).items():
+            yield _setting(section, key, field)
+
+
+def _setting(section: str, key: str, field: FieldInfo) -> Setting:
+    told: Any = field.json_schema_extra
+    kind, accepted = field.annotation, told["accepted"] or field.description
+    while get_origin(kind) in (Annotated, Union, UnionType):
+        kind, *rest = get_args(kind)
+        said = (each.description for each in rest if isinstance(each, FieldInfo))
+        accepted = accepted or next(filter(None, said), None)
+    words = get_args(kind) if get_origin(kind) is Literal else ()
+    accepted = accepted or f"{', '.join(words[:-1])} or {words[-1]}"
+    flags = tuple(w for w in told["flag"] if w.startswith("-")) or tuple(told["flag"])
+    metavar = told["flag"][-1] if len(told["flag"]) > len(flags) else "|".join(words)
+    return Setting(
+        section,
+        key,
+        kind,
+        None if field.is_required() else field.get_default(),
+        accepted,
+        flags,
+        metavar,
+        told["commands"],
+        told["help"],
+    )
 
 
 class _Section(BaseModel):
@@ -27,102 +107,115 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """Which model: a function of the user's that returns an nn.Module."""
 
-    factory: settings.Reference = Field(
-        description=f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model "
-        "that the checkpoint itself holds (--model)"
+    factory: values.Reference = option(
+        ...,
+        "--model FILE.py:FACTORY",
+        (*_RUNS, "init"),
+        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds",
+        f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model that "
+        "the checkpoint itself holds",
     )
-    kwargs: settings.Table = Field(
-        default={}, description="a table of the factory's keyword arguments"
-    )
-    mode: Literal["eval", "train"] = Field(default="eval", description="eval or train (--mode)")
+    kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
+    mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
 
 
 class CheckpointSpec(_Section):
     """Which weights."""
 
-    path: settings.SomePath = Field(
-        description="the path of a file with the weights, or of the folder that holds it "
-        "(CHECKPOINT)"
+    path: values.SomePath = option(
+        ...,
+        "CHECKPOINT",
+        _RUNS,
+        "A file with the model's weights, or its folder",
+        "the path of a file with the weights, or of the folder that holds it",
     )
-    key: settings.Text | None = Field(
-        default=None, description='where in it the weights are, such as "ema.module" (--key)'
+    key: values.Text | None = option(
+        None,
+        "--key KEY",
+        _RUNS,
+        "Where in CHECKPOINT the weights are, such as ema.module",
+        'where in it the weights are, such as "ema.module"',
     )
-    ignore: settings.Globs | None = Field(
-        default=None,
-        description="a list of globs of names in it that the model does not have (--ignore)",
+    ignore: values.Globs | None = option(
+        None,
+        "--ignore GLOB",
+        _RUNS,
+        "Leave out names in CHECKPOINT that the model does not have",
+        "a list of globs of names in it that the model does not have",
     )
-    unsafe_pickle: settings.Switch = Field(
-        default=False,
-        description="true or false: the file may execute code as it is loaded (--unsafe-pickle)",
+    unsafe_pickle: values.Switch = option(
+        False,
+        "--unsafe-pickle",
+        _RUNS,
+        "Load CHECKPOINT even if it can execute code: pickled objects, programs",
+        "true or false: the file may execute code as it is loaded",
     )
 
 
 class DatasetSpec(_Section):
     """Which arrays of which file, and how they are made into tensors."""
 
-    path: settings.SomePath = Field(
-        description="the path of a data file or folder, of a dataset spec ending in .toml, or "
-        "FILE.py:FACTORY, a function that returns a torch Dataset (DATASET)"
+    path: values.SomePath = option(
+        ...,
+        "DATASET",
+        _RUNS,
+        "A data file, or a dataset spec (.toml)",
+        "the path of a data file or folder, of a dataset spec ending in .toml, or "
+        "FILE.py:FACTORY, a function that returns a torch Dataset",
     )
-    kwargs: settings.Table = Field(
-        default={}, description="a table of the keyword arguments of FILE.py:FACTORY"
+    kwargs: values.Table = option(
+        {}, accepted="a table of the keyword arguments of FILE.py:FACTORY"
     )
-    files: dict[settings.Text, settings.SomePath] = Field(
-        default={}, description="a table from an array's name to another file that holds it"
+    files: dict[values.Text, values.SomePath] = option(
+        {}, accepted="a table from an array's name to another file that holds it"
     )
-    columns: dict[settings.Text, settings.Glob | settings.Globs] = Field(
-        default={},
-        description="a table from an array's name to a column, or to a list of columns that stand "
+    columns: dict[values.Text, values.Glob | values.Globs] = option(
+        {},
+        accepted="a table from an array's name to a column, or to a list of columns that stand "
         'side by side in it, such as ["age", "pixel*", "table[0:3]"]',
     )
     inputs: Annotated[
-        tuple[settings.Text, ...] | dict[settings.Text, settings.Text], Field(min_length=1)
-    ] = Field(
-        default=("inputs",),
-        description='a list of array names, or a table {keyword = "array"}; at least one',
+        tuple[values.Text, ...] | dict[values.Text, values.Text], Field(min_length=1)
+    ] = option(
+        ("inputs",), accepted='a list of array names, or a table {keyword = "array"}; at least one'
     )
-    targets: tuple[settings.Text, ...] = Field(
-        default=("targets",), description="a list of array names, [] for none"
+    targets: tuple[values.Text, ...] = option(
+        ("targets",), accepted="a list of array names, [] for none"
     )
-    dtype: dict[settings.Text, settings.ArrayDtype] = Field(
-        default={},
-        description="a table from an array's name to one of float32, float64, float16, bfloat16, "
+    dtype: dict[values.Text, values.ArrayDtype] = option(
+        {},
+        accepted="a table from an array's name to one of float32, float64, float16, bfloat16, "
         "bool, uint8, int8, int16, int32, int64, complex64, complex128",
     )
-    scale: dict[settings.Text, settings.Number] = Field(
-        default={}, description="a table from an array's name to the finite number it is times"
+    scale: dict[values.Text, values.Number] = option(
+        {}, accepted="a table from an array's name to the finite number it is times"
     )
-    reshape: dict[settings.Text, settings.Shape] = Field(
-        default={},
-        description="a table from an array's name to the shape of one sample, such as [1, 8, 8]; "
-        "one entry may be -1",
+    reshape: dict[values.Text, values.Shape] = option(
+        {},
+        accepted="a table from an array's name to the shape of one sample, such as [1, 8, 8]; one "
+        "entry may be -1",
     )
-    classes: dict[settings.Text, settings.Names] = Field(
-        default={}, description="a table from an array of texts to the list of texts for 0, 1, ..."
+    classes: dict[values.Text, values.Names] = option(
+        {}, accepted="a table from an array of texts to the list of texts for 0, 1, ..."
     )
-    tokenizer: dict[settings.Text, settings.SomePath] = Field(
-        default={},
-        description="a table from an array of texts to a tokenizer.json, or the folder of a "
-        "Hugging Face tokenizer",
+    tokenizer: dict[values.Text, values.SomePath] = option(
+        {},
+        accepted="a table from an array of texts to a tokenizer.json, or the folder of a Hugging "
+        "Face tokenizer",
     )
-    pad: dict[settings.Text, settings.Number] = Field(
-        default={},
-        description="a table from an array of sequences to the number that fills them up; the "
-        "array NAME_mask says which entries are a sample's own",
+    pad: dict[values.Text, values.Number] = option(
+        {},
+        accepted="a table from an array of sequences to the number that fills them up; the array "
+        "NAME_mask says which entries are a sample's own",
     )
-    length: dict[settings.Text, settings.Count] = Field(
-        default={},
-        description="a table from an array of sequences to the length they are cut or padded to",
+    length: dict[values.Text, values.Count] = option(
+        {}, accepted="a table from an array of sequences to the length they are cut or padded to"
     )
-    id: settings.Text | None = Field(
-        default=None,
-        description="the name of an array with one number or text a sample, no two the same",
+    id: values.Text | None = option(
+        None, accepted="the name of an array with one number or text a sample, no two the same"
     )
-    select: settings.Text | Annotated[tuple[settings.Place, ...], Field(min_length=1)] | None = (
-        Field(
-            default=None,
-            description="a list of positions of samples, or the name of an array of booleans",
-        )
+    select: values.Text | Annotated[tuple[values.Position, ...], Field(min_length=1)] | None = (
+        option(None, accepted="a list of positions of samples, or the name of an array of booleans")
     )
 
     @property
@@ -147,12 +240,16 @@ class DatasetSpec(_Section):
 class LossSpec(_Section):
     """Which loss."""
 
-    name: settings.LossName = Field(
-        description=f"a loss that `gradscope list losses` shows, or {REFERENCE_FORMS}; "
-        ":key=value,... may follow (--loss)"
+    name: values.LossName = option(
+        ...,
+        "--loss LOSS",
+        (*_RUNS, "init"),
+        "A name (`gradscope list losses`) or FILE.py:LOSS; :key=value,... may follow",
+        f"a loss that `gradscope list losses` shows, or {REFERENCE_FORMS}; "
+        ":key=value,... may follow",
     )
-    kwargs: settings.Table = Field(
-        default={}, description="a table of the loss's arguments: numbers, text, lists of numbers"
+    kwargs: values.Table = option(
+        {}, accepted="a table of the loss's arguments: numbers, text, lists of numbers"
     )
 
     @property
@@ -168,60 +265,95 @@ class LossSpec(_Section):
 class ComputeSpec(_Section):
     """What is computed, and how."""
 
-    backend: settings.Text = Field(default="auto", description="a backend's name (--backend)")
-    transform: settings.Texts = Field(
-        default=("identity",),
-        description='a list of chains such as ["clip:max_norm=1.0 | mean"] (--transform)',
+    backend: values.Text = option(
+        "auto", "--backend NAME", _CHAINS, "See `gradscope list backends`", "a backend's name"
     )
-    parameters: settings.Globs | None = Field(
-        default=None, description='a list of globs such as ["head.*"] (--parameters)'
+    transform: values.Texts = option(
+        ("identity",),
+        "--transform -t CHAIN",
+        _CHAINS,
+        'Such as "clip:max_norm=1.0 | mean"',
+        'a list of chains such as ["clip:max_norm=1.0 | mean"]',
     )
-    samples: settings.Samples | None = Field(
-        default=None, description='"A:B" with 0 ≤ A < B, either may be left out (--samples)'
+    parameters: values.Globs | None = option(
+        None,
+        "--parameters GLOB",
+        _RUNS,
+        "Only parameters of these names",
+        'a list of globs such as ["head.*"]',
     )
-    shard: settings.Part | None = Field(
-        default=None, description='"I/N" with 0 ≤ I < N: part I, from 0, of N (--shard)'
+    samples: values.Samples | None = option(
+        None, "--samples A:B", (*_RUNS, "export"), "Only samples A up to, not with, B"
     )
-    batch_size: settings.Count | None = Field(
-        default=None, description="an integer of at least 1 (--batch-size)"
+    shard: values.Part | None = option(
+        None,
+        "--shard I/N",
+        _COMPUTE,
+        "Only part I, from 0, of N; workers of torchrun take theirs by themselves",
     )
-    memory: settings.Memory | None = Field(
-        default=None, description='a size such as "2GB", "500MB" or "1.5GiB" (--memory)'
+    batch_size: values.Count | None = option(
+        None, "--batch-size N", _RUNS, "Samples computed at a time"
     )
-    dtype: settings.Dtype | None = Field(
-        default=None, description="float32, float64, float16 or bfloat16 (--dtype)"
+    memory: values.Memory | None = option(
+        None,
+        "--memory SIZE",
+        _COMPUTE,
+        "What a run may take beside model and data, such as 2GB; it sets the batch size",
     )
-    compile: settings.Switch = Field(default=False, description="true or false (--compile)")
-    device: settings.Device | None = Field(
-        default=None, description="cpu, cuda or cuda:N (--device)"
+    dtype: values.Dtype | None = option(
+        None,
+        "--dtype DTYPE",
+        _RUNS,
+        "float32, float64, float16 or bfloat16",
     )
-    seed: settings.Seed = Field(default=0, description="an integer from 0 to 2^63 - 1 (--seed)")
-    layout: Literal["auto", "dense", "factored"] = Field(
-        default="dense", description="auto, dense or factored (--layout)"
+    device: values.Device | None = option(
+        None, "--device DEVICE", _RUNS, "cpu, cuda or cuda:N [cpu]"
     )
-    compression: settings.Compressed | None = Field(
-        default=None, description="gzip, zstd or blosc2; :LEVEL may follow (--compression)"
+    seed: values.Seed = option(0, "--seed N", _RUNS, "For anything random")
+    compile: values.Switch = option(
+        False,
+        "--compile",
+        ("compute", "compare"),
+        "Compile gradient and reduction where that can be done; with auto, where it pays",
     )
-    labels: Literal["data", "sampled", "exact"] = Field(
-        default="data", description="data, sampled or exact (--labels)"
+    layout: Literal["auto", "dense", "factored"] = option(
+        "dense", "--layout", _COMPUTE, "How rows are stored"
     )
-    coupling: Literal["refuse", "own-loss", "frozen"] = Field(
-        default="refuse", description="refuse, own-loss or frozen (--coupling)"
+    compression: values.Compressed | None = option(
+        None,
+        "--compression gzip|zstd|blosc2[:LEVEL]",
+        _COMPUTE,
+        "Compress rows [they are stored as they are]",
     )
-    nonfinite: Literal["skip", "fail", "keep"] = Field(
-        default="skip", description="skip, fail or keep (--nonfinite)"
+    labels: Literal["data", "sampled", "exact"] = option(
+        "data",
+        "--labels",
+        _COMPUTE,
+        "The data's, drawn from the model's predictions, or all classes",
     )
-    verify: Literal["audit", "first", "always", "never"] = Field(
-        default="audit", description="audit, first, always or never (--verify)"
+    coupling: Literal["refuse", "own-loss", "frozen"] = option(
+        "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
+    )
+    nonfinite: Literal["skip", "fail", "keep"] = option(
+        "skip", "--nonfinite", _COMPUTE, "What reducers do with samples that are not finite"
+    )
+    verify: Literal["audit", "first", "always", "never"] = option(
+        "audit",
+        "--verify",
+        _COMPUTE,
+        "Which batches are proved; audit: the first, the last, some between",
     )
 
 
 class CompareSpec(_Section):
     """What `gradscope compare` runs."""
 
-    backends: settings.Names = Field(
-        default=("loop", "hooks", "vmap", "expand"),
-        description="a list of backends' names, each once (--backends)",
+    backends: values.Names = option(
+        ("loop", "hooks", "vmap", "expand"),
+        "--backends --backend A,B,...",
+        ("compare",),
+        "The backends that are compared",
+        "a list of backends' names, each once",
     )
 
 
@@ -231,69 +363,18 @@ class RunSpec(_Section):
     version: Annotated[int, Field(strict=True, ge=1, le=1)] = Field(
         default=1, description="1, the only version of the run file so far"
     )
-    model: ModelSpec = Field(description="a table [model]")
-    checkpoint: CheckpointSpec = Field(description="a table [checkpoint]")
-    dataset: DatasetSpec = Field(description="a table [dataset]")
-    loss: LossSpec = Field(description="a table [loss]")
-    compute: ComputeSpec = Field(default=ComputeSpec(), description="a table [compute]")
-    compare: CompareSpec = Field(default=CompareSpec(), description="a table [compare]")
-    _places: dict[tuple[str, ...], str] = PrivateAttr({})
+    model: ModelSpec
+    checkpoint: CheckpointSpec
+    dataset: DatasetSpec
+    loss: LossSpec
+    compute: ComputeSpec = ComputeSpec()
+    compare: CompareSpec = CompareSpec()
+    _places: dict[tuple[str, ...], str | None] = PrivateAttr({})
 
     def place(self, section: str, key: str) -> str | None:
         """Return "FILE: section.key" of a setting that a file made, else None."""
         return self._places.get((section, key))
 
-
-def resolve(
-    config: Path | None,
-    overrides: Mapping[str, Any],
-    also: Callable[[RunSpec], Iterable[SpecError]] = lambda _: (),
-) -> RunSpec:
-    """Return the settings of a run file with those of the command line over them.
-
-    Args:
-        config: The run file, or None. Paths in it are relative to it.
-        overrides: {section: {key: value}}, only the flags that were given. Paths in it are
-            relative to the working directory. A dataset path ending in .toml is a dataset spec.
-        also: Where settings are not of the form they must have: what else is wrong with the rest.
-
-    Raises:
-        SpecError: Anything is wrong; one error tells everything that is.
-    """
-    layers, problems = gather(config, overrides)
-    merged, origin = merge(layers)
-    opposed = contradictions(merged, origin)
-    for section in ("model", "checkpoint", "dataset", "loss"):
-        merged.setdefault(section, {})  # so that the missing key is named, not only its table
-    try:
-        spec = RunSpec.model_validate(merged)
-    except ValidationError as failure:
-        origin[()] = next(layer for layer in layers if not layer.flat)
-        missing = not problems  # what is missing may be in the file that could not be read
-        problems += complaints(failure, RunSpec, merged, origin, missing=missing)
-        if missing:
-            problems += also(
-                _placed(RunSpec.model_validate(salvaged(merged, failure)), layers, origin)
-            )
-    problems += opposed
-    if problems:
-        raise combined(problems)
-    return _placed(spec, layers, origin)
-
-
-def _placed(spec: RunSpec, layers: list[Layer], origin: Mapping[tuple[str, ...], Layer]) -> RunSpec:
-    spec._places = {
-        parts: f"{layer.source}: {layer.key(parts)}"
-        for parts, layer in origin.items()
-        if parts and layer is not layers[-1]  # the command line
-    }
-    return spec
-
-
-def load(path: Path) -> RunSpec:
-    """Return the settings of a run file.
-
-    Raises:
-        SpecError: It cannot be read, or anything in it is wrong.
-    """
-    return resolve(path, {})
+    def is_flag(self, section: str, key: str) -> bool:
+        """Whether a setting was given on the command line."""
+        return self._places.get((section, key), "") is None

@@ -8,9 +8,10 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import update_wrapper
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
@@ -39,14 +40,7 @@ _KINDS = {tuple[float, ...]: 'numbers such as "1,2.5"'}
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage as written.
-
-    Attributes:
-        name: The transform's or reducer's name.
-        arguments: Its arguments, still text.
-        chain: The whole chain, for messages.
-        position: Where the stage begins in it, in characters from 0.
-    """
+    """One stage as written, and where it begins in the whole chain, for messages."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)
@@ -65,15 +59,9 @@ class Stage:
     ) -> T:
         """Call `factory` with the arguments converted as its annotations say.
 
-        An argument called by a word of Python's own, such as `with`, goes to `with_`.
-
-        Args:
-            factory: Takes the stage's arguments by keyword.
-            converters: What turns text into annotations other than int, float, bool and str.
-            skip: How many leading parameters are not the stage's.
-
-        Raises:
-            SpecError: An argument is unknown, missing or of the wrong kind.
+        An argument named by a keyword of Python, such as `with`, goes to `with_`. `converters` turn
+        text into annotations other than int, float, bool, str and Literal; the first `skip`
+        parameters are not the stage's.
         """
         every = list(inspect.signature(factory, eval_str=True).parameters.values())[skip:]
         known = {p.name.rstrip("_"): p for p in every}
@@ -117,12 +105,23 @@ class Stage:
         return f"{self.name}:{arguments}" if arguments else self.name
 
 
-def parse(chain: str) -> tuple[Stage, ...]:
-    """Split a chain into its stages.
+class StageFactory(Generic[T]):
+    """What makes a stage from its arguments, given by keyword.
 
-    Raises:
-        SpecError: A stage is empty or not of the form `name:key=value,...`.
+    Name, help text and signature are those of `make`.
     """
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self.make = make
+        update_wrapper(self, make)
+
+    def __call__(self, **options: Any) -> T:
+        """Return the stage with these options."""
+        return self.make(**options)
+
+
+def parse(chain: str) -> tuple[Stage, ...]:
+    """Split a chain into its stages; an error points at the place that is wrong."""
     stages, position = [], 0
     for piece in _split(chain, "|"):
         start = position + len(piece) - len(piece.lstrip())
@@ -132,17 +131,7 @@ def parse(chain: str) -> tuple[Stage, ...]:
 
 
 def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]:
-    """Split `key=value,key=value`.
-
-    Args:
-        chain: All that was written, for messages.
-        name: Whose arguments these are.
-        text: The arguments.
-        position: Where they begin in `chain`.
-
-    Raises:
-        SpecError: A piece is not of the form key=value, or a key is given twice.
-    """
+    """Split `text`, the `key=value,key=value` of `name`, which begins at `position` of `chain`."""
     found: dict[str, str] = {}
     for piece in _split(text, ","):
         key, equals, value = (part.strip() for part in piece.partition("="))

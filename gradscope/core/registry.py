@@ -14,7 +14,7 @@ from gradscope.errors import SpecError
 
 T = TypeVar("T")
 
-_LONG = 200  # letters of a name that is no slip any more, and takes long to compare
+_LONG = 200  # letters; a longer name is no misspelling, and comparing it takes long
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -95,4 +95,6 @@ class Registry(Generic[T]):
             return
         self._plugins_loaded = True  # first: a plugin may itself look a name up
         for point in entry_points(group=self.group):
-            self.register(point.name)(point.load())
+            entry = point.load()
+            if self._entries.get(point.name) is not entry:  # its module may have registered it
+                self.register(point.name)(entry)

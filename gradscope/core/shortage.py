@@ -1,8 +1,20 @@
-"""Running out of memory, whoever says so: torch's allocators, Python or the operating system."""
+"""Running out of memory or of threads, and how to go on without.
+
+`ThreadPoolExecutor` starts a thread with the first piece of work it has no idle one for. Where
+the system starts none, for want of memory or by a limit, it raises, though the work is in its queue
+by then. So `started` starts all threads at once, or does without any.
+"""
 
 import errno
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from threading import Barrier
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RESERVE = 2**24  # bytes: a chunk of a file and what compresses it, several times
 
@@ -19,10 +31,7 @@ _WORDS = (
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out.
-
-    Torch raises a plain RuntimeError when there is none left on the CPU; only its text tells.
-    """
+    """Whether an exception says that memory ran out: on the CPU torch raises a RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -33,9 +42,34 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def require_memory(size: int = RESERVE) -> None:
-    """Make sure of memory before HDF5 is asked for something: where it has none, it may crash.
-
-    Raises:
-        MemoryError: There are not `size` bytes to be had.
-    """
+    """Raise a MemoryError if there are not `size` bytes: HDF5 may crash where it finds none."""
     bytearray(size)  # taken from the system, not touched, and given back
+
+
+class InPlace(Executor):
+    """Does what is submitted before `submit` returns."""
+
+    def submit(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call `action`; what it returns or raises is in the future."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(action(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def started(count: int, name: str) -> Executor:
+    """Return a pool of `count` running threads, whose names begin with `name`, or `InPlace`."""
+    pool, all_here = ThreadPoolExecutor(count, name), Barrier(count + 1)
+    try:
+        for _ in range(count):
+            pool.submit(all_here.wait)  # nobody is idle while all wait for each other
+        all_here.wait()
+    except BaseException as error:  # an interrupt, too, must not leave anybody waiting
+        all_here.abort()
+        pool.shutdown(cancel_futures=True)
+        if isinstance(error, RuntimeError | MemoryError):
+            return InPlace()
+        raise
+    return pool

@@ -1,28 +1,31 @@
-"""The proof that numbers are right: of a first batch, and by audits of those that follow."""
+"""Evaluation with proof: a session, a pass over batches, the certificate and its audits."""
 
-from gradscope.engine.audit import Auditor, Audits, Look, drawn
-from gradscope.engine.certificate import (
-    Certificate,
-    certify,
-    examined,
-    finite_samples,
-    glimpsed,
-    span,
-)
+from gradscope.engine.audit import Auditor, Audits, drawn
+from gradscope.engine.certificate import Answer, Certificate, certify, finite_samples, glimpsed
 from gradscope.engine.consistency import require_norms
+from gradscope.engine.fold import Folded, fold, request_of, settled, usable
 from gradscope.engine.judge import Check
+from gradscope.engine.session import Coupling, NonFinite, Session, Settings, Verify
 
 __all__ = [
+    "Answer",
     "Auditor",
     "Audits",
     "Certificate",
     "Check",
-    "Look",
+    "Coupling",
+    "Folded",
+    "NonFinite",
+    "Session",
+    "Settings",
+    "Verify",
     "certify",
     "drawn",
-    "examined",
     "finite_samples",
+    "fold",
     "glimpsed",
+    "request_of",
     "require_norms",
-    "span",
+    "settled",
+    "usable",
 ]

@@ -9,7 +9,7 @@ finite is known. State: what the forward pass changes in the model is found, and
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from gradscope.backends import Evaluate
 from gradscope.backends.joint import own_gradient
 from gradscope.backends.loop import one_sample
-from gradscope.blocks import Evaluation, Gradients
+from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
@@ -30,7 +30,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.problem import Problem
 from gradscope.engine.consistency import require_consistent
-from gradscope.engine.judge import Check, Claim, Objective, judged
+from gradscope.engine.judge import NOTHING, Check, Claim, Objective, judged
 from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
 
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -98,6 +98,39 @@ class Certificate:
         )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a backend has said of a batch, to be proved.
+
+    Attributes:
+        problem: What was evaluated.
+        backend: The name of the backend.
+        batch: n samples.
+        evaluation: Of these.
+        own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
+        seed: Of what is drawn at random.
+        alone: How many samples are compared with a batch of one.
+    """
+
+    problem: Problem
+    backend: str
+    batch: Batch
+    evaluation: Evaluation
+    _: KW_ONLY
+    own_loss: bool = False
+    seed: int = 0
+    alone: int = 1
+
+    def of(self, rows: Tensor) -> "Answer":
+        """Return what was said of the samples at positions `rows` (m,)."""
+        if len(rows) == len(self.batch):
+            return self
+        evaluation = self.evaluation
+        losses = evaluation.losses[rows.to(evaluation.losses.device)]
+        part = Evaluation(losses, evaluation.gradients.select(rows))
+        return replace(self, batch=self.batch.select(rows), evaluation=part)
+
+
 def certify(
     problem: Problem,
     backend: str,
@@ -129,16 +162,16 @@ def certify(
 
     def attempt() -> tuple[Evaluation, Certificate]:
         with problem.state.watched():
-            evaluation = _evaluated(problem, evaluate, batch, own_loss)
-            return evaluation, examined(
-                problem,
-                backend,
-                evaluation,
-                batch,
-                own_loss=own_loss,
-                seed=seed,
-                alone=_ALONE,
+            try:
+                found = evaluate(batch)
+            except (ModelError, RefusedError):
+                if not own_loss:
+                    require_independent(problem, batch)  # where they are coupled, say so
+                raise
+            answer = Answer(
+                problem, backend, batch, found, own_loss=own_loss, seed=seed, alone=_ALONE
             )
+            return found, examined(answer)
 
     known = problem.state.found
     try:
@@ -152,59 +185,40 @@ def certify(
     return attempt()
 
 
-def examined(
-    problem: Problem,
-    backend: str,
-    evaluation: Evaluation,
-    batch: Batch,
-    *,
-    own_loss: bool = False,
-    seed: int = 0,
-    alone: int = 1,
-    after: Certificate | None = None,
-) -> Certificate:
+def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
     """Prove an answer that a backend has given; see `certify`.
 
     Args:
-        problem: What was evaluated.
-        backend: The name of the backend.
-        evaluation: Its answer.
-        batch: To which samples.
-        own_loss: Samples may be coupled.
-        seed: Of what is drawn at random.
-        alone: How many samples' gradients are compared with a batch of one.
+        answer: The answer.
         after: The proof of an earlier batch. Then the same samples in two other batches suffice,
             unless they give rise to doubt.
     """
     begun = time.perf_counter()
+    batch, evaluation = answer.batch, answer.evaluation
     rows = finite_samples(evaluation).cpu().nonzero().flatten()
-    everyone = len(rows) == len(batch)
-    part = batch if everyone else batch.select(rows)
-    gradients = evaluation.gradients if everyone else evaluation.gradients.select(rows)
-    losses = evaluation.losses[rows.to(evaluation.losses.device)]
-    draw = torch.Generator().manual_seed(seed)
+    finite = answer.of(rows)
+    draw = torch.Generator().manual_seed(answer.seed)
     with predicted():  # nothing is measured for the proof's sake
-        checks = [Check(0.0, "", 0.0)]
+        completeness, claim = NOTHING, None
         if len(rows):
-            claim = Claim.of(gradients, _weights(gradients, problem.precision, draw))
-            small = frozenset(after.unproved if after is not None else ())
-            checks = [*_sums(problem, backend, part, losses, claim, small, own_loss, after, draw)]
-        completeness = _worst(checks)
-        chosen = rows[torch.randperm(len(rows), generator=draw)[:alone]]
-        agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
+            weights = _weights(finite, draw)
+            claim = Claim.of(finite.evaluation.gradients, weights)
+            completeness = _worst([*_sums(finite, claim, after, draw)])
+        chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.alone]]
+        agreement = _agreement(answer, chosen)
         if not completeness.passed and agreement.passed and len(rows) > len(chosen):
             chosen = rows  # a layer may scale gradients by the batch, and every sample be right
-            agreement = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
-            if agreement.passed and not own_loss:
-                _require_sum_of_singles(problem, backend, part, claim)
+            agreement = _agreement(answer, chosen)
+            if agreement.passed and not answer.own_loss and claim is not None:
+                _require_sum_of_singles(finite, claim)
         if after is None:  # shortcuts do not depend on the numbers
-            require_consistent(backend, evaluation.gradients, chosen)
+            require_consistent(answer.backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
     if len(unused) == len(squared):
-        _require_graph(problem, batch)
+        _require_graph(answer.problem, batch)
     certificate = Certificate(
-        backend=backend,
+        backend=answer.backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
         samples=len(batch),
         positions=(int(batch.index.min()), int(batch.index.max())),
@@ -217,24 +231,30 @@ def examined(
         proves=len(unused) < len(squared) and len(rows) > 0,
         seconds=time.perf_counter() - begun,
     )
-    _require_passed(agreement, "agreement", backend, batch.select(chosen))
+    _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
     if not certificate.sum_differs:
-        _require_passed(completeness, "completeness", backend, batch)
+        _require_passed(completeness, "completeness", answer.backend, batch)
     return certificate
 
 
+def glimpsed(answer: Answer) -> None:
+    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same.
+
+    Raises:
+        CertificateError: They are not.
+        CoupledSamplesError: A loss depends on other samples.
+    """
+    finite = finite_samples(answer.evaluation).cpu().nonzero().flatten()
+    draw = torch.Generator().manual_seed(answer.seed)
+    chosen = finite[torch.randperm(len(finite), generator=draw)[: answer.alone]]
+    check = _agreement(answer, chosen)
+    _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
+
+
 def _sums(
-    problem: Problem,
-    backend: str,
-    batch: Batch,
-    losses: Tensor,
-    claim: Claim,
-    small: frozenset[str],
-    own_loss: bool,
-    after: Certificate | None,
-    draw: torch.Generator,
+    answer: Answer, claim: Claim, after: Certificate | None, draw: torch.Generator
 ) -> Iterator[Check]:
-    """Compare losses (n,) and the claim with the samples in two other batches, and as they are.
+    """Compare losses and the claim with the samples in two other batches, and as they are.
 
     After an earlier proof the two other batches suffice.
 
@@ -242,9 +262,11 @@ def _sums(
         CertificateError: The losses are others.
         CoupledSamplesError: The samples are not independent.
     """
+    problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
+    small = frozenset(after.unproved if after is not None else ())
     together = Objective.together(batch, claim.weights)
     apart = None
-    if not own_loss and len(batch) > 1:
+    if not answer.own_loss and len(batch) > 1:
         rows = regrouped(batch, draw)
         apart = Objective.apart(batch, claim.weights, rows)
         try:
@@ -254,42 +276,19 @@ def _sums(
         else:
             here = losses[torch.cat(rows).to(losses.device)]
             if not same(here, found, precision=problem.precision):
-                _explain(problem, backend, batch.select(torch.cat(rows)), here, found)
+                _explain(answer, batch.select(torch.cat(rows)), here, found)
             yield judged(problem, claim, apart, right, together, small)
     if apart is not None and after is not None:
         return
     found, right = together.evaluated(problem)
     if not same(losses, found, precision=problem.precision):
-        _explain(problem, backend, batch, losses, found)
-    if own_loss:
+        _explain(answer, batch, losses, found)
+    if answer.own_loss:
         require_deterministic(problem, batch)
     else:
         require_independent(problem, batch, found, seed=draw.initial_seed())
         require_own_gradients(problem, batch, seed=draw.initial_seed())
     yield judged(problem, claim, together, right, apart, small)
-
-
-def glimpsed(
-    problem: Problem,
-    backend: str,
-    evaluation: Evaluation,
-    batch: Batch,
-    *,
-    own_loss: bool = False,
-    seed: int = 0,
-    alone: int = 1,
-) -> None:
-    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same.
-
-    Raises:
-        CertificateError: They are not.
-        CoupledSamplesError: A loss depends on other samples.
-    """
-    finite = finite_samples(evaluation).cpu().nonzero().flatten()
-    draw = torch.Generator().manual_seed(seed)
-    chosen = finite[torch.randperm(len(finite), generator=draw)[:alone]]
-    check = _agreement(problem, backend, batch, evaluation, chosen, own_loss)
-    _require_passed(check, "agreement", backend, batch.select(chosen))
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
@@ -300,115 +299,88 @@ def finite_samples(evaluation: Evaluation) -> Tensor:
     return finite if gradients.bounded() else finite & gradients.norms.isfinite()
 
 
-def _evaluated(problem: Problem, evaluate: Evaluate, batch: Batch, own_loss: bool) -> Evaluation:
-    """Evaluate a batch; where that is refused since samples are coupled, say so."""
-    try:
-        return evaluate(batch)
-    except (ModelError, RefusedError):
-        if not own_loss:
-            require_independent(problem, batch)
-        raise
-
-
-def _weights(gradients: Gradients, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
     """Draw weights (n,) of both signs that let every sample count, however small its gradient."""
-    norms = gradients.norms.detach()
+    norms = answer.evaluation.gradients.norms.detach()
     size = 0.5 + torch.rand(len(norms), generator=draw, dtype=torch.float64)
     signs = torch.randint(0, 2, (len(norms),), generator=draw) * 2 - 1
     top = norms.amax()
-    lift = (top / norms.clamp_min(_FLOOR.get(dtype, 1.0) * top)).nan_to_num(1.0).double().cpu()
+    floor = _FLOOR.get(answer.problem.precision, 1.0) * top
+    lift = (top / norms.clamp_min(floor)).nan_to_num(1.0).double().cpu()
     return (size * signs * lift).to(norms.device, norms.dtype)
 
 
-def _explain(problem: Problem, backend: str, batch: Batch, found: Tensor, right: Tensor) -> None:
-    """Refuse losses (n,) of a backend that are not those of an ordinary evaluation: say why.
+def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
+    """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why.
 
     Raises:
         UnsupportedError: The forward pass is random.
         CoupledSamplesError: The samples depend on each other.
         CertificateError: Neither, and rounding is not to blame.
     """
-    require_deterministic(problem, batch)
-    require_independent(problem, batch)
+    require_deterministic(answer.problem, batch)
+    require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
-    eps = max(torch.finfo(dtype).eps for dtype in (found.dtype, problem.precision))
+    eps = max(torch.finfo(dtype).eps for dtype in (found.dtype, answer.problem.precision))
     if bool((gap <= eps**0.5 * size).all()):
         return
     worst = int(gap.nan_to_num().argmax())
     raise CertificateError(
-        f"the {backend} backend gives the loss {float(found[worst]):.6g}, the model by itself "
-        f"{float(right[worst]):.6g}",
+        f"the {answer.backend} backend gives the loss {float(found[worst]):.6g}, the model by "
+        f"itself {float(right[worst]):.6g}",
         where=f"sample {int(batch.index[worst])}",
         remedy="Use another backend (auto tries all); loop is the reference.",
     )
 
 
-def _require_sum_of_singles(problem: Problem, backend: str, batch: Batch, claim: Claim) -> None:
-    """Compare a claim with batches of one, where the batch as a whole has another gradient.
-
-    Raises:
-        CertificateError: It is the claim that is wrong.
-    """
+def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
+    """Compare a claim with batches of one, where the batch as a whole has another gradient."""
+    problem, batch = answer.problem, answer.batch
     rows = [torch.tensor([k]) for k in range(len(batch))]
     right = {name: torch.zeros_like(value) for name, value in claim.values.items()}
     for k, weight in enumerate(claim.weights):
         for name, gradient in one_sample(problem, batch.one(k))[1].items():
             right[name] += weight.to(right[name]) * gradient
     check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
-    _require_passed(check, "completeness", backend, batch)
+    _require_passed(check, "completeness", answer.backend, batch)
 
 
 def _worst(checks: Sequence[Check]) -> Check:
     """Return the check that is nearest to failing, with what all of them say of rounding."""
+    if not checks:
+        return NOTHING
     worst = max(checks, key=lambda check: check.rank)
     dtype = max((check.dtype for check in checks), key=_digits)
     small = sorted({name for check in checks for name in check.small})
     return replace(worst, dtype=dtype, small=tuple(small))
 
 
-def _agreement(
-    problem: Problem,
-    backend: str,
-    batch: Batch,
-    evaluation: Evaluation,
-    chosen: Tensor,
-    own_loss: bool,
-) -> Check:
+def _agreement(answer: Answer, chosen: Tensor) -> Check:
     """Compare the samples at positions `chosen` with what each gives by itself."""
-    checks = [
-        alone(problem, backend, batch, evaluation, k, own_loss=own_loss) for k in chosen.tolist()
-    ]
-    return _worst(checks or [Check(0.0, "", 0.0)])
+    return _worst([alone(answer, k) for k in chosen.tolist()])
 
 
-def alone(
-    problem: Problem,
-    backend: str,
-    batch: Batch,
-    evaluation: Evaluation,
-    sample: int,
-    *,
-    own_loss: bool = False,
-) -> Check:
+def alone(answer: Answer, sample: int) -> Check:
     """Compare one sample with a batch of one, or with its own loss in its batch.
 
     Raises:
         CertificateError: Its loss is another one.
         CoupledSamplesError: That is because it depends on other samples.
     """
-    gradients = evaluation.gradients.select(slice(sample, sample + 1))
-    claim = Claim.of(gradients, evaluation.losses.new_ones(1))
-    if own_loss:
-        weights = torch.zeros_like(evaluation.losses)
+    problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
+    gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
+    claim = Claim.of(gradients, losses.new_ones(1))
+    if answer.own_loss:
+        weights = torch.zeros_like(losses)
         weights[sample] = 1
         right = own_gradient(problem, batch, sample)
         return judged(problem, claim, Objective.together(batch, weights), right)
     one = batch.one(sample)
     loss, right = one_sample(problem, one)
-    here = evaluation.losses[sample : sample + 1]
-    if not same(here, loss[None], evaluation.losses, problem.precision):
+    here = losses[sample : sample + 1]
+    if not same(here, loss[None], losses, problem.precision):
         require_independent(problem, batch)
-        _explain(problem, backend, one, here, loss[None])
+        _explain(answer, one, here, loss[None])
     objective = Objective.together(one, claim.weights)
     return judged(problem, claim, objective, right, Objective.twice(one))
 

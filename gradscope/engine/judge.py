@@ -62,6 +62,9 @@ class Check:
         return _rank(self.error, self.tolerance)
 
 
+NOTHING = Check(0.0, "", 0.0)  # where there was nothing to compare
+
+
 @dataclass(frozen=True)
 class Claim:
     """What a backend says about a weighted sum of samples' gradients.

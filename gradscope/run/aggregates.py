@@ -9,9 +9,10 @@ from torch import Tensor
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
+from gradscope.engine import usable
 from gradscope.run.job import Job
 from gradscope.run.run import keeps_states
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _Found = list[Mapping[str, Tensor]]
@@ -30,7 +31,7 @@ def aggregate_shapes(
         batch: Any samples.
         evaluation: Of these.
     """
-    kept = job.scope.usable(batch, evaluation)
+    kept = usable(job.scope, batch, evaluation)
     reduced = [chain for chain in chains if chain.reducer is not None]
     if kept is None:
         return [], []

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gradscope.config.sizes import memory_text, parse_memory
+from gradscope.config import memory_text, parse_memory
 from gradscope.core.memory import available
 from gradscope.errors import SpecError
 from gradscope.run.footprint import Footprint, Meter
@@ -39,13 +39,13 @@ def choose(job: Job) -> Choice:
     """
     asked, memory = job.spec.compute.batch_size, job.spec.compute.memory
     if memory is not None:
-        with forgotten(job.scope):
-            return _within(job, parse_memory(memory))
+        with forgotten(job) as rehearsed:
+            return _within(rehearsed, parse_memory(memory))
     there = available(job.scope.problem.device)
-    if asked is not None or job.scope.own_loss or there is None:
+    if asked is not None or job.scope.settings.own_loss or there is None:
         return Choice(job.batch_size)
-    with forgotten(job.scope):
-        return _prudent(job, _SHARE * there)
+    with forgotten(job) as rehearsed:
+        return _prudent(rehearsed, _SHARE * there)
 
 
 def too_large(samples: int, found: Footprint, budget: float, what: str) -> str:

@@ -61,7 +61,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     with ways.predicted():
         choice = choose(job)
         memory, notes = _memory(job, meter, min(choice.samples, len(job.rows)), there)
-    size = BatchSize(choice.samples, fixed=job.scope.own_loss)
+    size = BatchSize(choice.samples, fixed=job.scope.settings.own_loss)
     with ways.predicted() as chosen:
         room = size.fitting(partial(_first_batch, job, path), len(job.rows))
     return Estimate(
@@ -84,7 +84,8 @@ def _memory(
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the peak for batches of n samples: rehearsed, if that seems to fit."""
     budget = inf if there is None else there
-    with forgotten(job.scope):
+    with forgotten(job) as rehearsed:
+        meter = meter.of(rehearsed)
         found = meter.footprint(max(1, n // 2), budget)  # n itself comes as new as in a run
         if found is None:
             return None, ()
@@ -95,5 +96,4 @@ def _memory(
 
 
 def _first_batch(job: Job, path: Path | None, n: int) -> Room:
-    job.scope.compiler.left = -(-len(job.rows) // n)
     return tried(job, path, n)

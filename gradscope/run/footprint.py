@@ -5,6 +5,7 @@ allocator keep and of tiles that are not full yet; from there on the peak grows 
 the next size might take too much before that, nothing is said of larger ones.
 """
 
+import copy
 import gc
 from dataclasses import dataclass
 
@@ -63,6 +64,12 @@ class Meter:
         gc.collect()  # a peak is above what is in use
         release_freed_memory()
         self._base = taken(self._device)
+
+    def of(self, job: Job) -> "Meter":
+        """Return a meter of another job, above what was taken when this one was made."""
+        found = copy.copy(self)
+        found._job = job
+        return found
 
     def peak(self, n: int) -> int | None:
         """Return the peak bytes with batches of n samples; None if unknown, or too much.

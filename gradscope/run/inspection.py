@@ -103,7 +103,7 @@ def inspect(job: Job) -> Inspection:
 
 def _first_batch(job: Job, n: int) -> FirstBatch:
     batch = job.load(0, n)
-    evaluation = job.scope.evaluate(batch, job.wanted)
+    evaluation = job.scope.evaluate(batch, job.request())
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
     shown = job.scope.labels.of(batch)
     ranges = []

@@ -16,23 +16,22 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.backends.compiled import Wanted
-from gradscope.config.compressions import Compression, parse_compression
-from gradscope.config.shards import Shard, parse_shard
-from gradscope.config.spec import RunSpec
+from gradscope.backends import Request
+from gradscope.config import Compression, RunSpec, Shard, parse_compression, parse_shard
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
+from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import SpecError
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.names import resolve_names
 from gradscope.run.overlap import ahead
 from gradscope.run.shards import require_one_pass
 from gradscope.run.transfer import to_device
-from gradscope.scope import Scope
 from gradscope.sources import CheckpointReport, code, load_model, sha256
 from gradscope.sources.data import datasets
-from gradscope.stages import chains, labels
+from gradscope.stages import labels
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import options
 from gradscope.storage import require_compression
 
@@ -47,7 +46,7 @@ class Job:
     Attributes:
         spec: The resolved run spec.
         chains: Bound, in the order given.
-        scope: Model, loss and backend.
+        scope: Model, loss and backend, with the proof of its answers.
         checkpoint: What was loaded into the model.
         dataset: Where the samples come from.
         rows: The positions of the selected samples in it.
@@ -59,8 +58,8 @@ class Job:
     """
 
     spec: RunSpec
-    chains: tuple[chains.Chain, ...]
-    scope: Scope
+    chains: tuple[Chain, ...]
+    scope: Session
     checkpoint: CheckpointReport
     dataset: datasets.Dataset
     rows: range
@@ -103,17 +102,19 @@ class Job:
         """How rows are compressed in the result file."""
         return _compression(self.spec)
 
-    @property
-    def wanted(self) -> Wanted:
-        """What is asked of every batch: the chains, and the mean gradient."""
-        asked = (chains.bind("mean"), *self.chains)
-        return chains.wanted(map(self.scope.labels.chain, asked))
+    def request(self, left: int | None = None) -> Request:
+        """Return what is asked of every batch: the chains, and the mean gradient.
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the gradients are stored as they are, each entry of them."""
+        Args:
+            left: How many batches are to come, if that is known.
+        """
+        asked = (bind("mean"), *self.chains)
         stored = any(chain.text == "identity" for chain in self.chains)
-        return stored and self.spec.compute.layout == "dense"
+        return request_of(
+            map(self.scope.labels.chain, asked),
+            left=left,
+            stored=stored and self.spec.compute.layout == "dense",
+        )
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -150,7 +151,7 @@ class Job:
             mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True
         )
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
-        if self.scope.own_loss:
+        if self.scope.settings.own_loss:
             parts.append("batch_size")  # else a row is the same in any
         if self.shard is not None:
             parts.append("shard")
@@ -183,7 +184,7 @@ def prepare(spec: RunSpec) -> Job:
     model = _placed(loaded.model, spec)
     dataset = datasets.open_dataset(spec.dataset)
     whole = dataset.rows(spec.compute.samples)
-    scope = _scope(model, loss, spec)
+    scope = _session(model, loss, spec)
     name = spec.loss.stage.name
     batch_size = spec.compute.batch_size or _batch_size(scope, dataset, whole)
     return Job(
@@ -234,7 +235,7 @@ def _shard(spec: RunSpec) -> Shard | None:
     return None if found is None or found.count == 1 else found
 
 
-def stages_digests(bound: Iterable[chains.Chain]) -> dict[str, str]:
+def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
@@ -255,21 +256,19 @@ def stages_digests(bound: Iterable[chains.Chain]) -> dict[str, str]:
     return found
 
 
-def _scope(model: nn.Module, loss: Loss, spec: RunSpec) -> Scope:
-    globs = None if spec.compute.parameters is None else list(spec.compute.parameters)
+def _session(model: nn.Module, loss: Loss, spec: RunSpec) -> Session:
     compute = spec.compute
-    return Scope(
-        model,
-        loss,
-        globs,
-        compute.backend,
-        compute.verify,
-        compute.coupling,
-        compute.nonfinite,
-        compute.labels,
-        compute.seed,
-        compute.compile,
+    settings = Settings(
+        parameters=None if compute.parameters is None else list(compute.parameters),
+        backend=compute.backend,
+        verify=compute.verify,
+        coupling=compute.coupling,
+        nonfinite=compute.nonfinite,
+        labels=compute.labels,
+        seed=compute.seed,
+        compile=compute.compile,
     )
+    return Session(model, loss, settings)
 
 
 def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
@@ -287,7 +286,7 @@ def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
     return model.to(device=device, dtype=dtype)
 
 
-def _batch_size(scope: Scope, dataset: datasets.Dataset, rows: range) -> int:
+def _batch_size(scope: Session, dataset: datasets.Dataset, rows: range) -> int:
     parameters = scope.problem.parameters.values()
     row = sum(prod(p.shape) * p.element_size() for p in parameters)
     wanted = max(1, min(_BATCH_SAMPLES, _BATCH_BYTES // max(1, row), len(rows)))

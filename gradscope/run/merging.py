@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from gradscope.config.compressions import parse_compression
-from gradscope.config.spec import RunSpec
+from gradscope.config import RunSpec, parse_compression
 from gradscope.run import nonfinite, recorded
 from gradscope.run.joint_proof import combined
 from gradscope.run.recomputing import Recomputed, looked_at, recompute
 from gradscope.run.run import MEAN_GRADIENT, mean_gradient_norms
 from gradscope.run.stored_chains import reduced_chains
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State, reducers
 from gradscope.stages.reducers.base import Merge as MergeStates
 from gradscope.stats.base import Json, Record

@@ -3,19 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradscope.backends import backends
-from gradscope.backends.auto import candidates
-from gradscope.config.complaints import MOST, combined
-from gradscope.config.spec import RunSpec
+from gradscope.backends import backends, candidates
+from gradscope.config import MOST, RunSpec, combined
 from gradscope.core.problem import Loss
 from gradscope.errors import SpecError
 from gradscope.sources import load_function
-from gradscope.stages import chains
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses
 
 
-def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
+def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
     """Return the chains and the loss, bound.
 
     Raises:
@@ -23,12 +21,12 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[chains.Chain, ...], Loss]:
         ModelError: The loss is the user's own, and cannot be imported.
     """
     problems: list[SpecError] = []
-    bound: list[chains.Chain] = []
+    bound: list[Chain] = []
     for k, text in enumerate(spec.compute.transform):
         if len(problems) > MOST:
             raise combined(problems)
         with _collected(problems, spec, "compute", "transform", f"[{k}]"):
-            bound.append(chains.bind(text))
+            bound.append(bind(text))
     with _collected(problems, spec, "compute", "backend"):
         candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
     for name in spec.compare.backends[: MOST + 1]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
 from gradscope.errors import NonFiniteError
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State
 from gradscope.storage import GradientFile
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gradscope.core.batch import Batch
 from gradscope.core.locate import first_line
-from gradscope.core.shortage import is_shortage
-from gradscope.core.threads import started
+from gradscope.core.shortage import is_shortage, started
 from gradscope.errors import OutputError
 from gradscope.run.transfer import Lane, Pinned, on_host
 from gradscope.storage import Rows

@@ -14,8 +14,9 @@ import torch
 
 from gradscope.blocks import Evaluation
 from gradscope.blocks.ways import predicted
-from gradscope.config.sizes import memory_text
+from gradscope.config import memory_text
 from gradscope.core.batch import Batch
+from gradscope.engine import settled
 from gradscope.errors import OutputError
 from gradscope.run.aggregates import aggregate_shapes
 from gradscope.run.batch_size import BatchSize
@@ -23,7 +24,7 @@ from gradscope.run.job import Job
 from gradscope.run.rehearsal import forgotten
 from gradscope.run.run import rows_of
 from gradscope.run.start import file_plan
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.storage import Layout, file_bytes
 
 if sys.platform != "win32":
@@ -108,9 +109,9 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
     refused = not folder or (there and not overwrite)
     if refused or _guess(job) <= LARGE:
         return None  # opening the file says why, or that nothing is left to do
-    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.own_loss)
-    with predicted(), forgotten(job.scope):
-        found = size.fitting(partial(tried, job, path), len(job.rows))
+    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
+    with predicted(), forgotten(job) as rehearsed:
+        found = size.fitting(partial(tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > LARGE else None
 
@@ -190,10 +191,11 @@ def tried(job: Job, path: Path | None, n: int) -> Room:
         passes += 1
         return [batch]
 
-    chains = job.scope.settled(job.chains, once_more)
-    job.scope.evaluate(batch, job.wanted)
+    left = -(-len(job.rows) // n)
+    chains = settled(job.scope, job.chains, once_more, left)
+    job.scope.evaluate(batch, job.request(left))
     begun = time.perf_counter()
-    evaluation = job.scope.evaluate(batch, job.wanted)
+    evaluation = job.scope.evaluate(batch, job.request(left))
     for gradients in rows_of(job, chains, batch, evaluation).chains:
         for block in (gradients or {}).values():
             for _ in block.tiles():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from gradscope.config.spec import ComputeSpec, RunSpec
+from gradscope.config import ComputeSpec, RunSpec
 from gradscope.engine import drawn
 from gradscope.errors import ResultFileError
 from gradscope.run.job import Job, prepare

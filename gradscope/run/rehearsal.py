@@ -4,20 +4,19 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from torch import Tensor
 
-from gradscope.backends.compiled_choice import Choice, Compiler
 from gradscope.blocks import Block, DenseBlock
 from gradscope.core.memory import release_freed_memory
-from gradscope.engine import Auditor
+from gradscope.engine import settled
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.job import Job
 from gradscope.run.overlap import Behind
 from gradscope.run.run import Run
-from gradscope.scope import Scope
 from gradscope.storage import Rows
 from gradscope.storage.columns import PART_BYTES
 from gradscope.storage.plan import States
@@ -79,7 +78,7 @@ def rehearse(job: Job, n: int) -> bool:
         RefusedError: What a run would be refused for.
     """
     batch, size = job.load(0, n), BatchSize(n)
-    chains = job.scope.settled(job.chains, lambda: [batch])
+    chains = settled(job.scope, job.chains, lambda: [batch])
     dense = job.spec.compute.layout == "dense"
     with Behind(Nowhere(), job.scope.problem.device, dense=dense) as behind:
         run = Run(job, chains, Path(), behind, size, begun=0.0)
@@ -91,19 +90,11 @@ def rehearse(job: Job, n: int) -> bool:
 
 
 @contextmanager
-def forgotten(scope: Scope) -> Iterator[None]:
-    """Leave a scope as if what happens in the body had not: its next batch is its first.
-
-    Nothing is compiled meanwhile.
-    """
-    notes, compiler, auditor = [*scope.notes], scope.compiler, scope.auditor
-    plain = Choice(wish=False, backend=scope.backend, verify=scope.verify, coupling="refuse")
-    scope.compiler = Compiler(scope.problem, plain, scope.notes)
-    scope.auditor = Auditor(scope.seed, scope.auditor.always)
+def forgotten(job: Job) -> Iterator[Job]:
+    """Yield the job with a session of its own, which compiles nothing and is closed afterwards."""
+    session = job.scope.rehearsal()
     try:
-        yield
+        yield replace(job, scope=session)
     finally:
-        scope.close()
-        scope.notes[:] = notes
-        scope.certificate, scope.compiler, scope.auditor = None, compiler, auditor
+        session.close()
         release_freed_memory()  # or the run would come on top of it

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.engine import Audits, finite_samples
+from gradscope.engine import Audits, finite_samples, fold
 from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
 from gradscope.run import nonfinite, recorded
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.job import Job
 from gradscope.run.overlap import Appending
-from gradscope.stages.chains import Chain, bind, updated
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
 from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
@@ -201,9 +201,9 @@ class Run:
         own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
         counting = {owner: state for owner, state in self.states.items() if owner not in own}
         recorded.require_samples(file, self.job.rows)
-        recorded.require_counts(file, counting, kept=self.job.scope.nonfinite == "keep")
+        recorded.require_counts(file, counting, kept=self.job.scope.settings.nonfinite == "keep")
         try:
-            require_consistent(file, self.job.scope.seed)
+            require_consistent(file, self.job.scope.settings.seed)
         except ResultFileError as error:
             raise OutputError(
                 f"the file just written contradicts itself: {error.what}",
@@ -218,18 +218,30 @@ class Run:
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
         scope, last = self.job.scope, self.done + n == len(self.job.rows)
         ordinal = self.done // (self.progress.batch_size or n)
-        evaluation = scope.evaluate(part, self.job.wanted, ordinal=ordinal, last=last)
-        if self.job.keeps_gradients:
-            formed = evaluation.gradients.formed(anyway=True)
-            evaluation = replace(evaluation, gradients=formed)
-        rows = rows_of(self.job, self.chains, part, evaluation)  # its norms tell who is finite
-        made = self._made(rows)
-        kept = scope.usable(part, evaluation)
+        made_rows: list[tuple[Rows, State]] = []
+
+        def look(batch: Batch, evaluation: Evaluation) -> None:
+            rows = rows_of(self.job, self.chains, batch, evaluation)
+            made_rows.append((rows, self._made(rows)))
+
+        keys, reduced = zip(*self._reduced(), strict=True)
+        found = fold(
+            scope,
+            [part],
+            reduced,
+            look,
+            states=[self.states.get(key) for key in keys],
+            request=self.job.request(left=-(-(len(self.job.rows) - self.done) // n)),
+            ordinal=ordinal,
+            count=1 if last else None,
+        )
+        ((rows, made),) = made_rows
         states = dict(self.states)
-        if kept is not None:
-            keys, reduced = zip(*self._reduced(), strict=True)
-            found = updated(reduced, [states.get(key) for key in keys], *kept)
-            states |= zip(keys, map(carried_state, found), strict=True)
+        states |= {
+            key: carried_state(state)
+            for key, state in zip(keys, found.states, strict=True)
+            if state is not None
+        }
         if made:
             states[nonfinite.OWNER] = made
         self.progress = Progress(
@@ -267,7 +279,7 @@ class Run:
         if not proof:
             return None
         used = dict.fromkeys((*before.get("backend", scope.backend).split(", "), scope.backend))
-        audit = {"verify": scope.verify, **scope.auditor.audits.to_json()}
+        audit = {"verify": scope.settings.verify, **scope.auditor.audits.to_json()}
         return {**proof, "backend": ", ".join(used), "audit": audit}
 
     def _reduced(self) -> Iterator[tuple[str, Chain]]:
@@ -301,7 +313,7 @@ class Run:
             path=str(self.path),
             bytes=size,
             chains=tuple(chain.text for chain in self.job.chains),
-            audits=scope.auditor.audits.text if scope.verify == "audit" else None,
+            audits=scope.auditor.audits.text if scope.settings.verify == "audit" else None,
         )
 
 

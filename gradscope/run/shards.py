@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from gradscope.errors import RefusedError
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 
 
 def require_one_pass(chains: Iterable[Chain]) -> None:

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from gradscope.blocks import ways
-from gradscope.engine import Audits
+from gradscope.engine import Audits, settled
 from gradscope.errors import OutputError
 from gradscope.run.batch_size import BatchSize
 from gradscope.run.choice import Choice, choose
 from gradscope.run.job import Job
 from gradscope.run.overlap import Behind
 from gradscope.run.run import PROGRESS, Progress, Run, first_of, rows_of
-from gradscope.stages.chains import Chain
+from gradscope.stages.chain import Chain
 from gradscope.stats import RunReport
 from gradscope.storage import (
     LONGEST,
@@ -71,12 +71,12 @@ def start(
         before = Progress.of(writer.states)
         choice = _batch_size(job, writer, before)
         plan.run["batch_size"] = choice.samples  # the file is laid out with the first batch
-        size = BatchSize(choice.samples, fixed=job.scope.own_loss)
-        job.scope.compiler.left = -(-len(job.rows) // size.samples)
+        size = BatchSize(choice.samples, fixed=job.scope.settings.own_loss)
+        left = -(-len(job.rows) // size.samples)
         chains = size.fitting(
-            lambda n: job.scope.settled(job.chains, lambda: job.batches(size)), len(job.rows)
+            lambda n: settled(job.scope, job.chains, lambda: job.batches(size), left),
+            len(job.rows),
         )
-        job.scope.compiler.left = -(-(len(job.rows) - writer.completed) // size.samples)
         dense = job.spec.compute.layout == "dense"
         with Behind(writer, job.scope.problem.device, dense=dense) as behind:
             states = {key: state for key, state in writer.states.items() if key != PROGRESS}
@@ -101,7 +101,7 @@ def start(
 def _audited(job: Job, progress: Progress, done: int) -> Audits:
     """Return what was audited so far, with the first batch if only just now that was proved."""
     found, proof = progress.audits(done), job.scope.certificate
-    earlier = done or job.scope.verify == "first"  # else it is audited when its turn comes
+    earlier = done or job.scope.settings.verify == "first"  # else it is audited when its turn comes
     return found.with_proof(proof) if proof and earlier and not found.proved else found
 
 
@@ -116,7 +116,7 @@ def _recheck(
     if before.first is None:
         return
     batch = size.fitting(partial(job.load, 0), len(job.rows))
-    evaluation = job.scope.evaluate(batch, job.wanted, ordinal=0)
+    evaluation = job.scope.evaluate(batch, job.request(), ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
     for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))

@@ -12,7 +12,7 @@ from gradscope.core.grammar import Stage, parse
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.job import stages_digests
 from gradscope.run.shards import require_one_pass
-from gradscope.stages.chains import Chain, bind
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import reducers
 from gradscope.storage import Parts
 from gradscope.storage.resume import differences

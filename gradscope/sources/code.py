@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gradscope.config.references import split_reference
+from gradscope.config import split_reference
 from gradscope.core.locate import first_line, is_installed, is_users, own_lines, raised
 from gradscope.core.registry import suggestion
 from gradscope.core.shortage import is_shortage

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradscope.config.references import function_of
+from gradscope.config import function_of
 from gradscope.sources import guesses
 from gradscope.sources.listing import listed
 

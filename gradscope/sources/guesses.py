@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.config.references import HELD
+from gradscope.config import HELD
 from gradscope.errors import CheckpointError
 from gradscope.sources.conversion import dtype_name
 from gradscope.sources.data.files import open_arrays

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gradscope.config.references import HELD
-from gradscope.config.spec import CheckpointSpec, ModelSpec
+from gradscope.config import HELD, CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.code import class_digests, code_digests, user_file
 from gradscope.sources.digests import sha256

@@ -64,7 +64,7 @@ def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Su
         targets: Likewise, or None.
         top: How many samples to list in each list.
     """
-    scope.labels.require_one()
+    scope.session.labels.require_one()
     evaluation = scope.evaluate(Batch.of(inputs, targets))
     finite = _numpy(finite_samples(evaluation))
     means, dots = _mean_and_products(evaluation, finite)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.core.threads import started
+from gradscope.core.shortage import started
 from gradscope.stats import stored
 from gradscope.stats.base import Floats, Source
 from gradscope.stats.table import Positions, Table

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscope.core.threads import started
+from gradscope.core.shortage import started
 from gradscope.stats.base import Floats, Mask, wide
 from gradscope.stats.entries import Entries
 from gradscope.stats.stored import Arrays

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from gradscope.core.shortage import require_memory
-from gradscope.core.threads import started
+from gradscope.core.shortage import require_memory, started
 from gradscope.errors import ResultFileError
 from gradscope.storage.checksum import CHECKSUM_BYTES, fletcher32
 from gradscope.storage.formats import as_numpy, format_of, h5_type, read_rows

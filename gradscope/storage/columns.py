@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.storage.factors import KINDS, factor_dtype, factors_of, is_smaller
 from gradscope.storage.formats import name_of, stored_dtype
 from gradscope.storage.layout import Array, Shape, create, put_attribute, row_chunks

@@ -10,7 +10,7 @@ from typing import Any
 
 import h5py
 
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.errors import GradscopeError, ResultFileError, SpecError
 
 Filters = list[tuple[int, tuple[int, ...]]]  # code and values of each

@@ -10,7 +10,7 @@ from functools import reduce
 
 from crc32c import crc32c
 
-from gradscope.core.threads import started
+from gradscope.core.shortage import started
 from gradscope.storage.checksum import fletcher32
 from gradscope.storage.linux import begin_writeback
 from gradscope.storage.packer import Packer

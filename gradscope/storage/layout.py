@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from h5py.h5s import SCALAR
 
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.storage.checksum import CHECKSUM_BYTES
 from gradscope.storage.compression import set_filters
 from gradscope.storage.formats import h5_type, text_type

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import h5py
 import torch
 
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.storage.columns import create_dense, create_factors, describe, rows_array
 from gradscope.storage.compression import compression_of
 from gradscope.storage.factors import KINDS

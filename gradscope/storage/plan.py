@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Gradients
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.core.texts import printable
 from gradscope.storage.formats import name_of
 

@@ -9,11 +9,15 @@ from torch import Tensor, nn
 
 from benchmarks.workloads import FAMILIES, workload
 from gradscope import Scope
-from gradscope.backends import compiled_choice
-from gradscope.backends.compiled_ranges import Ranges
+from gradscope.backends import Request, backends
+from gradscope.backends.compiled import Compiled
+from gradscope.backends.programs import Ranges
 from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
+from gradscope.engine import request_of
 from gradscope.errors import ModelError
-from gradscope.stages import chains
+from gradscope.stages.chain import bind
+from gradscope.stages.losses import losses
 from tests.cases import CASES
 from tests.oracle import per_sample_gradients
 from tests.zoo.base import smooth
@@ -72,11 +76,11 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
     given = workload(name, FAMILIES[name].quick)
     model = given.model.double()
     batch = Batch.of(given.inputs, given.targets).to("cpu", torch.float64)
-    bound = [chains.bind(text) for text in ("identity", CLIP, "second_moment")]
-    wanted = chains.wanted(bound)
+    bound = [bind(text) for text in ("identity", CLIP, "second_moment")]
+    wanted = request_of(bound)
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True)
     scope.evaluate(batch, wanted)
-    assert scope.compiler.in_use, scope.notes
+    assert scope.session.compiles, scope.notes
     other = batch.select(torch.arange(len(batch)).flip(0))  # not the batch it was compiled on
     found = scope.evaluate(other, wanted)
     losses, rows = per_sample_gradients(
@@ -91,7 +95,7 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
     )
     close(found.losses, losses)
     close(found.gradients.norms, norms_of(rows))
-    clipped, second = (found.gradients.computed(key) for key in wanted.keys)
+    clipped, second = (found.states[key] for key in wanted.keys)
     factors = (0.5 / norms_of(rows)).clamp(max=1.0)
     for key, g in rows.items():
         close(found.gradients[key].dense(), g)
@@ -99,22 +103,20 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
         close(second[f"sum:{key}"], g.square().sum(0))
 
 
-def test_norms_and_expectations_are_compiled_without_the_gradients(tokens, monkeypatch) -> None:
+def test_norms_and_expectations_are_compiled_without_the_gradients(tokens) -> None:
     model = Tagger()
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True, verify="first")
     plain = Scope(model, "cross_entropy")
-    for times in range(2):
+    for _ in range(2):
         close(scope.norms(*tokens), right_norms(model, *tokens))
         for name, value in scope.expectation(CLIP, *tokens).items():
             close(value, plain.expectation(CLIP, *tokens)[name])
-        if not times:
-            uncompiled = scope._uncompiled
-            monkeypatch.setattr(scope, "_uncompiled", None)  # nobody calls it from here on
-    monkeypatch.setattr(scope, "_uncompiled", uncompiled)
+    assert scope.session.compiles
     assert [note.partition(" in ")[0] for note in scope.notes] == ["vmap compiled"] * 2
-    found = scope.evaluate(Batch.of(*tokens), chains.wanted([chains.bind(CLIP)])).gradients
-    assert found.computed(CLIP) is not None
-    part = found.select(torch.tensor([True, False] * 3))  # what was not computed still comes
+    found = scope.evaluate(Batch.of(*tokens), request_of([bind(CLIP)]))
+    assert found.compiled and CLIP in found.states
+    # what was not computed still comes
+    part = found.gradients.select(torch.tensor([True, False] * 3))
     close(part.norms, right_norms(model, *tokens)[::2])
 
 
@@ -124,7 +126,7 @@ def test_a_reduction_that_has_no_graph_stays_outside(tokens) -> None:
     texts = ["noise:std=1.0 | mean", "quantile:q=0.5", CLIP]
     scope.expectations(texts, *tokens)
     assert any(note.startswith("noise:std=1.0 | mean: not compiled") for note in scope.notes)
-    assert scope.compiler.in_use
+    assert scope.session.compiles
     for ours, theirs in zip(
         scope.expectations(texts, *tokens), plain.expectations(texts, *tokens), strict=True
     ):
@@ -136,7 +138,7 @@ def test_nothing_is_printed_and_no_process_is_left(tokens, capfd) -> None:
     before = children()
     scope = Scope(Tagger(), "cross_entropy", backend="vmap", compile=True)
     scope.norms(*tokens)
-    assert scope.compiler.in_use
+    assert scope.session.compiles
     assert capfd.readouterr() == ("", "")
     assert children() == before
 
@@ -159,7 +161,7 @@ def test_a_change_is_never_overlooked(change: str, tokens) -> None:
     model = Tagger()
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True)
     scope.norms(*tokens)
-    assert scope.compiler.in_use
+    assert scope.session.compiles
     match change:
         case "attribute":
             model.strength = 2.0
@@ -197,7 +199,7 @@ def test_numbers_out_of_range_are_the_models_error(tokens) -> None:
     for data in ((inputs + 8, targets), (inputs, targets + 4)):
         with pytest.raises(ModelError, match=r"out of (range|bounds)"):
             scope.norms(*data)
-    assert scope.compiler.in_use
+    assert scope.session.compiles
 
 
 def test_ranges_hold_what_was_accepted_column_by_column() -> None:
@@ -228,7 +230,7 @@ def test_what_vmap_cannot_run_is_not_compiled() -> None:
     with Scope(setup.model, setup.loss, compile=True) as scope:
         for _ in range(2):
             close(scope.norms(setup.inputs, setup.targets), norms_of(rows))
-        assert not scope.compiler.in_use
+        assert not scope.session.compiles
         assert any(note.startswith("not compiled: ") for note in scope.notes)
 
 
@@ -272,36 +274,38 @@ def test_a_program_that_is_off_is_not_used(part: str, tokens, monkeypatch) -> No
 
         return program
 
-    monkeypatch.setattr("gradscope.backends.compiled.compiled", wrong)
+    monkeypatch.setattr("gradscope.backends.programs.compiled", wrong)
     scope = Scope(Tagger(), "cross_entropy", backend="vmap", compile=True)
     batch = Batch.of(*tokens)
-    wanted = chains.wanted([chains.bind(CLIP), chains.bind("identity")])
+    wanted = request_of([bind(CLIP), bind("identity")])
     scope.evaluate(batch, wanted)
-    assert not scope.compiler.in_use
+    assert not scope.session.compiles
     assert scope.notes[-1].startswith("not compiled: the program is off by")
     close(scope.evaluate(batch, wanted).gradients.norms, right_norms(Tagger(), *tokens))
 
 
 def test_auto_weighs_compiling_against_what_is_left(tokens) -> None:
     scope = Scope(Tagger(), "cross_entropy", compile=True)
-    scope.compiler.left = 2
-    for _ in range(2):
-        close(scope.norms(*tokens), right_norms(Tagger(), *tokens))
+    for left in (2, 1):
+        found = scope.evaluate(Batch.of(*tokens), Request(rows=False, left=left))
+        close(found.gradients.norms, right_norms(Tagger(), *tokens))
     (note,) = scope.notes
     assert note.startswith("not compiled: about")
     assert "are left to do" in note
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_auto_keeps_the_faster_way(faster: bool, tokens, monkeypatch) -> None:
-    timed = (2.0, 1.0) if faster else (1.0, 2.0)
-    monkeypatch.setattr(compiled_choice.Compiler, "_timed", lambda *_: timed)
-    scope = Scope(Tagger(), "cross_entropy", compile=True)
-    for _ in range(2):
-        close(scope.norms(*tokens), right_norms(Tagger(), *tokens))
-    assert scope.backend == "hooks"
-    assert scope.compiler.in_use == faster, scope.notes
-    assert ("it is kept: " if faster else "it is not kept: ") in scope.notes[-1]
+def test_auto_keeps_the_faster_way(faster: bool, tokens) -> None:
+    seconds = (2.0, 1.0) if faster else (1.0, 2.0)
+    ticks = iter([0.0, seconds[0], 0.0, seconds[1]] * 3)
+    problem, notes = Problem.of(Tagger(), losses.get("cross_entropy")), list[str]()
+    with backends.get("hooks")(problem) as plain:
+        evaluate = Compiled(problem, plain, notes, faster=True, check=True, clock=ticks.__next__)
+        for _ in range(2):
+            found = evaluate(Batch.of(*tokens), Request(rows=False))
+            close(found.gradients.norms, right_norms(Tagger(), *tokens))
+    assert evaluate.in_use == found.compiled == faster, notes
+    assert ("it is kept: " if faster else "it is not kept: ") in notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +328,7 @@ def test_samples_that_are_not_finite_are_left_out() -> None:
     inputs, targets = torch.randn(5, 4).double(), torch.randn(5, 3).double()
     scope = Scope(model, smooth, backend="vmap", compile=True)
     scope.expectation("mean", inputs, targets)
-    assert scope.compiler.in_use
+    assert scope.session.compiles
     spoilt = targets.clone()
     spoilt[2] = torch.nan
     with pytest.warns(UserWarning, match="1 samples have no finite gradient"):

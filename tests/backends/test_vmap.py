@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from gradscope.backends import vmap as module
-from gradscope.backends.vmap_rewrites import STEPS, recurrent
+from gradscope.backends.vmap import STEPS, recurrent
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem, model_loss
 from gradscope.errors import ModelError, SpecError, UnsupportedError

@@ -17,7 +17,7 @@ from gradscope.blocks import (
 )
 from gradscope.blocks.derived import ScaledBlock
 from gradscope.blocks.ways import Way, fastest
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 
 
 class Clock:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradscope.config.spec import load
+from gradscope.config import load
 from gradscope.sources.draft import quoted
 from tests.cli.conftest import SAMPLES, Gradscope
 

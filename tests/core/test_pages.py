@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import resource, torch
-from gradscope.core.pages import keep_pages
+from gradscope.core.libc import keep_pages
 print(keep_pages())
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

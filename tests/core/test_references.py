@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.config.references import function_of, parse_loss
-from gradscope.config.spec import resolve
+from gradscope.config import function_of, parse_loss, resolve
 from gradscope.errors import SpecError
 
 RUN = """

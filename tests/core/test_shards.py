@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.config.shards import Shard, parse_shard, this_worker
+from gradscope.config import Shard, parse_shard, this_worker
 from gradscope.errors import SpecError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -26,7 +26,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from gradscope.config.spec import CheckpointSpec, DatasetSpec, ModelSpec
+from gradscope.config import CheckpointSpec, DatasetSpec, ModelSpec
 from gradscope.errors import GradscopeError
 from gradscope.run.merging import merge
 from gradscope.sources import load_into, load_model, open_dataset

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from gradscope.stages.labels import expectation
-from gradscope.stages.reducers import spread
-from gradscope.stages.transforms import center, norms
+from gradscope.stages import labels
+from gradscope.stages.reducers import moments
+from gradscope.stages.transforms import elementwise, norms
 from tests import test_labels
 from tests.mutants.base import Install, after, around, before, mutant
 from tests.mutants.scenarios import Asked, ExactLabels, Expected, clipped, each, variance
@@ -33,7 +33,7 @@ _told(
     "var",
     variance,
     lambda: test_table.test_against_numpy("var", torch.float64),
-    around(spread, "variance", before(lambda state, ddof: (state, 0))),
+    around(moments, "variance", before(lambda part, n, ddof: (part, n, 0))),
 )
 _told(
     "clipped by the square",
@@ -51,7 +51,7 @@ _told(
     "center | square | mean",
     each(lambda g: g.var(0, correction=0)),
     lambda: test_values.test_rows("center", ()),
-    around(center, "CenteredBlock", before(lambda block, mean: (block, -mean))),
+    around(elementwise, "CenteredBlock", before(lambda block, mean: (block, -mean))),
 )
 mutant(
     "probabilities of other classes",
@@ -59,6 +59,6 @@ mutant(
     "the expectation over labels gives each class the probability of the one before it",
     ExactLabels("classifier", what="second_moment"),
     "tests",
-    around(expectation, "ExpectedBlock", before(lambda b, weights: (b, weights.roll(1, 1)))),
+    around(labels, "ExpectedBlock", before(lambda b, weights: (b, weights.roll(1, 1)))),
     lambda: test_labels.test_exact_is_the_closed_form("hooks", "square | mean"),
 )

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends import expand, joint, loop, vmap, vmap_rewrites
-from gradscope.backends.compiled import Program
+from gradscope.backends import expand, joint, loop, vmap
 from gradscope.backends.expand import embedding, evaluation, matmul, rules
 from gradscope.backends.expand.tensor import PerSample, Samples
+from gradscope.backends.programs import Program
 from gradscope.core.batch import Batch
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Asked, Compared, EagerlyCompiled
@@ -64,7 +64,7 @@ _caught(
     "vmap",
     "the steps of a GRU add a bias after the reset gate, as other definitions of it do",
     "gru",
-    lambda patch: patch.setitem(vmap_rewrites.STEPS, torch.gru, _gru_without_reset),
+    lambda patch: patch.setitem(vmap.STEPS, torch.gru, _gru_without_reset),
 )
 
 # expand
@@ -190,8 +190,8 @@ mutant(
         joint,
         "_pulled",
         lambda original: (
-            lambda losses, ps, picks, batched: original(
-                losses, ps, picks.roll(1, 0) if batched else picks, batched=batched
+            lambda problem, losses, picks, batched=False: original(
+                problem, losses, picks.roll(1, 0) if batched else picks, batched=batched
             )
         ),
     ),
@@ -199,8 +199,8 @@ mutant(
 
 
 def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
-    def pulled(losses: Tensor, parameters: Any, picks: Tensor, batched: bool) -> list[Tensor]:
-        found: list[Tensor] = original(losses, parameters, picks, batched=batched)
+    def pulled(problem: Any, losses: Tensor, picks: Tensor, batched: bool = False) -> list[Tensor]:
+        found: list[Tensor] = original(problem, losses, picks, batched=batched)
         return [g - g.mean(0, keepdim=True) for g in found] if batched else found
 
     return pulled

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from gradscope.stages.reducers import Reducer, State, extremes, moments, reducers, spread
+from torch import Tensor
+
+from gradscope.stages.reducers import Reducer, State, moments, order, reducers
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Expected, Streamed, each, largest, mean, median, variance
 
@@ -30,23 +32,22 @@ _caught(
 )
 
 
-def _between_dropped(a: State, b: State) -> State:
-    merged = spread_merged(a, b)
-    return merged | {k: a[k] + b[k] for k in merged if k.startswith("m2:")}
+def _between_dropped(a: State, b: State, n_a: Tensor, n_b: Tensor) -> State:
+    return spread_merged(a, b, n_a, n_b) | {"m2": a["m2"] + b["m2"]}
 
 
-spread_merged = spread.merge_spread
+spread_merged = moments.merge_spread
 _caught(
     "batches' means ignored",
     "a variance leaves out how far the batches' means are from each other",
     "var",
     variance,
-    lambda patch: patch.setattr(spread, "merge_spread", _between_dropped),
+    lambda patch: patch.setattr(moments, "merge_spread", _between_dropped),
 )
 
 
-def _other_share(a: State, b: State) -> State:
-    return spread_merged(a | {"n": b["n"]}, b | {"n": a["n"]})
+def _other_share(a: State, b: State, n_a: Tensor, n_b: Tensor) -> State:
+    return spread_merged(a, b, n_b, n_a)
 
 
 _caught(
@@ -61,7 +62,7 @@ _caught(
     "a maximum forgets the batches before the last",
     "max",
     largest,
-    around(extremes, "_extreme", before(lambda name, over, _: (name, over, lambda a, b: b))),
+    around(order, "_extreme", before(lambda name, over, _: (name, over, lambda a, b: b))),
 )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradscope.config.spec import RunSpec, resolve
+from gradscope.config import RunSpec, resolve
 
 SAMPLES, WIDTH = 60, 5
 

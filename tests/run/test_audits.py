@@ -135,7 +135,7 @@ def mistaken(problem: Problem) -> Iterator[Evaluate]:
     """Right at first; later the first sample of a batch gets the last one's bias."""
     with vmap(problem) as right:
 
-        def evaluate(batch: Batch) -> Evaluation:
+        def evaluate(batch: Batch, *_: object) -> Evaluation:
             found = right(batch)
             rows = found.gradients.dense()
             if int(batch.index.min()) >= WRONG_FROM:

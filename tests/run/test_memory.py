@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradscope.config.sizes import memory_text, parse_memory
-from gradscope.config.spec import resolve
+from gradscope.config import memory_text, parse_memory, resolve
 from gradscope.core.memory import available, release_freed_memory, taken
 from gradscope.errors import SpecError
 from gradscope.run import choice, compute, estimate, footprint, prepare

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
-from gradscope.config.spec import resolve
+from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, OutputError
 from gradscope.run import compute, prepare, start

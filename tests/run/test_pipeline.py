@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradscope.blocks import Gradients
-from gradscope.config.spec import RunSpec, resolve
+from gradscope.config import RunSpec, resolve
 from gradscope.errors import GradscopeError, OutputError, SpecError
 from gradscope.run import compute, estimate, prepare, start
 from gradscope.run.choice import Choice

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.config.spec import CheckpointSpec, ModelSpec
+from gradscope.config import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources import LoadedModel, load_into, load_model
 from tests.sources.test_checkpoints import WROTE, Payload, legacy, model, state, trained

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gradscope
-from gradscope.config.spec import CheckpointSpec, ModelSpec
+from gradscope.config import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, InputError, ModelError
 from gradscope.sources import LoadedModel, load_model, sha256
 

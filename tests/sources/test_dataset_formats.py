@@ -20,7 +20,7 @@ import safetensors.numpy
 import torch
 from PIL import Image
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError
 from gradscope.sources import Dataset, dataset_readers, open_dataset
 
@@ -445,7 +445,7 @@ def test_what_to_install_is_said(tmp_path: Path, module: str, name: str, extra: 
     program = (
         f"import sys; sys.modules[{module!r}] = None\n"
         "from pathlib import Path\n"
-        "from gradscope.config.spec import DatasetSpec\n"
+        "from gradscope.config import DatasetSpec\n"
         "from gradscope.errors import DatasetError\n"
         "from gradscope.sources import open_dataset\n"
         "try:\n"

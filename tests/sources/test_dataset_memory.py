@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.sources import open_dataset
 import pyarrow.compute, pyarrow.parquet  # the libraries themselves are not data
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, InputError
 from gradscope.sources import Dataset, open_dataset
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
 from gradscope.sources import Dataset, dataset_readers, open_dataset
 from gradscope.sources.data import columns as data_columns

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.config.spec import load
+from gradscope.config import load
 from gradscope.sources import build, load_function, load_into, open_dataset
 
 FOLDER = Path(__file__).parents[2] / "sample_models"

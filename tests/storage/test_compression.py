@@ -20,7 +20,7 @@ import torch
 import xarray
 
 from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock
-from gradscope.config.compressions import Compression, parse_compression
+from gradscope.config import Compression, parse_compression
 from gradscope.errors import OutputError, ResultFileError, SpecError
 from gradscope.storage import FilePlan, Writer, integrity, open_file, open_writer
 from gradscope.storage.checks import NONE
@@ -161,7 +161,7 @@ def test_another_compression_is_another_run(tmp_path: Path) -> None:
 _KILLED = """
 import sys, random, os, signal, time
 from pathlib import Path
-from gradscope.config.compressions import parse_compression
+from gradscope.config import parse_compression
 from gradscope.storage import commits
 from tests.storage.example import with_layout, write, gradients
 commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0

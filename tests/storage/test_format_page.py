@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from gradscope.config.compressions import parse_compression
+from gradscope.config import parse_compression
 from tests.storage.example import expected, with_layout, write
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

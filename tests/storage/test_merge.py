@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
-from gradscope.config.compressions import Compression
+from gradscope.config import Compression
 from gradscope.errors import OutputError, RefusedError, ResultFileError
 from gradscope.storage import (
     FilePlan,

@@ -15,7 +15,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradscope.backends.base import Evaluate, backends, refusing, require_unhooked
+from gradscope.backends.base import (
+    ROWS,
+    Evaluate,
+    Request,
+    backends,
+    refusing,
+    require_unhooked,
+)
 from gradscope.backends.expand import (  # noqa: F401  (importing files the rules)
     attention,
     convolution,
@@ -77,7 +84,7 @@ def expand(problem: Problem) -> Iterator[Evaluate]:
                 values[name][rows] = gradient
         return losses, values
 
-    def evaluate(batch: Batch) -> Evaluation:
+    def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("expand", problem)
         with _located(problem), refusing("expand", problem.model, REMEDY):
             n, step = len(batch), _samples_at_once(problem)

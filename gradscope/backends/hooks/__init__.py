@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradscope.backends.base import Evaluate, backends, refusing, require_unhooked
+from gradscope.backends.base import (
+    ROWS,
+    Evaluate,
+    Request,
+    backends,
+    refusing,
+    require_unhooked,
+)
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import (
     OTHERS,
@@ -47,7 +54,7 @@ def hooks(problem: Problem) -> Iterator[Evaluate]:
     """One backward pass over the recorded graph; structure is kept, nothing is attached."""
     program = _Program(problem)
 
-    def evaluate(batch: Batch) -> Evaluation:
+    def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
             return program.evaluate(batch) if len(batch) > 1 else program.evaluate_one(batch)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.config.sizes import memory_text
+from gradscope.config import memory_text
 from gradscope.core.locate import first_line
 from gradscope.core.memory import available
 from gradscope.errors import DatasetError, GradscopeError

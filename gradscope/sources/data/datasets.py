@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradscope.config.spec import DatasetSpec, parse_samples
+from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError

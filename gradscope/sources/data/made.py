@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError
 from gradscope.sources.conversion import dtype_name

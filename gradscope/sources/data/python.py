@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from gradscope.config.spec import DatasetSpec
+from gradscope.config import DatasetSpec
 from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.errors import DatasetError, ModelError

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 
@@ -24,6 +24,9 @@ State = dict[str, Tensor]
 Merge = Callable[[State, State], State]
 
 TILE_BYTES = 32 * 2**20
+_HELD = (1e-18, 1e37)  # between these, what float32 loses lies 20 decades below the largest entry
+_TRIED, _CUTS = 7, ((0, 3), (3, 4), (4, 7))  # made-up samples, and the parts that they come in
+_TOLERANCE = 1e-6  # of the largest number of its kind
 
 
 class Reducer(NamedTuple):
@@ -35,6 +38,7 @@ class Reducer(NamedTuple):
         result: {name: (*shape)}.
         raw: It reads the raw gradients' structure, so no transform may stand before it.
         powers: The sums over samples it asks the gradients for (`Gradients.power_sum`).
+        additive: Every entry of the state is a sum over samples, and `merge` is `added`.
     """
 
     start: Callable[[Gradients], State]
@@ -42,6 +46,7 @@ class Reducer(NamedTuple):
     result: Callable[[State], dict[str, Tensor]]
     raw: bool = False
     powers: frozenset[int] = frozenset()
+    additive: bool = False
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
@@ -49,7 +54,7 @@ reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
 
 def wide(block: Block) -> Block:
     """Cast a block to float64 or complex128, where its sums are then taken."""
-    return block.to(torch.complex128 if block.dtype.is_complex else torch.float64)
+    return block.to(torch.promote_types(block.dtype, torch.float64))
 
 
 def tiles(block: Block) -> Iterator[Tensor]:
@@ -82,22 +87,72 @@ def on_one_device(merge: Merge) -> Merge:
     return apply
 
 
+Part = dict[str, Tensor]  # what a state holds of one parameter, by kind
+
+
+def for_each_parameter(
+    start: Callable[[Block], Part],
+    merge: Callable[[Part, Part, Tensor, Tensor], Part],
+    result: Callable[[Part, Tensor], dict[str, Tensor]],
+    ordered_for: str = "",
+) -> Reducer:
+    """Return the reducer that treats each parameter by itself.
+
+    Args:
+        start: From a batch's gradients to their part of the state.
+        merge: From two parts, and the numbers of their samples, to one.
+        result: From a part and N to tensors by suffix: "" stands for NAME, "edges" for NAME.edges.
+        ordered_for: The reducer's name, if complex numbers are to be refused.
+    """
+
+    def start_all(gradients: Gradients) -> State:
+        given = ordered(gradients, ordered_for) if ordered_for else gradients
+        return _joined(count(given), {name: start(block) for name, block in given.items()})
+
+    @on_one_device
+    def merge_all(a: State, b: State) -> State:
+        pairs = zip(_parts(a).items(), _parts(b).values(), strict=True)
+        every = {name: merge(own, other, a["n"], b["n"]) for (name, own), other in pairs}
+        return _joined(a["n"] + b["n"], every)
+
+    def result_all(state: State) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, part in _parts(state).items():
+            for suffix, value in result(part, state["n"]).items():
+                found[f"{name}.{suffix}" if suffix else name] = value
+        return found
+
+    return Reducer(start_all, merge_all, result_all)
+
+
+def _joined(n: Tensor, every: dict[str, Part]) -> State:
+    parts = ((name, kind, value) for name, part in every.items() for kind, value in part.items())
+    return {"n": n, **{f"{kind}:{name}": value for name, kind, value in parts}}
+
+
+def _parts(state: State) -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    for key, value in state.items():
+        kind, colon, name = key.partition(":")
+        if colon:
+            found.setdefault(name, {})[kind] = value
+    return found
+
+
 @on_one_device
 def added(a: State, b: State) -> State:
     """Merge states of which every entry is a sum over samples."""
-    return {key: carried(value) + b[key] for key, value in a.items()}
-
-
-def carried(sums: Tensor) -> Tensor:
-    """Return a batch's sums in the precision in which they are added to another's."""
-    if not sums.is_floating_point() and not sums.is_complex():
-        return sums
-    return sums.to(torch.complex128 if sums.is_complex() else torch.float64)
+    return {key: _carried(value) + b[key] for key, value in a.items()}
 
 
 def carried_state(state: State) -> State:
     """Return a state in the precision in which it is kept from batch to batch."""
-    return {key: carried(value) for key, value in state.items()}
+    return {key: _carried(value) for key, value in state.items()}
+
+
+def _carried(sums: Tensor) -> Tensor:
+    exact = not (sums.is_floating_point() or sums.is_complex())
+    return sums if exact else sums.to(torch.promote_types(sums.dtype, torch.float64))
 
 
 def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
@@ -109,15 +164,8 @@ def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
     return found if held else wide(gradients[name]).squared_sum()
 
 
-_HELD = (1e-18, 1e37)  # between these, what float32 loses lies 20 decades below the largest entry
-
-
 def ordered(gradients: Gradients, reducer: str) -> Gradients:
-    """Return the gradients if their entries can be put in order.
-
-    Raises:
-        SpecError: They are complex.
-    """
+    """Return the gradients if their entries can be put in order, and refuse complex ones."""
     for name, block in gradients.items():
         if block.dtype.is_complex:
             raise SpecError(
@@ -125,3 +173,57 @@ def ordered(gradients: Gradients, reducer: str) -> Gradients:
                 remedy=f"Put a transform to real numbers before it: abs | {reducer}.",
             )
     return gradients
+
+
+def depends_on_split(reducer: Reducer) -> str | None:
+    """Return the name of a result that is another one when the samples come in several batches.
+
+    A few made-up gradients are reduced at once, and in three parts. None is returned where all
+    results agree, and for a reducer that does not take such gradients.
+    """
+    for gradients in (_made_up(), _made_up(broken=True)):
+        try:
+            whole = reducer.result(carried_state(reducer.start(gradients)))
+            parts = reducer.result(_in_parts(reducer, gradients))
+        except Exception:  # whatever is wrong with it, a run will tell
+            return None
+        for name in (*whole, *(parts.keys() - whole.keys())):
+            if name not in whole or name not in parts or not _same(whole[name], parts[name]):
+                return name
+    return None
+
+
+def _made_up(*, broken: bool = False) -> Gradients:
+    """Return gradients of a layer (3, 2) with two positions a sample, and of its bias.
+
+    If `broken`, the first sample is not finite.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(_TRIED, *shape, generator=draw, dtype=torch.float64)
+
+    weight, bias = OuterBlock.matrix(random(2, 3), random(2, 2)), random(3)
+    if broken:
+        bias[0] = torch.inf
+    return Gradients({"weight": weight, "bias": DenseBlock(bias)}, torch.arange(_TRIED))
+
+
+def _in_parts(reducer: Reducer, gradients: Gradients) -> State:
+    states = (
+        carried_state(reducer.start(gradients.select(slice(*cut)).asked(reducer.powers)))
+        for cut in _CUTS
+    )
+    state = next(states)
+    for other in states:
+        state = carried_state(reducer.merge(state, other))
+    return state
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    size = float(a.nan_to_num(posinf=0.0, neginf=0.0).abs().amax()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * size, equal_nan=True)

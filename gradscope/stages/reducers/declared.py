@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from gradscope.blocks import Gradients
+from gradscope.core.grammar import StageFactory
 from gradscope.core.locate import own_stage
 from gradscope.errors import ModelError, SpecError
 from gradscope.stages.reducers.base import Reducer, State
@@ -27,10 +28,8 @@ from gradscope.stages.reducers.base import Reducer, State
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MARK = "__gradscope_reducer__"
 
-
-def reducer(factory: Callable[..., Any]) -> Callable[..., Reducer]:
+def reducer(factory: Callable[..., Any]) -> StageFactory[Reducer]:
     """Declare a factory of reducers, for chains as FILE.py:NAME or through an entry point.
 
     Args:
@@ -40,7 +39,7 @@ def reducer(factory: Callable[..., Any]) -> Callable[..., Reducer]:
     name = factory.__name__
 
     @wraps(factory)
-    def checked(**options: Any) -> Reducer:
+    def make(**options: Any) -> Reducer:
         try:
             with own_stage(f"reducer {name}"):
                 made = factory(**options)
@@ -54,24 +53,18 @@ def reducer(factory: Callable[..., Any]) -> Callable[..., Reducer]:
                 where="reducer",
                 remedy="Return gradscope.Reducer(start, merge, result).",
             )
-        merge, result = _running(name, made.merge), _running(name, made.result)
-        return made._replace(start=_with_state(name, made.start), merge=merge, result=result)
+        return made._replace(
+            start=_with_state(name, _running(name, made.start)),
+            merge=_running(name, made.merge),
+            result=_running(name, made.result),
+        )
 
-    setattr(checked, _MARK, True)
-    return checked
-
-
-def is_reducer(found: Any) -> bool:
-    """Whether `found` was declared by `reducer`."""
-    return bool(getattr(found, _MARK, False))
+    return StageFactory(make)
 
 
 def _running(name: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which says whose code raised where it is the user's."""
-    if (getattr(function, "__module__", None) or "").startswith("gradscope."):
-        return function
+    """Return the function, which says whose code raised; errors of gradscope's own pass through."""
 
-    @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         with own_stage(f"reducer {name}"):
             return function(*args, **kwargs)
@@ -83,8 +76,7 @@ def _with_state(name: str, start: Callable[[Gradients], Any]) -> Callable[[Gradi
     """Return `start`, which must give a flat dict of tensors: only these can be stored."""
 
     def checked(gradients: Gradients) -> State:
-        with own_stage(f"reducer {name}"):
-            state = start(gradients)
+        state = start(gradients)
         if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
             raise SpecError(
                 f"the state that {name!r} starts with is not a dict of tensors",

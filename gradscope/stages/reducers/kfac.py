@@ -7,6 +7,8 @@ several positions, and these taken as independent, it is E[Σₜ b bᵀ] ⊗ E[(
 Martens 2016, arXiv:1602.01407; "expand" in Eschenhagen et al. 2023, arXiv:2311.00636).
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from gradscope.stages.reducers.base import (
 
 
 @reducers.register("kfac")
-def kfac(positions: str = "mean") -> Reducer:
+def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
     """Kronecker factors NAME.A, NAME.B of each layer's Fisher block; NAME.diagonal without them.
 
     B ⊗ A approximates the block E[vec(g) vec(g)ᵀ] for a gradient read row by row (A ⊗ B read
@@ -40,14 +42,8 @@ def kfac(positions: str = "mean") -> Reducer:
     E[|g|²], instead. Factors are known to the backend `hooks`. A transform before scales one
     factor or destroys both: nothing should come before.
 
-    Args:
-        positions: `mean`: A = (1/NT) Σᵢₜ a aᵀ; `sum`: A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
-
-    Raises:
-        ValueError: `positions` is neither.
+    With `positions=mean`, A = (1/NT) Σᵢₜ a aᵀ; with `sum`, A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
     """
-    if positions not in ("mean", "sum"):
-        raise ValueError(f"positions must be mean or sum, not {positions!r}")
 
     def result(state: State) -> dict[str, Tensor]:
         n = state["n"]

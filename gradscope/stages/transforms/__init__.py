@@ -1,20 +1,19 @@
 """Transforms of per-sample gradients, one family a file."""
 
-from gradscope.stages.transforms import (
-    center,
+from gradscope.stages.transforms import (  # noqa: F401  each registers its transforms
     elementwise,
-    factors,
     hessian,
     norms,
     precondition,
     products,
-    projections,
-    sparsify,
+    project,
     stochastic,
+    topk,
 )
 from gradscope.stages.transforms.base import (
     NeedsMean,
     NeedsProblem,
+    ReadsNorms,
     Scope,
     Step,
     Transform,
@@ -26,20 +25,11 @@ from gradscope.stages.transforms.base import (
 __all__ = [
     "NeedsMean",
     "NeedsProblem",
+    "ReadsNorms",
     "Scope",
     "Step",
     "Transform",
     "Vector",
-    "center",
-    "elementwise",
-    "factors",
-    "hessian",
-    "norms",
-    "precondition",
-    "products",
-    "projections",
-    "sparsify",
-    "stochastic",
     "transform",
     "transforms",
 ]

@@ -3,19 +3,19 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
 from gradscope.core.batch import Batch
+from gradscope.core.grammar import StageFactory
 from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 
 Transform = Callable[[Gradients], Gradients]
-Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 class Scope(StrEnum):
@@ -58,24 +58,59 @@ class Vector:
 
 @dataclass(frozen=True)
 class NeedsMean:
-    """A transform that waits for the mean, over all samples, of what reaches it.
-
-    Attributes:
-        given: Takes {name: (*shape)} and returns the transform.
-    """
+    """A transform that waits for the mean {name: (*shape)} over all samples of what reaches it."""
 
     given: Callable[[Mapping[str, Tensor]], Transform]
 
 
 @dataclass(frozen=True)
 class NeedsProblem:
-    """A transform that evaluates the model again, such as a Hessian-vector product.
-
-    Attributes:
-        given: Takes the batch's problem and its samples and returns the transform.
-    """
+    """A transform that evaluates the model again, on the batch that the gradients are from."""
 
     given: Callable[[Problem, Batch], Transform]
+
+
+@dataclass(frozen=True)
+class ReadsNorms:
+    """A transform that asks the gradients it is given for their L2 norms."""
+
+    apply: Transform
+
+    def __call__(self, gradients: Gradients) -> Gradients:
+        """Apply the transform."""
+        return self.apply(gradients)
+
+
+Step = Transform | NeedsMean | NeedsProblem
+
+
+class TransformFactory(StageFactory[Step]):
+    """A transform as it is registered or declared.
+
+    Attributes:
+        scope: What it promises; how the blocks are used must keep to it.
+        function: What its author wrote.
+    """
+
+    def __init__(
+        self, make: Callable[..., Step], scope: Scope, function: Callable[..., Any] | None = None
+    ) -> None:
+        super().__init__(make)
+        self.scope = scope
+        self.function = function or make
+
+
+transforms: Registry[TransformFactory] = Registry("transform")
+
+
+def transform(name: str, scope: Scope) -> Callable[[Callable[..., Step]], TransformFactory]:
+    """Register a factory: it takes the stage's arguments and returns the transform.
+
+    Args:
+        name: The stage's name in a chain.
+        scope: The declared scope; how the blocks are used must keep to it.
+    """
+    return lambda make: transforms.register(name)(TransformFactory(make, scope))
 
 
 def widened(gradients: Gradients) -> Gradients:
@@ -86,48 +121,6 @@ def widened(gradients: Gradients) -> Gradients:
     return gradients.map(lambda b: b.to(torch.float32) if b.dtype in halves else b)
 
 
-def wide(block: Block) -> Block:
-    """Cast a block to float64, or to complex128 if it is complex."""
-    return block.to(torch.promote_types(block.dtype, torch.float64))
-
-
 def blockwise(fn: Callable[[Block], Block]) -> Transform:
     """Return the transform that applies `fn` to each parameter's block, in at least float32."""
     return lambda gradients: widened(gradients).map(fn)
-
-
-def reading_norms(step: Transform) -> Transform:
-    """Mark a transform that asks the gradients it is given for their norms."""
-    step.reads_norms = True  # type: ignore[attr-defined]
-    return step
-
-
-def one_of(name: str, word: str, known: tuple[str, ...]) -> None:
-    """Check an argument that is one of a few words.
-
-    Raises:
-        ValueError: It is not; the message suggests the nearest.
-    """
-    if word not in known:
-        raise ValueError(f"{name} must be {' or '.join(known)}, not {word!r}")
-
-
-Step = Transform | NeedsMean | NeedsProblem
-
-transforms: Registry[Callable[..., Step]] = Registry("transform")
-
-
-def transform(name: str, scope: Scope) -> Callable[[Factory], Factory]:
-    """Register a factory: it takes the stage's arguments and returns the transform.
-
-    Args:
-        name: The stage's name in a chain.
-        scope: The declared scope; how the blocks are used must keep to it.
-    """
-
-    def add(factory: Factory) -> Factory:
-        factory.scope = scope  # type: ignore[attr-defined]
-        transforms.register(name)(factory)
-        return factory
-
-    return add

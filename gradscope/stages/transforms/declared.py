@@ -19,56 +19,22 @@ from torch import Tensor
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
 from gradscope.core.locate import own_stage
 from gradscope.errors import ModelError, SpecError
-from gradscope.stages.transforms.base import Scope, Transform, blockwise, widened
+from gradscope.stages.transforms.base import (
+    Scope,
+    Transform,
+    TransformFactory,
+    blockwise,
+    widened,
+)
 
 _SCOPES = {scope.name.lower(): scope for scope in Scope}
 _PLAIN = (bool, int, float, str)
 
-
-class Declared:
-    """A user's function, as a factory of transforms: called with its options, by keyword.
-
-    Args:
-        function: Takes tensors first, then options.
-        scope: What it was declared to be.
-
-    Attributes:
-        function: The function itself, to be tested on its own.
-        scope: Likewise.
-    """
-
-    def __init__(self, function: Callable[..., Any], scope: Scope) -> None:
-        self.function = function
-        self.scope = scope
-        self.__name__ = function.__name__
-        update_wrapper(self, function)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The options: all parameters but the first, an unmarked one of the kind of its default."""
-        own = inspect.signature(self.function, eval_str=True)
-        return own.replace(parameters=[_option(p) for p in list(own.parameters.values())[1:]])
-
-    def __call__(self, **options: Any) -> Transform:
-        """Return the transform with these options.
-
-        Raises:
-            SpecError: The function is not what it was declared to be.
-            ValueError: The function does not take these options.
-        """
-        fn = _guarded(self.__name__, partial(self.function, **options))
-        if self.scope in (Scope.LINEAR, Scope.VECTOR):
-            return partial(_on_rows, self.__name__, fn)
-        try:
-            _tried(self.__name__, self.scope, fn)
-        except ModelError as error:  # before any data is seen, a ValueError is about the options
-            raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
-        if self.scope is Scope.ELEMENTWISE:
-            return blockwise(lambda block: MappedBlock(block, fn))
-        return lambda gradients: gradients.scale(fn(gradients.norms))
+# Uneven numbers of both signs, large, small and zero; no two of one magnitude.
+_PROBE = [0.3, -1.7, 0.0, 2.9, -0.04, 11.0, -5.3, 1e-3, 0.71, -230.0, 1.1, -0.9]
 
 
-def transform(scope: str) -> Callable[[Callable[..., Any]], Declared]:
+def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
     """Declare a function as a transform, for chains as FILE.py:NAME or through an entry point.
 
     Args:
@@ -86,27 +52,53 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], Declared]:
             where="gradscope.transform",
             remedy=f'Write @gradscope.transform("elementwise"), or: {", ".join(_SCOPES)}.',
         )
-    return lambda function: Declared(function, _SCOPES[scope])
+    return partial(_declared, _SCOPES[scope])
 
 
-# Uneven numbers of both signs, large, small and zero; no two of one magnitude.
-_PROBE = [0.3, -1.7, 0.0, 2.9, -0.04, 11.0, -5.3, 1e-3, 0.71, -230.0, 1.1, -0.9]
+def _declared(scope: Scope, function: Callable[..., Any]) -> TransformFactory:
+    """Return the factory, whose signature has the options: all parameters but the first."""
+    own = inspect.signature(function, eval_str=True)
+
+    def make(**options: Any) -> Transform:
+        return _made(function.__name__, scope, partial(function, **options))
+
+    update_wrapper(make, function)
+    options = [_option(p) for p in list(own.parameters.values())[1:]]
+    make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
+    return TransformFactory(make, scope, function)
 
 
 def _option(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return the parameter; without an annotation it has the type of its default."""
     bare = parameter.annotation is parameter.empty
     known = isinstance(parameter.default, _PLAIN)
     return parameter.replace(annotation=type(parameter.default)) if bare and known else parameter
 
 
-def _guarded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _made(name: str, scope: Scope, function: Callable[[Any], Any]) -> Transform:
+    """Return the transform, having tried what can be tried without data."""
+    fn = _guarded(name, function)
+    if scope in (Scope.LINEAR, Scope.VECTOR):
+        return partial(_on_rows, name, fn)
+    probe = torch.tensor(_PROBE, dtype=torch.float64)
+    try:
+        if scope is Scope.ELEMENTWISE:
+            _require_own(name, fn, "entry", probe.reshape(3, 4), ())
+            return blockwise(lambda block: MappedBlock(block, fn))
+        _require_own(name, fn, "sample", probe.abs(), (1,))
+    except ModelError as error:  # before any data is seen, a ValueError is about the options
+        raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+    return lambda gradients: gradients.scale(fn(gradients.norms))
+
+
+def _guarded(name: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `fn`, which must give a floating-point tensor of its argument's shape."""
 
     def checked(values: Any) -> Any:
         with own_stage(f"transform {name}"):
-            if not isinstance(values, Tensor):
-                return fn(values)
             result = fn(values)
+        if not isinstance(values, Tensor):
+            return result
         if not isinstance(result, Tensor) or result.shape != values.shape:
             found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise SpecError(
@@ -125,21 +117,17 @@ def _guarded(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _tried(name: str, scope: Scope, fn: Callable[[Tensor], Tensor]) -> None:
-    probe = torch.tensor(_PROBE, dtype=torch.float64)
-    if scope is Scope.ELEMENTWISE:
-        _require_own(name, fn, "entry", probe.reshape(3, 4), ())
-    else:
-        _require_own(name, fn, "sample", probe.abs(), (1,))
-
-
 def _require_own(
     name: str, fn: Callable[[Tensor], Tensor], what: str, probe: Tensor, shape: tuple[int, ...]
 ) -> None:
-    """Check on numbers that each value of fn(probe) depends on its own entry of the probe only.
+    """Check that each value of fn(probe) depends on its own entry only, and probe is not changed.
 
-    Raises:
-        SpecError: It does not, or the probe was changed in place.
+    Args:
+        name: The transform's.
+        fn: From a tensor to one of its shape.
+        what: An entry of the probe in words.
+        probe: Some numbers.
+        shape: Of an entry that is given alone.
     """
     given = probe.clone()
     together = fn(given).flatten()
@@ -162,13 +150,21 @@ def _require_own(
 
 
 def _on_rows(name: str, fn: Callable[[dict[str, Tensor]], Any], gradients: Gradients) -> Gradients:
-    """Apply a function of dense rows, having given it copies."""
+    """Apply a function of dense rows to copies of them; the last sample is also tried alone."""
     rows = {key: block.dense().clone() for key, block in widened(gradients).items()}
     last = {key: value[-1:].clone() for key, value in rows.items()}
     found = _rows(name, fn(rows), gradients.n)
     if gradients.n > 1:
         for key, alone in _rows(name, fn(last), 1).items():
-            _require_alone(name, key, alone[0], found[key][-1])
+            together = found[key][-1]
+            gap = float((alone[0] - together).abs().nan_to_num().sum())
+            if gap > 1e-2 * float(together.abs().nan_to_num().sum()):
+                raise SpecError(
+                    f"{name!r} gives a sample another {key!r} alone than among others",
+                    where="transform",
+                    remedy="A row must depend on its own sample only; what joins samples is a "
+                    "reducer.",
+                )
     return gradients.of({key: DenseBlock(value) for key, value in found.items()})
 
 
@@ -184,14 +180,3 @@ def _rows(name: str, found: Any, n: int) -> dict[str, Tensor]:
         where="transform",
         remedy="It must return a dict {name: (n, ...)} with one row a sample.",
     )
-
-
-def _require_alone(name: str, key: str, alone: Tensor, together: Tensor) -> None:
-    """Check that a sample's row does not depend on the other samples of the batch."""
-    gap = float((alone - together).abs().nan_to_num().sum())
-    if gap > 1e-2 * float(together.abs().nan_to_num().sum()):
-        raise SpecError(
-            f"{name!r} gives a sample another {key!r} alone than among others",
-            where="transform",
-            remedy="A row must depend on its own sample only; what joins samples is a reducer.",
-        )

@@ -1,12 +1,36 @@
-"""Transforms that differentiate the per-sample gradient once more."""
+"""The Hessian-vector product of one sample's loss, exact or refused.
+
+Two things go wrong silently in double backward passes. A custom function whose backward pass cannot
+be differentiated leaves an error node in the graph, which autograd passes by when it is asked for
+parameters beyond it. And a custom function that saved an intermediate takes it for a constant. So
+error nodes are looked for, and where custom functions are in the graph the product is compared
+with differences of gradients in float64.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
+from gradscope.core.kernels import unfused
+from gradscope.core.locate import first_line, layer_of
 from gradscope.core.problem import Problem
-from gradscope.errors import CoupledSamplesError, SpecError
+from gradscope.core.shortage import is_shortage
+from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
 from gradscope.stages.transforms.base import NeedsProblem, Scope, Transform, Vector, transform
-from gradscope.stages.transforms.curvature import SampleLoss, product
+
+_REMEDY = "Use operations whose backward pass can itself be differentiated."
+_ERROR_NODE = "torch::autograd::Error"
+_STEP = 1e-5  # of the length of the parameters, for differences of gradients
+_TOLERANCE = 1e-4
 
 
 @transform("hvp", Scope.VECTOR)
@@ -18,9 +42,6 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
     parameters real and imaginary parts count as coordinates of their own. A parameter that the
     gradient does not depend on gets zeros. Where samples are coupled, and own-loss gradients were
     asked for, Hᵢ is that of the sample's loss within its batch.
-
-    Args:
-        with_: A stored v, argument `with=FILE.h5:CHAIN`.
     """
 
     def given(problem: Problem, batch: Batch) -> Transform:
@@ -32,8 +53,11 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
             for i in range(len(batch)):
                 one = gradients.select(slice(i, i + 1))
                 vector = shared or {name: block.dense()[0] for name, block in one.items()}
-                sample = (batch.one(i), 0) if alone else (batch, i)
-                for name, row in product(SampleLoss(problem, *sample), vector).items():
+                loss = _SampleLoss(problem, *((batch.one(i), 0) if alone else (batch, i)))
+                product, custom = _product(loss, vector)
+                if custom:
+                    _require_agreement(loss, vector)
+                for name, row in product.items():
                     rows[name][i] = row
             return gradients.of({name: DenseBlock(value) for name, value in rows.items()})
 
@@ -60,3 +84,127 @@ def _independent(problem: Problem, batch: Batch) -> bool:
     except CoupledSamplesError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class _SampleLoss:
+    """The loss of the sample at `position` of a batch: of one, or of those it is coupled to."""
+
+    problem: Problem
+    batch: Batch
+    position: int
+
+    def value(self) -> Tensor:
+        """Return the loss () with its graph."""
+        return self.problem.losses(self.batch)[self.position]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The selected parameters, in the model's order."""
+        return list(self.problem.parameters.values())
+
+
+def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+    """Return {name: (H v) (*shape)}, and whether custom functions took part.
+
+    It is the gradient of ⟨g, v⟩, v held fixed.
+    """
+    with _twice_differentiable(loss.problem), torch.enable_grad():
+        value = loss.value()
+        custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
+        slopes = _gradients(value, loss.parameters, create_graph=True)
+        pairs = zip(loss.problem.parameters, slopes, strict=True)
+        along = torch.stack([_real_product(g, vector[name]) for name, g in pairs]).sum()
+        if any(node.name() == _ERROR_NODE for node in _nodes(along)):
+            raise UnsupportedError(
+                "hvp cannot differentiate this model twice: a custom autograd function allows "
+                "one derivative only (once_differentiable)",
+                remedy=_REMEDY,
+            )
+        found = _gradients(along, loss.parameters)
+    pairs = zip(loss.problem.parameters, found, strict=True)
+    return {name: g.detach() for name, g in pairs}, custom
+
+
+def _gradients(
+    value: Tensor, parameters: list[Tensor], *, create_graph: bool = False
+) -> list[Tensor]:
+    """Return ∂value/∂p for each parameter, dense, zeros where it is not reached."""
+    if not value.requires_grad:
+        return [torch.zeros_like(p) for p in parameters]
+    found = torch.autograd.grad(
+        value, parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+    return [g.to_dense() if g.is_sparse else g for g in found]
+
+
+def _real_product(gradient: Tensor, vector: Tensor) -> Tensor:
+    """Return Re Σ g · conj(v) in float64."""
+    dtype = torch.promote_types(gradient.dtype, torch.float64)
+    return (gradient.to(dtype) * vector.to(dtype).conj()).sum().real
+
+
+def _nodes(value: Tensor) -> Iterator[Node]:
+    """Yield every node of a tensor's graph once."""
+    waiting = [] if value.grad_fn is None else [value.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        found = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= found
+        waiting.extend(found)
+
+
+def _require_agreement(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> None:
+    """Compare the product with central differences of gradients, on a copy in float64."""
+    problem = loss.problem.converted(torch.float64)
+    wide = _SampleLoss(problem, loss.batch.to(problem.device, torch.float64), loss.position)
+    starts = [p.detach().clone() for p in wide.parameters]
+    ways = [vector[name].to(p) for name, p in problem.parameters.items()]
+    length = _length(ways)
+    if length == 0:
+        return
+    step = _STEP * (1 + _length(starts)) / length
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, start, way in zip(wide.parameters, starts, ways, strict=True):
+                p.copy_(start + sign * step * way)
+        sides.append(_gradients(wide.value(), wide.parameters))
+    with torch.no_grad():
+        for p, start in zip(wide.parameters, starts, strict=True):
+            p.copy_(start)
+    found = list(_product(wide, vector)[0].values())
+    right = [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
+    error = _length([a - b for a, b in zip(found, right, strict=True)])
+    rounding = 1e-8 * _length(sides[0]) * length
+    if not error <= _TOLERANCE * _length(right) + rounding:
+        raise UnsupportedError(
+            "the second derivative of a custom autograd function is wrong: H v differs from "
+            f"differences of gradients by {error:.1e} of {_length(right):.1e}",
+            remedy="Its backward pass must be made of differentiable operations on its inputs and "
+            "outputs; an intermediate that it saved counts as a constant.",
+        )
+
+
+def _length(tensors: list[Tensor]) -> float:
+    return float(torch.stack([t.abs().square().sum() for t in tensors]).sum().sqrt())
+
+
+@contextmanager
+def _twice_differentiable(problem: Problem) -> Iterator[None]:
+    """Keep to kernels that have a second derivative, and name the layer where there is none."""
+    try:
+        with unfused(), sdpa_kernel(SDPBackend.MATH):
+            yield
+    except GradscopeError:
+        raise
+    except Exception as error:  # whatever torch or the user's code raises
+        if is_shortage(error):
+            raise
+        raise UnsupportedError(
+            f"hvp cannot differentiate this model twice: {first_line(error)}",
+            where=layer_of(error, problem.model),
+            remedy=_REMEDY,
+        ) from error

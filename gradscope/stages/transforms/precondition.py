@@ -26,13 +26,6 @@ def precondition(with_: Vector, damping: float = 0.0) -> Transform:
     Martens & Grosse 2015 (arXiv:1503.05671, section 6.3), in each group by itself. Outer products
     stay outer products. What has no factors is divided by its second moment plus the damping.
     Pseudo-inverses are taken where a factor is singular.
-
-    Args:
-        with_: The stored v or factors, argument `with=FILE.h5:CHAIN`.
-        damping: ≥ 0.
-
-    Raises:
-        ValueError: damping is negative or not finite, or v is not real and not negative.
     """
     if not 0 <= damping < inf:
         raise ValueError(f"damping must be finite and not negative, not {damping}")
@@ -64,12 +57,14 @@ def _bound(name: str, block: Block, stored: Vector, damping: float) -> Applied:
         _require_second_moment(name, moment)
     except ValueError as error:  # a parameter that is itself called NAME.A
         raise SpecError(str(error), where=stored.source or None) from error
-    inverse = _inverse((moment if diagonal else moment.sqrt()) + damping)
+    divisor = (moment if diagonal else moment.sqrt()) + damping
+    inverse = torch.where(divisor == 0, 0.0, 1.0 / divisor)
     return lambda block: PreconditionedBlock(block, inverse)
 
 
 def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Applied:
-    a, b = (_grouped(stored.values[f"{name}.{side}"]).to(block.device) for side in "AB")
+    stored_pair = (stored.values[f"{name}.{side}"].to(block.device) for side in "AB")
+    a, b = (factor.unsqueeze(0) if factor.dim() == 2 else factor for factor in stored_pair)
     found = (*a.shape, *b.shape)
     k, c, r = len(a), a.shape[-1], b.shape[-1]
     if found != (k, c, c, k, r, r) or k * r * c != prod(block.shape):
@@ -94,17 +89,9 @@ def _damped(a: Tensor, b: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     return a + sqrt(damping) * pi * ones[0], b + sqrt(damping) / pi * ones[1]
 
 
-def _grouped(factor: Tensor) -> Tensor:
-    return factor.unsqueeze(0) if factor.dim() == 2 else factor
-
-
 def _require_second_moment(name: str, value: Tensor) -> None:
     if value.is_complex() or not bool((value >= 0).all()):
         raise ValueError(
             f"{name!r} in the stored vector is no second moment: it has entries that are complex, "
             "negative or NaN"
         )
-
-
-def _inverse(values: Tensor) -> Tensor:
-    return torch.where(values == 0, 0.0, 1.0 / values)

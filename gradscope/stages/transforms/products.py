@@ -3,29 +3,22 @@
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients
 from gradscope.blocks.base import squares
-from gradscope.stages.transforms.base import (
-    NeedsMean,
-    Scope,
-    Transform,
-    Vector,
-    one_of,
-    transform,
-    wide,
-)
+from gradscope.stages.reducers.base import wide
+from gradscope.stages.transforms.base import NeedsMean, Scope, Transform, Vector, transform
 
 
 @transform("dot", Scope.LINEAR)
 def dot(with_: Vector) -> Transform:
     """T(g) = ⟨g, v⟩ = Σ g · conj(v) over all parameters: the single entry `dot` (n,), in float64.
 
-    Args:
-        with_: The stored v, argument `with=FILE.h5:CHAIN`.
+    v is stored: `with=FILE.h5:CHAIN`.
     """
 
     def apply(gradients: Gradients) -> Gradients:
@@ -35,29 +28,18 @@ def dot(with_: Vector) -> Transform:
 
 
 @transform("cosine", Scope.VECTOR)
-def cosine(with_: Vector | None = None, to: str | None = None) -> Transform | NeedsMean:
+def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Transform | NeedsMean:
     """T(g) = Re⟨g, v⟩ / (‖g‖₂ ‖v‖₂): the single entry `cosine` (n,), 0 if g or v is zero.
 
-    How well gradients agree (Sankararaman et al. 2020, arXiv:1904.06963). With `to=mean`, v is the
-    mean over all samples of what reaches this stage, which takes an earlier pass over the data.
-
-    Args:
-        with_: A stored v, argument `with=FILE.h5:CHAIN`.
-        to: Instead of it, "mean".
-
-    Raises:
-        ValueError: Neither or both are given, or `to` is another word.
+    How well gradients agree (Sankararaman et al. 2020, arXiv:1904.06963). v is stored,
+    `with=FILE.h5:CHAIN`; or, with `to=mean`, the mean over all samples of what reaches this stage,
+    which takes an earlier pass over the data.
     """
     if (with_ is None) == (to is None):
         raise ValueError("give with=FILE.h5:CHAIN or to=mean, one of them")
     if with_ is not None:
         return _cosine(with_)
-    one_of("to", str(to), ("mean",))
-
-    def given(mean: Mapping[str, Tensor]) -> Transform:
-        return _cosine(Vector(mean, "the mean of the samples"))
-
-    return NeedsMean(given)
+    return NeedsMean(lambda mean: _cosine(Vector(mean, "the mean of the samples")))
 
 
 def inner(gradients: Gradients, vector: Mapping[str, Tensor]) -> Tensor:

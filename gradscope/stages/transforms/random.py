@@ -19,14 +19,7 @@ _STREAM = 192  # bits of the counter within a stream; the 64 above them tell the
 
 
 def generator(seed: int, use: str, name: str, stream: int = 0) -> np.random.Generator:
-    """Return the generator of one stream.
-
-    Args:
-        seed: The user's.
-        use: What the numbers are for, so that two uses never share them.
-        name: The parameter's.
-        stream: A sample's index, or the number of a row, from 0.
-    """
+    """Return the generator of a stream, which is a sample's index; two uses share no numbers."""
     key = _hash(seed, use, name)
     return np.random.Generator(np.random.Philox(key=key, counter=(stream % 2**64) << _STREAM))
 
@@ -37,17 +30,15 @@ def words(seed: int, use: str, name: str, row: int, column: int, count: int) -> 
     return np.random.Generator(bits).integers(0, 2**64, count, np.uint64)  # raw, without the GIL
 
 
-def keys(gradients: Gradients) -> Tensor:
-    """Return (n,) int64: what the samples draw by, which is their position in the data set.
+def belonging(gradients: Gradients, word: str) -> tuple[str, Tensor]:
+    """Return the use of the numbers that `word` draws, and what each row draws by (n,) int64.
 
-    An aggregate is one row, number 0, and draws for a use of its own.
+    Samples draw by their position in the data set. An aggregate is one row, number 0, and draws
+    for a use of its own.
     """
-    return torch.arange(gradients.n) if gradients.index is None else gradients.index.cpu()
-
-
-def use_of(gradients: Gradients, word: str) -> str:
-    """Return the use of the numbers that `word` draws: samples and aggregates never share them."""
-    return f"{word} of aggregate" if gradients.index is None else word
+    if gradients.index is None:
+        return f"{word} of aggregate", torch.arange(gradients.n)
+    return word, gradients.index.cpu()
 
 
 def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:

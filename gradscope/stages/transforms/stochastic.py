@@ -22,13 +22,6 @@ def noise(std: float, seed: int = 0) -> Transform:
     DP-SGD is `clip:max_norm=C | sum | noise:std=S` (Abadi et al. 2016, arXiv:1607.00133; Dwork &
     Roth 2014, appendix A). On samples z depends on seed, parameter and the sample's position in
     the data set, on an aggregate on seed and parameter. Of complex entries both parts get noise.
-
-    Args:
-        std: The standard deviation, ≥ 0.
-        seed: Which noise.
-
-    Raises:
-        ValueError: std is negative or not finite.
     """
     if not 0 <= std < inf:
         raise ValueError(f"std must be finite and not negative, not {std}")
@@ -48,14 +41,6 @@ def quantize(bits: int, seed: int = 0) -> Transform:
     probability that keeps its expectation: QSGD (Alistarh et al. 2017, arXiv:1610.02132), scaled
     by the largest entry instead of the norm; 2 bits are TernGrad (Wen et al. 2017,
     arXiv:1705.07878). Real and imaginary parts are rounded apart, with one maximum for both.
-
-    Args:
-        bits: 2 to 24.
-        seed: Which random numbers; they also depend on the parameter and on the sample's position
-            in the data set.
-
-    Raises:
-        ValueError: bits is out of range.
     """
     if not 2 <= bits <= _MOST_BITS:
         raise ValueError(f"bits must be from 2 to {_MOST_BITS}, not {bits}")
@@ -86,7 +71,7 @@ def _drawn(word: str, draw: Callable[[str, str, Tensor, Tensor], Tensor]) -> Tra
     """Return the transform that applies `draw`(use, name, values, keys) when a row is needed."""
 
     def apply(gradients: Gradients) -> Gradients:
-        use, keys = random.use_of(gradients, word), random.keys(gradients)
+        use, keys = random.belonging(gradients, word)
         blocks = {
             name: RandomBlock(block, keys, partial(draw, use, name))
             for name, block in widened(gradients).items()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.config.references import parse_loss
+from gradscope.config import parse_loss
 from gradscope.core.problem import model_loss
 from gradscope.errors import SpecError
 from gradscope.stages.losses import bound, options, resolve

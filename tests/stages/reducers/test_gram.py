@@ -9,6 +9,7 @@ import torch
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock
+from gradscope.stages.chain import bind
 from gradscope.stages.reducers import reducers
 from tests.stages.reducers.examples import DTYPES, N, close, example, merged, split, whole
 
@@ -127,7 +128,7 @@ def test_one_matrix_for_a_model_with_tied_weights() -> None:
 
 def test_norm_before_it() -> None:
     grads, rows = example(torch.float64)
-    chain = gradscope.stages.chains.bind("norm | gram")
+    chain = bind("norm | gram")
     found = chain.result(chain.update(None, grads))["gram"]
     norms = np.linalg.norm(flat(rows), axis=1)
     np.testing.assert_allclose(found, np.outer(norms, norms), rtol=1e-12)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 from gradscope.stages.reducers import Reducer
 from tests.stages.reducers.examples import N, example, split, whole
 

@@ -13,6 +13,7 @@ import gradscope
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock
 from gradscope.core.batch import Batch
 from gradscope.errors import UnsupportedError
+from gradscope.stages.chain import bind
 from gradscope.stages.reducers import kfac as module
 from gradscope.stages.reducers import reducers
 from tests.stages.reducers.examples import DTYPES, N, close, example, split, whole, wide
@@ -74,7 +75,7 @@ def test_one_sample_without_sharing_has_its_exact_block(weight: str) -> None:
 def test_a_last_batch_of_one_keeps_its_factors() -> None:
     model, x, y = convolved(nn.Conv1d)
     scope, whole, state = gradscope.Scope(model, "mse", backend="hooks"), Batch.of(x, y), None
-    chain = gradscope.stages.chains.bind("kfac")
+    chain = bind("kfac")
     for part in (slice(0, 7), slice(7, 8)):
         state = chain.update(state, scope.evaluate(whole.select(part)).gradients)
     for key, value in run(model, "kfac", x, y).items():

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from gradscope import Scope
-from gradscope.stages.chains import bind
-from gradscope.stages.reducers import reducers
-from gradscope.stages.reducers.law import depends_on_split
+from gradscope.stages.chain import bind
+from gradscope.stages.reducers import depends_on_split, reducers
 
 ARGUMENTS = {"moment": ":k=3", "quantile": ":q=0.3"}
 OWN = """

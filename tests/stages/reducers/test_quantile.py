@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.stages.reducers import quantile as module
 from gradscope.stages.reducers import reducers
+from gradscope.stages.reducers.order import EXACT, quantiles
 from tests.stages.reducers.examples import N, example, split, whole
 
 QS = [0.0, 0.1, 0.5, 0.9, 0.999, 1.0]
@@ -22,10 +22,9 @@ def bounds(values: np.ndarray, q: float, error: float) -> np.ndarray:
 
 @pytest.mark.parametrize("error", [0.01, 0.001, 0.2])
 @pytest.mark.parametrize("q", QS)
-def test_within_the_stated_error(q: float, error: float, monkeypatch) -> None:
+def test_within_the_stated_error(q: float, error: float) -> None:
     grads, rows = example(torch.float64)
-    monkeypatch.setattr(module, "EXACT", 100)
-    reducer = reducers.get("quantile")(q=q, error=error)
+    reducer = quantiles(q, error, most=100)
     assert "keys:dense" in reducer.start(grads)
     found, again = whole(reducer, grads), split(reducer, grads, 5)
     for name, g in rows.items():
@@ -35,18 +34,16 @@ def test_within_the_stated_error(q: float, error: float, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_switch_depends_on_the_total_alone(seed: int, monkeypatch) -> None:
+def test_the_switch_depends_on_the_total_alone(seed: int) -> None:
     """Batches that are kept exactly, batches that are not, and their merges meet in one result."""
     grads, _ = example(torch.float64)
     size = sum(block[0].size for block in example(torch.float64)[1].values())
-    reducer = reducers.get("quantile")(q=0.4)
     for limit in (size * (N - 1), size * 4, size):
-        monkeypatch.setattr(module, "EXACT", limit)
+        reducer = quantiles(0.4, 0.01, most=limit)
         right, found = whole(reducer, grads), split(reducer, grads, seed)
         for name in right:
             np.testing.assert_array_equal(found[name], right[name])
-    monkeypatch.setattr(module, "EXACT", size * N)
-    for name, value in split(reducer, grads, seed).items():
+    for name, value in split(quantiles(0.4, 0.01, most=size * N), grads, seed).items():
         np.testing.assert_allclose(value, np.quantile(example(torch.float64)[1][name], 0.4, axis=0))
 
 
@@ -59,9 +56,7 @@ def test_the_switch_depends_on_the_total_alone(seed: int, monkeypatch) -> None:
 def test_any_numbers(numbers: list[float], q: float, seed: int) -> None:
     values = np.array(numbers) / 2  # so that differences do not overflow
     grads = Gradients({"w": DenseBlock(torch.tensor(values))})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "EXACT", 0)
-        found = split(reducers.get("quantile")(q=q, error=0.01), grads, seed)["w"]
+    found = split(quantiles(q, 0.01, most=0), grads, seed)["w"]
     gap = abs(found - np.quantile(values, q))
     tiny = 5e-308  # numbers below the normal range have fewer digits than the error asks for
     assert gap <= bounds(values, q, 0.01) * (1 + 1e-9) + tiny
@@ -89,15 +84,14 @@ def test_memory_stops_growing() -> None:
         state = start if state is None else reducer.merge(state, start)
         sizes.append(sum(t.nbytes for t in state.values()))
     buckets = np.log(2) / np.log(1.01 / 0.99) + 2  # of values between 1 and 2
-    assert max(sizes[:3]) <= 8 * module.EXACT + 8  # exact as yet
+    assert max(sizes[:3]) <= 8 * EXACT + 8  # exact as yet
     assert max(sizes[3:]) <= 2 * 300 * buckets * 16
 
 
-def test_zeros_infinities_and_nan(monkeypatch) -> None:
+def test_zeros_infinities_and_nan() -> None:
     inf, nan = torch.inf, torch.nan
     values = torch.tensor([[0.0, -inf, nan, 1.0], [0.0, 2.0, 1.0, inf], [0.0, -inf, 3.0, inf]])
     grads = Gradients({"w": DenseBlock(values)})
-    for limit in (module.EXACT, 0):
-        monkeypatch.setattr(module, "EXACT", limit)
-        found = split(reducers.get("quantile")(q=0.5), grads, 1)["w"]
+    for limit in (EXACT, 0):
+        found = split(quantiles(0.5, 0.01, most=limit), grads, 1)["w"]
         np.testing.assert_array_equal(found, [0.0, -inf, nan, inf])

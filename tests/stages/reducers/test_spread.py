@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 from gradscope.stages.reducers import reducers
 from tests.stages.reducers.examples import example, split, whole
 

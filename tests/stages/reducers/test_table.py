@@ -9,7 +9,7 @@ import torch
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import SpecError
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 from gradscope.stages.reducers import Reducer, base, reducers
 from tests.stages.reducers.examples import DTYPES, N, Rows, close, example, real, split, whole
 

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 
 from gradscope.blocks import Gradients
-from gradscope.stages.chains import Chain, bind, binding
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.transforms import Vector
 from tests.blocks.test_blocks import dense, kept, outer, scatter, summed
 
@@ -88,9 +87,12 @@ def reduced(
     return chain.result(state)
 
 
-def run(text: str, gradients: Gradients, cuts: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """Return the rows of a chain, or its aggregate if it reduces."""
-    chain = bind(text)
+def run(
+    text: str, gradients: Gradients, cuts: Sequence[int] = (), vector: Rows | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the rows of a chain, or its aggregate if it reduces; `with=` stands for `vector`."""
+    values = {k: torch.from_numpy(np.asarray(v)) for k, v in (vector or {}).items()}
+    chain = bind(text, vectors=lambda reference: Vector(values, reference))
     if chain.reducer is not None:
         return reduced(chain, gradients, cuts)
     chain = settled(chain, gradients, cuts)
@@ -110,14 +112,3 @@ def compare(ours: Mapping[str, torch.Tensor], right: Rows, tolerance: float = 1e
         assert np.iscomplexobj(found) == np.iscomplexobj(values), name
         size = np.abs(values).max(initial=0)
         np.testing.assert_allclose(found, values, tolerance, tolerance * size, err_msg=name)
-
-
-@pytest.fixture
-def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rows], None]:
-    """Let `with=stored` in a chain stand for the vector that is given last."""
-
-    def put(values: Rows) -> None:
-        vector = Vector({k: torch.from_numpy(np.asarray(v)) for k, v in values.items()}, "stored")
-        monkeypatch.setattr(binding, "stored_vector", lambda reference: vector)
-
-    return put

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.backends import backends
 from gradscope.core.batch import Batch
+from gradscope.engine import settled
 from gradscope.errors import SpecError, UnsupportedError
-from gradscope.stages.chains import bind
-from tests.stages.transforms.rows import Rows, stored
+from gradscope.stages.chain import bind
+from gradscope.stages.transforms import Vector
 
-__all__ = ["stored"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -68,10 +68,15 @@ def joined(rows: dict[str, Tensor]) -> np.ndarray:
 
 
 def rows_of(
-    scope: gradscope.Scope, text: str, inputs: object, targets: object
+    scope: gradscope.Scope,
+    text: str,
+    inputs: object,
+    targets: object,
+    vector: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     batch = Batch.of(inputs, targets)
-    (chain,) = scope.settled([bind(text)], lambda: [batch])
+    bound = bind(text, vectors=lambda reference: Vector(vector or {}, reference))
+    (chain,) = settled(scope.session, [bound], lambda: [batch])
     return chain.rows(scope.evaluate(batch).gradients, scope.problem, batch).dense()
 
 
@@ -113,15 +118,15 @@ def test_it_is_half_the_gradient_of_the_squared_norm() -> None:
             torch.testing.assert_close(found[name][:, *place], slope, rtol=1e-5, atol=1e-7)
 
 
-def test_a_shared_vector(stored: Callable[[Rows], None]) -> None:
+def test_a_shared_vector() -> None:
     model, inputs, targets = setting()
     torch.manual_seed(9)
-    vector = {k: torch.randn(p.shape).double().numpy() for k, p in model.named_parameters()}
-    stored(vector)
-    flat = np.concatenate([v.ravel() for v in vector.values()])
+    vector = {k: torch.randn(p.shape).double() for k, p in model.named_parameters()}
+    flat = torch.cat([v.flatten() for v in vector.values()]).numpy()
     with gradscope.Scope(model, smooth) as scope:
-        found = joined(rows_of(scope, "hvp:with=stored", inputs, targets))
-        ignored = joined(rows_of(scope, "clip:max_norm=0.1 | hvp:with=stored", inputs, targets))
+        found = joined(rows_of(scope, "hvp:with=stored", inputs, targets, vector))
+        text = "clip:max_norm=0.1 | hvp:with=stored"
+        ignored = joined(rows_of(scope, text, inputs, targets, vector))
     for i in range(len(inputs)):
         _, h = derivatives(model, smooth, inputs, targets, i)
         np.testing.assert_allclose(found[i], h @ flat, rtol=1e-9, atol=1e-12)
@@ -335,8 +340,8 @@ def test_a_right_custom_function_is_let_through() -> None:
 
 
 @pytest.mark.parametrize("text", ["norm | hvp", "dot:with=stored | hvp"])
-def test_it_needs_a_vector_of_parameters(text: str, stored: Callable[[Rows], None]) -> None:
+def test_it_needs_a_vector_of_parameters(text: str) -> None:
     model, inputs, targets = setting()
-    stored({k: p.detach().numpy() for k, p in model.named_parameters()})
+    vector = {k: p.detach() for k, p in model.named_parameters()}
     with gradscope.Scope(model, smooth) as scope, pytest.raises(SpecError, match="Put hvp before"):
-        rows_of(scope, text, inputs, targets)
+        rows_of(scope, text, inputs, targets, vector)

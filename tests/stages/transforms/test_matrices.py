@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope.blocks import DenseBlock, Gradients
-from gradscope.stages.chains import bind
-from gradscope.stages.transforms import matrices, random
-from gradscope.stages.transforms.matrices import KINDS, RandomMatrices
+from gradscope.stages.transforms import random
+from gradscope.stages.transforms.project import RandomMatrices, table
+
+KINDS = ["gaussian", "rademacher", "sparse"]
 
 CPU = torch.device("cpu")
 WIDE = 9001  # columns: two tiles of 4,096, and a rest
@@ -47,9 +47,8 @@ def values(kind: str, raw: bytes, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("columns", [1, 7, WIDE])
 @pytest.mark.parametrize("kind", KINDS)
-def test_definition(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "_TILE_ROWS", 32)
-    ours = RandomMatrices(37, kind, 3, USE).whole("w", columns, CPU)
+def test_definition(kind: str, columns: int) -> None:
+    ours = RandomMatrices(37, kind, 3, USE, tile_rows=32).whole("w", columns, CPU)
     assert ours.dtype == torch.float32
     np.testing.assert_allclose(ours, defined(kind, 37, columns), rtol=3e-7)
 
@@ -57,7 +56,7 @@ def test_definition(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_of_the_table(kind: str) -> None:
     """What independent entries have, exactly and not on average."""
-    entries = matrices.table(kind).astype(float)
+    entries = table(kind).astype(float)
     assert entries.mean() == 0
     assert abs((entries**2).mean() - 1) < 1e-7
     assert abs((entries**4).mean() - {"gaussian": 3, "rademacher": 1, "sparse": 3}[kind]) < 1e-3
@@ -104,13 +103,11 @@ def test_what_fits_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return words(seed, use, name, row, column, count)
 
     monkeypatch.setattr(random, "words", counted)
-    monkeypatch.setattr(matrices, "_KEPT_BYTES", 4 * 16 * 4096 + 4 * 16 * 10)
-    torch.manual_seed(0)
-    rows = {"big": torch.randn(4, WIDE), "small": torch.randn(4, 10)}
-    gradients = Gradients({k: DenseBlock(v) for k, v in rows.items()}, torch.arange(4))
-    chain = bind("project:dim=16")
-    first = chain.rows(gradients).dense()["project"]
+    kept = 4 * 16 * 4096 + 4 * 16 * 10
+    matrices = RandomMatrices(16, "gaussian", 3, USE, kept_bytes=kept)
+    first = [matrices.whole(name, size, CPU) for name, size in (("big", WIDE), ("small", 10))]
     assert drawn == [("big", 0, 0), ("big", 0, 4096), ("big", 0, 8192), ("small", 0, 0)]
     drawn.clear()
-    assert torch.equal(chain.rows(gradients).dense()["project"], first)
+    again = [matrices.whole(name, size, CPU) for name, size in (("big", WIDE), ("small", 10))]
+    assert all(map(torch.equal, first, again))
     assert drawn == [("big", 0, 4096), ("big", 0, 8192)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.stages.chains import bind
+from gradscope.stages.chain import bind
 from tests.stages.transforms.rows import INDEX, N, Rows, everything, run
 
 TEXTS = ["noise:std=0.5,seed=3", "quantize:bits=3,seed=3"]

@@ -1,4 +1,4 @@
-"""Every transform of numbers against numpy, on every kind of block, alone and in chains."""
+"""Every transform against numpy, on every kind of block, alone and in chains; and refusals."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from gradscope.blocks import DenseBlock, Gradients, outer, ways
-from gradscope.stages.transforms import Vector, transforms
+from gradscope.errors import SpecError
+from gradscope.stages.chain import bind
+from gradscope.stages.transforms import Scope, Vector, transforms
+from tests.stages.transforms import rows as examples
 from tests.stages.transforms.rows import (
     N,
     Rows,
@@ -18,17 +21,20 @@ from tests.stages.transforms.rows import (
     mean,
     one,
     real,
-    run,
     scaled,
-    stored,
     times,
 )
 
-__all__ = ["stored"]
-
-CUTS = [(), (2,), (1, 2, 4)]
 VECTOR = {k: np.asarray(v[1] - v[0] / 2) for k, v in everything()[1].items()}
 MOMENT = {k: np.asarray((np.abs(v) ** 2).mean(0)) for k, v in everything()[1].items()}
+
+
+def run(
+    text: str, gradients: Gradients, cuts: tuple[int, ...] = (), vector: Rows | None = None
+) -> dict[str, torch.Tensor]:
+    """Run a chain; unless another is given, `with=` stands for `MOMENT` or `VECTOR`."""
+    usual = MOMENT if "precondition" in text else VECTOR
+    return examples.run(text, gradients, cuts, usual if vector is None else vector)
 
 
 def norms(rows: Rows, p: float) -> np.ndarray:
@@ -145,39 +151,31 @@ ELSEWHERE = {  # these have a file of their own
 
 
 def test_every_transform_has_a_case() -> None:
-    own = {n for n in transforms.names() if transforms.get(n).__module__.startswith("gradscope.")}
+    own = {
+        n for n in transforms.names() if transforms.get(n).make.__module__.startswith("gradscope.")
+    }
     assert own == {text.partition(":")[0] for text in ALL} | ELSEWHERE.keys()
 
 
-@pytest.fixture(autouse=True)
-def vectors(request: pytest.FixtureRequest, stored: Callable[[Rows], None]) -> None:
-    text = request.node.callspec.params.get("text", "") if hasattr(request.node, "callspec") else ""
-    stored(MOMENT if "precondition" in text else VECTOR)
-
-
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("cuts", [(), (1, 2, 4)])
 @pytest.mark.parametrize("text", ALL)
 def test_rows(text: str, cuts: tuple[int, ...]) -> None:
     gradients, rows = everything()
     compare(run(text, gradients, cuts), ALL[text](rows))
 
 
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("cuts", [(), (1, 3)])
 @pytest.mark.parametrize("text", ALL)
-def test_mean(text: str, cuts: tuple[int, ...]) -> None:
+def test_mean_and_variance(text: str, cuts: tuple[int, ...]) -> None:
     gradients, rows = everything()
+    right = ALL[text](rows)
     found = run(f"{text} | mean", gradients, cuts)
     if text == "center":
         assert all(value.abs().max() <= 1e-15 * np.abs(rows[k]).max() for k, value in found.items())
     else:
-        compare(found, mean(ALL[text](rows)), 1e-10)
-
-
-@pytest.mark.parametrize("text", ALL)
-def test_variance(text: str) -> None:
-    gradients, rows = everything()
-    right = {k: v.var(0, ddof=1) for k, v in ALL[text](rows).items()}
-    compare(run(f"{text} | var", gradients, (1, 3)), right, 1e-9)
+        compare(found, mean(right), 1e-10)
+    spread = {k: v.var(0, ddof=1) for k, v in right.items()}
+    compare(run(f"{text} | var", gradients, cuts), spread, 1e-9)
 
 
 @pytest.mark.parametrize("text", TABLE)
@@ -273,10 +271,9 @@ def test_a_zero_gradient(text: str) -> None:
         assert torch.equal(values, torch.full_like(values, value)), name
 
 
-def test_a_zero_second_moment_gives_zero(stored: Callable[[Rows], None]) -> None:
-    stored({"w": np.array([0.0, 4.0])})
+def test_a_zero_second_moment_gives_zero() -> None:
     gradients = Gradients({"w": DenseBlock(torch.tensor([[1.0, 1.0], [0.0, 3.0]]))})
-    found = run("precondition:with=stored", gradients)["w"]
+    found = run("precondition:with=stored", gradients, (), {"w": np.array([0.0, 4.0])})["w"]
     assert torch.equal(found, torch.tensor([[0.0, 0.5], [0.0, 1.5]]))
 
 
@@ -317,19 +314,115 @@ def test_clip_and_mean_of_real_gradients_never_form_them(monkeypatch: pytest.Mon
         monkeypatch.setattr(type(block), "dense", refuse)
     right = mean(scaled(rows, np.minimum(1, 0.5 / norms(rows, 2))))
     with ways.preferring("gram", "gemm"):  # of small matrices a few dense rows would cost less
-        _never_formed(gradients, rows, right, monkeypatch)
+        compare(run("clip:max_norm=0.5 | mean", gradients), right)
+        centred_mean = run("center | scale:by=3 | mean", gradients)
+        assert all(value.abs().max() < 1e-13 for value in centred_mean.values())
+        centred = {k: v - v.mean(0) for k, v in rows.items()}
+        compare(run("center | norm", gradients), {"norm": norms(centred, 2)})
+        moments = {k: (v**2).mean(0) for k, v in rows.items()}
+        left = {k: times(np.ones(N), v) / (np.sqrt(moments[k]) + 1) for k, v in rows.items()}
+        text = "precondition:with=stored,damping=1 | mean"
+        compare(run(text, gradients, (), moments), mean(left))
 
 
-def _never_formed(
-    gradients: Gradients, rows: Rows, right: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare(run("clip:max_norm=0.5 | mean", gradients), right)
-    centred_mean = run("center | scale:by=3 | mean", gradients)
-    assert all(value.abs().max() < 1e-13 for value in centred_mean.values())
-    centred = {k: v - v.mean(0) for k, v in rows.items()}
-    compare(run("center | norm", gradients), {"norm": norms(centred, 2)})
-    moments = {k: (v**2).mean(0) for k, v in rows.items()}
-    tensors = {k: torch.from_numpy(v) for k, v in moments.items()}
-    left = {k: times(np.ones(N), v) / (np.sqrt(moments[k]) + 1) for k, v in rows.items()}
-    monkeypatch.setattr("gradscope.stages.chains.binding.stored_vector", lambda _: Vector(tensors))
-    compare(run("precondition:with=stored,damping=1 | mean", gradients), mean(left))
+REFUSED = [
+    ("power", "needs p"),
+    ("power:p=0", "positive"),
+    ("power:p=-1", "positive"),
+    ("power:p=inf", "finite"),
+    ("power:q=2", "no argument 'q'"),
+    ("clamp", "give min, max or both"),
+    ("clamp:min=2,max=1", "above max"),
+    ("clamp:min=nan", "min"),
+    ("clamp:mim=1", "Did you mean 'min'"),
+    ("threshold", "value"),
+    ("threshold:value=-1", "negative"),
+    ("threshold:value=nan", "negative"),
+    ("quantize", "bits"),
+    ("quantize:bits=1", "2 to 24"),
+    ("quantize:bits=25", "2 to 24"),
+    ("quantize:bits=2.5", "int"),
+    ("scale", "by"),
+    ("scale:by=inf", "finite"),
+    ("clip:max_norm=1,p=0", "positive"),
+    ("clip:max_norm=1,p=nan", "positive"),
+    ("clip:max_norm=1,per=layer", "sample or parameter"),
+    ("clip:max_norm=-1", "positive"),
+    ("clip:maxnorm=1", "Did you mean 'max_norm'"),
+    ("normalize:per=x", "sample or parameter"),
+    ("normalize:p=-2", "positive"),
+    ("norm:p=0", "positive"),
+    ("norm:per=layer", "sample or parameter"),
+    ("topk", "one of them"),
+    ("topk:k=1,fraction=0.5", "one of them"),
+    ("topk:k=0", "at least 1"),
+    ("topk:fraction=0", "above 0"),
+    ("topk:fraction=1.5", "at most 1"),
+    ("center:x=1", "takes no arguments"),
+    ("mean | center", "needs samples"),
+    ("mean | cosine:to=mean", "needs samples"),
+    ("mean | hvp", "needs samples"),
+    ("project", "dim"),
+    ("project:dim=0", "from 1 to 16,777,216"),
+    ("project:dim=1000000000000", "from 1 to 16,777,216"),
+    ("project:dim=99999999999999999999", "64 bits"),
+    ("noise:std=1,seed=99999999999999999999", "64 bits"),
+    ("var:ddof=99999999999999999999", "64 bits"),
+    ("histogram:bins=1000000000000", "from 2 to 16,777,216"),
+    ("project:dim=4,kind=gausian", "gaussian"),
+    ("cosine", "one of them"),
+    ("cosine:to=mean,with=stored", "one of them"),
+    ("cosine:to=median", "mean"),
+    ("dot", "with"),
+    ("dot:to=mean", "no argument 'to'"),
+    ("precondition", "with"),
+    ("precondition:with=stored,damping=-1", "negative"),
+    ("precondition:with=stored,damping=nan", "finite"),
+    ("noise", "std"),
+    ("noise:std=-1", "negative"),
+    ("noise:std=inf", "finite"),
+    ("hvp:x=1", "no argument 'x'"),
+    ("projekt:dim=4", "Did you mean 'project'"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_refused(text: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        run(text, everything()[0])
+    assert words in str(caught.value) and "^" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, 1j])
+def test_what_is_no_second_moment(bad: complex) -> None:
+    with pytest.raises(SpecError, match="no second moment") as caught:
+        run("mean | precondition:with=stored", everything()[0], (), {"w": np.array([1.0, bad])})
+    assert " " * 9 + "^" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["dot", "cosine", "precondition"])
+def test_a_vector_that_does_not_fit(text: str) -> None:
+    gradients, rows = everything()
+    vector = {k: np.abs(v[0]) for k, v in rows.items()}
+    other = vector | {"outer": np.ones((3, 4))}
+    with pytest.raises(SpecError, match=r"'outer' is of shape \(3, 4\)"):
+        run(f"{text}:with=stored", gradients, (), other)
+    del vector["table"]
+    with pytest.raises(SpecError, match="'table' is absent"):
+        run(f"{text}:with=stored", gradients, (), vector)
+
+
+def test_every_transform_declares_its_scope_and_says_what_it_is() -> None:
+    for name in transforms.names():
+        factory = transforms.get(name)
+        assert isinstance(factory.scope, Scope), name
+        assert transforms.summary(name).endswith((".", ";", ",")), name
+
+
+def test_first_passes_of_different_vectors_are_told_apart() -> None:
+    """A quoted argument may hold the sign that parts stages."""
+    texts = [f'precondition:with="v.h5:square | mean{tail}" | center' for tail in ("", " | abs")]
+    bound = [bind(text, vectors=lambda reference: Vector({}, reference)) for text in texts]
+    assert [chain.first_pass.text for chain in bound] == [
+        text.replace("center", "mean") for text in texts
+    ]

@@ -1,29 +1,103 @@
-"""Random matrices with independent entries, drawn a tile at a time and kept while they fit.
+"""Random projections of a sample's gradient to few numbers, keeping inner products on average.
 
-Every entry is looked up in a table by raw random bits, so mean and variance are the table's, and
-the same bits give the same matrix wherever it is used. A tile of 16 rows and up to 4,096 columns,
-counted from the matrix's first, has a stream of its own and is laid out row by row. So an entry
-depends on seed, use, name, its place and the number of columns alone.
+Their matrices have independent entries, drawn a tile at a time and kept while they fit. Every entry
+is looked up in a table by raw random bits, so mean and variance are the table's, and the same bits
+give the same matrix wherever it is used. A tile of 16 rows and up to 4,096 columns, counted from
+the matrix's first, has a stream of its own and is laid out row by row. So an entry depends on seed,
+use, name, its place and the number of columns alone.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import pairwise
-from math import ceil, prod, sqrt
-from typing import NamedTuple
+from math import ceil, isqrt, prod, sqrt
+from operator import add
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.blocks import Block, DenseBlock, Gradients
 from gradscope.stages.transforms import random
+from gradscope.stages.transforms.base import Scope, Transform, transform, widened
 
-_ROWS, _COLUMNS = 16, 4096  # of a stream: changing these changes every matrix
-_TILE_ROWS = 1024  # a tile of as many rows is 16 MiB, so that it is multiplied from the cache
-_KEPT_BYTES = 2**28  # tiles that are kept for the next batch, over all names
-
+Kind = Literal["gaussian", "rademacher", "sparse", "kronecker"]
 Tile = tuple[slice, slice, Tensor]
+
+_LARGEST = 2**24  # numbers of a projection
+_ROWS, _COLUMNS = 16, 4096  # of a stream: changing these changes every matrix
+
+
+@transform("project", Scope.LINEAR)
+def project(dim: int, kind: Kind = "gaussian", seed: int = 0) -> Transform:
+    """T(g) = P g / √dim, P random: the single entry `project` (n, dim), in float64.
+
+    Over the choice of P, E⟨Pg, Ph⟩/dim = ⟨g, h⟩ (Johnson & Lindenstrauss 1984). P depends on seed,
+    kind and each parameter's name and shape alone; with a smaller dim it is the first rows of the
+    larger one (but for kronecker). Products are taken in the gradients' own precision, in float32
+    at least. Up to 256 MiB of P are kept for the next batch; what is beyond is drawn again. The
+    entries of P are independent of mean 0 and variance 1:
+
+    - gaussian: standard normal, rounded to 2^16 values of equal probability, ±4.3 the outermost;
+    - rademacher: ±1 (Achlioptas 2003), the fastest to draw;
+    - sparse: ±√3 with probability 1/6 each, else 0 (Achlioptas 2003), rounded to 16 bits: ±1.73202
+      with probability 10923/65536 each;
+    - kronecker: P = A ⊗ C for each parameter seen as a matrix (first axis, all others), A (a, r)
+      and C (b, c) normal with a·b = dim, as square as dim's divisors allow. Then
+      P Σₜ bₜ⊗aₜ = Σₜ (A bₜ)(C aₜ)ᵀ, and no gradient of an outer block is formed (Choe et al. 2024,
+      arXiv:2405.13954, "LoGra"). Its variance is larger for gradients of low rank.
+    """
+    if not 1 <= dim <= _LARGEST:
+        raise ValueError(f"dim must be from 1 to {_LARGEST:,}, not {dim:,}")
+    projected = _two_sided(dim, seed) if kind == "kronecker" else _full(dim, kind, seed)
+
+    def apply(gradients: Gradients) -> Gradients:
+        found = reduce(add, (projected(k, b) for k, b in widened(gradients).items()))
+        return gradients.of({"project": DenseBlock(found / sqrt(dim))})
+
+    return apply
+
+
+def _full(dim: int, kind: str, seed: int) -> Callable[[str, Block], Tensor]:
+    """Return what multiplies a block by its projection (dim, entries), tile by tile."""
+    matrices = RandomMatrices(dim, kind, seed, f"project {kind}")
+
+    def projected(name: str, block: Block) -> Tensor:
+        size = prod(block.shape)
+        found = torch.zeros(block.n, dim, dtype=_sum_dtype(block), device=block.device)
+        for samples, part, values in block.pieces():
+            for rows, columns, entries in matrices.tiles(name, size, part, block.device):
+                inside = slice(columns.start - part.start, columns.stop - part.start)
+                # a tile's product in the gradients' own dtype, the sum over tiles in float64
+                found[samples, rows] += values[:, inside] @ entries.to(values.dtype).mT
+        return found
+
+    return projected
+
+
+def _two_sided(dim: int, seed: int) -> Callable[[str, Block], Tensor]:
+    """Return what projects a block from both sides."""
+    a = max(d for d in range(1, isqrt(dim) + 1) if dim % d == 0)
+    left, right = (
+        RandomMatrices(rows, "gaussian", seed, f"project {side}")
+        for rows, side in ((a, "left"), (dim // a, "right"))
+    )
+
+    def projected(name: str, block: Block) -> Tensor:
+        rows = block.shape[0] if block.shape else 1
+        columns = prod(block.shape[1:])
+        found = block.two_sided(
+            left.whole(name, rows, block.device), right.whole(name, columns, block.device)
+        )
+        return found.flatten(1).to(_sum_dtype(block))
+
+    return projected
+
+
+def _sum_dtype(block: Block) -> torch.dtype:
+    return torch.promote_types(block.dtype, torch.float64)
 
 
 def _gaussian() -> np.ndarray:
@@ -46,18 +120,17 @@ def _sparse() -> np.ndarray:
     return values.reshape(-1, 1)
 
 
-_KINDS: dict[str, Callable[[], np.ndarray]] = {
+_TABLES: dict[str, Callable[[], np.ndarray]] = {
     "gaussian": _gaussian,
     "rademacher": _rademacher,
     "sparse": _sparse,
 }
-KINDS = tuple(_KINDS)
 
 
 @cache
 def table(kind: str) -> np.ndarray:
     """Return the entries (2^bits, m), float32, that each value of a few random bits stands for."""
-    return _KINDS[kind]().astype(np.float32)
+    return _TABLES[kind]().astype(np.float32)
 
 
 class _Place(NamedTuple):
@@ -72,20 +145,31 @@ class _Place(NamedTuple):
 class RandomMatrices:
     """Matrices (rows, columns), one for each name.
 
-    Tiles are kept up to `_KEPT_BYTES`, over all names, for as long as this object lives; the
-    others are drawn again whenever they are asked for, by as many threads as torch may use.
+    Tiles are kept for as long as this object lives, up to `kept_bytes` over all names; the others
+    are drawn again whenever they are asked for, by as many threads as torch may use.
 
     Args:
         rows: The number of rows.
-        kind: One of `KINDS`.
+        kind: Of entries: gaussian, rademacher or sparse.
         seed: The user's.
         use: What the numbers are for.
+        tile_rows: The rows of a tile; 1024 are 16 MiB, so that it is multiplied from the cache.
+        kept_bytes: What may be kept for the next batch.
     """
 
-    def __init__(self, rows: int, kind: str, seed: int, use: str) -> None:
+    def __init__(
+        self,
+        rows: int,
+        kind: str,
+        seed: int,
+        use: str,
+        *,
+        tile_rows: int = 1024,
+        kept_bytes: int = 2**28,
+    ) -> None:
         self.rows, self._table, self._seed, self._use = rows, table(kind), seed, use
+        self._tile_rows, self._left = tile_rows, kept_bytes
         self._kept: dict[_Place, Tensor] = {}
-        self._left = _KEPT_BYTES
         self._last: dict[_Place, Tensor] = {}  # at most one
         self._buffer = np.empty(0, np.float32)  # fresh pages cost as much as the drawing
 
@@ -93,20 +177,14 @@ class RandomMatrices:
         """Yield (rows, columns, entries), float32, that cover all rows of the columns `part`.
 
         Entries are valid until the next are asked for.
-
-        Args:
-            name: The matrix's name.
-            columns: How many it has.
-            part: Which of them are wanted.
-            device: Where.
         """
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # starts none that is not used
             for first in range(part.start - part.start % _COLUMNS, part.stop, _COLUMNS):
                 wide = min(_COLUMNS, columns - first)
                 wanted = slice(max(first, part.start), min(first + wide, part.stop))
                 inside = slice(wanted.start - first, wanted.stop - first)
-                for top in range(0, self.rows, _TILE_ROWS):
-                    high = min(_TILE_ROWS, self.rows - top)
+                for top in range(0, self.rows, self._tile_rows):
+                    high = min(self._tile_rows, self.rows - top)
                     tile = self._tile(_Place(name, top, first, device), (high, wide), pool)
                     yield slice(top, top + high), wanted, tile[:, inside]
 

@@ -1,7 +1,6 @@
-"""Transforms that keep some entries of a sample's whole gradient."""
+"""The transform that keeps the largest entries of a sample's whole gradient."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -18,15 +17,8 @@ def topk(k: int | None = None, fraction: float | None = None) -> Transform:
 
     Top-k sparsification (Aji & Heafield 2017, arXiv:1704.05021; Stich et al. 2018,
     arXiv:1809.07599). Of equal magnitudes the first are kept, in the order of the parameters and
-    of the entries in each. Where there are at most k entries, all stay.
-
-    Args:
-        k: How many entries, ≥ 1.
-        fraction: Instead of k, which share of the entries, 0 to 1 and not 0: the nearest whole
-            number of them (half to even), at least one.
-
-    Raises:
-        ValueError: Neither or both are given, or one is out of range.
+    of the entries in each. Where there are at most k entries, all stay. Instead of k, `fraction`
+    is a share of the entries: the nearest whole number of them (half to even), at least one.
     """
     if (k is None) == (fraction is None):
         raise ValueError("give k or fraction, one of them")
@@ -40,23 +32,10 @@ def topk(k: int | None = None, fraction: float | None = None) -> Transform:
         entries = sum(prod(block.shape) for block in gradients.values())
         count = k if k is not None else max(1, round((fraction or 0.0) * entries))
         parts = [_kept(tile, min(count, entries)) for tile in _tiles(gradients, entries)]
-        whole = _Entries(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        return gradients.of(_by_parameter(gradients, whole))
+        places, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        return gradients.of(_by_parameter(gradients, places, values))
 
     return apply
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """What is kept of each sample.
-
-    Attributes:
-        places: (n, k) into all parameters laid end to end, ascending.
-        values: (n, k).
-    """
-
-    places: Tensor
-    values: Tensor
 
 
 def _tiles(gradients: Gradients, entries: int) -> Iterator[Tensor]:
@@ -69,7 +48,7 @@ def _tiles(gradients: Gradients, entries: int) -> Iterator[Tensor]:
 
 
 def _kept(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the places and the values (m, k) of the k largest entries of each row."""
+    """Return the columns, ascending, and the values (m, k) of each row's k largest entries."""
     sizes = rows.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)  # a NaN is never dropped
     least = sizes.topk(k, dim=1).values[:, -1:]
     above, equal = sizes > least, sizes == least
@@ -79,21 +58,24 @@ def _kept(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return places, rows.gather(1, places)
 
 
-def _by_parameter(gradients: Gradients, whole: _Entries) -> dict[str, SparseBlock]:
-    """Cut what is kept into one block a parameter, padded to its fullest sample."""
+def _by_parameter(gradients: Gradients, places: Tensor, values: Tensor) -> dict[str, SparseBlock]:
+    """Cut what is kept into one block a parameter, padded to its fullest sample.
+
+    `places` (n, k) count the entries of all parameters one after the other, ascending.
+    """
     blocks, start = {}, 0
     for name, block in gradients.items():
         end = start + prod(block.shape)
-        edges = torch.tensor([start, end], device=whole.places.device).expand(len(whole.places), 2)
-        first, last = torch.searchsorted(whole.places, edges.contiguous()).T
+        edges = torch.tensor([start, end], device=places.device).expand(len(places), 2)
+        first, last = torch.searchsorted(places, edges.contiguous()).T
         width = int((last - first).max())
         columns = first.unsqueeze(1) + torch.arange(width, device=first.device)
         inside = columns < last.unsqueeze(1)
-        columns = columns.clamp(max=max(0, whole.places.shape[1] - 1))
-        index = torch.where(inside, whole.places.gather(1, columns) - start, 0)
-        values = torch.where(inside, whole.values.gather(1, columns), 0)
-        if not block.dtype.is_complex and values.is_complex():
-            values = values.real  # widened only because another parameter is complex
-        blocks[name] = SparseBlock(index, values.to(block.dtype), block.shape)
+        columns = columns.clamp(max=max(0, places.shape[1] - 1))
+        index = torch.where(inside, places.gather(1, columns) - start, 0)
+        kept = torch.where(inside, values.gather(1, columns), 0)
+        if not block.dtype.is_complex and kept.is_complex():
+            kept = kept.real  # widened only because another parameter is complex
+        blocks[name] = SparseBlock(index, kept.to(block.dtype), block.shape)
         start = end
     return blocks

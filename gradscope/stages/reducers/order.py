@@ -1,13 +1,15 @@
-"""Quantiles over samples: exact while the values are few, within a relative error beyond.
+"""Order statistics over samples: the smallest and the largest value, and quantiles.
 
-Up to `EXACT` numbers (samples times entries, all parameters together) are kept. Beyond, each entry
-has a logarithmic histogram (DDSketch: Masson, Rim and Lee 2019, arXiv:1908.10693), with buckets
-(γⁱ⁻¹, γⁱ], γ = (1 + a)/(1 − a), whose value 2γⁱ/(γ + 1) is within the relative error a of all in
-it. Only buckets that hold something are stored. Which of the two is used, and the counts, depend on
-the values alone, so that any split of the data gives the same result.
+Quantiles are exact while the values are few, within a relative error beyond. Up to `EXACT` numbers
+(samples times entries, all parameters together) are kept. Beyond, each entry has a logarithmic
+histogram (DDSketch: Masson, Rim and Lee 2019, arXiv:1908.10693), with buckets (γⁱ⁻¹, γⁱ],
+γ = (1 + a)/(1 − a), whose value 2γⁱ/(γ + 1) is within the relative error a of all in it. Only
+buckets that hold something are stored. Which of the two is used, and the counts, depend on the
+values alone, so that any split of the data gives the same result.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from math import ceil, floor, log, prod
 
 import torch
@@ -19,6 +21,7 @@ from gradscope.stages.reducers.base import (
     State,
     count,
     entries,
+    for_each_parameter,
     on_one_device,
     ordered,
     reducers,
@@ -29,6 +32,18 @@ EXACT = 1_000_000  # numbers that are kept as they are
 _LARGEST = 750.0  # |log x| of any float64, rounded up
 
 
+@reducers.register("min")
+def minimum() -> Reducer:
+    """minᵢ T(gᵢ), elementwise over the samples; complex gradients are refused."""
+    return _extreme("min", torch.amin, torch.minimum)
+
+
+@reducers.register("max")
+def maximum() -> Reducer:
+    """maxᵢ T(gᵢ), elementwise over the samples; complex gradients are refused."""
+    return _extreme("max", torch.amax, torch.maximum)
+
+
 @reducers.register("quantile")
 def quantile(q: float, error: float = 0.01) -> Reducer:
     """The q-quantile over the samples, elementwise, interpolated linearly between two ranks.
@@ -37,29 +52,26 @@ def quantile(q: float, error: float = 0.01) -> Reducer:
     within the relative error `error` of the true one, zeros are exact, and memory holds one
     (key, count) pair for each entry and non-empty bucket: at error 0.01 at most 116 buckets for
     each sign and factor of ten that the entry ranges over. An entry with a NaN is NaN.
-
-    Args:
-        q: Between 0 and 1; 0.5 is the median.
-        error: The largest relative error once there are too many numbers to keep.
-
-    Raises:
-        ValueError: An argument is out of its range.
     """
     if not 0 <= q <= 1:
         raise ValueError(f"q must be between 0 and 1, not {q}")
     if not 1e-6 <= error < 1:
         raise ValueError(f"error must be between 1e-6 and 1, not {error}")
+    return quantiles(q, error)
+
+
+def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
+    """Return the reducer that keeps up to `most` numbers as they are."""
     buckets = _Buckets(error)
 
     def start(gradients: Gradients) -> State:
         state: State = {"n": count(gradients)}
-        exact = gradients.n * sum(prod(block.shape) for block in gradients.values()) <= EXACT
+        exact = gradients.n * sum(prod(block.shape) for block in gradients.values()) <= most
         for name, block in ordered(gradients, "quantile").items():
             if exact:
                 state[f"values:{name}"] = torch.cat(list(tiles(block)))
             else:
-                state |= buckets.state(name, map(buckets.keys, tiles(block)))
-                state[f"shape:{name}"] = _shape(block.shape, block.device)
+                state |= buckets.state(name, tiles(block))
         return state
 
     @on_one_device
@@ -67,7 +79,7 @@ def quantile(q: float, error: float = 0.01) -> Reducer:
         n = a["n"] + b["n"]
         kept = [entries(state, "values") for state in (a, b)]
         size = sum(prod(values.shape[1:]) for values in kept[0].values())
-        if kept[0] and kept[1] and int(n) * size <= EXACT:
+        if kept[0] and kept[1] and int(n) * size <= most:
             values = {f"values:{k}": torch.cat([v, kept[1][k]]) for k, v in kept[0].items()}
             return {"n": n, **values}
         return {"n": n, **_joined(buckets.all(a), buckets.all(b))}
@@ -76,10 +88,23 @@ def quantile(q: float, error: float = 0.01) -> Reducer:
         n = int(state["n"])
         kept = entries(state, "values")
         if kept:
-            return {name: _interpolated(values.sort(0)[0], q) for name, values in kept.items()}
+            low, high, share = _ranks(n, q)
+            every = {name: values.sort(0)[0] for name, values in kept.items()}
+            return {k: _between(v[low], v[high], v[-1], share) for k, v in every.items()}
         return {name: buckets.quantile(state, name, n, q) for name in entries(state, "keys")}
 
     return Reducer(start, merge, result)
+
+
+def _extreme(
+    name: str, over: Callable[[Tensor, int], Tensor], of_two: Callable[[Tensor, Tensor], Tensor]
+) -> Reducer:
+    return for_each_parameter(
+        lambda block: {"value": reduce(of_two, (over(tile, 0) for tile in tiles(block)))},
+        lambda a, b, *_: {"value": of_two(a["value"], b["value"])},
+        lambda part, _: {"": part["value"]},
+        ordered_for=name,
+    )
 
 
 class _Buckets:
@@ -113,17 +138,21 @@ class _Buckets:
         found = torch.where(code.abs() == self.top, code.sign() * torch.inf, found)
         return torch.where(code > self.top, torch.nan, found)
 
-    def state(self, name: str, keys: Iterable[Tensor]) -> State:
-        """Return the state's entries for lists of keys, one after the other."""
-        found, counts = zip(*(torch.unique(k, return_counts=True) for k in keys), strict=True)
-        return _packed(name, torch.cat(found), torch.cat(counts))
+    def state(self, name: str, tiles: Iterable[Tensor]) -> State:
+        """Return the state's entries for values (m, *shape), tile after tile."""
+        shape, found, counts = torch.empty(0), [], []
+        for tile in tiles:
+            keys, held = torch.unique(self.keys(tile), return_counts=True)
+            shape = torch.tensor(tile.shape[1:], dtype=torch.int64, device=tile.device)
+            found.append(keys)
+            counts.append(held)
+        return {f"shape:{name}": shape, **_packed(name, torch.cat(found), torch.cat(counts))}
 
     def all(self, state: State) -> State:
         """Return a state whose values are in buckets."""
         converted: State = {key: v for key, v in state.items() if not key.startswith("values:")}
         for name, values in entries(state, "values").items():
-            converted |= self.state(name, [self.keys(values)])
-            converted[f"shape:{name}"] = _shape(values.shape[1:], values.device)
+            converted |= self.state(name, [values])
         return converted
 
     def quantile(self, state: State, name: str, n: int, q: float) -> Tensor:
@@ -160,20 +189,10 @@ def _joined(a: State, b: State) -> State:
     return merged
 
 
-def _shape(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(shape, dtype=torch.int64, device=device)
-
-
 def _ranks(n: int, q: float) -> tuple[int, int, float]:
     """Return the ranks below and above position q (n - 1), and how far it is between them."""
     position = q * (n - 1)
     return floor(position), ceil(position), position - floor(position)
-
-
-def _interpolated(values: Tensor, q: float) -> Tensor:
-    """Return the quantile (*shape) of sorted values (n, *shape)."""
-    low, high, share = _ranks(len(values), q)
-    return _between(values[low], values[high], values[-1], share)
 
 
 def _between(low: Tensor, high: Tensor, last: Tensor, share: float) -> Tensor:

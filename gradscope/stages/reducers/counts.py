@@ -1,27 +1,27 @@
-"""Histograms of all entries of a parameter's gradients over all samples.
+"""Counts: of what is not finite, and histograms of all entries of a parameter over all samples.
 
-With a range given, bins are equally wide in the scale's coordinate between low and high. Without
-one the bins are cells [k·2ᵉ, (k+1)·2ᵉ) of the coordinate, with the smallest e for which the values
-seen fit into as many cells as asked for. As more values come, pairs of cells melt into one, which
-is exact: the result depends on the values alone, never on their order or their batches.
+With a range given, bins of a histogram are equally wide in the scale's coordinate between low and
+high. Without one the bins are cells [k·2ᵉ, (k+1)·2ᵉ) of the coordinate, with the smallest e for
+which the values seen fit into as many cells as asked for. As more values come, pairs of cells are
+joined into one, which is exact: the result depends on the values alone, never on their order or
+their batches.
 """
 
 from collections.abc import Callable
 from functools import reduce
 from math import floor, frexp, inf, isfinite, ldexp, log, log2
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block
+from gradscope.blocks.base import as_rows
 from gradscope.stages.reducers.base import (
+    Part,
     Reducer,
-    State,
-    count,
-    entries,
-    on_one_device,
-    ordered,
+    added,
+    for_each_parameter,
     reducers,
     tiles,
 )
@@ -31,37 +31,46 @@ _DIGITS = 40  # cells are no finer than so many binary digits below the largest 
 
 
 class Scale(NamedTuple):
-    """A coordinate in which bins are equally wide.
+    """A coordinate in which bins are equally wide."""
 
-    Attributes:
-        forward: From values; -inf where a value has no place in it.
-        back: From coordinates.
-        finest: The smallest e, of which the edges of cells are still different numbers.
-    """
-
-    forward: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
-    finest: int
+    forward: Callable[[Tensor], Tensor]  # from values; -inf where a value has no place in it
+    back: Callable[[Tensor], Tensor]  # from coordinates
+    finest: int  # the smallest e, of which the edges of cells are still different numbers
 
 
 class Counts(NamedTuple):
-    """Part of a state, of one parameter.
+    """Part of a state, of one parameter."""
 
-    Attributes:
-        inside: (bins,) int64.
-        outside: (3,) int64: below, above, NaN.
-        reach: (2,) the smallest and largest coordinate inside; (inf, -inf) where there is none.
+    inside: Tensor  # (bins,) int64
+    outside: Tensor  # (3,) int64: below, above, NaN
+    reach: Tensor  # (2,) the smallest and largest coordinate inside; (inf, -inf) if there is none
+
+
+@reducers.register("nonfinite")
+def nonfinite() -> Reducer:
+    """Numbers of entries and of samples that are infinite or NaN, for each parameter.
+
+    NAME.entries () counts over entries and samples, NAME.samples () the samples with at least one.
+    Samples whose raw gradient is not finite never reach a reducer unless the run keeps them
+    (nonfinite = "keep"); without that, what is counted here was made by the transforms.
     """
 
-    inside: Tensor
-    outside: Tensor
-    reach: Tensor
+    def start(block: Block) -> Part:
+        bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
+        return {"entries": bad.sum(), "samples": (bad > 0).sum()}
+
+    made = for_each_parameter(
+        start,
+        lambda a, b, *_: {key: a[key] + b[key] for key in a},
+        lambda part, _: {key: value.double() for key, value in part.items()},
+    )
+    return made._replace(merge=added, additive=True)
 
 
 @reducers.register("histogram")
 def histogram(
     bins: int = 50,
-    scale: str = "linear",
+    scale: Literal["linear", "log", "symlog"] = "linear",
     low: float | None = None,
     high: float | None = None,
     linear: float = 1e-8,
@@ -72,25 +81,16 @@ def histogram(
     NAME.outside (3,) counts what lies below, above, and is NaN. All counts together are N times
     the number of entries. A bin holds its left edge, the last one of a given range also its right.
 
-    Args:
-        bins: How many, from 2 to 2^24.
-        scale: `linear`; `log` for positive numbers (others count as below: put `abs` before it);
-            `symlog` for both signs, x ↦ sign(x) log₂(1 + |x|/linear) (Webber 2013).
-        low: Left end of the range. Without low and high, the range is found from the values, as
-            cells whose width is a power of two in the scale's coordinate.
-        high: Right end.
-        linear: Below this magnitude `symlog` is linear.
-
-    Raises:
-        ValueError: An argument is out of its range, or only one end is given.
+    Scales are `linear`; `log` for positive numbers (others count as below: put `abs` before it);
+    `symlog` for both signs, x ↦ sign(x) log₂(1 + |x|/linear) (Webber 2013), linear below `linear`.
+    Without `low` and `high`, the ends of the range, it is found from the values, as cells whose
+    width is a power of two in the scale's coordinate.
     """
     if not 0 < linear < inf:
         raise ValueError(f"linear must be positive, not {linear}")
     scales = {"linear": _LINEAR, "log": _LOG, "symlog": _symlog(linear)}
     if not 2 <= bins <= _MOST:
         raise ValueError(f"bins must be from 2 to {_MOST:,}, not {bins:,}")
-    if scale not in scales:
-        raise ValueError(f"scale must be {', '.join(scales)}, not {scale!r}")
     if low is None and high is None:
         return _found(scales[scale], bins)
     if low is None or high is None:
@@ -164,38 +164,21 @@ def _reducer(
     merged: Callable[[Counts, Counts], Counts],
     edges: Callable[[Counts], Tensor],
 ) -> Reducer:
-    def of(block: Block) -> Counts:
-        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
+    def start(block: Block) -> Part:
+        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))._asdict()
 
-    def start(gradients: Gradients) -> State:
-        every = {name: of(block) for name, block in ordered(gradients, "histogram").items()}
-        return {"n": count(gradients), **_packed(every)}
+    def merge(a: Part, b: Part, *_: Tensor) -> Part:
+        return merged(Counts(**a), Counts(**b))._asdict()
 
-    @on_one_device
-    def merge(a: State, b: State) -> State:
-        right = _unpacked(b)
-        every = {name: merged(counts, right[name]) for name, counts in _unpacked(a).items()}
-        return {"n": a["n"] + b["n"], **_packed(every)}
+    def result(part: Part, _: Tensor) -> dict[str, Tensor]:
+        counts = Counts(**part)
+        return {
+            "": counts.inside.double(),
+            "edges": edges(counts).to(counts.inside.device),
+            "outside": counts.outside.double(),
+        }
 
-    def result(state: State) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, counts in _unpacked(state).items():
-            found[name] = counts.inside.double()
-            found[f"{name}.edges"] = edges(counts).to(counts.inside.device)
-            found[f"{name}.outside"] = counts.outside.double()
-        return found
-
-    return Reducer(start, merge, result)
-
-
-def _packed(every: dict[str, Counts]) -> State:
-    pairs = ((name, counts._asdict()) for name, counts in every.items())
-    return {f"{kind}:{name}": value for name, each in pairs for kind, value in each.items()}
-
-
-def _unpacked(state: State) -> dict[str, Counts]:
-    inside, outside, reach = (entries(state, kind) for kind in Counts._fields)
-    return {name: Counts(inside[name], outside[name], reach[name]) for name in inside}
+    return for_each_parameter(start, merge, result, ordered_for="histogram")
 
 
 def _reach(coordinates: Tensor) -> Tensor:

@@ -1,0 +1,389 @@
+"""Where the settings of a run come from, and what is wrong with them: all of it at once.
+
+    spec = resolve(Path("run.toml"), {"compute": {"backend": "loop"}})
+
+A run file, a dataset spec and the command line are layers `{section: {key: value}}`; a later layer
+wins, key by key. Paths in a layer are made absolute, each against the folder of its own file.
+"""
+
+import re
+import reprlib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gradscope.config.spec import RunSpec, settings
+from gradscope.config.values import HELD, function_of
+from gradscope.core.grammar import anchored
+from gradscope.core.registry import suggestion
+from gradscope.errors import SpecError
+
+MOST = 20  # mistakes that are told at once
+
+_ENOUGH = 10_000  # of what pydantic finds, to find these
+_MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
+_MAX_PARTS = 32  # of a dotted key: tomllib takes the square of their number in time and memory
+_PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_PARTS}}}")
+
+_PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
+_PATH_TABLES = (("dataset", "files"), ("dataset", "tokenizer"))
+_RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
+_EXAMPLES = (("model", "factory", HELD), ("checkpoint", "path", "."), ("dataset", "path", "."))
+
+Parts = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Settings of one origin.
+
+    Attributes:
+        source: The file, or "command line", for messages.
+        values: {section: {key: value}}, paths absolute.
+        flat: The file is a dataset spec: its keys stand at the top level, not under [dataset].
+    """
+
+    source: str
+    values: dict[str, Any]
+    flat: bool = False
+
+    def place(self, parts: Parts) -> str:
+        """Return "SOURCE: dotted.key", the key as the source writes it."""
+        dotted = ""
+        for part in parts[1:] if self.flat else parts:
+            bare = isinstance(part, str) and part.isascii()
+            bare = bare and str(part).replace("-", "_").isidentifier()
+            name = part if bare or isinstance(part, int) else repr(part)
+            dotted += f"[{part}]" if isinstance(part, int) else f".{name}"
+        return f"{self.source}: {dotted.removeprefix('.')}"
+
+
+Origin = dict[tuple[str, ...], _Layer]
+
+
+def resolve(
+    config: Path | None,
+    overrides: Mapping[str, Any],
+    also: Callable[[RunSpec], Iterable[SpecError]] = lambda _: (),
+) -> RunSpec:
+    """Return the settings of a run file with those of the command line over them.
+
+    Args:
+        config: The run file, or None. Paths in it are relative to it.
+        overrides: {section: {key: value}} of the flags; None is not given. Paths in it are
+            relative to the working directory. A dataset path ending in .toml is a dataset spec.
+        also: Where settings are not of the form they must have: what else is wrong with the rest.
+
+    Raises:
+        SpecError: Anything is wrong; one error tells everything that is.
+    """
+    problems: list[SpecError] = []
+    layers = _layers(config, overrides, problems)
+    merged, origin = _merge(layers)
+    opposed = _contradictions(merged, origin)
+    for section in ("model", "checkpoint", "dataset", "loss"):
+        merged.setdefault(section, {})  # so that the missing key is named, not only its table
+    places = {
+        parts: None if layer is layers[-1] else layer.place(parts)  # the last is the command line
+        for parts, layer in origin.items()
+    }
+    try:
+        spec = RunSpec.model_validate(merged)
+        spec._places = places
+    except ValidationError as failure:
+        origin[()] = next(layer for layer in layers if not layer.flat)
+        missing = not problems  # what is missing may be in the file that could not be read
+        problems += _complaints(failure, merged, origin, missing=missing)
+        if missing:
+            salvaged = RunSpec.model_validate(_salvaged(merged, failure))
+            salvaged._places = places
+            problems += also(salvaged)
+    problems += opposed
+    if problems:
+        raise combined(problems)
+    return spec
+
+
+def load(path: Path) -> RunSpec:
+    """Return the settings of a run file.
+
+    Raises:
+        SpecError: It cannot be read, or anything in it is wrong.
+    """
+    return resolve(path, {})
+
+
+def combined(problems: list[SpecError]) -> SpecError:
+    """Return one error that tells all of `problems`, or `MOST` of them and that there are more."""
+    unique = list({(p.where, p.what): p for p in problems}.values())
+    if len(unique) == 1:
+        return unique[0]
+    lines = []
+    for problem in unique[:MOST]:
+        place = "" if problem.where is None else f"{problem.where}: "
+        remedy = problem.remedy or ""
+        between = "\n" if "\n" in remedy else " "  # a remedy that is a picture stands below
+        lines.append(f"{place}{problem.what}.{between}{remedy}".rstrip())
+    more = len(unique) > MOST
+    count = f"more than {MOST}" if more else f"{len(unique)}"
+    remedy = "\n".join([*lines, "..."] if more else lines)
+    error = SpecError(f"{count} settings are wrong:", remedy=remedy)
+    error.parts = tuple(unique)
+    return error
+
+
+def _layers(
+    config: Path | None, overrides: Mapping[str, Any], problems: list[SpecError]
+) -> list[_Layer]:
+    """Return the layers, lowest first; what could not be read is added to `problems`."""
+    given = {
+        section: {k: v for k, v in table.items() if v is not None}
+        if isinstance(table, Mapping)
+        else table
+        for section, table in overrides.items()
+    }
+    above = _Layer("command line", _anchored(given, Path.cwd()))
+    below = []
+    if config is not None:
+        values = _read(config, problems)
+        if _names_spec(above):  # another data set: nothing of the run file's describes it
+            values.pop("dataset", None)
+        base = config.absolute().parent
+        values = _with_chains_anchored(_anchored(values, base), base)
+        below = _expanded(_Layer(str(config), values), problems)
+    return [*below, *_expanded(above, problems)]
+
+
+def _merge(layers: list[_Layer]) -> tuple[dict[str, Any], Origin]:
+    """Lay the layers over each other; also return which layer each (section, key) is from.
+
+    Of two settings that decide the same, the one that was given last is kept: a --batch-size takes
+    the place of the run file's memory.
+    """
+    merged: dict[str, Any] = {}
+    origin: Origin = {}
+    for layer in layers:
+        for section, table in layer.values.items():
+            if table or (section,) not in origin:  # what is missing is missing where others stand
+                origin[section,] = layer
+            if not isinstance(table, dict):
+                merged[section] = table
+            elif isinstance(merged.setdefault(section, {}), dict):
+                for rival in (_RIVALS.get((section, key)) for key in table):
+                    merged[section].pop(rival, None)
+                merged[section].update(table)
+                origin.update({(section, key): layer for key in table})
+    return merged, origin
+
+
+def _contradictions(merged: Mapping[str, Any], origin: Origin) -> list[SpecError]:
+    """Return one error where a layer itself gives two settings that decide the same."""
+    table = merged.get("compute")
+    if not isinstance(table, Mapping) or not {"batch_size", "memory"} <= table.keys():
+        return []
+    what = "memory is there to choose the batch size, and batch_size is given too"
+    where = origin["compute", "memory"].place(("compute", "memory"))
+    return [SpecError(what, where=where, remedy="Give one of them.")]
+
+
+def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
+    try:
+        return _read_toml(path)
+    except SpecError as error:
+        problems.append(error)
+        return {}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of at most a megabyte."""
+
+    def error(what: str, remedy: str) -> SpecError:
+        return SpecError(what, where=str(path), remedy=remedy)
+
+    try:
+        if path.is_dir():
+            raise error("this is a directory", "Give the TOML file in it.")
+        if not path.exists():
+            raise error("there is no such file", "Check the path.")
+        if not path.is_file():
+            raise error("this is no regular file", "Give a TOML file.")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise error(
+                f"the file is larger than {_MAX_BYTES:,} bytes",
+                "This must be a TOML file of settings; data and weights have paths of their own.",
+            )
+        text = content.decode("utf-8-sig")
+        long = _LONG_KEY.search(text)
+        if long is not None:
+            line = text.count("\n", 0, long.start()) + 1
+            what = f"more than {_MAX_PARTS} names are joined by dots at line {line}"
+            raise error(what, "Shorten the key.")
+        return tomllib.loads(text)
+    except OSError as failure:
+        raise error(f"cannot be read: {failure.strerror}", "Check its permissions.") from failure
+    except UnicodeDecodeError as failure:
+        raise error(f"not UTF-8 text at byte {failure.start}", "Save it as UTF-8.") from failure
+    except RecursionError as failure:
+        raise error("tables or arrays are nested too deeply", "Flatten them.") from failure
+    except ValueError as failure:  # TOMLDecodeError, and numbers of thousands of digits
+        reason = str(failure).partition("\n")[0]
+        raise error(f"not valid TOML: {reason}", "Correct it there.") from failure
+
+
+def _anchored(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Make the paths in a layer absolute."""
+    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    tables = {name: table for name, table in result.items() if isinstance(table, dict)}
+    for section, key in _PATHS:
+        value = tables.get(section, {}).get(key)
+        if isinstance(value, str | Path) and str(value):
+            tables[section][key] = base / value
+    for section, key in _PATH_TABLES:
+        table = tables.get(section, {}).get(key)
+        if isinstance(table, Mapping):
+            tables[section][key] = {
+                name: base / value if isinstance(value, str | Path) and str(value) else value
+                for name, value in table.items()
+            }
+    for section, key in (("model", "factory"), ("loss", "name")):
+        value = tables.get(section, {}).get(key)
+        if isinstance(value, str | Path):
+            # a loss may have arguments behind the function
+            function = function_of(str(value)) if section == "loss" else str(value)
+            file, colon, _ = (function or "").rpartition(":")
+            if colon and file.endswith(".py"):
+                tables[section][key] = f"{base / file}{str(value)[len(file) :]}"
+    return result
+
+
+def _with_chains_anchored(values: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make the files that chains name (a user's stage, a stored vector) relative to `base`."""
+    table = values.get("compute")
+    if not isinstance(table, dict) or not isinstance(table.get("transform"), list):
+        return values
+    chains = [anchored(c, base) if isinstance(c, str) else c for c in table["transform"]]
+    return values | {"compute": table | {"transform": chains}}
+
+
+def _names_spec(layer: _Layer) -> bool:
+    table = layer.values.get("dataset")
+    if not isinstance(table, dict):
+        return False
+    path = table.get("path")
+    return "spec" in table or (isinstance(path, Path) and path.suffix.lower() == ".toml")
+
+
+def _expanded(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
+    """Put the dataset spec that the layer names, if any, as a layer of its own below it."""
+    if not _names_spec(layer):
+        return [layer]
+    table = dict(layer.values["dataset"])
+    spec = table.pop("spec") if "spec" in table else table.pop("path")
+    rest = _Layer(layer.source, layer.values | {"dataset": table})
+    if not isinstance(spec, Path):
+        where, remedy = layer.place(("dataset", "spec")), "Accepted: the path of a TOML file."
+        problems.append(SpecError(f"found {_shown(spec)}", where=where, remedy=remedy))
+        return [rest]
+    contents = _anchored({"dataset": _read(spec, problems)}, spec.parent)
+    return [_Layer(str(spec), contents, flat=True), rest]
+
+
+def _shown(value: Any) -> str:
+    """Return a setting as a message shows it: short, in quotes where it is text."""
+    try:
+        return repr(str(value)) if isinstance(value, Path) else reprlib.repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return "a huge integer"
+
+
+def _complaints(
+    failure: ValidationError, merged: dict[str, Any], origin: Origin, *, missing: bool
+) -> list[SpecError]:
+    """Return one error for each key that pydantic finds wrong, `MOST` and one more at most.
+
+    Missing keys are told only if `missing` says so; () is where in `origin` they belong.
+    """
+    errors = failure.errors(include_url=False, include_context=False)[:_ENOUGH]
+    found = [
+        (e["loc"] if e["type"] == "missing" else _walk(merged, e["loc"]), e["type"]) for e in errors
+    ]
+    # Of a value that may be of two kinds both complain: keep the one that points into it.
+    outer = {parts[:k] for parts, _ in found for k in range(len(parts))}
+    told = (
+        (parts, kind)
+        for parts, kind in dict.fromkeys(found)
+        if parts not in outer and (missing or kind != "missing")
+    )
+    return [_complaint(parts, kind, merged, origin) for parts, kind in islice(told, MOST + 1)]
+
+
+def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) -> SpecError:
+    names = tuple(map(str, parts))
+    layer = origin.get(names[:2]) or origin.get(names[:1]) or origin[()]
+    value: Any = merged
+    for part in parts if kind != "missing" else ():
+        value = value[part]
+    if kind == "extra_forbidden":
+        known = _known_keys(names, layer)
+        what, remedy = "unknown key", suggestion(names[min(1, len(names) - 1)], known)
+    elif kind == "string_too_long":
+        what, remedy = f"found a text of {len(value):,} characters", "Write less."
+    else:
+        what = "missing" if kind == "missing" else f"found {_shown(value)}"
+        remedy = f"Accepted: {_accepted(names)}."
+    return SpecError(what, where=layer.place(parts), remedy=remedy)
+
+
+def _known_keys(names: tuple[str, ...], layer: _Layer) -> list[str]:
+    if len(names) == 1:
+        return [*RunSpec.model_fields]
+    known = [setting.key for setting in settings() if setting.section == names[0]]
+    # `spec` is taken out of [dataset] before the rest is validated
+    return [*known, *(["spec"] if names[0] == "dataset" and not layer.flat else [])]
+
+
+def _accepted(names: tuple[str, ...]) -> str:
+    for setting in settings():
+        if (setting.section, setting.key) == names[:2]:
+            flag = f" ({setting.flags[0]})" if setting.flags else ""
+            return f"{setting.accepted}{flag}"
+    return RunSpec.model_fields[names[0]].description or f"a table [{names[0]}]"
+
+
+def _walk(values: Any, location: Parts) -> Parts:
+    """Follow a location into the settings; parts that are pydantic's own words are left out."""
+    parts: list[str | int] = []
+    for part in location:
+        inside = isinstance(values, Mapping) and part in values
+        if inside or (isinstance(values, list | tuple) and isinstance(part, int)):
+            parts, values = [*parts, part], values[part]
+    return tuple(parts)
+
+
+def _salvaged(merged: Mapping[str, Any], failure: ValidationError) -> dict[str, Any]:
+    """Return the settings that are of the right form, with examples where one must be given.
+
+    A loss of the user's is replaced, too: none of their code is to run for a run that cannot be.
+    """
+    kept = {key: dict(t) if isinstance(t, Mapping) else t for key, t in merged.items()}
+    for error in failure.errors():
+        section, *keys = map(str, error["loc"][:2])
+        table = kept.get(section)
+        if keys and isinstance(table, dict):
+            table.pop(keys[0], None)
+        else:
+            kept.pop(section, None)
+    for section, key, value in _EXAMPLES:
+        kept.setdefault(section, {}).setdefault(key, value)
+    loss = kept.setdefault("loss", {})
+    if function_of(str(loss.get("name", "a:b"))) is not None:
+        kept["loss"] = {"name": "mse"}
+    return kept

@@ -1,0 +1,237 @@
+"""The values of settings: what their texts stand for, and the types of the run file's keys.
+
+A function of the user's is "FILE.py:NAME" or "package.module:NAME". A loss is that or a registered
+name, with arguments as in a chain: `cross_entropy:label_smoothing=0.1,per_sample=sum`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PlainValidator
+
+from gradscope.config.shards import parse_shard
+from gradscope.core.grammar import Stage, arguments
+from gradscope.errors import SpecError
+
+REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
+HELD = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
+
+_DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
+_REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
+_WITH_ARGUMENTS = re.compile(rf"(?P<function>(?:.+?\.py|{_DOTTED}):{_DOTTED})(?::.*)?", re.DOTALL)
+_SAMPLES = re.compile(r"([0-9]{0,18}):([0-9]{0,18})")
+_MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", re.IGNORECASE)
+_LEVELS = {"gzip": (1, 4, 9), "zstd": (1, 3, 22), "blosc2": (1, 5, 9)}  # lowest, default, highest
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How rows are compressed: by gzip, zstd or blosc2; a higher level is smaller and slower."""
+
+    name: str
+    level: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.level}"
+
+
+def parse_compression(text: str) -> Compression:
+    """Return the compression that "NAME" or "NAME:LEVEL" stands for.
+
+    Raises:
+        SpecError: There is none of that name or level.
+    """
+    name, colon, level = text.partition(":")
+    lowest, default, highest = _LEVELS.get(name, (0, 0, -1))
+    number = int(level) if level.isascii() and level.isdigit() and len(level) < 4 else -1
+    found = number if colon else default
+    if not lowest <= found <= highest:
+        known = ", ".join(f"{name}:{low} to {high}" for name, (low, _, high) in _LEVELS.items())
+        remedy = f"Accepted: {known}; without a level, a usual one."
+        raise SpecError(f"found {text!r}", where="compression", remedy=remedy)
+    return Compression(name, found)
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes that "2GB", "1.5 GiB" or "500MB" stands for; GB are powers of 1000.
+
+    Raises:
+        SpecError: It has another form, or is zero.
+    """
+    match = _MEMORY.fullmatch(text)
+    size = 0
+    if match:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
+    if not size:
+        remedy = "Accepted: a number and KB, MB, GB, TB, or KiB, MiB, GiB, TiB: 2GB, 1.5GiB."
+        raise SpecError(f"found {text!r}", where="memory", remedy=remedy)
+    return size
+
+
+def memory_text(size: float) -> str:
+    """Return "2.5 GB" or "500 MB"."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def parse_samples(text: str) -> slice:
+    """Return the slice that "A:B", "A:", ":B" or ":" stands for, counted from 0.
+
+    Raises:
+        SpecError: It has another form, or B is not beyond A.
+    """
+    match = _SAMPLES.fullmatch(text)
+    start, stop = (int(n) if n else None for n in match.groups()) if match else (0, 0)
+    if stop is not None and stop <= (start or 0):
+        remedy = "Accepted: A:B with 0 ≤ A < B, from sample A up to, not including, sample B."
+        raise SpecError(f"found {text!r}", where="samples", remedy=remedy)
+    return slice(start, stop)
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """Split "FILE.py:NAME" or "package.module:NAME" into the place and the name.
+
+    Raises:
+        SpecError: It has neither form.
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise SpecError(f"found {reference!r}", remedy=f"Accepted: {REFERENCE_FORMS}.")
+    return match["place"], match["name"]
+
+
+def function_of(loss: str) -> str | None:
+    """Return the reference "FILE.py:NAME" in front of a loss's arguments, or None for a name."""
+    match = _WITH_ARGUMENTS.fullmatch(loss)
+    return None if match is None else match["function"]
+
+
+def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
+    """Return the loss's name and its arguments: those of the text and those of a table.
+
+    Raises:
+        SpecError: An argument is not of the form key=value, is given twice, or is a table.
+    """
+    name = function_of(text) or text.partition(":")[0]
+    rest = text[len(name) :]
+    try:
+        given = arguments(text, name, rest[1:], len(name) + 1) if rest else {}
+    except SpecError as error:
+        error.where = "loss"
+        raise
+    for key, value in (kwargs or {}).items():
+        if key in given:
+            raise SpecError(f"{key!r} is given twice, in the name and in kwargs", where="loss")
+        given[key] = _as_argument(key, value)
+    return Stage(name, given, text)
+
+
+def _as_argument(key: str, value: Any) -> str:
+    """Return a value as it is written in a chain."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
+        return ",".join(map(str, value))
+    remedy = "Accepted: a number, text, true or false, or a list of numbers."
+    raise SpecError(f"{key!r} is {value!r}", where="loss.kwargs", remedy=remedy)
+
+
+def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
+    """Accept the texts that `parse` accepts."""
+
+    def check(value: str) -> str:
+        try:
+            parse(value)
+        except SpecError as error:
+            raise ValueError(error.what) from error
+        return value
+
+    return AfterValidator(check)
+
+
+def _path(value: Any) -> Path:
+    text = str(value) if isinstance(value, str | Path) else ""
+    text.encode()  # a UnicodeEncodeError is a ValueError: the run is recorded as UTF-8
+    if not text or "\0" in text:
+        raise ValueError("not a path")
+    return Path(text)
+
+
+def _reference(value: str) -> None:
+    if value != HELD:
+        split_reference(value)
+
+
+def _loss(value: str) -> None:
+    if function_of(value) is None and value.partition(":")[0].endswith(".py"):
+        raise SpecError("a file without a function")
+
+
+def _shape(value: tuple[int, ...]) -> tuple[int, ...]:
+    if 0 in value or value.count(-1) > 1:
+        raise ValueError("not a shape")
+    return value
+
+
+def _recordable(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, default=str)  # dates are written as text
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError("repeated")
+    return value
+
+
+# Parsing takes time quadratic in the length of a text, so texts are short.
+Text = Annotated[str, Field(strict=True, min_length=1, max_length=10_000)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+Names = Annotated[Texts, AfterValidator(_distinct)]
+Glob = Annotated[str, Field(strict=True, min_length=1, max_length=1_000)]
+Globs = Annotated[tuple[Glob, ...], Field(min_length=1)]
+SomePath = Annotated[Path, PlainValidator(_path)]
+Table = Annotated[dict[Text, Any], AfterValidator(_recordable)]
+Switch = Annotated[bool, Field(description="true or false", strict=True)]
+Reference = Annotated[Text, _parsed_by(_reference)]
+LossName = Annotated[Text, _parsed_by(_loss)]
+Samples = Annotated[
+    Text,
+    _parsed_by(parse_samples),
+    Field(description='"A:B" with 0 ≤ A < B, either may be left out'),
+]
+Part = Annotated[
+    Text, _parsed_by(parse_shard), Field(description='"I/N" with 0 ≤ I < N: part I, from 0, of N')
+]
+Memory = Annotated[
+    Text, _parsed_by(parse_memory), Field(description='a size such as "2GB", "500MB" or "1.5GiB"')
+]
+Compressed = Annotated[
+    Text,
+    _parsed_by(parse_compression),
+    Field(description="gzip, zstd or blosc2; :LEVEL may follow"),
+]
+Device = Annotated[
+    str,
+    Field(description="cpu, cuda or cuda:N", strict=True, pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$"),
+]
+Count = Annotated[int, Field(description="an integer of at least 1", strict=True, ge=1, lt=2**40)]
+Seed = Annotated[
+    int, Field(description="an integer from 0 to 2^63 - 1", strict=True, ge=0, lt=2**63)
+]
+Position = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]
+Shape = Annotated[tuple[Size, ...], AfterValidator(_shape)]
+Dtype = Literal["float32", "float64", "float16", "bfloat16"]
+Integer = Literal["bool", "uint8", "int8", "int16", "int32", "int64"]
+ArrayDtype = Dtype | Integer | Literal["complex64", "complex128"]

@@ -1,0 +1,263 @@
+"""One pass over batches for several chains: each batch is evaluated, and added to their states.
+
+What chains share is done once. Sums are taken in the gradients' own precision within a batch, and
+carried in float64 from batch to batch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradscope.backends import Request
+from gradscope.blocks import Evaluation, Gradients
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
+from gradscope.engine.certificate import finite_samples
+from gradscope.engine.session import Session
+from gradscope.errors import CertificateError, NonFiniteError, SpecError
+from gradscope.stages.chain import Chain
+from gradscope.stages.labels import chosen, over_labels, samples
+from gradscope.stages.reducers import State, carried_state, depends_on_split
+
+Sink = Callable[[Batch, Evaluation], None]
+Usable = tuple[Gradients, Problem, Batch]
+Way = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What a pass over batches has found.
+
+    Attributes:
+        states: The state of each chain, None where no sample was usable.
+        skipped: How many samples without a finite gradient were left out.
+        dtypes: Of each chain, those of the first batch's own sums.
+    """
+
+    states: Sequence[State | None]
+    skipped: int = 0
+    dtypes: Sequence[dict[str, torch.dtype]] = ()
+
+
+def fold(
+    session: Session,
+    batches: Iterable[Batch],
+    chains: Sequence[Chain],
+    sink: Sink | None = None,
+    *,
+    states: Sequence[State | None] | None = None,
+    request: Request | None = None,
+    ordinal: int | None = None,
+    count: int | None = None,
+) -> Folded:
+    """Evaluate batches, and add each to the states of chains.
+
+    Args:
+        session: Evaluates.
+        batches: Of samples, one after the other.
+        chains: With reducers.
+        sink: Is given each batch with its evaluation, before it is reduced.
+        states: Of the chains after earlier batches; None of a chain that has seen none.
+        request: What is asked of each batch, by the sink too; if None, what the chains ask.
+        ordinal: The number of the first batch in its run; counted when not given.
+        count: How many batches there are until the run ends, if it does: the last is audited.
+
+    Raises:
+        RefusedError: No backend has an exact, proved answer.
+        NonFiniteError: A gradient is not finite, and that is to be an error.
+    """
+    asked = request_of(chains) if request is None else request
+    found = Folded([None] * len(chains) if states is None else states)
+    for k, batch in enumerate(batches):
+        number = None if ordinal is None else ordinal + k
+        evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
+        if sink is not None:
+            sink(batch, evaluation)
+        added: Sequence[State | None] | None = None
+        if session.labels.mode != "exact":
+            added = _updated_if_finite(chains, found.states, evaluation)
+        skipped = 0
+        if added is None:
+            kept = usable(session, batch, evaluation)
+            skipped = len(batch) - (0 if kept is None else samples(kept[2]))
+            added = found.states
+            if kept is not None:
+                computed = {} if skipped else evaluation.states
+                added = _updated(chains, found.states, computed, *kept)
+        dtypes = [{key: v.dtype for key, v in state.items()} for state in added if state]
+        found = Folded(added, found.skipped + skipped, found.dtypes or dtypes)
+    return found
+
+
+def settled(
+    session: Session,
+    chains: Sequence[Chain],
+    batches: Callable[[], Iterable[Batch]],
+    left: int | None = None,
+) -> tuple[Chain, ...]:
+    """Run the earlier passes that chains need (`center`), all of one round in one pass.
+
+    Args:
+        session: Evaluates.
+        chains: Any.
+        batches: Starts a pass over the data.
+        left: How many batches are to come in all, if that is known.
+    """
+    _require_splittable(session, chains)
+    ready = tuple(map(session.labels.chain, chains))
+    while first := _first_passes(ready):
+        session.notes += [f"an earlier pass over the data for: {text}" for text in first]
+        passes = [session.labels.chain(chain) for chain in first.values()]
+        states = fold(session, batches(), passes, request=Request(left=left)).states
+        means = {
+            text: chain.result(carried_state(state))
+            for (text, chain), state in zip(first.items(), states, strict=True)
+            if state is not None
+        }
+        if not means:
+            raise SpecError("no sample has a finite gradient, so there is no mean to start from")
+        ready = tuple(
+            chain if chain.first_pass is None else chain.given(means[chain.first_pass.text])
+            for chain in ready
+        )
+    return ready
+
+
+def _first_passes(chains: Iterable[Chain]) -> dict[str, Chain]:
+    """Return the first passes that chains wait for, each once."""
+    found = (chain.first_pass for chain in chains)
+    return {chain.text: chain for chain in found if chain is not None}
+
+
+def _require_splittable(session: Session, chains: Sequence[Chain]) -> None:
+    """Try each reducer in parts; a user's own one that depends on them is only named."""
+    for chain in chains:
+        never = session.settings.verify == "never"
+        if chain.reducer is None or chain.text in session.tried or never:
+            continue
+        session.tried.add(chain.text)
+        found = depends_on_split(chain.reducer)
+        told = f"samples in several batches have another result ({found}) than in one"
+        if found is not None and ".py:" in chain.text:
+            session.notes.append(f"{chain.text}: {told}: see its `merge`")
+        elif found is not None:
+            raise CertificateError(told, where=f"chain {chain.text!r}")
+
+
+def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:
+    """Return what chains reduce of a batch: the samples with a finite gradient, or None.
+
+    Raises:
+        NonFiniteError: One is not finite, and `nonfinite` is "fail".
+    """
+    labelled, asked = session.labels.of(batch), session.settings.nonfinite
+    if asked == "keep":
+        return evaluation.gradients, session.problem, labelled
+    finite = over_labels(finite_samples(evaluation), labelled)
+    if bool(finite.all()):
+        return evaluation.gradients, session.problem, labelled
+    if asked == "fail":
+        worst = int(labelled.index[int((~finite).nonzero()[0])])
+        raise NonFiniteError(
+            "its gradient is not finite",
+            where=f"sample {worst}",
+            remedy="Use nonfinite skip to leave such samples out, or keep to keep them.",
+        )
+    if not bool(finite.any()):
+        return None
+    return evaluation.gradients.select(finite), session.problem, chosen(labelled, finite.cpu())
+
+
+def request_of(
+    chains: Iterable[Chain], *, left: int | None = None, stored: bool = False
+) -> Request:
+    """Return what chains will ask of a batch, for a backend that can compute it along.
+
+    Args:
+        chains: Any.
+        left: How many batches are to come, if that is known.
+        stored: The dense gradients are stored, each entry of them.
+    """
+    every = list(chains)
+    known = {chain.key: chain for chain in every if chain.key is not None}
+    ways = {key: chain.way for key, chain in known.items()}
+
+    def starts(keys: Sequence[str], gradients: Gradients) -> dict[str, State]:
+        found = _starts([known[k] for k in keys], [ways[k] for k in keys], gradients)
+        return dict(zip(keys, found, strict=True))
+
+    rows = any(chain.key is None for chain in every)
+    return Request(rows, tuple(known), starts, stored=stored, left=left)
+
+
+def _updated_if_finite(
+    chains: Sequence[Chain], states: Sequence[State | None], evaluation: Evaluation
+) -> Sequence[State] | None:
+    """Return the states with a batch added, or None: they do not show that all of it is finite.
+
+    A sum over samples is finite only if every one of them is, and so are norms. What has to be
+    computed anyway then tells, and the gradients need not be looked through beforehand.
+    """
+    gradients = evaluation.gradients
+    if not all(chain.tells for chain in chains) or not evaluation.losses.isfinite().all():
+        return None
+    if gradients.norms_known and not bool(gradients.norms.isfinite().all()):
+        return None
+    found = _updated(chains, states, evaluation.states, gradients)
+    if gradients.norms_known:
+        return found if bool(gradients.norms.isfinite().all()) else None
+    raw = (state for chain, state in zip(chains, found, strict=True) if not chain.before)
+    sums = next(raw, None)
+    if sums is None:
+        return None
+    shown = torch.stack([value.sum().abs() for value in sums.values()])
+    dtypes = {torch.promote_types(block.dtype, torch.float32) for block in gradients.values()}
+    # beyond the root of the largest number a norm is no longer finite
+    limit = min(torch.finfo(dtype).max for dtype in dtypes) ** 0.5
+    return found if bool((shown < limit).all()) else None
+
+
+def _updated(
+    chains: Sequence[Chain],
+    states: Sequence[State | None],
+    computed: Mapping[str, State],
+    gradients: Gradients,
+    problem: Problem | None = None,
+    batch: Batch | None = None,
+) -> list[State]:
+    """Add a batch of raw gradients, of which some reductions are `computed`, to chains' states."""
+    starts = [computed.get(chain.key or "") for chain in chains]
+    missing = [chain for chain, start in zip(chains, starts, strict=True) if start is None]
+    made = iter(_starts(missing, [chain.way for chain in missing], gradients, problem, batch))
+    found = []
+    for chain, state, start in zip(chains, states, starts, strict=True):
+        assert chain.reducer is not None
+        own = next(made) if start is None else start
+        found.append(own if state is None else chain.reducer.merge(state, own))
+    return found
+
+
+def _starts(
+    chains: Sequence[Chain],
+    ways: Sequence[Way],
+    gradients: Gradients,
+    problem: Problem | None = None,
+    batch: Batch | None = None,
+) -> list[State]:
+    """Return the states after one batch; chains of one way share what happens to each sample."""
+    powers: dict[Way, frozenset[int]] = {}
+    for chain, way in zip(chains, ways, strict=True):
+        assert chain.reducer is not None
+        powers[way] = powers.get(way, frozenset()) | chain.reducer.powers
+    rows: dict[Way, Gradients] = {}
+    found: list[State] = []
+    done: dict[str, State] = {}  # by text: a chain that is asked for twice is computed once
+    for chain, way in zip(chains, ways, strict=True):
+        assert chain.reducer is not None
+        if way not in rows:
+            rows[way] = chain.rows(gradients, problem, batch).asked(powers[way])
+        known = done.get(chain.text) if chain.lasting else None
+        found.append(chain.reducer.start(rows[way]) if known is None else known)
+        done[chain.text] = found[-1]
+    return found

@@ -1,0 +1,348 @@
+"""A session: model, loss and settings, bound once; batches in, proved evaluations out."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.backends import (
+    AUTO,
+    ROWS,
+    Evaluate,
+    Request,
+    backends,
+    candidates,
+    own_loss_backends,
+)
+from gradscope.backends.compiled import Compiled, not_compiled
+from gradscope.blocks import Evaluation, Gradients
+from gradscope.core.batch import Batch, detached
+from gradscope.core.independence import same
+from gradscope.core.problem import Problem
+from gradscope.core.registry import suggestion
+from gradscope.core.state import facts
+from gradscope.engine.audit import Auditor, Look, drawn
+from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
+from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
+from gradscope.stages.labels import Labels, Mode
+from gradscope.stages.losses import resolve
+
+T = TypeVar("T")
+
+Verify = Literal["audit", "first", "always", "never"]
+Coupling = Literal["refuse", "own-loss", "frozen"]
+NonFinite = Literal["skip", "fail", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a session is asked to do; each field is described at `gradscope.Scope`.
+
+    Raises:
+        SpecError: A word is unknown.
+    """
+
+    parameters: str | list[str] | None = None
+    backend: str = AUTO
+    verify: Verify = "audit"
+    coupling: Coupling = "refuse"
+    nonfinite: NonFinite = "skip"
+    labels: Mode = "data"
+    seed: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("verify", Verify),
+            ("coupling", Coupling),
+            ("nonfinite", NonFinite),
+            ("labels", Mode),
+        ):
+            word, known = getattr(self, name), list(get_args(kind))
+            if word not in known:
+                raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether coupled samples get the gradients of their own losses."""
+        return self.coupling == "own-loss"
+
+
+class Session:
+    """Owns the backend in use, the proof of its answers, compiled programs, and what was chosen.
+
+    Args:
+        model: Any module, in the mode it is in.
+        loss: A name, `(outputs, targets) -> (n,)`, or a `model_loss`.
+        settings: What is asked.
+
+    Attributes:
+        settings: What was asked.
+        problem: The model as it was when it was bound last.
+        labels: What the losses are held against.
+        backend: The name of the backend in use; `auto` until the first batch has been seen.
+        certificate: The proof of the first batch (the last proof, if every batch has one), or None.
+        auditor: Says what was audited, `auditor.audits`.
+        notes: What was chosen and why.
+        tried: Chains whose reducers were tried before they are used.
+
+    Raises:
+        SpecError: A name is unknown, or no parameter is selected.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: str | Callable[..., Tensor], settings: Settings
+    ) -> None:
+        self.settings, self.backend = settings, settings.backend
+        self.certificate: Certificate | None = None
+        self.notes: list[str] = []
+        self.auditor = Auditor(settings.seed, always=settings.verify == "always")
+        self.tried: set[str] = set()
+        self._model, self._loss = model, resolve(loss)
+        self._stack = ExitStack()
+        self._evaluate: Evaluate | None = None
+        self._waiting: list[str] = []
+        self._due = True  # a proof is
+        self._wary = False  # one batch was refused: every other is proved
+        self._doubtful = 0  # batches since the last one that was proved
+        self._unaudited: Batch | None = None  # the last one, unless it was proved
+        self._facts: list[Any] | None = None
+        self._bind()
+
+    def _bind(self) -> None:
+        """Bind the model as it is now; the next batch is proved."""
+        asked = self.settings
+        self._stack.close()
+        problem = Problem.of(self._model, self._loss, asked.parameters)
+        self.problem = replace(problem, running_statistics=asked.coupling == "frozen")
+        self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
+        self._compiled = self._compiling()
+        self._facts, self._wary, self._doubtful = None, False, 0
+        self.close()
+
+    def _compiling(self) -> Compiled | None:
+        asked = self.settings
+        if not asked.compile:
+            return None
+        against = not_compiled(asked.backend, asked.verify, asked.coupling)
+        if against is not None:
+            self.notes.append(f"not compiled: {against}")
+            return None
+        return Compiled(
+            self.problem,
+            self._uncompiled,
+            self.notes,
+            faster=asked.backend == AUTO,
+            check=asked.verify != "never",
+        )
+
+    def rehearsal(self) -> "Session":
+        """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
+        return Session(self._model, self._loss, replace(self.settings, compile=False))
+
+    @property
+    def proved(self) -> bool:
+        """Whether the last answer was proved whole."""
+        return self._doubtful == 0
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another backend waits for its turn, now that the last one was found wrong."""
+        return 0 < len(self._waiting) < len(self._candidates())
+
+    @property
+    def compiles(self) -> bool:
+        """Whether some batches are answered by a compiled program."""
+        return self._compiled is not None and self._compiled.in_use
+
+    def evaluate(
+        self,
+        batch: Batch,
+        request: Request = ROWS,
+        *,
+        ordinal: int | None = None,
+        last: bool = False,
+    ) -> Evaluation:
+        """Return the losses (n,) and the gradients of a batch as blocks, one a sample and label.
+
+        Args:
+            batch: The samples.
+            request: What the gradients will be asked for.
+            ordinal: The number of the batch in its run, from 0; counted when not given.
+            last: Whether it is known to be the last: it is then audited.
+
+        Raises:
+            RefusedError: No candidate backend has an exact, proved answer.
+        """
+        now = self._follow()
+        batch = detached(self.labels.of(batch))
+        number = self.auditor.audits.batches if ordinal is None else ordinal
+        before = self.certificate
+        try:
+            with torch.inference_mode(False), self.problem.state.kept():
+                answer: Evaluate = self._uncompiled if self._compiled is None else self._compiled
+                evaluation = answer(batch, request)
+                proof = None if self.certificate is before else self.certificate
+                look = self.auditor.begin(
+                    len(batch), number, last=last, new=evaluation.new, proof=proof
+                )
+                audited = self.settings.verify == "audit" and proof is None and not look.none
+                if audited:
+                    evaluation, proof = self._audited(batch, request, number, look, evaluation)
+                self.auditor.end(look, proof, audited=audited)
+        except RefusedError:
+            self._due = self._wary = True
+            raise
+        except BaseException:
+            self._due = True  # until a proof has passed, nothing more is answered
+            raise
+        self._facts = now
+        self._unaudited = batch if proof is None else None
+        self._doubtful = 0 if proof is not None else self._doubtful + 1
+        if request.stored:
+            evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
+        return evaluation
+
+    def _follow(self) -> list[Any]:
+        """Return what a proof takes for granted; if that has changed, bind the model anew."""
+        now = facts(self.problem.model)
+        if self._facts is not None and self._facts != now:
+            self.notes.append(
+                "the model was changed between two calls: it is bound and proved anew"
+            )
+            self._bind()
+        return now
+
+    def _uncompiled(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        """Answer by the first candidate that does not refuse, proved where a proof is due."""
+        while True:
+            try:
+                found = self._proved(batch, request)
+                return replace(found, gradients=Gradients(found.gradients, batch.index))
+            except CoupledSamplesError:
+                raise  # true for every backend
+            except RefusedError as error:
+                if not self.drop_backend(error):
+                    raise
+
+    def _proved(self, batch: Batch, request: Request) -> Evaluation:
+        asked = self.settings
+        if self._evaluate is None:
+            self.backend = self._waiting.pop(0)
+            registry = own_loss_backends if asked.own_loss else backends
+            self._evaluate = self._stack.enter_context(registry.get(self.backend)(self.problem))
+        due = self._due or self._wary or asked.verify == "always"
+        if asked.verify == "never" or not due:
+            return self._evaluate(batch, request)
+        seed = drawn(asked.seed, 0)
+        evaluation, proof = certify(
+            self.problem, self.backend, self._evaluate, batch, own_loss=asked.own_loss, seed=seed
+        )
+        self.certificate = proof
+        self._due = not proof.proves
+        return evaluation
+
+    def drop_backend(self, error: RefusedError) -> bool:
+        """Let go of a backend that has no right answer; return whether there is another."""
+        self._due = True
+        self.notes.append(f"{self.backend} refused: {error.what}")
+        self._stack.close()
+        self._evaluate = None
+        if self._waiting:
+            return True
+        self._waiting = self._candidates()
+        return False
+
+    def _candidates(self) -> list[str]:
+        return [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
+
+    def _audited(
+        self, batch: Batch, request: Request, number: int, look: Look, evaluation: Evaluation
+    ) -> tuple[Evaluation, Certificate | None]:
+        """Look at an answer once more; return it, and its proof if all of it was proved.
+
+        Raises:
+            CertificateError: It is wrong.
+            CoupledSamplesError: A sample's loss depends on other samples of this batch.
+        """
+        state, uncompiled = self.problem.state, evaluation
+        known = state.found
+        try:
+            with state.watched(again=True) if look.recorded else nullcontext():
+                if evaluation.compiled and self._compiled is not None:
+                    uncompiled = self._uncompiled(batch)
+                    self._compiled.require_equal(evaluation, uncompiled, request)
+                answer = Answer(
+                    self.problem,
+                    self.backend,
+                    batch,
+                    uncompiled,
+                    own_loss=self.settings.own_loss,
+                    seed=drawn(self.settings.seed, number),
+                    alone=look.alone,
+                )
+                proof = None
+                if look.whole:
+                    proof = examined(answer, after=self.certificate)
+                else:
+                    glimpsed(answer)
+            if state.found == known:
+                return evaluation, proof
+            # what the forward pass changes here is put back from now on: does it matter?
+            again = self._uncompiled(batch)
+            if same(again.losses, evaluation.losses, precision=self.problem.precision):
+                return self._audited(batch, request, number, look, again)
+            raise CertificateError(
+                f"the forward pass changes {state.latest}, and with it the losses",
+                where=span(batch),
+                remedy="It is put back from now on: begin again with the first batch.",
+            )
+        except CertificateError as error:
+            self.drop_backend(error)
+            raise
+
+    def repeated(self, run: Callable[[], T]) -> T:
+        """Return what `run` returns, with another backend where an audit found the first wrong.
+
+        That is, where all answers that were given before have been proved.
+        """
+        doubtful = self._doubtful
+        while True:
+            try:
+                return run()
+            except CertificateError as error:
+                if doubtful:
+                    error.remedy = (
+                        f"The answers to {doubtful} batches since the last that was proved may be "
+                        f"wrong as well.\n{error.remedy}"
+                    )
+                if doubtful or self._evaluate is not None or not self.has_others:
+                    raise
+
+    def close(self) -> None:
+        """Let go of what the backend holds; the session can be used again afterwards."""
+        self._stack.close()
+        self._evaluate, self._due, self._unaudited = None, True, None
+        self._waiting = self._candidates()
+        if self._compiled is not None:
+            self._compiled.forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Audit the last batch, unless that was done or an error is under way, and close."""
+        try:
+            if kind is None and self._unaudited is not None and self.settings.verify == "audit":
+                self.evaluate(self._unaudited, last=True)
+        finally:
+            self.close()

@@ -1,0 +1,236 @@
+"""A chain: what happens to each sample, how samples are reduced, what happens to the result.
+
+`clip:max_norm=1 | mean` is E[T(g)]; `mean | clip:max_norm=1` is T(E[g]). After a reducer the
+aggregate is treated as a batch of one, so the same transforms serve on both sides.
+
+Some transforms need the mean of what reaches them before they can act on a sample (`center`). Such
+a chain says which chain is to be computed first (`first_pass`) and is then completed with its
+result (`given`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.blocks import DenseBlock, Gradients
+from gradscope.core.batch import Batch
+from gradscope.core.grammar import Stage, StageFactory, parse
+from gradscope.core.problem import Problem
+from gradscope.core.registry import suggestion
+from gradscope.errors import SpecError
+from gradscope.sources.code import load_function
+from gradscope.stages.reducers import Reducer, State, carried_state, reducers
+from gradscope.stages.transforms import (
+    NeedsMean,
+    NeedsProblem,
+    ReadsNorms,
+    Step,
+    Vector,
+    transforms,
+)
+from gradscope.storage import open_file
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A bound chain.
+
+    Attributes:
+        stages: As they are written.
+        before: Transforms of each sample.
+        reducer: What takes the expectation, or None when rows are kept.
+        after: Transforms of the aggregate.
+        lasting: It is the same whenever its text is bound: it reads no file.
+    """
+
+    stages: tuple[Stage, ...]
+    before: tuple[Step, ...]
+    reducer: Reducer | None
+    after: tuple[Step, ...] = ()
+    lasting: bool = False
+
+    @cached_property
+    def text(self) -> str:
+        """The chain in its canonical spelling."""
+        return " | ".join(map(str, self.stages))
+
+    @property
+    def key(self) -> str | None:
+        """What its sums are known by: its text, if that says what happens to the gradients."""
+        more = any(isinstance(step, NeedsMean | NeedsProblem) for step in self.before)
+        sums = self.reducer is not None and self.reducer.additive and not self.reducer.raw
+        return self.text if sums and self.lasting and not more else None
+
+    @property
+    def tells(self) -> bool:
+        """Whether its sums, or the norms it reads, show that a raw gradient is not finite."""
+        assert self.reducer is not None
+        norms = len(self.before) == 1 and isinstance(self.before[0], ReadsNorms)
+        return bool(self.reducer.powers) and (not self.before or norms)
+
+    @property
+    def way(self) -> tuple[str, ...]:
+        """What happens to each sample, in words: chains of one way can share it."""
+        count = len(self.before)
+        return (str(count), *map(str, self.stages[:count]))
+
+    @property
+    def first_pass(self) -> "Chain | None":
+        """The chain whose result must be `given` before this one can run, or None."""
+        for k, step in enumerate(self.before):
+            if isinstance(step, NeedsMean):
+                stages = (*self.stages[:k], Stage("mean"))
+                return Chain(stages, self.before[:k], reducers.get("mean")())
+        return None
+
+    def given(self, mean: Mapping[str, Tensor]) -> "Chain":
+        """Complete the first transform that waits for the mean of what reaches it."""
+        for k, step in enumerate(self.before):
+            if isinstance(step, NeedsMean):
+                completed = (*self.before[:k], step.given(mean), *self.before[k + 1 :])
+                return replace(self, before=completed)
+        raise AssertionError("no transform waits for a mean")
+
+    def rows(
+        self, gradients: Gradients, problem: Problem | None = None, batch: Batch | None = None
+    ) -> Gradients:
+        """Transform each sample of a batch of raw gradients.
+
+        `problem` and `batch` are what they were computed from; some transforms evaluate it again.
+        """
+        return _applied(self.before, gradients, problem, batch)
+
+    def update(
+        self,
+        state: State | None,
+        gradients: Gradients,
+        problem: Problem | None = None,
+        batch: Batch | None = None,
+    ) -> State:
+        """Add a batch of raw gradients to the reducer's state (None: nothing seen yet).
+
+        Sums are in float64, as they are stored.
+        """
+        assert self.reducer is not None
+        rows = self.rows(gradients, problem, batch).asked(self.reducer.powers)
+        start = self.reducer.start(rows)
+        return carried_state(start if state is None else self.reducer.merge(state, start))
+
+    def result(self, state: State) -> dict[str, Tensor]:
+        """Return {name: (*shape)}: the reducer's result after the transforms that follow it."""
+        assert self.reducer is not None
+        return self.finish(self.reducer.result(state))
+
+    def finish(self, aggregate: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Apply the transforms after the reducer to {name: (*shape)}."""
+        one = Gradients({name: DenseBlock(value[None]) for name, value in aggregate.items()})
+        done = _applied(self.after, one)
+        return {name: block.dense()[0] for name, block in done.items()}
+
+
+def _applied(
+    steps: Iterable[Step],
+    gradients: Gradients,
+    problem: Problem | None = None,
+    batch: Batch | None = None,
+) -> Gradients:
+    for step in steps:
+        if isinstance(step, NeedsProblem):
+            assert problem is not None and batch is not None
+            step = step.given(problem, batch)
+        assert not isinstance(step, NeedsMean)  # first_pass comes first
+        gradients = step(gradients)
+    return gradients
+
+
+def stored_vector(reference: str) -> Vector:
+    """Read the stored aggregate FILE.h5:CHAIN, where CHAIN is the chain's text or its number."""
+    path, _, name = reference.rpartition(".h5:")
+    if not path:
+        raise ValueError(reference)
+    with open_file(f"{path}.h5") as file:
+        wanted = "".join(name.split())
+        for k, chain in enumerate(file.chains):
+            if chain.reduced and wanted in (str(k), "".join(chain.text.split())):
+                values = {key: _tensor(array[:]) for key, array in chain.items()}
+                return Vector(values, reference)
+        known = [f"{k} ({c.text})" for k, c in enumerate(file.chains) if c.reduced]
+    raise SpecError(
+        f"there is no reduced chain {name!r} in the file",
+        remedy=f"Reduced chains in it: {', '.join(known) or 'none'}.",
+    )
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    wide = np.complex128 if np.iscomplexobj(array) else np.float64
+    return torch.from_numpy(np.asarray(array, dtype=wide))
+
+
+def bind(
+    text: str, *, reduced: bool = False, vectors: Callable[[str], Vector] = stored_vector
+) -> Chain:
+    """Parse a chain and bind every name and argument in it.
+
+    Args:
+        text: For example "clip:max_norm=1 | mean".
+        reduced: Append `mean` when the chain has no reducer.
+        vectors: Reads what an argument `with=` names.
+
+    Raises:
+        SpecError: A name is unknown, an argument does not fit, or a second reducer follows.
+        InputError: A file that a stage names cannot be read.
+    """
+    stages = parse(text)
+    before: list[Step] = []
+    after: list[Step] = []
+    reducer: Reducer | None = None
+    for stage in stages:
+        made = _made(stage, vectors)
+        if isinstance(made, Reducer):
+            if reducer is not None:
+                raise stage.error(
+                    "a second reducer has no samples left to reduce", "Keep one reducer a chain."
+                )
+            if made.raw and before:
+                raise stage.error(
+                    f"{stage.name!r} reads the factors of raw gradients",
+                    "Put no transform before it.",
+                )
+            reducer = made
+        elif reducer is None:
+            before.append(made)
+        elif isinstance(made, NeedsMean | NeedsProblem):
+            raise stage.error(f"{stage.name!r} needs samples, and none are left after a reducer")
+        else:
+            after.append(made)
+    if reducer is None and reduced:
+        stages, reducer = (*stages, Stage("mean")), reducers.get("mean")()
+    files = any(".py:" in stage.name or "with" in stage.arguments for stage in stages)
+    lasting = not files and not any(isinstance(step, NeedsMean) for step in before)
+    return Chain(stages, tuple(before), reducer, tuple(after), lasting)
+
+
+def _made(stage: Stage, vectors: Callable[[str], Vector]) -> Step | Reducer:
+    if ".py:" in stage.name:
+        factory = load_function(stage.name, "stage")
+        if not isinstance(factory, StageFactory):
+            raise stage.error(
+                f"{stage.name!r} does not say what it is",
+                'Put @gradscope.transform("elementwise") above a function of a tensor ("factor" '
+                'for one of norms, "vector" for one of dense rows), or @gradscope.reducer above '
+                "one that returns a reducer.",
+            )
+    elif stage.name in transforms:
+        factory = transforms.get(stage.name)
+    elif stage.name in reducers:
+        factory = reducers.get(stage.name)
+    else:
+        known = [*transforms.names(), *reducers.names()]
+        hint = suggestion(stage.name, known)
+        raise stage.error(f"unknown transform or reducer {stage.name!r}", hint)
+    made: Step | Reducer = stage.bind(factory, {Vector: vectors})
+    return made

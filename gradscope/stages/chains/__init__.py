@@ -1,7 +1,0 @@
-"""Transforms of each sample, a reducer over samples, transforms of the aggregate."""
-
-from gradscope.stages.chains.binding import bind
-from gradscope.stages.chains.chain import Chain
-from gradscope.stages.chains.passes import updated, updated_if_finite, waiting, wanted
-
-__all__ = ["Chain", "bind", "updated", "updated_if_finite", "waiting", "wanted"]

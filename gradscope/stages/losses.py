@@ -1,0 +1,424 @@
+"""Losses by name, unreduced: `(outputs, targets) -> (n,)`.
+
+Options are keyword arguments, set as those of a stage: `cross_entropy:label_smoothing=0.1`. A loss
+over several entries a sample (positions, pixels, outputs) takes their mean or their sum, as
+`per_sample` says: the two differ by the number of entries, so it is recorded with every result.
+
+A weighted loss is weight times loss for each sample. torch's weighted mean divides by the sum of
+the weights in the batch, which makes a sample's gradient depend on its neighbours: not here.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import update_wrapper
+from math import inf
+from typing import Any, Literal, NamedTuple, NewType
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from gradscope.config import parse_loss
+from gradscope.core.grammar import Stage
+from gradscope.core.problem import Loss, is_model_loss
+from gradscope.core.registry import Registry
+from gradscope.errors import SpecError
+
+Normaliser = Literal["mean", "sum"]
+Fraction = NewType("Fraction", float)
+Positive = NewType("Positive", float)
+
+IGNORED = -100  # torch's own word for a position that does not count
+NO_SMOOTHING = Fraction(0.0)
+ONE = Positive(1.0)
+
+
+class Predictive(NamedTuple):
+    """How a model's outputs give a distribution over labels.
+
+    Attributes:
+        probabilities: From outputs to (n, *positions, c).
+        targets: From classes (n, *positions), the data's targets and the loss's options to targets.
+    """
+
+    probabilities: Callable[[Tensor], Tensor]
+    targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
+
+
+class BoundLoss:
+    """A loss with options set: `(outputs, targets) -> (n,)`, or a model loss.
+
+    Attributes:
+        function: Takes outputs and targets (a model loss: model, inputs and targets), then options.
+        options: Those that are set.
+        predictive: The distribution over labels that the loss stands for, if it stands for one.
+    """
+
+    def __init__(
+        self,
+        function: Loss,
+        options: dict[str, Any] | None = None,
+        predictive: Predictive | None = None,
+    ) -> None:
+        update_wrapper(self, function)  # name, help, signature, and the mark of a model loss
+        self.function, self.options, self.predictive = function, options or {}, predictive
+
+    def __call__(self, *given: Any, **options: Any) -> Tensor:
+        """Return the losses (n,)."""
+        return self.function(*given, **(self.options | options))
+
+
+losses: Registry[Loss] = Registry("loss")
+
+
+def loss(name: str, predictive: Predictive | None = None) -> Callable[[Loss], BoundLoss]:
+    """Register a loss.
+
+    Args:
+        name: By which it is chosen.
+        predictive: The distribution over labels that it stands for, for drawn and exact labels.
+    """
+
+    def add(function: Loss) -> BoundLoss:
+        bound = BoundLoss(function, predictive=predictive)
+        losses.register(name)(bound)
+        return bound
+
+    return add
+
+
+def resolve(loss: str | Loss) -> Loss:
+    """Return the loss of that name with the options behind it, or the callable itself.
+
+    Args:
+        loss: For example `mse`, `cross_entropy:label_smoothing=0.1`, or a function.
+
+    Raises:
+        SpecError: The name or an option is unknown, or `loss` is neither.
+    """
+    if isinstance(loss, str):
+        stage = parse_loss(loss)
+        return bound(losses.get(stage.name), stage)
+    if callable(loss):
+        return loss
+    raise SpecError(f"a loss is a name or a callable, not {type(loss).__name__}", where="loss")
+
+
+def bound(loss: Loss, stage: Stage) -> Loss:
+    """Return `loss` with the stage's arguments as its options."""
+    if not stage.arguments:
+        return loss
+    whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
+
+    def factory(**options: Any) -> BoundLoss:
+        return BoundLoss(whole.function, options, whole.predictive)
+
+    update_wrapper(factory, loss)  # whose signature says which options there are
+    try:
+        return stage.bind(factory, _CONVERTERS, _leading(loss))
+    except SpecError as error:
+        error.where = "loss"
+        raise
+
+
+def options(loss: Loss) -> dict[str, Any]:
+    """Return a loss's options by name, with the values in force, as plain data."""
+    try:
+        own = list(inspect.signature(loss).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions have none
+        own = []
+    values = {p.name: p.default for p in own[_leading(loss) :] if p.default is not p.empty}
+    if isinstance(loss, BoundLoss):
+        values |= loss.options
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def per_sample_loss(
+    values: Tensor, per_sample: Normaliser, counted: Tensor | None = None
+) -> Tensor:
+    """Reduce the losses of entries (n, ...) to (n,): their sum, or the mean of those that count.
+
+    Entries outside of `counted` (n, ...) are zero; a sample of which none counts has loss 0.
+    """
+    if values.dim() == 1:
+        return values
+    rows = values.flatten(1)
+    if per_sample == "sum":
+        return rows.sum(1)
+    if counted is None:
+        return rows.mean(1)
+    return rows.sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+
+
+def class_weights(weight: tuple[float, ...] | None, logits: Tensor, axis: int) -> Tensor | None:
+    """Return the weights (c,), one for each entry of `axis`, as a tensor that fits `logits`."""
+    if weight is None:
+        return None
+    if len(weight) != logits.shape[axis]:
+        raise SpecError(
+            f"{len(weight)} weights are given for {logits.shape[axis]} classes",
+            where="loss",
+            remedy=f"Outputs are {tuple(logits.shape)}, classes on axis {axis}.",
+        )
+    return torch.tensor(weight, dtype=logits.dtype, device=logits.device)
+
+
+def _leading(loss: Loss) -> int:
+    return 3 if is_model_loss(loss) else 2
+
+
+def _fraction(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise SpecError(f"must be from 0 to 1, not {text}")
+    return float(text)
+
+
+def _positive(text: str) -> float:
+    if not 0 < float(text) < inf:
+        raise SpecError(f"must be positive, not {text}")
+    return float(text)
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    values = tuple(map(float, text.split(",")))
+    if not all(0 <= value < inf for value in values):
+        raise SpecError(f"weights must not be negative: {text}")
+    return values
+
+
+_CONVERTERS = {Fraction: _fraction, Positive: _positive, tuple[float, ...]: _weights}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _require_one_shape(outputs: Tensor, targets: Tensor) -> None:
+    """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
+    if outputs.shape != targets.shape:
+        raise SpecError(
+            f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
+            where="loss",
+            remedy="Reshape one of them: broadcasting would mix the samples.",
+        )
+
+
+def _two_classes(outputs: Tensor) -> Tensor:
+    one = outputs.double().sigmoid()
+    return torch.stack([1 - one, one], -1)
+
+
+def _as_classes(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
+    """Entries that the data's labels ignore stay ignored."""
+    if not isinstance(targets, Tensor) or targets.shape != drawn.shape:
+        return drawn
+    return torch.where(targets == settings["ignore_index"], targets, drawn)
+
+
+def _as_tokens(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
+    """The first token has no prediction: it stays."""
+    if not isinstance(targets, Tensor):
+        return torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1)
+    return torch.cat([targets[:, :1], _as_classes(drawn, targets[:, 1:], settings)], 1)
+
+
+def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
+    return drawn.to(targets.dtype if isinstance(targets, Tensor) else torch.get_default_dtype())
+
+
+_CLASSES = Predictive(lambda outputs: outputs.double().movedim(1, -1).softmax(-1), _as_classes)
+_TOKENS = Predictive(lambda outputs: outputs[:, :-1].double().softmax(-1), _as_tokens)
+_BITS = Predictive(_two_classes, _as_floats)
+
+
+@loss("cross_entropy", _CLASSES)
+def cross_entropy(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: Fraction = NO_SMOOTHING,
+    weight: tuple[float, ...] | None = None,
+    ignore_index: int = IGNORED,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Cross-entropy of logits (n, c, ...) with classes (n, ...) or probabilities (n, c, ...).
+
+    `label_smoothing` is the share of a uniform target. `weight` multiplies the loss of each entry
+    by its class's factor. Entries of the class `ignore_index` count for nothing: `per_sample` is
+    the mean over those that count, or their sum, and 0 where none is left.
+    """
+    values = F.cross_entropy(
+        outputs,
+        targets,
+        class_weights(weight, outputs, 1),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    counted = None if targets.is_floating_point() else targets != ignore_index
+    return per_sample_loss(values, per_sample, counted)
+
+
+@loss("nll", _CLASSES)
+def nll(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    weight: tuple[float, ...] | None = None,
+    ignore_index: int = IGNORED,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Negative log-likelihood of log-probabilities (n, c, ...) with classes (n, ...).
+
+    The options are those of `cross_entropy`.
+    """
+    values = F.nll_loss(
+        outputs,
+        targets,
+        class_weights(weight, outputs, 1),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+    return per_sample_loss(values, per_sample, targets != ignore_index)
+
+
+@loss("bce_with_logits", _BITS)
+def bce_with_logits(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    pos_weight: tuple[float, ...] | None = None,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Binary cross-entropy of logits, outputs and targets of one shape (n, ...).
+
+    Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
+    for each entry of the last axis.
+    """
+    _require_one_shape(outputs, targets)
+    if outputs.dim() == 1:
+        outputs, targets = outputs[:, None], targets[:, None]
+    if pos_weight is not None and len(pos_weight) == 1:
+        pos_weight *= outputs.shape[-1]
+    factors = class_weights(pos_weight, outputs, -1)
+    values = F.binary_cross_entropy_with_logits(
+        outputs, targets, pos_weight=factors, reduction="none"
+    )
+    return per_sample_loss(values, per_sample)
+
+
+@loss("mse")
+def mse(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
+    """Squared error, outputs and targets of one shape (n, ...)."""
+    _require_one_shape(outputs, targets)
+    return per_sample_loss(F.mse_loss(outputs, targets, reduction="none"), per_sample)
+
+
+@loss("l1")
+def l1(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
+    """Absolute error, outputs and targets of one shape (n, ...)."""
+    _require_one_shape(outputs, targets)
+    return per_sample_loss(F.l1_loss(outputs, targets, reduction="none"), per_sample)
+
+
+@loss("huber")
+def huber(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    delta: Positive = ONE,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Huber's loss: e²/2 up to |e| = δ, then δ(|e| − δ/2); outputs and targets of one shape."""
+    _require_one_shape(outputs, targets)
+    values = F.huber_loss(outputs, targets, reduction="none", delta=delta)
+    return per_sample_loss(values, per_sample)
+
+
+@loss("poisson_nll")
+def poisson_nll(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    log_input: bool = True,
+    full: bool = False,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Poisson negative log-likelihood of log-rates, outputs and targets of one shape (n, ...).
+
+    With `log_input=false` outputs are the rates themselves. `full` adds Stirling's approximation of
+    log(target!), which has no gradient.
+    """
+    _require_one_shape(outputs, targets)
+    values = F.poisson_nll_loss(outputs, targets, log_input=log_input, full=full, reduction="none")
+    return per_sample_loss(values, per_sample)
+
+
+@loss("causal_lm", _TOKENS)
+def causal_lm(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: Fraction = NO_SMOOTHING,
+    weight: tuple[float, ...] | None = None,
+    ignore_index: int = IGNORED,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Next-token cross-entropy of logits (n, t, v) with the token ids (n, t) they were fed.
+
+    The logits at position t are held against token t + 1; the last logits and the first token have
+    no partner. Padding is marked by `ignore_index`. The options are those of `cross_entropy`: a
+    sample's mean is over its own counted tokens, which is not the mean over a batch's tokens.
+    """
+    if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
+        raise SpecError(
+            f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
+            where="loss causal_lm",
+            remedy="Logits must be (n, t, v) and targets (n, t), with two positions or more.",
+        )
+    return cross_entropy(
+        outputs[:, :-1].transpose(1, 2),
+        targets[:, 1:],
+        label_smoothing=label_smoothing,
+        weight=weight,
+        ignore_index=ignore_index,
+        per_sample=per_sample,
+    )
+
+
+@loss("ctc")
+def ctc(
+    outputs: Tensor,
+    targets: Any,
+    *,
+    blank: int = 0,
+    zero_infinity: bool = False,
+    per_sample: Normaliser = "sum",
+) -> Tensor:
+    """Connectionist temporal classification of logits (n, t, v), label sequences (n, s).
+
+    Graves et al. 2006. The logarithms of probabilities serve as logits too. Targets are negative
+    where a sequence has ended; or they are a tuple of labels, lengths of the outputs (n,), and
+    lengths of the labels (n,). The label of no label is `blank`. With `zero_infinity`, loss and
+    gradient are zero where the labels cannot fit into the positions. `per_sample` is the negative
+    log-likelihood ("sum"), or that over the number of labels, as torch's mean has it.
+    """
+    n, t = outputs.shape[:2]
+    if isinstance(targets, Tensor):
+        inside = targets >= 0
+        labels, label_lengths = targets.clamp(min=0), inside.sum(1)
+        lengths = torch.full((n,), t, device=outputs.device)
+    else:
+        labels, lengths, label_lengths = targets
+    values = F.ctc_loss(
+        outputs.log_softmax(-1).transpose(0, 1),
+        labels,
+        lengths,
+        label_lengths,
+        blank=blank,
+        reduction="none",
+        zero_infinity=zero_infinity,
+    )
+    return values if per_sample == "sum" else values / label_lengths.clamp(min=1)
