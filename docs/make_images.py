@@ -18,7 +18,7 @@ from rich.terminal_theme import MONOKAI
 import gradscope
 from gradscope.comparison import compare
 from gradscope.config import load
-from gradscope.report import render_comparison, render_run, render_stats
+from gradscope.report import render, render_comparison, render_run
 from gradscope.run import Job, compute, prepare
 from gradscope.stats import summarize
 
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     picture(
         folder / "stats.svg",
         "gradscope stats build/digits.h5 --top 5",
-        lambda console: render_stats(summary, console),
+        lambda console: render(summary, console),
     )
     comparison = _comparison(job)
     picture(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
-    from gradscope import derivatives
+    from gradscope import derivatives, extend
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
@@ -31,6 +31,7 @@ __all__ = [
     "compare",
     "derivatives",
     "expectation",
+    "extend",
     "model_loss",
     "norms",
     "open",
@@ -56,8 +57,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "derivatives":
-        return import_module("gradscope.derivatives")
+    if name in ("derivatives", "extend"):
+        return import_module(f"gradscope.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]

@@ -20,6 +20,7 @@ LAYERS = (
     ("engine",),
     ("scope",),
     ("comparison", "stats"),
+    ("extend",),
     ("run",),
     ("report",),
     ("cli",),

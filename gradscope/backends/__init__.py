@@ -1,6 +1,6 @@
 """The ways to get every sample's gradient."""
 
-from gradscope.backends import expand, hooks, joint, loop, vmap
+from gradscope.backends import expand, hooks, loop, vmap
 from gradscope.backends.base import (
     AUTO,
     ROWS,
@@ -22,7 +22,6 @@ __all__ = [
     "candidates",
     "expand",
     "hooks",
-    "joint",
     "loop",
     "own_loss_backends",
     "vmap",

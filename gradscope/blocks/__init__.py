@@ -5,25 +5,37 @@ dense form, squared norms, weighted sum, elementwise-square sum, dot product and
 takes a shortcut where its structure allows one. What has no shortcut falls back to dense tiles.
 """
 
-from gradscope.blocks.base import Block
-from gradscope.blocks.convolution import ConvolutionBlock
-from gradscope.blocks.dense import DenseBlock
-from gradscope.blocks.derived import ScaledBlock
-from gradscope.blocks.elementwise import MappedBlock, RandomBlock, SquaredBlock
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from gradscope.blocks.affine import CenteredBlock, KroneckerBlock, PreconditionedBlock
+from gradscope.blocks.base import Block, DenseBlock, Factors
+from gradscope.blocks.convolution import ConvolutionBlock, Geometry
+from gradscope.blocks.derived import (
+    DerivedBlock,
+    ExpectedBlock,
+    MappedBlock,
+    RandomBlock,
+    ScaledBlock,
+    SquaredBlock,
+)
 from gradscope.blocks.gradients import Evaluation, Gradients
-from gradscope.blocks.linear import CenteredBlock, KroneckerBlock, PreconditionedBlock
 from gradscope.blocks.outer import OuterBlock
-from gradscope.blocks.scatter import ScatterBlock
-from gradscope.blocks.sparse import SparseBlock
+from gradscope.blocks.scatter import ScatterBlock, SparseBlock
 from gradscope.blocks.total import TotalBlock, total
-from gradscope.blocks.windows import Geometry
+from gradscope.blocks.variants import Chosen, Tuner, unmeasured
 
 __all__ = [
     "Block",
     "CenteredBlock",
+    "Chosen",
     "ConvolutionBlock",
     "DenseBlock",
+    "DerivedBlock",
     "Evaluation",
+    "ExpectedBlock",
+    "Factors",
     "Geometry",
     "Gradients",
     "KroneckerBlock",
@@ -36,5 +48,22 @@ __all__ = [
     "SparseBlock",
     "SquaredBlock",
     "TotalBlock",
+    "Tuner",
+    "from_factors",
     "total",
+    "unmeasured",
 ]
+
+
+def from_factors(kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Block:
+    """Return the block of which these are the `Factors`.
+
+    Args:
+        kind: "outer" or "scatter".
+        tensors: By name: left (n, k, t, r) and right (n, k, t, c); or index (n, t) and
+            rows (n, t, d).
+        shape: The parameter's.
+    """
+    if kind == "scatter":
+        return ScatterBlock(tensors["index"], tensors["rows"], shape[0])
+    return OuterBlock(tensors["left"], tensors["right"], shape)

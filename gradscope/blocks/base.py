@@ -1,8 +1,11 @@
-"""What every block can do, and how it does it from dense tiles when it knows no better way."""
+"""What every block can do: from dense tiles where it knows no better way; and the dense block."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
 from math import inf, prod
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,11 +38,6 @@ def size(t: Tensor) -> Tensor:
     return found
 
 
-def row_sums(t: Tensor) -> Tensor:
-    """Return the sum of each sample's entries (n,) of a tensor (n, ...), however it lies."""
-    return t.sum(tuple(range(1, t.dim()))) if t.dim() > 1 else t
-
-
 def over_samples(factors: Tensor, like: Tensor) -> Tensor:
     """Return `factors` (n,) with trailing axes and of a dtype to multiply `like` (n, ...) by."""
     dtype = (
@@ -60,16 +58,34 @@ def p_norms(rows: Tensor, p: float) -> Tensor:
     return by * (sizes / by.unsqueeze(1)).pow(p).sum(1).pow(1 / p)
 
 
+class Factors(NamedTuple):
+    """What a block can be put together from again, by `from_factors`.
+
+    Attributes:
+        kind: "outer": left (n, k, t, r) and right (n, k, t, c); "scatter": index (n, t) int64 and
+            rows (n, t, d).
+        tensors: By name, in this order.
+        shape: The parameter's.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    shape: tuple[int, ...]
+
+
 class Block(ABC):
     """The per-sample gradients (n, *shape) of one parameter.
 
-    Blocks are immutable: every operation returns a new block or a tensor.
+    Blocks are immutable: every operation returns a new block or a tensor. What an operation means
+    is said here; a kind of block overrides those that its structure makes cheaper.
 
     Attributes:
-        representation: The word the result file uses for this structure.
+        kind: Of its `factors`, or None where it has none.
+        has_shortcuts: Whether norms and sums are cheaper than the dense form.
     """
 
-    representation = "dense"
+    kind: ClassVar[str | None] = None
+    has_shortcuts: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -90,6 +106,33 @@ class Block(ABC):
     @abstractmethod
     def device(self) -> torch.device:
         """Where the block's tensors are."""
+
+    @property
+    def held(self) -> Tensor | None:
+        """The dense form (n, *shape) where it is in memory already; else None."""
+        return None
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether `squared_sum` forms no dense gradient."""
+        return False
+
+    @property
+    def factored_size(self) -> int | None:
+        """The entries of a sample's factors, found without making them; None if there are none."""
+        return None
+
+    def factors(self) -> Factors | None:
+        """Return the factors of a block that has some, else None."""
+        return None
+
+    def terms(self) -> "tuple[Block, ...]":
+        """Return the blocks that the block is the sum of: itself, unless it is a sum."""
+        return (self,)
+
+    def cross(self, other: "Block") -> Tensor | None:
+        """Return Re⟨gᵢ, hᵢ⟩ (n,) with another block's rows where there is a shortcut, else None."""
+        return None
 
     @abstractmethod
     def dense(self, out: Tensor | None = None) -> Tensor:
@@ -113,14 +156,10 @@ class Block(ABC):
 
     def reshape(self, shape: tuple[int, ...]) -> "Block":
         """Return the same numbers in the same order, for a parameter of another shape."""
-        from gradscope.blocks.dense import DenseBlock
-
         return DenseBlock(self.dense().reshape(self.n, *shape))
 
     def transpose(self, axis0: int, axis1: int) -> "Block":
         """Swap two axes of the parameter, counted without the sample axis."""
-        from gradscope.blocks.dense import DenseBlock
-
         moved = [axis % max(len(self.shape), 1) + 1 for axis in (axis0, axis1)]
         return DenseBlock(self.dense().transpose(*moved))
 
@@ -131,7 +170,8 @@ class Block(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""
-        return torch.cat([row_sums(squares(precise(t))) for _, t in self.tiles()])
+        found = (squares(precise(t)) for _, t in self.tiles())
+        return torch.cat([t.sum(tuple(range(1, t.dim()))) if t.dim() > 1 else t for t in found])
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,), p > 0; the largest magnitude for p = inf."""
@@ -156,16 +196,23 @@ class Block(ABC):
             weights: w (n,), all 1 when none are given.
             for_squares: u (n,), likewise.
         """
+        if self.sums_squares:
+            return self.weighted_sum(weights), self.squared_sum(for_squares)
         dtype = precise(torch.empty(0, dtype=self.dtype)).dtype
         first = torch.zeros(self.shape, dtype=dtype, device=self.device)
         second = torch.zeros_like(first.real if dtype.is_complex else first)
         for part, tile in self.tiles():
             values = precise(tile)
-            if _long(values):
-                _add_rows(first, second, values, weights, for_squares, part)
-            else:
+            length = values[0].numel() * values.element_size()
+            if values.device.type != "cpu" or values.is_complex() or length < _LONG_ROW:
                 first += _summed(values, weights, part)
                 second += _summed(squares(values), for_squares, part)
+                continue
+            ones = [1.0] * len(values)  # long rows, one by one: each is read once
+            w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
+            for row, a, b in zip(values, w, u, strict=True):
+                first.add_(row, alpha=a)
+                second.addcmul_(row, row, value=b)
         return first, second
 
     def dot(self, vector: Tensor) -> Tensor:
@@ -198,14 +245,11 @@ class Block(ABC):
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n), the second factor conjugated when complex."""
-        return torch.cat(
-            [
-                torch.cat(
-                    [as_rows(precise(a)) @ as_rows(precise(b)).mH for _, b in self.tiles()], 1
-                )
-                for _, a in self.tiles()
-            ]
-        )
+        rows = []
+        for _, a in self.tiles():
+            left = as_rows(precise(a))
+            rows.append(torch.cat([left @ as_rows(precise(b)).mH for _, b in self.tiles()], 1))
+        return torch.cat(rows)
 
     def bound(self) -> Tensor:
         """Return a number (0-d) that no ‖gᵢ‖ exceeds, found cheaply; infinite if there is none."""
@@ -224,6 +268,7 @@ class Block(ABC):
         return torch.cat([as_rows(t).isfinite().all(1) for _, t in self.tiles()])
 
     def _reduced(self, fn: Callable[[Tensor], Tensor], weights: Tensor | None) -> Tensor:
+        """Return Σᵢ wᵢ fn(gᵢ) (*shape), tile by tile."""
         result: Tensor | None = None
         for part, tile in self.tiles():
             found = _summed(fn(tile), weights, part)
@@ -239,30 +284,93 @@ class Block(ABC):
             yield slice(self.n * k // count, self.n * (k + 1) // count)
 
 
-def _long(values: Tensor) -> bool:
-    """Whether rows are so long that adding them one by one costs least: each is read once."""
-    row = values[0].numel() * values.element_size()
-    return values.device.type == "cpu" and not values.is_complex() and row >= _LONG_ROW
-
-
-def _add_rows(
-    first: Tensor,
-    second: Tensor,
-    values: Tensor,
-    weights: Tensor | None,
-    for_squares: Tensor | None,
-    part: slice,
-) -> None:
-    """Add Σᵢ wᵢ vᵢ and Σᵢ uᵢ vᵢ² of the samples `part`, one by one, in place."""
-    ones = [1.0] * len(values)
-    w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
-    for row, a, b in zip(values, w, u, strict=True):
-        first.add_(row, alpha=a)
-        second.addcmul_(row, row, value=b)
-
-
 def _summed(values: Tensor, weights: Tensor | None, part: slice) -> Tensor:
     """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 when none are given."""
     if weights is None:
         return values.sum(0)
     return (values * over_samples(weights[part], values)).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorBlock(Block):
+    """A block of tensors (n, ...), which are its first fields.
+
+    Attributes:
+        numbers: Names of the fields whose product is the gradient.
+        places: Names of those that say where it goes.
+    """
+
+    numbers: ClassVar[tuple[str, ...]]
+    places: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def n(self) -> int:
+        return len(getattr(self, self.numbers[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        first, *others = (getattr(self, name).dtype for name in self.numbers)
+        found: torch.dtype = reduce(torch.promote_types, others, first)
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = getattr(self, self.numbers[0]).device
+        return found
+
+    def select(self, rows: slice | Tensor) -> Self:
+        return replace(
+            self, **{name: getattr(self, name)[rows] for name in (*self.numbers, *self.places)}
+        )
+
+    def to(self, dtype: torch.dtype) -> Self:
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in self.numbers})
+
+    def scale(self, factors: Tensor) -> Self:
+        *_, last = self.numbers
+        values = getattr(self, last)
+        return replace(self, **{last: values * over_samples(factors, values)})
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBlock(TensorBlock):
+    """Gradients without structure, held as they are.
+
+    Attributes:
+        values: (n, *shape).
+    """
+
+    values: Tensor
+    numbers = ("values",)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    @property
+    def held(self) -> Tensor:
+        return self.values
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        return self.values if out is None else out.copy_(self.values)
+
+    def select(self, rows: slice | Tensor) -> "DenseBlock":
+        return DenseBlock(self.values[rows])
+
+    def scale(self, factors: Tensor) -> "DenseBlock":
+        return DenseBlock(self.values * over_samples(factors, self.values))
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        yield slice(0, self.n), slice(0, prod(self.shape)), as_rows(self.values)
+
+    def bound(self) -> Tensor:
+        return size(self.values)
+
+    def squared_norms(self) -> Tensor:
+        return as_rows(squares(precise(self.values))).sum(1)
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        values = precise(self.values)
+        if weights is None:
+            return values.sum(0)
+        return (weights.to(values.dtype) @ as_rows(values)).reshape(self.shape)

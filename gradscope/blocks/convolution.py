@@ -1,9 +1,9 @@
 """Gradients of convolution kernels, kept as the input and the output gradient.
 
 Summed over samples they are what the ordinary backward kernel computes, so a weighted sum is one
-call of it. Sample by sample there are three exact ways: the patches of the input as the factor of
-an outer product, the backward kernel for each sample, or that kernel once with the samples as
-groups of channels. Which is the fastest depends on the sizes and the machine (`ways`).
+call of it. Sample by sample there are three exact variants: the patches of the input as the factor
+of an outer product, the backward kernel for each sample, or that kernel once with the samples as
+groups of channels. Which is the fastest depends on the sizes and the machine.
 """
 
 from collections.abc import Iterator
@@ -12,21 +12,63 @@ from functools import cached_property
 from math import prod
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks.base import PIECE_BYTES, TILE_BYTES, Block, over_samples, precise, size
-from gradscope.blocks.dense import DenseBlock
+from gradscope.blocks.base import (
+    PIECE_BYTES,
+    TILE_BYTES,
+    Block,
+    DenseBlock,
+    Factors,
+    TensorBlock,
+    precise,
+    size,
+)
 from gradscope.blocks.outer import KEPT, OuterBlock
-from gradscope.blocks.products import seconds
-from gradscope.blocks.ways import Way, fastest
-from gradscope.blocks.windows import Geometry, windows_of
+from gradscope.blocks.variants import Variant, fastest, seconds
 
 _PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
 _FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution walks; one number for each spatial axis."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int
+    transposed: bool
+
+    def windows(
+        self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]
+    ) -> Tensor:
+        """Return the window at each position (N, c·kernel, positions) of (N, c, *space)."""
+        walk = (self.stride, self.dilation, self.padding)
+        pads: list[int] = []
+        for length, count, width, step, spread, pad in zip(
+            values.shape[2:], positions, kernel, *walk, strict=True
+        ):
+            reach = (count - 1) * step + (width - 1) * spread + 1
+            pads[:0] = [pad, max(0, reach - length - pad)]
+        padded = F.pad(values, pads) if any(pads) else values
+        lead, axes = padded.stride()[:2], padded.stride()[2:]
+        inside = (a * d for a, d in zip(axes, self.dilation, strict=True))
+        across = (a * s for a, s in zip(axes, self.stride, strict=True))
+        windows = padded.as_strided(
+            (*padded.shape[:2], *kernel, *positions),
+            (*lead, *inside, *across),
+            padded.storage_offset(),
+        )
+        d = len(kernel)
+        return windows.flatten(2 + d).flatten(1, 1 + d)
+
+
 @dataclass(frozen=True, eq=False)
-class ConvolutionBlock(Block):
+class ConvolutionBlock(TensorBlock):
     """The kernel's gradient of a (transposed) convolution.
 
     Attributes:
@@ -40,43 +82,51 @@ class ConvolutionBlock(Block):
     gradients: Tensor
     parameter_shape: tuple[int, ...]
     geometry: Geometry
-
-    @property
-    def n(self) -> int:
-        """The number of samples."""
-        return int(self.inputs.shape[0])
+    numbers = ("inputs", "gradients")
+    kind = "outer"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The kernel's shape."""
         return self.parameter_shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the product."""
-        return torch.promote_types(self.inputs.dtype, self.gradients.dtype)
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes (groups, t, r, c) of the block as an outer product."""
+        rows, columns, *kernel = self.shape
+        small = self.inputs if self.geometry.transposed else self.gradients
+        groups = self.geometry.groups
+        return (
+            groups,
+            prod(small.shape[3:]) * small.shape[1],
+            rows // groups,
+            columns * prod(kernel),
+        )
 
     @property
-    def device(self) -> torch.device:
-        """Where the factors are."""
-        return self.inputs.device
+    def factored_size(self) -> int:
+        k, t, r, c = self.sizes
+        return k * t * (r + c)
+
+    def factors(self) -> Factors:
+        return self.outer.factors()
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape)."""
         k, t, r, c = self.sizes
         item = self.dtype.itemsize
         flops, patches = 2.0 * self.n * k * t * r * c, 2.0 * self.n * k * t * c * item
         # Factors are measured: the grouped kernel is bad on small maps and with few channels.
         product = seconds(flops / 2, patches / 2, self.n / 4)
-        ways = {
-            "patches": Way(product, lambda: self._from_patches(out)),
-            "a kernel a sample": Way(seconds(flops, 0, 2.0 * self.n), lambda: self._each(out)),
+        each = seconds(flops, 0, 2.0 * self.n)
+        variants = {
+            "patches": Variant(product, lambda: self._from_patches(out)),
+            "a kernel a sample": Variant(each, lambda: self._each(out)),
         }
         if self.inputs.shape[1] == 1:
             slower = 0.3 * (1 + 4 * (50 / t) ** 2) * (1 + 10 / self.shape[1])
-            ways["grouped kernel"] = Way(seconds(slower * flops, 0, 2), lambda: self._grouped(out))
+            grouped = seconds(slower * flops, 0, 2)
+            variants["grouped kernel"] = Variant(grouped, lambda: self._grouped(out))
         shape = "x".join(map(str, self.shape))
-        return fastest(f"gradients of a kernel {shape}, t={t}", self.n, self.inputs, ways)
+        return fastest(f"gradients of a kernel {shape}, t={t}", self.n, self.inputs, variants)
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
@@ -134,39 +184,24 @@ class ConvolutionBlock(Block):
         large = self.n * k * r * c * self.dtype.itemsize > PIECE_BYTES
         yield from self.outer.pieces() if large and t <= r else super().pieces()
 
-    def select(self, rows: slice | Tensor) -> "ConvolutionBlock":
-        """Return the samples `rows`."""
-        return replace(self, inputs=self.inputs[rows], gradients=self.gradients[rows])
-
-    def scale(self, factors: Tensor) -> "ConvolutionBlock":
-        """Multiply sample i by `factors[i]`."""
-        return replace(self, gradients=self.gradients * over_samples(factors, self.gradients))
-
-    def to(self, dtype: torch.dtype) -> "ConvolutionBlock":
-        """Cast the factors."""
-        return replace(self, inputs=self.inputs.to(dtype), gradients=self.gradients.to(dtype))
-
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), by the Gram matrices of patches where these are smaller."""
         k, t, r, c = self.sizes
         item, work = self.dtype.itemsize, 2.0 * self.n * k * t
-        ways = {"dense": Way(seconds(work * r * c, 4.0 * self.n * k * r * c), self._by_tiles)}
+        tiles = seconds(work * r * c, 4.0 * self.n * k * r * c)
+        variants = {"dense": Variant(tiles, super().squared_norms)}
         if t * t < r * c:  # or else the Gram matrices are larger than the gradients
             patches = 2.0 * self.n * k * t * c * item
             ghost = seconds(0.6 * work * t * (r + c), patches / 2, 6)
-            ways["gram of patches"] = Way(ghost, lambda: self.outer.ghost_norms())
+            variants["gram of patches"] = Variant(ghost, lambda: self.outer.ghost_norms())
         shape = "x".join(map(str, self.shape))
-        return fastest(f"norms of a kernel {shape}, t={t}", self.n, self.inputs, ways)
-
-    def _by_tiles(self) -> Tensor:
-        return super().squared_norms()
+        return fastest(f"norms of a kernel {shape}, t={t}", self.n, self.inputs, variants)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape): one backward kernel for all samples."""
         block = self if weights is None else self.scale(weights)
         gradients, inputs = (
-            precise(t).to(precise_dtype(self.dtype)).flatten(0, 1)
-            for t in (block.gradients, block.inputs)
+            precise(t.to(self.dtype)).flatten(0, 1) for t in (block.gradients, block.inputs)
         )
         return self._kernel(gradients, inputs, self.geometry, self.shape)
 
@@ -190,7 +225,6 @@ class ConvolutionBlock(Block):
         return DenseBlock(self.dense()) if anyway or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
-        """Return ‖gᵢ‖ₚ (n,)."""
         return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
@@ -199,26 +233,13 @@ class ConvolutionBlock(Block):
             return self.outer.two_sided(left, right)
         return super().two_sided(left, right)
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes (groups, t, r, c) of the block as an outer product."""
-        rows, columns, *kernel = self.shape
-        small = self.inputs if self.geometry.transposed else self.gradients
-        groups = self.geometry.groups
-        return (
-            groups,
-            prod(small.shape[3:]) * small.shape[1],
-            rows // groups,
-            columns * prod(kernel),
-        )
-
     @cached_property
     def outer(self) -> OuterBlock:
         """The block as outer products of output gradients and input patches."""
         pair = (self.gradients, self.inputs)
         small, large = reversed(pair) if self.geometry.transposed else pair
         positions, kernel = tuple(small.shape[3:]), self.shape[2:]
-        windows = windows_of(large.flatten(0, 1), positions, kernel, self.geometry)
+        windows = self.geometry.windows(large.flatten(0, 1), positions, kernel)
         left = self._positions(small.flatten(3))
         right = self._positions(windows.unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
         return OuterBlock(left, right, self.shape)
@@ -261,8 +282,3 @@ class ConvolutionBlock(Block):
         if frames == 1:
             return grouped.squeeze(1).mT  # a view: positions stay together in memory
         return grouped.permute(0, 2, 1, 4, 3).flatten(2, 3)
-
-
-def precise_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums of `dtype` are taken in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscope.blocks.base import Block
 
-_FORMED = 2**28  # bytes of dense gradients that are kept at a time, over all parameters
+FORMED_BYTES = 2**28  # bytes of dense gradients that are kept at a time, over all parameters
 
 
 class Gradients(Mapping[str, Block]):
@@ -33,6 +33,7 @@ class Gradients(Mapping[str, Block]):
         self.index = index
         self._powers = powers
         self._sums: dict[tuple[str, int], Tensor] = {}
+        self._squared: dict[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Block:
         return self._blocks[name]
@@ -48,10 +49,12 @@ class Gradients(Mapping[str, Block]):
         """The number of samples."""
         return next(iter(self._blocks.values())).n
 
-    @cached_property
+    @property
     def squared_norms(self) -> dict[str, Tensor]:
         """‖gᵢ‖² (n,) for each parameter, computed once."""
-        return {name: block.squared_norms() for name, block in self.items()}
+        if self._squared is None:
+            self._squared = {name: block.squared_norms() for name, block in self.items()}
+        return self._squared
 
     @cached_property
     def norms(self) -> Tensor:
@@ -61,7 +64,7 @@ class Gradients(Mapping[str, Block]):
     @property
     def norms_known(self) -> bool:
         """Whether something has asked for the norms already."""
-        return "squared_norms" in vars(self)
+        return self._squared is not None
 
     def formed(self, anyway: bool = False) -> "Gradients":
         """Return the same gradients in the form that suits norms and then a weighted sum best.
@@ -71,13 +74,13 @@ class Gradients(Mapping[str, Block]):
         """
         if self.norms_known:
             return self
-        left, blocks = _FORMED, {}
+        left, blocks = FORMED_BYTES, {}
         for name, block in self.items():
             size = block.n * prod(block.shape) * block.dtype.itemsize
             blocks[name] = block.formed(anyway) if size <= left else block
             left -= size if blocks[name] is not block else 0
         found = self.of(blocks)
-        vars(self)["squared_norms"] = found.squared_norms
+        self._squared = found.squared_norms
         return found
 
     def bounded(self) -> bool:
@@ -86,13 +89,9 @@ class Gradients(Mapping[str, Block]):
         return bool((bounds < torch.finfo(torch.float32).max).all())
 
     def power_sum(self, name: str, power: int) -> Tensor:
-        """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a parameter, in the gradients' own precision.
+        """Return Σᵢ gᵢ (power 1) or Σᵢ |gᵢ|² (2), (*shape), in the gradients' own precision.
 
         Where both will be asked for, they are taken in one pass.
-
-        Args:
-            name: Of the parameter.
-            power: 1 or 2.
         """
         found = self._sums.pop((name, power), None)  # asked for once: it need not be kept
         if found is not None:

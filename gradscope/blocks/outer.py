@@ -17,16 +17,26 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
-from gradscope.blocks.dense import DenseBlock
-from gradscope.blocks.products import contracted, ghost, seconds, separate
-from gradscope.blocks.ways import Way, fastest
+from gradscope.blocks.base import (
+    TILE_BYTES,
+    Block,
+    DenseBlock,
+    Factors,
+    TensorBlock,
+    over_samples,
+    p_norms,
+    precise,
+    size,
+    squares,
+)
+from gradscope.blocks.products import contracted, ghost, separate
+from gradscope.blocks.variants import Variant, fastest, seconds
 
 KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms to their sum
 
 
 @dataclass(frozen=True, eq=False)
-class OuterBlock(Block):
+class OuterBlock(TensorBlock):
     """A sum of outer products over positions.
 
     Attributes:
@@ -38,7 +48,9 @@ class OuterBlock(Block):
     left: Tensor
     right: Tensor
     parameter_shape: tuple[int, ...]
-    representation = "factored"
+    numbers = ("left", "right")
+    kind = "outer"
+    has_shortcuts = True
 
     @classmethod
     def matrix(cls, left: Tensor, right: Tensor) -> "OuterBlock":
@@ -46,30 +58,25 @@ class OuterBlock(Block):
         return cls(left.unsqueeze(1), right.unsqueeze(1), (left.shape[-1], right.shape[-1]))
 
     @property
-    def n(self) -> int:
-        """The number of samples."""
-        return int(self.left.shape[0])
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's shape."""
         return self.parameter_shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the product."""
-        return torch.promote_types(self.left.dtype, self.right.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the factors are."""
-        return self.left.device
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """The sizes (k, t, r, c)."""
         _, k, t, r = self.left.shape
         return k, t, r, int(self.right.shape[-1])
+
+    @property
+    def sums_squares(self) -> bool:
+        return self.left.shape[2] == 1
+
+    @property
+    def factored_size(self) -> int:
+        return prod(self.left.shape[1:]) + prod(self.right.shape[1:])
+
+    def factors(self) -> Factors:
+        return Factors("outer", {"left": self.left, "right": self.right}, self.shape)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape), one matrix product a sample and group."""
@@ -86,7 +93,6 @@ class OuterBlock(Block):
         return dense if out is None or direct else out.copy_(dense)
 
     def select(self, rows: slice | Tensor) -> "OuterBlock":
-        """Return the samples `rows`."""
         return OuterBlock(self.left[rows], self.right[rows], self.shape)
 
     def scale(self, factors: Tensor) -> "OuterBlock":
@@ -96,12 +102,7 @@ class OuterBlock(Block):
             return OuterBlock(self.left * over_samples(factors, self.left), self.right, self.shape)
         return OuterBlock(self.left, self.right * over_samples(factors, self.right), self.shape)
 
-    def to(self, dtype: torch.dtype) -> "OuterBlock":
-        """Cast the factors."""
-        return OuterBlock(self.left.to(dtype), self.right.to(dtype), self.shape)
-
     def reshape(self, shape: tuple[int, ...]) -> "OuterBlock":
-        """Return the same numbers for a parameter of another shape."""
         return OuterBlock(self.left, self.right, shape)
 
     def transpose(self, axis0: int, axis1: int) -> Block:
@@ -112,32 +113,24 @@ class OuterBlock(Block):
         return super().transpose(axis0, axis1)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,), by the Gram matrices over positions where these are smaller.
-
-        ‖Σₜ bₜ⊗aₜ‖² = Σₜₛ (bₜ·bₛ)(aₜ·aₛ) (Li et al. 2021, arXiv:2110.05679, "ghost norms").
-        """
+        """Return ‖gᵢ‖² (n,), by the Gram matrices over positions where these are smaller."""
         k, t, r, c = self.sizes
         left, right = precise(self.left), precise(self.right)
         if t == 1:
             return (squares(left).sum((2, 3)) * squares(right).sum((2, 3))).sum(1)
         work = 2.0 * self.n * k * t
-        return fastest(
-            f"norms {r}x{c}, t={t}",
-            self.n,
-            left,
-            {
-                "gram": Way(seconds(0.6 * work * t * (r + c), 0, 6), self.ghost_norms),
-                "dense": Way(seconds(work * r * c, 8.0 * self.n * k * r * c), self._by_tiles),
-            },
-        )
+        variants = {
+            "gram": Variant(seconds(0.6 * work * t * (r + c), 0, 6), self.ghost_norms),
+            "dense": Variant(
+                seconds(work * r * c, 8.0 * self.n * k * r * c), super().squared_norms
+            ),
+        }
+        return fastest(f"norms {r}x{c}, t={t}", self.n, left, variants)
 
     def ghost_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,) by the Gram matrices over positions."""
         left, right = (precise(f).flatten(0, 1) for f in (self.left, self.right))
         return ghost(left, right).view(self.n, -1).sum(1).clamp_min(0.0)
-
-    def _by_tiles(self) -> Tensor:
-        return super().squared_norms()
 
     def formed(self, anyway: bool = False) -> Block:
         """Return the dense block where it stays near the caches and is cheaper than two shortcuts.
@@ -166,32 +159,22 @@ class OuterBlock(Block):
         return contracted(precise(block.left), precise(block.right)).reshape(self.shape)
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ |gᵢ|² (*shape).
+        """Return Σᵢ wᵢ |gᵢ|² (*shape), with one position Σᵢ wᵢ b²⊗a².
 
-        With one position this is Σᵢ wᵢ b²⊗a²; with several, the sum over positions comes before
-        the square, so there is no shortcut and dense tiles are used.
+        With several, the sum over positions comes before the square: dense tiles are used.
         """
-        if self.sizes[1] > 1:
+        if not self.sums_squares:
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
         if weights is not None:
             left = left * over_samples(weights, left)
         return contracted(left, right).reshape(self.shape)
 
-    def sums(
-        self, weights: Tensor | None = None, for_squares: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|² (*shape); with one position no gradient is formed."""
-        if self.sizes[1] > 1:
-            return super().sums(weights, for_squares)
-        return self.weighted_sum(weights), self.squared_sum(for_squares)
-
     def bound(self) -> Tensor:
         """Return the product of the factors' norms (Cauchy and Schwarz)."""
         return size(self.left) * size(self.right)
 
     def dot(self, vector: Tensor) -> Tensor:
-        """Return ⟨gᵢ, v⟩ (n,)."""
         k, _, r, c = self.sizes
         matrix = precise(vector.conj()).reshape(k, r, c)
         return (torch.matmul(precise(self.left), matrix) * precise(self.right)).sum((1, 2, 3))
@@ -223,8 +206,3 @@ class OuterBlock(Block):
             return super().gram()
         left, right = (precise(f)[:, :, 0].transpose(0, 1) for f in (self.left, self.right))
         return ((left @ left.mH) * (right @ right.mH)).sum(0)
-
-    @property
-    def factored_size(self) -> int:
-        """The number of stored entries a sample, to be compared with the product of `shape`."""
-        return prod(self.left.shape[1:]) + prod(self.right.shape[1:])

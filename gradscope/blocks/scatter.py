@@ -1,21 +1,29 @@
-"""Gradients that touch few rows of a table: embeddings.
-
-gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :].
-"""
+"""Gradients that touch few entries: rows of a table (embeddings), or single entries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import TILE_BYTES, Block, over_samples, p_norms, precise, size, squares
+from gradscope.blocks.base import (
+    TILE_BYTES,
+    Block,
+    Factors,
+    TensorBlock,
+    over_samples,
+    p_norms,
+    precise,
+    size,
+    squares,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class ScatterBlock(Block):
-    """Rows to be added into a table (v, d).
+class ScatterBlock(TensorBlock):
+    """Rows added into a table (v, d): gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :].
 
     Attributes:
         index: (n, t) int64, which row of the table.
@@ -26,30 +34,39 @@ class ScatterBlock(Block):
     index: Tensor
     rows: Tensor
     size: int
-    representation = "factored"
-
-    @property
-    def n(self) -> int:
-        """The number of samples."""
-        return int(self.index.shape[0])
+    numbers, places = ("rows",), ("index",)
+    kind = "scatter"
+    has_shortcuts = True
+    sums_squares = True
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The table's shape (v, d)."""
         return (self.size, int(self.rows.shape[-1]))
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
-        return self.rows.dtype
+    def factored_size(self) -> int:
+        return prod(self.index.shape[1:]) + prod(self.rows.shape[1:])
 
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        return self.rows.device
+    def factors(self) -> Factors:
+        return Factors("scatter", {"index": self.index, "rows": self.rows}, self.shape)
+
+    def cross(self, other: Block) -> Tensor | None:
+        """Return Re⟨gᵢ, hᵢ⟩ (n,) with one group of outer products of the table's own shape.
+
+        A tied embedding is a scatter plus an outer product: the scatter's row x meets the entry
+        left[x] · right, so nothing of the table's size is formed.
+        """
+        factors = other.factors() if other.kind == "outer" else None
+        if factors is None:
+            return None
+        left, right = (precise(f) for f in factors.tensors.values())  # (n, k, t, v), (n, k, t, d)
+        if left.shape[1] != 1 or (left.shape[3], right.shape[3]) != self.shape:
+            return None
+        index = self.index.unsqueeze(1).expand(-1, left.shape[2], -1)  # (n, t, s)
+        met = torch.gather(left[:, 0], 2, index)  # left's entry at each scattered row
+        return (met * (right[:, 0] @ precise(self.rows).mH)).sum((1, 2)).real
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, v, d)."""
         direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
         if direct and out is not None:
             table = out.zero_()
@@ -65,18 +82,6 @@ class ScatterBlock(Block):
         else:
             super().add_to(out)
 
-    def select(self, rows: slice | Tensor) -> "ScatterBlock":
-        """Return the samples `rows`."""
-        return ScatterBlock(self.index[rows], self.rows[rows], self.size)
-
-    def scale(self, factors: Tensor) -> "ScatterBlock":
-        """Multiply sample i by `factors[i]`."""
-        return ScatterBlock(self.index, self.rows * over_samples(factors, self.rows), self.size)
-
-    def to(self, dtype: torch.dtype) -> "ScatterBlock":
-        """Cast the rows."""
-        return ScatterBlock(self.index, self.rows.to(dtype), self.size)
-
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,): rows that meet in one table row are added before the square."""
         samples, _, merged = self.merged
@@ -89,33 +94,24 @@ class ScatterBlock(Block):
             return super().norms(p)
         samples, _, merged = self.merged
         each = p_norms(merged, p)  # (m,), of rows that are laid side by side, one a column:
-        place = torch.arange(len(samples), device=self.device) - torch.searchsorted(
-            samples, samples
-        )
+        first = torch.searchsorted(samples, samples)
+        place = torch.arange(len(samples), device=self.device) - first
         width = int(place.max()) + 1 if len(place) else 0
         table = torch.zeros(self.n, width, dtype=each.dtype, device=self.device)
         return p_norms(table.index_put_((samples, place), each), p)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ gᵢ (v, d)."""
         rows = precise(self.rows)
         if weights is not None:
             rows = rows * over_samples(weights, rows)
         return _added(self.size, self.index.flatten(), rows.flatten(0, 1))
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ |gᵢ|² (v, d)."""
         samples, index, merged = self.merged
         values = squares(merged)
         if weights is not None:
             values = values * over_samples(weights[samples], values)
         return _added(self.size, index, values)
-
-    def sums(
-        self, weights: Tensor | None = None, for_squares: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|², both (v, d)."""
-        return self.weighted_sum(weights), self.squared_sum(for_squares)
 
     def bound(self) -> Tensor:
         """Return √t times the norm of all rows: at most t of them meet."""
@@ -123,7 +119,6 @@ class ScatterBlock(Block):
         return size(self.rows) * most
 
     def dot(self, vector: Tensor) -> Tensor:
-        """Return ⟨gᵢ, v⟩ (n,) for `vector` (v, d)."""
         return (precise(vector.conj())[self.index] * precise(self.rows)).sum((1, 2))
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -164,3 +159,48 @@ def _added(size: int, index: Tensor, rows: Tensor) -> Tensor:
     """Return a table (size, d) of zeros with `rows` (m, d) added at `index` (m,)."""
     table = torch.zeros(size, rows.shape[-1], dtype=rows.dtype, device=rows.device)
     return table.index_add_(0, index, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseBlock(TensorBlock):
+    """gᵢ has values[i, s] at the places index[i, s], and zeros elsewhere.
+
+    Attributes:
+        index: (n, s) int64 into the flattened parameter; no place twice in a sample, but for
+            padding, whose value is 0.
+        values: (n, s).
+        parameter_shape: The parameter's shape.
+    """
+
+    index: Tensor
+    values: Tensor
+    parameter_shape: tuple[int, ...]
+    numbers, places = ("values",), ("index",)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter_shape
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        table = self.values.new_zeros(self.n, prod(self.shape))
+        dense = table.scatter_add_(1, self.index, self.values).view(self.n, *self.shape)
+        return dense if out is None else out.copy_(dense)
+
+    def squared_norms(self) -> Tensor:
+        return squares(precise(self.values)).sum(1)
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        return self._added(precise(self.values), weights)
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        return self._added(squares(precise(self.values)), weights)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        return (precise(self.values) * precise(vector.conj()).flatten()[self.index]).sum(1)
+
+    def _added(self, values: Tensor, weights: Tensor | None) -> Tensor:
+        """Return Σᵢ wᵢ of the values (n, s) at their places (*shape)."""
+        if weights is not None:
+            values = values * over_samples(weights, values)
+        table = values.new_zeros(prod(self.shape))
+        return table.index_add_(0, self.index.flatten(), values.flatten()).view(self.shape)

@@ -2,24 +2,23 @@
 
 import sys
 
-from gradscope.cli import stopping
-from gradscope.core import streams
+from gradscope.core import stops, streams
 from gradscope.core.libc import keep_pages
 
 
 def main() -> None:
-    """Be the process `gradscope`, and exit with the code of DESIGN's table.
+    """Be the process `gradscope`, and exit with the code of the command.
 
     Within another program, `gradscope.cli.app.run` leaves the process as it was.
     """
     streams.open_standard_ones()
-    stopping.at_once()
-    stopping.ignored_at_the_end()
+    stops.at_once()
+    stops.ignored_at_the_end()
     keep_pages()
     from gradscope.cli.app import execute
 
     code = execute()
-    stopping.finished(code)
+    stops.finished(code)
     sys.exit(code)
 
 

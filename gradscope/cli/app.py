@@ -1,16 +1,19 @@
-"""The application and its commands.
+"""The application, its commands, and what becomes of whatever they raise.
 
 Nothing heavy is imported here or in the modules of the commands: `gradscope --help` answers
 without torch.
 """
 
-from typing import Annotated
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
-from gradscope.cli import stopping
 from gradscope.cli.check import check
-from gradscope.cli.command import Command, show, show_stop
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
 from gradscope.cli.export import export
@@ -18,9 +21,28 @@ from gradscope.cli.init import init
 from gradscope.cli.listing import list_
 from gradscope.cli.merge import merge
 from gradscope.cli.stats import stats
-from gradscope.cli.streams import written
+from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped
 from gradscope.errors import GradscopeError
+
+
+class Command(TyperCommand):
+    """Keeps stdout for results, and makes one message and an exit code of every error."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            typer.Exit: It failed, and that has been told.
+        """
+        with streams.kept(), _no_silent_exit():
+            try:
+                return super().invoke(ctx)
+            except typer.Exit:
+                raise
+            except BaseException as error:
+                raise typer.Exit(_code(error)) from error
+
 
 app = typer.Typer(
     name="gradscope",
@@ -29,35 +51,77 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=Command)(init)
-app.command(cls=Command)(check)
-app.command(cls=Command)(compute)
-app.command(cls=Command)(merge)
-app.command(cls=Command)(compare)
-app.command(cls=Command)(stats)
-app.command(cls=Command)(export)
+for command in (init, check, compute, merge, compare, stats, export):
+    app.command(cls=Command)(command)
 app.command("list", cls=Command)(list_)
 
 
 def execute() -> int:
-    """Run the command line, and return the exit code of DESIGN's table."""
+    """Run the command line, and return its exit code."""
     try:
-        with written():
+        with streams.written():
             app(prog_name="gradscope")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except GradscopeError as error:
-        return show(error)
+        return show_error(error)
     except Stopped as stop:
-        return show_stop(stop)
+        return _show_stop(stop)
     return 0
 
 
 def run() -> int:
     """Run the command line within another program, which finds its signals handled as before."""
-    with stopping.restored():
-        stopping.at_once()
+    with stops.restored():
+        stops.at_once()
         return execute()
+
+
+def show_error(error: GradscopeError) -> int:
+    """Print an error on stderr, and return its exit code."""
+    from gradscope.report import console, render_error
+
+    render_error(error, console(stderr=True))
+    return error.exit_code
+
+
+def _show_stop(stop: Stopped) -> int:
+    """Say that a signal came, and return the exit code for it."""
+    typer.echo(stop.word or "stopped", file=streams.err())
+    return 128 + stop.number
+
+
+def _code(error: BaseException) -> int:
+    """Tell what was raised, and return the exit code; what is a bug of ours is raised again."""
+    stop = Stopped(signal.SIGINT) if stops.is_stop(error) else None
+    stop = stops.stop_behind(error) or stop
+    if stop is not None:
+        return _show_stop(stop)
+    if isinstance(error, GradscopeError):
+        return show_error(error)
+    from gradscope.sources.code import blamed
+
+    found = blamed(error)
+    if found is None:
+        raise error
+    return show_error(found)
+
+
+@contextmanager
+def _no_silent_exit() -> Iterator[None]:
+    """Let os._exit raise SystemExit in this process: nobody is to leave without a word."""
+    process, leave = os.getpid(), os._exit
+
+    def stop(status: int) -> NoReturn:
+        if os.getpid() != process:  # a fork that the user's code made
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = stop
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _version(asked: bool) -> None:

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from gradscope.cli import options, stopping
+from gradscope.cli import options
+from gradscope.config import parse_samples
+from gradscope.core import stops
 
 
 def export(
@@ -32,28 +34,21 @@ def export(
             help="Only parameters of these names; repeatable. In a table: their norms, too.",
         ),
     ] = None,
-    samples: options.Samples = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    overwrite: options.Overwrite = False,
     json: options.Json = False,
 ) -> None:
     """Write rows, aggregates or the sample table of a result file for other programs."""
-    from gradscope.config import parse_samples
-    from gradscope.report.console import console
-    from gradscope.report.export import render_export
+    from gradscope.report import console, render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
 
-    stopping.unwinding()
+    stops.unwinding()
     chosen = None if samples is None else parse_samples(samples)
-    with stopping.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
+    with stops.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
         found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
     if json:
-        options.print_json(
-            {
-                "schema": "gradscope.export",
-                "version": 1,
-                "files": [vars(one) for one in found],
-            }
-        )
+        files = [vars(one) for one in found]
+        options.print_json({"schema": "gradscope.export", "version": 1, "files": files})
     else:
         render_export(found, console())

@@ -10,15 +10,8 @@ from gradscope.cli import options
 if TYPE_CHECKING:
     from gradscope.core.registry import Registry
 
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    BACKENDS = "backends"
-    TRANSFORMS = "transforms"
-    REDUCERS = "reducers"
-    LOSSES = "losses"
-    FORMATS = "formats"
+Kind = StrEnum("Kind", ["BACKENDS", "TRANSFORMS", "REDUCERS", "LOSSES", "FORMATS"])
+AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."
 
 
 def list_(
@@ -26,44 +19,34 @@ def list_(
     json: options.Json = False,
 ) -> None:
     """List the backends, transforms, reducers, losses or formats there are."""
+    from gradscope.report import console, print_facts
+
     rows = [
         {"name": name, "summary": registry.summary(name)}
-        for registry in _registries(kind)
+        for registry in registries()[kind]
         for name in registry.names()
     ]
-    if kind is Kind.BACKENDS:
+    if kind == "backends":
         rows.insert(0, {"name": "auto", "summary": AUTO_SUMMARY})
     if json:
-        options.print_json(
-            {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
-        )
-        return
-    from gradscope.report.console import console
-    from gradscope.report.layout import facts
-
-    facts(console(), [(row["name"], row["summary"]) for row in rows])
+        document = {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
+        options.print_json(document)
+    else:
+        print_facts(console(), [(row["name"], row["summary"]) for row in rows])
 
 
-def _registries(kind: Kind) -> list["Registry[Any]"]:
-    if kind is Kind.BACKENDS:
-        from gradscope.backends import backends
-
-        return [backends]
-    if kind is Kind.TRANSFORMS:
-        from gradscope.stages.transforms import transforms
-
-        return [transforms]
-    if kind is Kind.REDUCERS:
-        from gradscope.stages.reducers import reducers
-
-        return [reducers]
-    if kind is Kind.LOSSES:
-        from gradscope.stages.losses import losses
-
-        return [losses]
+def registries() -> "dict[str, list[Registry[Any]]]":
+    """Return the registries of each kind."""
+    from gradscope.backends import backends
     from gradscope.sources import checkpoint_readers, dataset_readers
+    from gradscope.stages.losses import losses
+    from gradscope.stages.reducers import reducers
+    from gradscope.stages.transforms import transforms
 
-    return [checkpoint_readers, dataset_readers]
-
-
-AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."
+    return {
+        "backends": [backends],
+        "transforms": [transforms],
+        "reducers": [reducers],
+        "losses": [losses],
+        "formats": [checkpoint_readers, dataset_readers],
+    }

@@ -4,17 +4,14 @@ import glob
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from gradscope.cli import options, stopping
+from gradscope.cli import options
+from gradscope.core import stops
 from gradscope.errors import ResultFileError
 
-if TYPE_CHECKING:
-    from gradscope.run import MergeReport
-
-NONFINITE = 7
 _SHARD = re.compile(r"\.shard-\d+-of-\d+(\.[^.]+)?$")
 _UNFINISHED = (".part", ".progress", ".tmp")
 
@@ -24,9 +21,7 @@ def merge(
         list[Path],
         typer.Argument(metavar="SHARD...", help="Result files, folders with shards, or patterns."),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.h5", help="The result file.")
-    ],
+    output: Annotated[Path, options.OUTPUT],
     virtual: Annotated[
         bool, typer.Option("--virtual", help="Refer to the shards' rows instead of copying them.")
     ] = False,
@@ -46,61 +41,44 @@ def merge(
             help="Compute a few samples of each shard anew from this run file, and compare.",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.h5.")] = False,
+    overwrite: options.Overwrite = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Join the shards of one run into the file that one process would have written."""
-    anew = None if config is None else options.run_spec(config)
-    from gradscope.report.progress import track
+    anew = None if config is None else options.run_spec(config, {})
+    from gradscope.report import render_merge, track
     from gradscope.run import merging
 
-    stopping.unwinding()
-    files = [file for place in shards for file in found_in(place)]
+    stops.unwinding()
+    files = [file for place in shards for file in _files_in(place)]
     how = {"overwrite": overwrite, "virtual": virtual}
     with (
-        stopping.told(lambda: "stopped; nothing was written"),
+        stops.told(lambda: "stopped; nothing was written"),
         merging(files, output, **how, code=code or [], anew=anew) as under_way,
     ):
         total = len(under_way.parts)
         for part in track(under_way.remaining(), total, quiet=quiet or json):
             under_way.add(part)
         report = under_way.finish()
-    with stopping.told(lambda: f"stopped; {output} is complete"):
-        _show(report, json, quiet)
+    with stops.told(lambda: f"stopped; {output} is complete"):
+        options.show(report, render_merge, json=json, quiet=quiet)
     if report.nonfinite or any(report.chains_nonfinite):
-        raise typer.Exit(NONFINITE)
+        raise typer.Exit(options.NONFINITE)
 
 
-def found_in(place: Path) -> list[Path]:
-    """Return the files that an argument names: itself, a folder's shards, or a pattern's matches.
-
-    Raises:
-        ResultFileError: A folder or pattern has none.
-    """
+def _files_in(place: Path) -> list[Path]:
+    """Return the files that an argument names: one, a folder's shards, or a pattern's matches."""
     if os.path.isdir(place):  # noqa: PTH112 (which raises where a name is too long)
         found = [path for path in place.iterdir() if _SHARD.search(path.name)]
-        kind = "the folder holds no shards"
+        what = "the folder holds no shards"
     elif glob.has_magic(str(place)) and not os.path.lexists(place):
         found = [Path(name) for name in glob.glob(str(place))]  # noqa: PTH207 (it may be absolute)
-        kind = "no file matches"
+        what = "no file matches"
     else:
         return [place]
     found = [path for path in found if path.suffix not in _UNFINISHED]
     if not found:
-        raise ResultFileError(
-            kind,
-            where=str(place),
-            remedy="Shards are called OUT.shard-I-of-N.h5; name files of another name.",
-        )
+        remedy = "Shards are called OUT.shard-I-of-N.h5; name files of another name."
+        raise ResultFileError(what, where=str(place), remedy=remedy)
     return sorted(found)
-
-
-def _show(report: "MergeReport", json: bool, quiet: bool) -> None:
-    from gradscope.report.console import console
-    from gradscope.report.merge import render_merge
-
-    if json:
-        options.print_json(report.to_json())
-    elif not quiet:
-        render_merge(report, console())

@@ -1,138 +1,114 @@
-"""The options that `compute` and `compare` share, and how they become a run spec."""
+"""The options of commands: those that set something in the run spec, and those of many commands."""
 
-import json
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, get_origin
 
 import typer
 
-from gradscope.config import RunSpec, resolve
+from gradscope.config import RunSpec, Setting, resolve, settings
 from gradscope.core import streams
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
 
-Checkpoint = Annotated[
-    Path | None,
-    typer.Argument(show_default=False, help="A file with the model's weights, or its folder."),
-]
-Data = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[DATASET]", show_default=False, help="A data file, or a dataset spec (.toml)."
-    ),
-]
+NONFINITE = 7  # the exit code of a command that is done, where something is not finite
+
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="RUN.toml", help="A run file; flags win over it.")
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="FILE.py:FACTORY",
-        help="A function that returns the model; or checkpoint: the model that CHECKPOINT holds.",
-    ),
-]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        "--key", metavar="KEY", help="Where in CHECKPOINT the weights are, such as ema.module."
-    ),
-]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ignore",
-        metavar="GLOB",
-        help="Leave out names in CHECKPOINT that the model does not have; repeatable.",
-    ),
-]
-UnsafePickle = Annotated[
-    bool | None,
-    typer.Option(
-        "--unsafe-pickle/--no-unsafe-pickle",
-        show_default=False,
-        help="Load CHECKPOINT even if it can execute code: pickled objects, programs.",
-    ),
-]
-Loss = Annotated[
-    str | None,
-    typer.Option(
-        "--loss",
-        metavar="LOSS",
-        help="A name (`gradscope list losses`) or FILE.py:LOSS; :key=value,... may follow.",
-    ),
-]
-Mode = Annotated[
-    str | None, typer.Option("--mode", metavar="eval|train", help="The model's mode [eval].")
-]
-Parameters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--parameters", metavar="GLOB", help="Only parameters of these names; repeatable."
-    ),
-]
-Samples = Annotated[
-    str | None, typer.Option("--samples", metavar="A:B", help="Only samples A up to, not with, B.")
-]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", metavar="N", help="Samples computed at a time.")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="What a run may take beside model and data, such as 2GB; it sets the batch size.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="float32, float64, float16 or bfloat16."),
-]
-Device = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N [cpu].")
-]
-Compile = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        show_default=False,
-        help="Compile gradient and reduction where that can be done; with auto, where it pays.",
-    ),
-]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="For anything random [0].")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show which kernels were chosen, and their times.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Load, choose, prove and estimate; write nothing.")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
+OUTPUT = typer.Option("--output", "-o", metavar="OUT.h5", help="The result file.")
 
 
-def run_spec(config: Path | None, **flags: Any) -> RunSpec:
-    """Return the run file's settings with the given flags over them.
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command --config and a flag for every setting that names it, in place of `spec`.
 
-    Args:
-        config: The run file, if any.
-        flags: By the names below; None means not given.
+    `command` is called with the `RunSpec` that they make, and its own options.
+    """
+    taken = {s.parameter: s for s in settings() if command.__name__ in s.commands}
+
+    @wraps(command)
+    def run(config: Path | None, **given: Any) -> None:
+        spec = run_spec(config, {name: given.pop(name) for name in taken})
+        command(spec=spec, **given)
+
+    flags = [_parameter("config", Config)]
+    flags += [_parameter(name, Annotated[_type(s), _info(s)]) for name, s in taken.items()]
+    own = signature(command).parameters.values()
+    parts = [flags if each.name == "spec" else [each] for each in own]
+    vars(run)["__signature__"] = Signature([each for part in parts for each in part])
+    return run
+
+
+def flag(section: str, key: str) -> Any:
+    """Return what typer is to know of the flag for a setting."""
+    return next(_info(s) for s in settings() if (s.section, s.key) == (section, key))
+
+
+def _parameter(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _type(setting: Setting) -> Any:
+    """Return the type that typer reads a flag's value as."""
+    if get_origin(setting.type) is tuple and not _is_list(setting):
+        return list[str] | None
+    return setting.type | None if setting.type in (bool, int, Path) else str | None
+
+
+def _info(setting: Setting) -> Any:
+    """Return what typer is to know of a setting's flag: its names, its metavar and its help."""
+    name, default = setting.flags[0], setting.default
+    shown = ",".join(default) if isinstance(default, tuple) else str(default)
+    default = "" if default is None or default is False else f" [{shown}]"
+    repeatable = "; repeatable" if _type(setting) == list[str] | None else ""
+    help = f"{setting.help}{repeatable}{default}."
+    if not name.startswith("-"):
+        return typer.Argument(metavar=name, show_default=False, help=help)
+    names = (f"{name}/--no-{name[2:]}",) if setting.type is bool else setting.flags
+    metavar = setting.metavar or None
+    return typer.Option(*names, metavar=metavar, show_default=False, help=help)
+
+
+def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
+    """Return the run file's settings with the given flags over them; None is not given.
 
     Raises:
         SpecError: Anything does not fit; all of it is listed.
     """
-    given = {name: value for name, value in flags.items() if value not in (None, [])}
     overrides: dict[str, dict[str, Any]] = {}
-    for name, value in given.items():
-        section, key = _PLACES[name]
-        overrides.setdefault(section, {})[key] = value
-    if "loss" in given:
+    for setting in settings():
+        value = flags.get(setting.parameter)
+        if value not in (None, []):
+            if _is_list(setting):
+                value = [word.strip() for word in value.split(",")]
+            overrides.setdefault(setting.section, {})[setting.key] = value
+    if "loss" in overrides:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
     return resolve(config, overrides, _wrong_names)
 
 
+def _is_list(setting: Setting) -> bool:
+    """Whether one flag has all values, with commas between, as its metavar says."""
+    return setting.metavar.endswith(",...")
+
+
 def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
     """Return what is wrong with the names of chains, backends and loss, beside what else is."""
-    from gradscope.run.names import resolve_names
+    from gradscope.run import resolve_names
 
     try:
         resolve_names(spec)
@@ -143,41 +119,25 @@ def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
     return ()
 
 
-_PLACES = {
-    "checkpoint": ("checkpoint", "path"),
-    "key": ("checkpoint", "key"),
-    "ignore": ("checkpoint", "ignore"),
-    "unsafe_pickle": ("checkpoint", "unsafe_pickle"),
-    "dataset": ("dataset", "path"),
-    "model": ("model", "factory"),
-    "mode": ("model", "mode"),
-    "loss": ("loss", "name"),
-    "backends": ("compare", "backends"),
-    **{
-        key: ("compute", key)
-        for key in (
-            "backend",
-            "compile",
-            "transform",
-            "parameters",
-            "samples",
-            "shard",
-            "batch_size",
-            "memory",
-            "dtype",
-            "device",
-            "seed",
-            "layout",
-            "compression",
-            "labels",
-            "coupling",
-            "nonfinite",
-            "verify",
-        )
-    },
-}
+class Answer(Protocol):
+    """What a command found."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as one document."""
+
+
+def show(
+    found: Answer, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
+) -> None:
+    """Print what a command found as one document, as text, or not at all."""
+    from gradscope.report import console
+
+    if json:
+        print_json(found.to_json())
+    elif not quiet:
+        render(found, console(), **how)
 
 
 def print_json(document: dict[str, Any]) -> None:
     """Print one document to stdout, names in their own letters."""
-    typer.echo(printable(json.dumps(document, ensure_ascii=False, indent=2)), file=streams.out())
+    typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())

@@ -1,17 +1,16 @@
 """`gradscope stats`: what is in a result file, what changed between two, how a training went."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradscope.cli import options, stopping
+from gradscope.cli import options
+from gradscope.core import stops
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
     from gradscope.stats import Difference, History, Summary
-
-_HISTORY = ".jsonl"
 
 
 def stats(
@@ -50,55 +49,43 @@ def stats(
     ] = None,
 ) -> None:
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
-    found = _found(files, top, nearest, lr, clip or [], rows)
+    own = {"nearest": nearest, "learning_rate": lr, "clip": clip or []}
+    found = _found(files, own, top=top, rows=rows)
     if plot is not None:
-        from gradscope.report.plots import plot_stats
+        from gradscope.report import plot_stats
 
         plot_stats(found, plot)
     if html is not None:
-        from gradscope.report.html import write_html
+        from gradscope.report import write_html
 
         write_html(found, html)
-    if json:
-        options.print_json(found.to_json())
-    else:
-        from gradscope.report.console import console
-        from gradscope.report.results import render
+    from gradscope.report import render
 
-        render(found, console())
+    options.show(found, render, json=json)
 
 
 def _found(
-    files: list[Path],
-    top: int,
-    nearest: int | None,
-    lr: float | None,
-    clip: list[float],
-    rows: bool,
+    files: list[Path], own: dict[str, Any], *, top: int, rows: bool
 ) -> "Summary | Difference | History":
-    asked = [
-        name
-        for name, value in (("--nearest", nearest), ("--lr", lr), ("--clip", clip or None))
-        if value is not None
-    ]
-    history = any(file.suffix == _HISTORY for file in files)
+    """Return what there is to say; `own` holds the options that only one result file takes."""
+    history = any(file.suffix == ".jsonl" for file in files)
     if len(files) > 2 or (history and len(files) > 1):
         raise SpecError(
             f"{len(files)} files were given",
             remedy="Give one result file, two to compare, or one history (*.jsonl).",
         )
+    asked = [name for name, value in own.items() if value not in (None, [])]
     if asked and (history or len(files) == 2):
-        raise SpecError(f"{asked[0]} is for one result file", remedy="Leave it out.")
+        option = "lr" if asked[0] == "learning_rate" else asked[0]
+        raise SpecError(f"--{option} is for one result file", remedy="Leave it out.")
     from gradscope.stats import difference, read_history, summarize
     from gradscope.storage import open_file
 
-    stopping.unwinding()
+    stops.unwinding()
     if history:
         return read_history(files[0])
     with open_file(files[0]) as first:
         if len(files) == 1:
-            return summarize(
-                first, top=top, learning_rate=lr, clip=clip, nearest=nearest, rows=rows
-            )
+            return summarize(first, top=top, rows=rows, **own)
         with open_file(files[1]) as second:
             return difference(first, second, top=top, rows=rows)

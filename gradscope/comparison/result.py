@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradscope.blocks.ways import Choice
+from gradscope.blocks import Chosen
 
 SCHEMA = "gradscope.compare"
 SCHEMA_VERSION = 1
@@ -84,7 +84,7 @@ class Comparison:
         coupled: Whether the losses of the batch differ from those of batches of one: the samples
             depend on each other, or the model draws random numbers.
         rows: One a backend, then one an implementation or stored result.
-        ways: What was chosen where a block has several exact ways, with what each took.
+        ways: Which kernel variant was chosen where there are several, with what each took.
     """
 
     agrees: bool
@@ -94,11 +94,12 @@ class Comparison:
     baseline_bytes: int | None
     coupled: bool
     rows: tuple[BackendRow, ...]
-    ways: tuple[Choice, ...] = ()
+    ways: tuple[Chosen, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return a document of plain JSON values; what is not finite becomes null."""
         document = {"schema": SCHEMA, "version": SCHEMA_VERSION, **asdict(self)}
+        document["ways"] = [one.to_json() for one in self.ways]
         plain: dict[str, Any] = _plain(document)
         return plain
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends import Backend, Evaluate, backends
-from gradscope.blocks import Evaluation
-from gradscope.blocks.ways import choices
+from gradscope.blocks import Evaluation, Tuner
 from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
 from gradscope.core.batch import Batch, detached, map_tensors
@@ -88,9 +87,9 @@ def compare(
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
-    known = len(choices())
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
-    rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
+    with Tuner().active() as tuner:
+        rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     rows += [_other_row(label, other, setting) for label, other in others.items()]
     return Comparison(
         agrees=all(row.status in ("agrees", "refused") for row in rows),
@@ -100,7 +99,7 @@ def compare(
         baseline_bytes=peak,
         coupled=setting.oracle.coupled,
         rows=tuple(rows),
-        ways=choices()[known:],
+        ways=tuple(tuner.chosen.values()),
     )
 
 

@@ -68,6 +68,11 @@ class Setting:
     commands: tuple[str, ...]
     help: str
 
+    @property
+    def parameter(self) -> str:
+        """The flag as the name of a parameter: `batch_size`; "" if there is none."""
+        return "".join(self.flags[:1]).lstrip("-").replace("-", "_").lower()
+
 
 def settings() -> Iterator[Setting]:
     """Yield every setting in the tables of a run file."""
@@ -300,14 +305,9 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "What a run may take beside model and data, such as 2GB; it sets the batch size",
     )
-    dtype: values.Dtype | None = option(
-        None,
-        "--dtype DTYPE",
-        _RUNS,
-        "float32, float64, float16 or bfloat16",
-    )
+    dtype: values.Dtype | None = option(None, "--dtype", _RUNS, "What the model computes in")
     device: values.Device | None = option(
-        None, "--device DEVICE", _RUNS, "cpu, cuda or cuda:N [cpu]"
+        None, "--device DEVICE", _RUNS, "Where it is computed: cpu, cuda or cuda:N [cpu]"
     )
     seed: values.Seed = option(0, "--seed N", _RUNS, "For anything random")
     compile: values.Switch = option(
@@ -374,6 +374,10 @@ class RunSpec(_Section):
     def place(self, section: str, key: str) -> str | None:
         """Return "FILE: section.key" of a setting that a file made, else None."""
         return self._places.get((section, key))
+
+    def computing(self, **settings: Any) -> "RunSpec":
+        """Return this run with other settings in [compute]."""
+        return self.model_copy(update={"compute": self.compute.model_copy(update=settings)})
 
     def is_flag(self, section: str, key: str) -> bool:
         """Whether a setting was given on the command line."""

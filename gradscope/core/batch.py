@@ -71,11 +71,7 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Any, targets: Any = None, index: Tensor | None = None) -> "Batch":
-        """Check that all tensors agree on n and wrap them.
-
-        Raises:
-            DatasetError: There is no sample, the lengths differ, or a tensor is no plain array.
-        """
+        """Check that all tensors agree on n and wrap them."""
         inputs, targets = map_tensors(_plain, (inputs, targets))
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
         if not sizes or sizes[0] == 0:

@@ -7,7 +7,7 @@ losses, a mean over the batch that was cut from the graph. The layer at fault is
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, tensors
-from gradscope.core.problem import Problem, differentiable_inputs, double_precision
-from gradscope.core.rounding import nearby
-from gradscope.core.scalar import summed
+from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import random_numbers_kept
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
+
+T = TypeVar("T")
 
 COUPLED_REMEDY = (
     'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through everybody\'s '
@@ -32,26 +32,16 @@ COUPLED_REMEDY = (
 _FEW = 3  # samples that are evaluated alone
 _OUTSTANDING = 4  # samples, at most, that are alone where others are in company
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # what is more in float32 is looked into
+_UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
+
+Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
 
 def require_independent(
-    problem: Problem,
-    batch: Batch,
-    together: Tensor | None = None,
-    seed: int = 0,
-    alone: int = _FEW,
-) -> Tensor:
-    """Compare the losses of a batch with those of the same samples in other company, and alone.
-
-    Args:
-        problem: What is evaluated.
-        batch: The samples.
-        together: Their losses (n,) in this batch, where they are known.
-        seed: Of what is drawn: who comes together, who is alone.
-        alone: How many samples are evaluated alone.
-
-    Returns:
-        The losses (n,) in this batch.
+    problem: Problem, batch: Batch, together: Tensor | None = None, seed: int = 0
+) -> None:
+    """Compare losses (n,) with those of the same samples in other company, and alone.
 
     Raises:
         UnsupportedError: The forward pass is random.
@@ -59,17 +49,16 @@ def require_independent(
     """
     if together is None:
         together = problem.losses(batch).detach()
+    each = [torch.tensor([k]) for k in range(len(batch))]
     if len(batch) == 1:
-        return _require_same(problem, batch, together, [torch.zeros(1).long()])
+        return _require_same(problem, batch, together, each)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(batch), generator=draw)
-    few = [order[k : k + 1] for k in range(min(alone, len(batch)))]
-    groups = regrouped(batch, draw)
+    few = [order[k : k + 1] for k in range(min(_FEW, len(batch)))]
     try:
-        return _require_same(problem, batch, together, [*groups, *few])
+        _require_same(problem, batch, together, [*regrouped(batch, draw), *few])
     except ModelError:  # it does not take any number of samples: one at a time it must
-        each = [torch.tensor([k]) for k in range(len(batch))]
-        return _require_same(problem, batch, together, each)
+        _require_same(problem, batch, together, each)
 
 
 def regrouped(batch: Batch, draw: torch.Generator) -> list[Tensor]:
@@ -102,13 +91,12 @@ def _outstanding(batch: Batch) -> list[int]:
 
 def _require_same(
     problem: Problem, batch: Batch, together: Tensor, groups: Sequence[Tensor]
-) -> Tensor:
+) -> None:
     """Evaluate groups of a batch's samples, and refuse if a loss is not what it was."""
     for rows in groups:
-        part = batch.select(rows)
         try:
             with other_random_numbers():
-                apart = problem.losses(part).detach()
+                apart = problem.losses(batch.select(rows)).detach()
         except ModelError as error:
             if len(rows) > 1:
                 raise
@@ -118,11 +106,19 @@ def _require_same(
                 remedy=COUPLED_REMEDY,
             ) from error
         here = together[rows.to(together.device)]
-        if not same(here, apart, together, problem.precision):
-            require_deterministic(problem, batch)
-            if not _is_rounding(problem, batch, rows, here, apart):
-                raise coupled(problem, batch, here, apart, rows)
-    return together
+        if same(here, apart, together, problem.precision):
+            continue
+        require_deterministic(problem, batch)
+        if not _is_rounding(problem, batch, rows, here, apart):
+            worst = int((here - apart).abs().nan_to_num().argmax())
+            company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
+            raise CoupledSamplesError(
+                f"the loss of sample {int(batch.index[rows[worst]])} is {float(apart[worst]):.6g} "
+                f"{company} but {float(here[worst]):.6g} in a batch of {len(batch)}: it depends "
+                "on other samples",
+                where=mixing_layer(problem, batch, int(rows[worst])),
+                remedy=COUPLED_REMEDY,
+            )
 
 
 def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apart: Tensor) -> bool:
@@ -144,20 +140,32 @@ def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apa
     return bool(((here - apart).abs() <= _LUCK * spread).all())
 
 
+def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
+    """Yield the problem on a copy of its model, each time with other last digits of parameters.
+
+    What differs then is what rounding alone can do to a result.
+    """
+    near = problem.converted(None)
+    originals = {name: p.detach().clone() for name, p in near.parameters.items()}
+    draw = torch.Generator(problem.device).manual_seed(0)
+    for _ in range(trials):
+        with torch.no_grad():
+            for name, p in near.parameters.items():
+                own = originals[name]
+                real = torch.view_as_real(own) if own.is_complex() else own
+                noise = torch.rand(real.shape, generator=draw, device=p.device, dtype=torch.float64)
+                units = _UNITS * torch.finfo(p.dtype).eps * (noise * 2 - 1)
+                changed = (real.double() * (1 + units)).to(real.dtype)
+                p.copy_(torch.view_as_complex(changed) if own.is_complex() else changed)
+        yield near
+
+
 def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None:
     """Refuse if a loss has a gradient by the inputs of another sample.
 
     With loss i weighted by wᵢ, the gradient by sample i's own inputs is wᵢ times as large: to the
     last bit in most operations, where wᵢ is a power of two. Where it is not, the losses of all the
     others tell, whose gradient by these inputs is to be zero but for rounding.
-
-    Args:
-        problem: What is evaluated.
-        batch: The samples; inputs that cannot be differentiated by prove nothing.
-        seed: Of the weights.
-
-    Raises:
-        CoupledSamplesError: The gradient of some sample's inputs is not.
     """
     given = differentiable_inputs(batch)
     inputs = [t for t in tensors(given.inputs) if t.requires_grad and t.dim()]
@@ -171,7 +179,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None
     weights = signs * 2.0**powers
     try:
         losses = problem.losses(given)
-        once, often = (_slopes(losses, inputs, w) for w in (None, weights.to(losses)))
+        once, often = (slopes(losses, inputs, w) for w in (None, weights.to(losses)))
     except (ModelError, RuntimeError) as error:
         if is_shortage(error):
             raise
@@ -184,7 +192,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None
         for k in suspects.tolist()[:_FEW]:
             others = torch.ones_like(losses)
             others[k] = 0
-            left = [_rows(t).nan_to_num() for t in _slopes(losses, inputs, others)]
+            left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
             if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
                 raise CoupledSamplesError(
                     "the loss of another sample has a gradient by the inputs of sample "
@@ -194,80 +202,39 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None
                 )
 
 
-def _slopes(losses: Tensor, inputs: list[Tensor], weights: Tensor | None) -> list[Tensor]:
-    """Return the gradients of Σᵢ wᵢ Lᵢ by each input."""
-    found = torch.autograd.grad(
-        summed(losses, weights),
-        inputs,
-        retain_graph=True,
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return list(found)
-
-
 def _rows(t: Tensor) -> Tensor:
     return t.reshape(len(t), -1).to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def require_deterministic(problem: Problem, batch: Batch) -> Tensor:
-    """Evaluate a batch twice, under different random numbers, and return its losses (n,).
+def require_deterministic(problem: Problem, batch: Batch) -> None:
+    """Evaluate a batch twice, under different random numbers.
 
     Raises:
         UnsupportedError: The losses differ; the layer that draws the numbers is named.
     """
-    once = problem.losses(batch).detach()
-    with other_random_numbers():
-        again = problem.losses(batch).detach()
+
+    def twice(evaluate: Callable[[Problem, Batch], T]) -> tuple[T, T]:
+        once = evaluate(problem, batch)
+        with other_random_numbers():
+            return once, evaluate(problem, batch)
+
+    once, again = twice(lambda problem, batch: problem.losses(batch).detach())
     if not same(once, again, precision=problem.precision):
-        raise _random(problem, batch)
-    return once
-
-
-def coupled(
-    problem: Problem, batch: Batch, together: Tensor, apart: Tensor, rows: Tensor
-) -> CoupledSamplesError:
-    """Return the error for losses (m,) of the samples `rows` that differ with their company."""
-    worst = int((together - apart).abs().nan_to_num().argmax())
-    company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
-    return CoupledSamplesError(
-        f"the loss of sample {int(batch.index[rows[worst]])} is {float(apart[worst]):.6g} "
-        f"{company} but {float(together[worst]):.6g} in a batch of {len(batch)}: it depends on "
-        "other samples",
-        where=mixing_layer(problem, batch, int(rows[worst])),
-        remedy=COUPLED_REMEDY,
-    )
+        raise UnsupportedError(
+            "the forward pass is random: the same samples give other losses the second time",
+            where=_first(problem, *twice(_recorded), same),
+            remedy="Use mode eval, or set the dropout probabilities to zero.",
+        )
 
 
 def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
-    """Name the first layer where a sample mixes with others, None when it is not inside a layer.
-
-    Args:
-        problem: What is evaluated.
-        batch: The samples.
-        sample: The position of one whose loss depends on others.
-    """
+    """Name the first layer where a sample mixes with others, None when it is not inside a layer."""
     alone = torch.full((len(batch),), sample)
     try:
         first, second = (_recorded(problem, b) for b in (batch, batch.select(alone)))
     except ModelError:
         return None
-
-    def kept(a: Tensor, b: Tensor) -> bool:
-        return _row_kept(a, b, len(batch), sample)
-
-    return _first(problem, first, second, kept)
-
-
-def _random(problem: Problem, probe: Batch) -> RefusedError:
-    first = _recorded(problem, probe)
-    with other_random_numbers():
-        second = _recorded(problem, probe)
-    return UnsupportedError(
-        "the forward pass is random: the same samples give other losses the second time",
-        where=_first(problem, first, second, same),
-        remedy="Use mode eval, or set the dropout probabilities to zero.",
-    )
+    return _first(problem, first, second, lambda a, b: _row_kept(a, b, len(batch), sample))
 
 
 @contextmanager
@@ -283,49 +250,38 @@ def other_random_numbers() -> Iterator[None]:
         yield
 
 
-Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]
-
-
 def _recorded(problem: Problem, batch: Batch) -> Calls:
-    """Return (layer, its inputs, its outputs) of each innermost layer, in order of execution."""
+    """Return the calls of the innermost layers, in order; nothing is attached to the model."""
     calls: Calls = []
 
     def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
         if next(module.children(), None) is None:
-            calls.append((module, _copies(inputs), _copies(outputs)))
+            copies = ([t.detach().clone() for t in tensors(tree)] for tree in (inputs, outputs))
+            calls.append((module, *copies))  # type: ignore[arg-type]
 
-    with _observing(record):
-        problem.losses(batch)
-    return calls
-
-
-@contextmanager
-def _observing(record: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
-    """Watch every layer from outside: nothing is attached to the model."""
     handle = register_module_forward_hook(record)
     try:
-        yield
+        problem.losses(batch)
     finally:
         handle.remove()
-
-
-def _copies(tree: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors(tree)]
+    return calls
 
 
 def _first(
     problem: Problem, first: Calls, second: Calls, same: Callable[[Tensor, Tensor], bool]
 ) -> str | None:
+    """Name the first layer with the same inputs and other outputs."""
     names = {module: name for name, module in problem.model.named_modules()}
     for (module, *before), (_, *after) in zip(first, second, strict=False):
         kept = [
             all(same(a, b) for a, b in zip(xs, ys, strict=False))
             for xs, ys in zip(before, after, strict=True)
         ]
+        layer = f"layer {names.get(module, '')!r} ({type(module).__name__})"
         if kept == [True, False]:
-            return f"layer {names.get(module, '')!r} ({type(module).__name__})"
+            return layer
         if kept[0] is False:
-            return f"the code before layer {names.get(module, '')!r} ({type(module).__name__})"
+            return f"the code before {layer}"
     return "the loss, or the code after the last layer" if first else None
 
 
@@ -334,15 +290,12 @@ def _row_kept(a: Tensor, b: Tensor, n: int, sample: int) -> bool:
     for axis, size in enumerate(a.shape):
         if size % n or a.shape != b.shape:
             continue
+        rest = (*a.shape[:axis], *a.shape[axis + 1 :])
         for shape, at in (((n, -1), 0), ((-1, n), 1)):
-            xs, ys = (t.movedim(axis, 0).reshape(*shape, *_rest(t, axis)) for t in (a, b))
+            xs, ys = (t.movedim(axis, 0).reshape(*shape, *rest) for t in (a, b))
             if same(xs.select(at, sample), ys.select(at, sample)):
                 return True
     return all(size % n for size in a.shape)
-
-
-def _rest(t: Tensor, axis: int) -> tuple[int, ...]:
-    return (*t.shape[:axis], *t.shape[axis + 1 :])
 
 
 def same(
@@ -350,11 +303,8 @@ def same(
 ) -> bool:
     """Whether two tensors agree up to the rounding that another batch size causes.
 
-    Args:
-        a: One.
-        b: The other.
-        among: What they are part of, by whose size rounding is measured, too.
-        precision: What they are computed in, which may be less than their own.
+    Rounding is measured by the size of the numbers `among` which they are, too; `precision` is what
+    they are computed in, which may be less than their own.
     """
     if a.shape != b.shape:
         return False
@@ -366,6 +316,3 @@ def same(
     whole = a if among is None else among
     scale = float(whole.abs().nan_to_num(posinf=0).max()) if whole.numel() else 0.0
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale * 0.1, equal_nan=True)
-
-
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # what is more in float32 is looked into

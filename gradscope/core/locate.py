@@ -1,20 +1,32 @@
-"""Whose code raised: the innermost layer of a model on an exception's traceback."""
+"""Whose code raised: layer, sample and remedy for what the user's model, loss or stage raises."""
 
 import importlib
+import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradscope.core.batch import Batch
-from gradscope.core.hints import hint
+from gradscope.core.batch import Batch, tensors
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
 from gradscope.errors import GradscopeError, ModelError
+
+_OURS = Path(__file__).parents[1]
+_PACKAGES = (_OURS, Path(torch.__file__).parent)
+_INSTALLED = {Path(sysconfig.get_path(k)) for k in ("stdlib", "platstdlib", "purelib", "platlib")}
+_SITES = {"site-packages", "dist-packages"}
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+_LABEL = re.compile(r"Target (-?\d+) is out of bounds")
+_TARGET = re.compile(r"expected target dtype to be Long")
+_COUNT = re.compile(r"positional arguments? but|required positional|unexpected keyword argument")
+_INDEX = re.compile(r"index out of range in self")
+_DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type|not implemented for")
 
 
 def layer_of(error: BaseException, model: nn.Module) -> str | None:
@@ -40,20 +52,12 @@ def first_line(error: BaseException) -> str:
 
 def own_lines(error: BaseException, limit: int = 8) -> str:
     """Return the user's part of a traceback, as Python prints it; "" if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_machinery(frame.filename)]
+    theirs = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        imports = frame.filename in (importlib.__file__,) or "<frozen importlib" in frame.filename
+        if not imports and not any(Path(frame.filename).is_relative_to(p) for p in _PACKAGES):
+            theirs.append(frame)
     return "".join(traceback.format_list(theirs[-limit:])).rstrip()
-
-
-def _is_machinery(file: str) -> bool:
-    imports = file.startswith("<frozen importlib") or file == importlib.__file__
-    return imports or any(Path(file).is_relative_to(package) for package in _PACKAGES)
-
-
-_OURS = Path(__file__).parents[1]
-_PACKAGES = (_OURS, Path(torch.__file__).parent)
-_INSTALLED = {Path(sysconfig.get_path(k)) for k in ("stdlib", "platstdlib", "purelib", "platlib")}
-_SITES = {"site-packages", "dist-packages"}
 
 
 def is_installed(file: Path) -> bool:
@@ -85,37 +89,28 @@ def raised(error: BaseException) -> str:
 def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
 
-    sys.exit is as good as an error, and so is a `KeyboardInterrupt` that is no Ctrl-C.
-
-    Running out of memory is not the model's fault and passes through unchanged.
-
-    Args:
-        model: Whose layers there are.
-        batch: What it is given.
+    sys.exit is as good as an error, and so is a `KeyboardInterrupt` that is no Ctrl-C. Running out
+    of memory is not the model's fault and passes through unchanged.
     """
-    try:
+
+    def translated(error: BaseException) -> ModelError:
+        sample, remedy = _hint(error, batch)
+        where = ", ".join(filter(None, (layer_of(error, model), sample))) or None
+        return ModelError(f"the model or its loss {raised(error)}", where=where, remedy=remedy)
+
+    with _translating(translated):
         yield
-    except GradscopeError:
-        raise
-    except BaseException as error:
-        if is_stop(error) or is_shortage(error):
-            raise
-        sample, remedy = hint(error, batch)
-        lines = own_lines(error, 3)
-        raise ModelError(
-            f"the model or its loss {raised(error)}",
-            where=", ".join(filter(None, (layer_of(error, model), sample))) or None,
-            remedy=f"{remedy}\nIt came from:\n{lines}" if lines else remedy,
-        ) from error
 
 
 @contextmanager
 def own_stage(what: str) -> Iterator[None]:
-    """Turn what a stage of the user's raises into a `ModelError`; see `user_code`.
+    """Turn what a stage of the user's (such as "transform soft_threshold") raises likewise."""
+    with _translating(lambda error: ModelError(f"your code {raised(error)}", where=what)):
+        yield
 
-    Args:
-        what: Such as "transform soft_threshold".
-    """
+
+@contextmanager
+def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[None]:
     try:
         yield
     except GradscopeError:
@@ -123,6 +118,52 @@ def own_stage(what: str) -> Iterator[None]:
     except BaseException as error:
         if is_stop(error) or is_shortage(error):
             raise
-        lines = own_lines(error, 3)
-        remedy = f"It came from:\n{lines}" if lines else None
-        raise ModelError(f"your code {raised(error)}", where=what, remedy=remedy) from error
+        found, lines = translated(error), own_lines(error, 3)
+        if lines:
+            found.remedy = f"{found.remedy or ''}\nIt came from:\n{lines}".lstrip()
+        raise found from error
+
+
+def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
+    """Return which sample an error of the model or its loss is about, if known, and a remedy."""
+    general = "Check that the data fit the model: shapes, dtypes and the order of inputs."
+    if batch is None:
+        return None, general
+    text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]
+    if label := _LABEL.search(text):
+        remedy = "Class labels go from 0 to one less than the model's outputs; -100 is ignored."
+        return _sample(batch.targets, batch, int(label[1])), remedy
+    if _INDEX.search(text):
+        largest = max((int(t.max()) for t in whole if t.numel()), default=0)
+        return (
+            _sample(batch.inputs, batch, largest),
+            f"An index is not in the table it looks up; the largest among the inputs is {largest}.",
+        )
+    if _COUNT.search(text):
+        given = len(tensors(batch.inputs))
+        return None, (
+            f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
+            "with (outputs, targets): [dataset] inputs and targets say which arrays these are."
+        )
+    if _TARGET.search(text):
+        return None, (
+            'Class labels are integers: a dataset spec says dtype = { NAME = "int64" }. A '
+            "missing one makes floating-point numbers of its whole column: leave that sample out."
+        )
+    if whole and _DTYPE.search(text):
+        kind = "truth values" if whole[0].dtype == torch.bool else "integers"
+        return None, (
+            f"The inputs hold {kind}. For a model that computes with floating-point numbers, a "
+            'dataset spec says dtype = { NAME = "float32" }.'
+        )
+    return None, general
+
+
+def _sample(tree: object, batch: Batch, value: int) -> str | None:
+    """Return the first sample among whose integers there is `value`."""
+    for tensor in tensors(tree):
+        if tensor.dtype in _WHOLE and tensor.dim() and len(tensor) == len(batch):
+            rows: Tensor = (tensor == value).reshape(len(batch), -1).any(1)
+            if rows.any():
+                return f"sample {int(batch.index[rows.cpu()][0])}"
+    return None

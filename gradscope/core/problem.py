@@ -7,7 +7,8 @@ every evaluation starts from the same state and the model is left as it was foun
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -70,12 +71,7 @@ class Problem:
     def of(
         cls, model: nn.Module, loss: Loss, parameters: str | list[str] | None = None
     ) -> "Problem":
-        """Select the trainable parameters whose names match one of the globs `parameters`.
-
-        Raises:
-            SpecError: Nothing is trainable, or a glob matches nothing.
-            UnsupportedError: A parameter is made from others, or has a hook on its accumulation.
-        """
+        """Select the trainable parameters whose names match one of the globs `parameters`."""
         trainable = {k: p for k, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise SpecError(
@@ -114,12 +110,7 @@ class Problem:
         return next(iter(self.parameters.values())).device
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the losses (n,) with their graph, having left buffers and generators alone.
-
-        Raises:
-            SpecError: The loss does not return one number a sample.
-            ModelError: The model or the loss raised.
-        """
+        """Return the losses (n,) with their graph, having left buffers and generators alone."""
         with (
             self.state.kept(),
             self._scratch_buffers(),
@@ -154,14 +145,7 @@ class Problem:
                 module._flat_weights = weights
 
     def converted(self, dtype: torch.dtype | None) -> "Problem":
-        """Return the same problem on a deep copy of the model with floating-point tensors cast.
-
-        Args:
-            dtype: What they are cast to; None leaves them as they are.
-
-        Raises:
-            RefusedError: The model cannot be copied.
-        """
+        """Return the same problem on a deep copy of the model with floating-point tensors cast."""
         try:
             with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
                 model = copy.deepcopy(self.model)
@@ -277,6 +261,44 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     if t.is_complex():
         return t.to(dtype.to_complex())
     return t.to(dtype) if t.is_floating_point() else t
+
+
+def summed(losses: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return Σᵢ wᵢ Lᵢ of losses (n,) with its graph, also where the caller is under no_grad.
+
+    Given a vector and `grad_outputs` instead, torch first imports its symbolic shapes, which takes
+    a third of a second.
+    """
+    with torch.enable_grad():
+        return losses.sum() if weights is None else (losses * weights).sum()
+
+
+def slopes(
+    losses: Tensor, by: Iterable[Tensor], weights: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return ∇ Σᵢ wᵢ Lᵢ of losses (n,) by each tensor: zeros where it is not reached."""
+    inputs = list(by)
+    if not losses.requires_grad:
+        return tuple(map(torch.zeros_like, inputs))
+    return torch.autograd.grad(
+        summed(losses, weights),
+        inputs,
+        retain_graph=True,  # a part of the graph may be the model's own, and be needed again
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Run recurrent layers step by step: fused kernels hide the steps and have one derivative."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
+        with (
+            torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
 
 
 @contextmanager

@@ -7,6 +7,7 @@ installed packages and gradscope is taken to keep nothing.
 
 import enum
 import functools
+import pickle
 import random
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ from torch import Tensor
 
 Items = dict[Any, Any]
 Named = tuple[Any, str]
+Found = tuple[list["Table"], list[Named]]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST = 50_000  # objects that are looked at
@@ -36,16 +38,10 @@ _FOREIGN = (
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Something that holds values by key.
-
-    Attributes:
-        name: What a reader knows it by.
-        read: Returns the values, in order.
-        write: Makes these the values.
-    """
+    """Something that holds values by key, known to a reader by its name."""
 
     name: str
-    read: Callable[[], Items]
+    read: Callable[[], Items]  # the values, in order
     write: Callable[[Items], object]
 
     def named(self, key: Any) -> str:
@@ -55,11 +51,9 @@ class Table:
 
 
 def reachable(roots: Iterable[Named], own: Iterable[Tensor]) -> Iterator[tuple[Hashable, Table]]:
-    """Yield every table that can be reached from `roots`, each once, under a lasting key.
+    """Yield every table that can be reached from named objects, each once, under a lasting key.
 
-    Args:
-        roots: Objects and their names.
-        own: Parameters and buffers, of which only attributes and flags are looked at.
+    Of the model's `own` tensors attributes and flags are looked at, of others nothing.
     """
     known = {id(t) for t in own}
     waiting = deque(roots)
@@ -79,44 +73,41 @@ def reachable(roots: Iterable[Named], own: Iterable[Tensor]) -> Iterator[tuple[H
         waiting.extend(more)
 
 
-def _looked_into(value: Any, name: str) -> tuple[list[Table], list[Named]]:
+def _looked_into(value: Any, name: str) -> Found:
     """Return the tables of one object, and what else it leads to."""
-    if isinstance(value, dict):
-        return [namespace(value, name)], []
-    if isinstance(value, list | deque | bytearray):
-        return [_sequence(value, name)], []
-    if isinstance(value, set):
-        return [_set(value, name)], []
-    if isinstance(value, tuple | frozenset):
-        return [], [(v, name) for v in value]
-    if isinstance(value, types.ModuleType):
-        return ([namespace(vars(value), value.__name__)] if _is_users_module(value) else []), []
-    if isinstance(value, types.FunctionType):
-        return _of_function(value, name)
-    if isinstance(value, types.MethodType):
-        return [], [(value.__self__, name), (value.__func__, name)]
-    if isinstance(value, staticmethod | classmethod):
-        return [], [(value.__func__, name)]
-    if isinstance(value, property):
-        return [], [(value.fget, name)]
-    if isinstance(value, functools.partial):
-        return [], [(v, name) for v in (value.func, *value.args, *value.keywords.values())]
-    if isinstance(value, functools._lru_cache_wrapper):
-        return [_memory(value, name)], [(value.__wrapped__, name)]
-    if isinstance(value, type):
-        return _of_class(value), []
-    if isinstance(value, torch.Generator | random.Random | np.random.Generator):
-        return [_generator(value, name)], []
-    tables = [_flag(value, name)] if isinstance(value, Tensor) else []
-    if isinstance(getattr(value, "__dict__", None), dict):
-        tables.append(namespace(vars(value), name))
-    slots = [s for base in type(value).__mro__ for s in _slots(base)]
-    return [*tables, _attributes(value, slots, name)], [(type(value), type(value).__name__)]
+    match value:
+        case dict():
+            return [_namespace(value, name)], []
+        case list() | deque() | bytearray():
+            return [_refilled(value, name, lambda: dict(enumerate(value)))], []
+        case set():
+            return [_refilled(value, name, lambda: dict.fromkeys(value))], []
+        case tuple() | frozenset():
+            return [], [(v, name) for v in value]
+        case types.ModuleType():
+            users = _is_users_module(value)
+            return [_namespace(vars(value), value.__name__)] if users else [], []
+        case types.FunctionType():
+            return _of_function(value, name)
+        case types.MethodType():
+            return [], [(value.__self__, name), (value.__func__, name)]
+        case staticmethod() | classmethod():
+            return [], [(value.__func__, name)]
+        case property():
+            return [], [(value.fget, name)]
+        case functools.partial():
+            return [], [(v, name) for v in (value.func, *value.args, *value.keywords.values())]
+        case functools._lru_cache_wrapper():  # what it remembers is not put back, but forgotten
+            calls = lambda: {"calls": value.cache_info().misses}  # noqa: E731
+            return [Table(name, calls, lambda _: value.cache_clear())], [(value.__wrapped__, name)]
+        case type():
+            return _of_class(value), []
+        case torch.Generator() | random.Random() | np.random.Generator():
+            return [_generator(value, name)], []
+    return _of_object(value, name)
 
 
-def namespace(values: dict[Any, Any], name: str) -> Table:
-    """Return a dict as a table."""
-
+def _namespace(values: dict[Any, Any], name: str) -> Table:
     def write(wanted: Items) -> None:
         if list(values) != list(wanted):
             values.clear()
@@ -125,98 +116,64 @@ def namespace(values: dict[Any, Any], name: str) -> Table:
     return Table(name, lambda: dict(values), write)
 
 
-def _sequence(values: Any, name: str) -> Table:
+def _refilled(values: Any, name: str, read: Callable[[], Items]) -> Table:
+    """A list or a set, which is emptied and filled again."""
+
     def write(wanted: Items) -> None:
         values.clear()
-        values.extend(wanted.values())
-
-    return Table(name, lambda: dict(enumerate(values)), write)
-
-
-def _set(values: set[Any], name: str) -> Table:
-    def write(wanted: Items) -> None:
-        values.clear()
-        values.update(wanted)
-
-    return Table(name, lambda: dict.fromkeys(values), write)
-
-
-def _attributes(owner: Any, names: list[str], name: str) -> Table:
-    """Some attributes of an object; which of them exist may change."""
-
-    def read() -> Items:
-        return {k: getattr(owner, k) for k in names if hasattr(owner, k)}
-
-    def write(wanted: Items) -> None:
-        for key in names:
-            if key in wanted:
-                setattr(owner, key, wanted[key])
-            elif hasattr(owner, key):
-                delattr(owner, key)
-
-    return Table(name, read, write)
-
-
-def _cell(cell: types.CellType, name: str) -> Table:
-    """A variable of a function around the one that names it."""
-
-    def read() -> Items:
-        try:
-            return {"cell_contents": cell.cell_contents}
-        except ValueError:  # it has no value (yet)
-            return {}
-
-    def write(wanted: Items) -> None:
-        if wanted:
-            cell.cell_contents = wanted["cell_contents"]
+        if isinstance(values, set):
+            values.update(wanted)
         else:
-            del cell.cell_contents
+            values.extend(wanted.values())
 
     return Table(name, read, write)
 
 
-def _flag(t: Tensor, name: str) -> Table:
-    return Table(
-        name,
-        lambda: {"requires_grad": t.requires_grad},
-        lambda wanted: t.requires_grad_(wanted["requires_grad"]),
-    )
+def _of_object(value: Any, name: str) -> Found:
+    """A plain object: its attributes, its class, and whether it requires a gradient."""
+    tables = []
+    if isinstance(value, Tensor):
+        flag = lambda: {"requires_grad": value.requires_grad}  # noqa: E731
+        tables.append(Table(name, flag, lambda now: value.requires_grad_(now["requires_grad"])))
+    if isinstance(getattr(value, "__dict__", None), dict):
+        tables.append(_namespace(vars(value), name))
+    slots = [s for base in type(value).__mro__ for s in _slots(base)]
 
+    def read() -> Items:
+        return {k: getattr(value, k) for k in slots if hasattr(value, k)}
 
-def _memory(fn: Any, name: str) -> Table:
-    """What a function remembers of earlier calls: it is not put back, but forgotten."""
-    return Table(name, lambda: {"calls": fn.cache_info().misses}, lambda _: fn.cache_clear())
+    def write(wanted: Items) -> None:
+        for key in slots:
+            if key in wanted:
+                setattr(value, key, wanted[key])
+            elif hasattr(value, key):
+                delattr(value, key)
+
+    return [*tables, Table(name, read, write)], [(type(value), type(value).__name__)]
 
 
 def _generator(source: Any, name: str) -> Table:
-    """A random generator of the model's own."""
-    states: dict[str, Any] = {}
-
-    def state() -> Any:
-        if isinstance(source, torch.Generator):
-            return source.get_state().tolist()
-        return (
-            source.getstate() if isinstance(source, random.Random) else source.bit_generator.state
-        )
+    """A random generator of the model's own; its state as bytes, which can be compared."""
 
     def read() -> Items:
-        found = state()
-        states[repr(found)] = found
-        return {"state": repr(found)}
+        if isinstance(source, torch.Generator):
+            return {"state": source.get_state().numpy().tobytes()}
+        python = isinstance(source, random.Random)
+        return {"state": pickle.dumps(source.getstate() if python else source.bit_generator.state)}
 
     def write(wanted: Items) -> None:
-        found = states[wanted["state"]]
+        state = wanted["state"]
         if isinstance(source, torch.Generator):
-            source.set_state(torch.tensor(found, dtype=torch.uint8))
+            source.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         elif isinstance(source, random.Random):
-            source.setstate(found)
+            source.setstate(pickle.loads(state))
         else:
-            source.bit_generator.state = found
+            source.bit_generator.state = pickle.loads(state)
 
     return Table(name, read, write)
 
 
-def _of_function(fn: types.FunctionType, name: str) -> tuple[list[Table], list[Named]]:
+def _of_function(fn: types.FunctionType, name: str) -> Found:
     """What a function of the user's own keeps or names."""
     if not _is_users(fn.__code__.co_filename):
         return [], []
@@ -231,7 +188,25 @@ def _of_function(fn: types.FunctionType, name: str) -> tuple[list[Table], list[N
         fn.__globals__.update,
     )
     more = (fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None))
-    return [*cells, namespace(vars(fn), name), named], [(v, name) for v in more]
+    return [*cells, _namespace(vars(fn), name), named], [(v, name) for v in more]
+
+
+def _cell(cell: types.CellType, name: str) -> Table:
+    """A variable of the function around the one that names it; it may have no value (yet)."""
+
+    def read() -> Items:
+        try:
+            return {"cell_contents": cell.cell_contents}
+        except ValueError:
+            return {}
+
+    def write(wanted: Items) -> None:
+        if wanted:
+            cell.cell_contents = wanted["cell_contents"]
+        else:
+            del cell.cell_contents
+
+    return Table(name, read, write)
 
 
 def _of_class(kind: type) -> list[Table]:

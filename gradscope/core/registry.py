@@ -37,11 +37,7 @@ class Registry(Generic[T]):
         self._plugins_loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that files its argument under `name` and returns it unchanged.
-
-        Raises:
-            SpecError: The name is taken.
-        """
+        """Return a decorator that files its argument under `name` and returns it unchanged."""
 
         def add(entry: T) -> T:
             if name in self._entries:
@@ -52,11 +48,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Return the entry called `name`.
-
-        Raises:
-            SpecError: There is none; the message suggests the nearest name.
-        """
+        """Return the entry called `name`."""
         if name not in self:
             raise SpecError(
                 f"unknown {self.kind} {name!r}", remedy=suggestion(name, list(self.names()))

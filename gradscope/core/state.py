@@ -31,6 +31,7 @@ from gradscope.errors import GradscopeError, UnsupportedError
 _COPIED = 2**24  # bytes of a value of which a copy is kept
 _READ = 2**28  # bytes of a value of which every bit is looked at
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ITERATORS: tuple[type, ...] = (
     *map(type, (iter([]), iter(()), iter(range(1)), iter(""), iter(set()))),
     *(enumerate, zip, map, reversed),
@@ -40,19 +41,12 @@ _ITERATORS: tuple[type, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """A table as it was.
-
-    Attributes:
-        table: The table.
-        items: Its values, the objects themselves.
-        marks: What tells whether a value was changed in place.
-        copies: Of the values that can be put back when they are.
-    """
+    """A table as it was."""
 
     table: Table
-    items: Items
-    marks: Items
-    copies: Items
+    items: Items  # its values, the objects themselves
+    marks: Items  # what tells whether a value was changed in place
+    copies: Items  # of the values that can be put back when they are
 
     def put(self, wanted: Items) -> None:
         """Make these the table's values."""
@@ -86,15 +80,7 @@ class _Taken:
 
 
 class State:
-    """The state of a model and its loss.
-
-    Args:
-        model: The model.
-        loss: The loss, any callable.
-
-    Attributes:
-        latest: The name of what was last seen to change.
-    """
+    """The state of a model and its loss; `latest` is the name of what was last seen to change."""
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._model, self._loss = model, loss
@@ -138,12 +124,6 @@ class State:
         """Look everywhere for what the body changes, and put it back, now and from now on.
 
         Python's and numpy's global random generators are left as they are, too.
-
-        Args:
-            again: Parameters were seen to stay the same before: their versions tell.
-
-        Raises:
-            UnsupportedError: It cannot be put back.
         """
         own = [*self._model.parameters(), *self._model.buffers()]
         roots = [(self._model, "model"), (self._loss, "loss")]
@@ -158,16 +138,14 @@ class State:
         try:
             with random_numbers_kept(), _resumed(generators) as advanced:
                 yield
-            written = [k for k, p in self._model.named_parameters() if _written(p, known)]
+            named = self._model.named_parameters()
+            written = [k for k, p in named if known.get(id(p), p._version) != p._version]
             if advanced or written:
                 raise _changed([*sorted(advanced), *written])
-        except GradscopeError as error:
+        except BaseException as error:
             lost = self._learn(before)
-            if lost:
+            if lost and isinstance(error, GradscopeError):
                 raise _changed(lost) from error
-            raise
-        except BaseException:
-            self._learn(before)
             raise
         lost = self._learn(before)
         if lost:
@@ -234,46 +212,23 @@ def facts(model: nn.Module) -> list[Any]:
     """Return what a proof takes for granted: modules, their modes and hooks, parameters."""
     found: list[Any] = []
     for m in model.modules():
-        own = vars(m)
-        found += (
-            id(m),
-            m.training,
-            _forward(type(m)),
-            own.get("forward"),
-            *map(id, m._buffers.values()),
-        )
+        own, bases = vars(m), type(m).__mro__
+        forward = next((vars(base)["forward"] for base in bases if "forward" in vars(base)), None)
+        found += (id(m), m.training, forward, own.get("forward"), *map(id, m._buffers.values()))
         found += [key for kind in _HOOKS for key in own.get(kind, ())]
         for name, p in m._parameters.items():
             found += (name, id(p))
             if p is not None:
-                found += (p.requires_grad, p.dtype, p.device, *hooks_of(p))
+                after = getattr(p, "_post_accumulate_grad_hooks", None)
+                found += (p.requires_grad, p.dtype, p.device, *(p._backward_hooks or ()))
+                found += after or ()
     return found
-
-
-def _forward(kind: type) -> Any:
-    """Return the function that a class has for its forward pass, as it is written there."""
-    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
-
-
-def hooks_of(p: Tensor) -> list[int]:
-    """Return the keys of the hooks on a parameter's gradient, before and after it accumulates."""
-    after = getattr(p, "_post_accumulate_grad_hooks", None)
-    return [*(p._backward_hooks or ()), *(after or ())]
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _take(
     table: Table, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
 ) -> _Taken:
-    """Return a table as it is, with copies of values and marks of them.
-
-    Args:
-        table: The table.
-        keys: Of the values that are copied, without marks; all, and with marks, if None.
-        but: The ids of values that are left out.
-    """
+    """Return a table as it is, with copies of values and marks of them."""
     items = table.read()
     chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
     copies = {k: c for k, v in chosen.items() if (c := _copy(v)) is not None}
@@ -321,10 +276,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(_same, a.values(), b.values()))
     return isinstance(a, PLAIN) and bool(a == b or (a != a and b != b))
-
-
-def _written(p: Tensor, versions: dict[int, int]) -> bool:
-    return versions.get(id(p), p._version) != p._version
 
 
 def _held(model: nn.Module) -> Iterator[Any]:

@@ -1,14 +1,22 @@
-"""Being stopped from outside: it passes through the user's code, and is no error of theirs."""
+"""Ctrl-C and SIGTERM: at once as long as there is nothing to keep, then by unwinding.
 
+Modules that are half imported do not survive an exception, and some of torch's swallow it. A stop
+passes through the user's code, and is no error of theirs.
+"""
+
+import atexit
 import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from os import _exit  # as it is before anybody takes its place
 from types import FrameType
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN = 1.0  # seconds; what passes signals on to its children often sends them twice
+_Handler = Callable[[int, FrameType | None], object] | int
 
 
 class Stopped(BaseException):
@@ -25,19 +33,14 @@ class Stopped(BaseException):
         self.word = word
 
 
-class Unwinding:
-    """Handles SIGINT and SIGTERM by raising `Stopped`, once; a later signal ends the process.
-
-    Attributes:
-        arrived: The signal that came, 0 for none.
-    """
+class _Unwinding:
+    """Handles a signal by raising `Stopped`, once; a later signal ends the process."""
 
     def __init__(self) -> None:
-        self.arrived = 0
+        self.arrived = 0  # the signal that came
         self._at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Stop what is running."""
         if not self.arrived:
             self.arrived, self._at = number, time.monotonic()
             raise Stopped(number)
@@ -45,26 +48,68 @@ class Unwinding:
             _leave("stopped at once\n", 128 + number)
 
 
-class Leaving:
-    """Handles SIGINT and SIGTERM by ending the process where it is.
-
-    Args:
-        word: What is said.
-        code: The exit code; that of the signal when None.
-    """
+class _Leaving:
+    """Handles a signal by saying a word and ending the process with `code`, or the signal's."""
 
     def __init__(self, word: str, code: int | None = None) -> None:
         self._word, self._code = word, code
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """End the process."""
         _leave(self._word, 128 + number if self._code is None else self._code)
 
 
-def _leave(word: str, code: int) -> None:
-    with suppress(OSError):  # nobody may be there to read it
-        os.write(2, word.encode())
-    _exit(code)
+def at_once() -> None:
+    """From here on, let a signal end the process where it is."""
+    _handle(_Leaving("stopped before anything was computed\n"))
+
+
+def unwinding() -> None:
+    """From here on, let a signal raise `Stopped`."""
+    _handle(_Unwinding())
+
+
+def finished(code: int) -> None:
+    """From here on, let a signal end the process with the code of the command, which is done.
+
+    What is left is to wait for threads of the user's own, and for the interpreter to shut down.
+    """
+    _handle(_Leaving("", code))
+
+
+def ignored_at_the_end() -> None:
+    """Ignore signals when the interpreter has called what others have asked it to call."""
+    atexit.register(_handle, signal.SIG_IGN)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Leave the handlers as they were before the body."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # as another language may have set it
+                signal.signal(number, handler)
+
+
+@contextmanager
+def told(message: Callable[[], str]) -> Iterator[None]:
+    """Raise `Stopped` with a message when a signal stops the body, whatever the body raises."""
+    try:
+        yield
+    except BaseException as error:
+        stop = stop_behind(error)
+        if stop is None:
+            raise
+        raise Stopped(stop.number, stop.word or message()) from None
+
+
+def once_more() -> None:
+    """Raise `Stopped` if a signal has raised it and the user's code has swallowed it."""
+    for handler in map(signal.getsignal, _SIGNALS):
+        if isinstance(handler, _Unwinding) and handler.arrived:
+            raise Stopped(handler.arrived)
 
 
 def is_stop(error: BaseException) -> bool:
@@ -77,7 +122,7 @@ def is_stop(error: BaseException) -> bool:
         return isinstance(error, Stopped)
     handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    return main and callable(handler) and not isinstance(handler, Unwinding | Leaving)
+    return main and callable(handler) and not isinstance(handler, _Unwinding | _Leaving)
 
 
 def stop_behind(error: BaseException) -> Stopped | None:
@@ -90,3 +135,15 @@ def stop_behind(error: BaseException) -> Stopped | None:
         seen.add(id(found))
         found = found.__cause__ or found.__context__
     return None
+
+
+def _handle(handler: _Handler) -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, handler)
+
+
+def _leave(word: str, code: int) -> None:
+    with suppress(OSError):  # nobody may be there to read it
+        os.write(2, word.encode())
+    _exit(code)

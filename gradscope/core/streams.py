@@ -5,19 +5,24 @@ that are started, prints to stderr instead; and it may close or replace `sys.std
 `sys.stderr` as it likes.
 """
 
+import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
+
+from gradscope.errors import OutputError
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-@dataclass(frozen=True)
-class _Streams:
+class _Streams(NamedTuple):
     out: TextIO
     err: TextIO
 
@@ -56,16 +61,40 @@ def kept() -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = before
         _own.reset(token)
-        for stream, original in zip((own.out, own.err), before, strict=True):
+        for stream, original in zip(own, before, strict=True):
             if stream is not original:
                 with suppress(OSError):  # told already, or nobody is there to be told
                     stream.close()
 
 
-def open_standard_ones() -> None:
-    """Put the null device where stdin, stdout or stderr is closed, or a file would get its number.
+@contextmanager
+def written() -> Iterator[None]:
+    """Leave quietly when a pipe is closed, as `head` closes it; say so when stdout is full.
 
-    Whatever is printed would then go into that file.
+    Raises:
+        OutputError: stdout is full.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # typer and rich exit with 1 then
+            sys.exit(CLOSED_PIPE)
+        raise
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (nothing is left to be flushed)
+        raise OutputError(
+            f"cannot be written to: {error.strerror}",
+            where="stdout",
+            remedy="Free space where it goes. A result file that is complete stays.",
+        ) from error
+
+
+def open_standard_ones() -> None:
+    """Put the null device where stdin, stdout or stderr is closed.
+
+    A file that is opened would get its number, and what is printed would go into that file.
     """
     for number in range(3):
         try:
@@ -99,12 +128,9 @@ def _copy(stream: TextIO) -> TextIO:
     if number is None:
         return stream
     stream.flush()
-    return io.TextIOWrapper(
-        os.fdopen(os.dup(number), "wb"),
-        stream.encoding,
-        stream.errors,
-        line_buffering=getattr(stream, "line_buffering", False),
-    )
+    raw = os.fdopen(os.dup(number), "wb")
+    buffered = getattr(stream, "line_buffering", False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=buffered)
 
 
 def _shield(stream: TextIO) -> TextIO:

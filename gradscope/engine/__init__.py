@@ -2,9 +2,8 @@
 
 from gradscope.engine.audit import Auditor, Audits, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, finite_samples, glimpsed
-from gradscope.engine.consistency import require_norms
 from gradscope.engine.fold import Folded, fold, request_of, settled, usable
-from gradscope.engine.judge import Check
+from gradscope.engine.judge import Check, require_norms
 from gradscope.engine.session import Coupling, NonFinite, Session, Settings, Verify
 
 __all__ = [

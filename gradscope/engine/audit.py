@@ -9,7 +9,7 @@ one sample of them alone.
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -23,29 +23,17 @@ _SAVED = 0.1  # seconds that are not lost while the caller does other things
 
 @dataclass(frozen=True)
 class Audits:
-    """What was audited of a run, the proof of its first batch included.
-
-    Attributes:
-        batches: How many batches there were.
-        proved: How many of them were proved whole, of those that every equal run proves.
-        audited: Their samples: first and last data-set positions, neighbouring batches as one.
-        error: The largest relative error of Σ wᵢ gᵢ among them.
-        parameter: Where it was.
-        unproved: Parameters whose gradient was no more than rounding in one of them.
-        proves: Whether some gradient of them was not zero.
-        more: How many others were proved whole, since there was time for it.
-        alone: Of how many others one sample was compared with a batch of one.
-    """
+    """What was audited of a run, the proof of its first batch included."""
 
     batches: int = 0
-    proved: int = 0
-    audited: tuple[tuple[int, int], ...] = ()
-    error: float = 0.0
-    parameter: str = ""
-    unproved: tuple[str, ...] = ()
-    proves: bool = False
-    more: int = 0
-    alone: int = 0
+    proved: int = 0  # batches that were proved whole, of those that every equal run proves
+    audited: tuple[tuple[int, int], ...] = ()  # first and last positions, neighbours as one
+    error: float = 0.0  # the largest relative error of Σ wᵢ gᵢ among them
+    parameter: str = ""  # where it was
+    unproved: tuple[str, ...] = ()  # whose gradient was no more than rounding in one of them
+    proves: bool = False  # some gradient of them was not zero
+    more: int = 0  # other batches that were proved whole, since there was time for it
+    alone: int = 0  # other batches of which one sample was compared with a batch of one
 
     def with_proof(self, proof: Certificate) -> "Audits":
         """Add a batch that was proved whole."""
@@ -86,17 +74,11 @@ class Audits:
 
 @dataclass(frozen=True)
 class Look:
-    """How closely a batch is looked at.
+    """How closely a batch is looked at."""
 
-    Attributes:
-        whole: Whether all of it is proved.
-        alone: How many samples are compared with a batch of one.
-        recorded: Whether the same run does so every time, and it is recorded.
-    """
-
-    whole: bool = False
-    alone: int = 0
-    recorded: bool = False
+    whole: bool = False  # all of it is proved
+    alone: int = 0  # samples that are compared with a batch of one
+    recorded: bool = False  # the same run does so every time
 
     @property
     def none(self) -> bool:
@@ -106,40 +88,30 @@ class Look:
 
 @dataclass
 class Auditor:
-    """Decides how closely a batch is looked at, and watches the time that this takes.
+    """Decides how closely a batch is looked at, and watches the time that this takes."""
 
-    Attributes:
-        seed: Of which batches are audited.
-        always: Every batch is proved, and recorded.
-        audits: What was audited so far.
-    """
-
-    seed: int
-    always: bool = False
+    seed: int  # of which batches are audited
+    always: bool = False  # every batch is proved, and recorded
+    clock: Callable[[], float] = time.perf_counter
     audits: Audits = field(default_factory=Audits)
     _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
     _whole: float = 0.0  # seconds that it took last to prove a batch, besides single samples
     _one: float = 0.0  # and to evaluate one sample alone
     _credit: float = 0.0  # seconds that audits may take by now
-    _last: float = field(default_factory=time.perf_counter)
+    _last: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
 
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
     ) -> Look:
-        """Return how closely a batch is looked at.
-
-        Args:
-            n: How many samples it has; a number that has not come before is something new.
-            ordinal: The number of the batch in its run, from 0.
-            last: Whether it is the last of the run.
-            new: Whether it is computed in another way than those before.
-            proof: Of this batch, where it was proved when it was evaluated.
-        """
+        """Return how closely a batch is looked at."""
         if proof is not None and not self._whole:  # which took kernels for the first time
             self._whole, self._one = proof.seconds / 5, proof.seconds / 16
         new = new or n not in self._sizes
         self._sizes.add(n)
-        now = time.perf_counter()
+        now = self.clock()
         earned = self._credit + SHARE * (now - self._last)
         self._credit, self._last = min(earned, max(_SAVED, 4 * self._whole)), now
         due = proof is not None and (self.always or not self.audits.proves)
@@ -150,14 +122,8 @@ class Auditor:
         return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
 
     def end(self, look: Look, proof: Certificate | None, *, audited: bool) -> None:
-        """Count a batch, and the time since `begin`.
-
-        Args:
-            look: How closely its samples were looked at.
-            proof: Of the whole batch, if it was proved.
-            audited: Whether that was done since `begin`.
-        """
-        now, audits = time.perf_counter(), self.audits
+        """Count a batch, and the time since `begin`."""
+        now, audits = self.clock(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
         if audited and look.whole:

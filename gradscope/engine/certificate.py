@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from gradscope.backends import Evaluate
-from gradscope.backends.joint import own_gradient
-from gradscope.backends.loop import one_sample
-from gradscope.blocks import Evaluation
-from gradscope.blocks.ways import predicted
+from gradscope.backends.loop import one_sample, own_gradient
+from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
     regrouped,
@@ -29,8 +27,14 @@ from gradscope.core.independence import (
     same,
 )
 from gradscope.core.problem import Problem
-from gradscope.engine.consistency import require_consistent
-from gradscope.engine.judge import NOTHING, Check, Claim, Objective, judged
+from gradscope.engine.judge import (
+    NOTHING,
+    Check,
+    Claim,
+    Objective,
+    judged,
+    require_consistent,
+)
 from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
 
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -39,35 +43,20 @@ _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smal
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was proved, on which samples.
-
-    Attributes:
-        backend: The backend that was examined.
-        dtype: The precision in which both checks passed.
-        samples: How many samples the batch had.
-        positions: First and last of them, as positions in the data set.
-        nonfinite: How many of them have no finite gradient; these are flagged, not examined.
-        completeness: Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ.
-        agreement: Single samples against batches of one.
-        compared: The data-set positions of these samples.
-        unused: Parameters that no sample's loss in this batch reaches: their rows are zero.
-        unproved: Parameters whose gradient is no more than rounding, so that nothing is proved.
-        proves: Whether some gradient is not zero: a batch of zeros proves nothing of others.
-        seconds: What the proof cost.
-    """
+    """What was proved, on which samples; its positions are those in the data set."""
 
     backend: str
-    dtype: str
+    dtype: str  # the precision in which both checks passed
     samples: int
-    positions: tuple[int, int]
-    nonfinite: int
-    completeness: Check
-    agreement: Check
-    compared: tuple[int, ...]
-    unused: tuple[str, ...]
-    unproved: tuple[str, ...]
-    proves: bool
-    seconds: float
+    positions: tuple[int, int]  # of the first and the last sample
+    nonfinite: int  # samples without a finite gradient; these are flagged, not examined
+    completeness: Check  # Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ
+    agreement: Check  # single samples against batches of one
+    compared: tuple[int, ...]  # positions of these
+    unused: tuple[str, ...]  # parameters that no sample's loss here reaches: their rows are zero
+    unproved: tuple[str, ...]  # whose gradient is no more than rounding, so that nothing is proved
+    proves: bool  # some gradient is not zero: a batch of zeros proves nothing of others
+    seconds: float  # that the proof took
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as plain data, for the result file."""
@@ -100,26 +89,16 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a backend has said of a batch, to be proved.
-
-    Attributes:
-        problem: What was evaluated.
-        backend: The name of the backend.
-        batch: n samples.
-        evaluation: Of these.
-        own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
-        seed: Of what is drawn at random.
-        alone: How many samples are compared with a batch of one.
-    """
+    """What a backend has said of a batch, to be proved."""
 
     problem: Problem
     backend: str
     batch: Batch
     evaluation: Evaluation
     _: KW_ONLY
-    own_loss: bool = False
-    seed: int = 0
-    alone: int = 1
+    own_loss: bool = False  # samples may be coupled; a row is of the sample's loss in its batch
+    seed: int = 0  # of what is drawn at random
+    alone: int = 1  # samples that are compared with a batch of one
 
     def of(self, rows: Tensor) -> "Answer":
         """Return what was said of the samples at positions `rows` (m,)."""
@@ -198,7 +177,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
     rows = finite_samples(evaluation).cpu().nonzero().flatten()
     finite = answer.of(rows)
     draw = torch.Generator().manual_seed(answer.seed)
-    with predicted():  # nothing is measured for the proof's sake
+    with unmeasured():  # nothing is measured for the proof's sake
         completeness, claim = NOTHING, None
         if len(rows):
             weights = _weights(finite, draw)
@@ -238,12 +217,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
 
 
 def glimpsed(answer: Answer) -> None:
-    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same.
-
-    Raises:
-        CertificateError: They are not.
-        CoupledSamplesError: A loss depends on other samples.
-    """
+    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
     finite = finite_samples(answer.evaluation).cpu().nonzero().flatten()
     draw = torch.Generator().manual_seed(answer.seed)
     chosen = finite[torch.randperm(len(finite), generator=draw)[: answer.alone]]
@@ -257,10 +231,6 @@ def _sums(
     """Compare losses and the claim with the samples in two other batches, and as they are.
 
     After an earlier proof the two other batches suffice.
-
-    Raises:
-        CertificateError: The losses are others.
-        CoupledSamplesError: The samples are not independent.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     small = frozenset(after.unproved if after is not None else ())
@@ -311,13 +281,7 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
 
 
 def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
-    """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why.
-
-    Raises:
-        UnsupportedError: The forward pass is random.
-        CoupledSamplesError: The samples depend on each other.
-        CertificateError: Neither, and rounding is not to blame.
-    """
+    """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why."""
     require_deterministic(answer.problem, batch)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
@@ -361,12 +325,7 @@ def _agreement(answer: Answer, chosen: Tensor) -> Check:
 
 
 def alone(answer: Answer, sample: int) -> Check:
-    """Compare one sample with a batch of one, or with its own loss in its batch.
-
-    Raises:
-        CertificateError: Its loss is another one.
-        CoupledSamplesError: That is because it depends on other samples.
-    """
+    """Compare one sample with a batch of one, or with its own loss in its batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
     claim = Claim.of(gradients, losses.new_ones(1))

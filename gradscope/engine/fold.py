@@ -146,11 +146,7 @@ def _require_splittable(session: Session, chains: Sequence[Chain]) -> None:
 
 
 def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:
-    """Return what chains reduce of a batch: the samples with a finite gradient, or None.
-
-    Raises:
-        NonFiniteError: One is not finite, and `nonfinite` is "fail".
-    """
+    """Return what chains reduce of a batch: the samples with a finite gradient, or None."""
     labelled, asked = session.labels.of(batch), session.settings.nonfinite
     if asked == "keep":
         return evaluation.gradients, session.problem, labelled
@@ -172,13 +168,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
 def request_of(
     chains: Iterable[Chain], *, left: int | None = None, stored: bool = False
 ) -> Request:
-    """Return what chains will ask of a batch, for a backend that can compute it along.
-
-    Args:
-        chains: Any.
-        left: How many batches are to come, if that is known.
-        stored: The dense gradients are stored, each entry of them.
-    """
+    """Return what chains will ask of a batch, for a backend that can compute it along."""
     every = list(chains)
     known = {chain.key: chain for chain in every if chain.key is not None}
     ways = {key: chain.way for key, chain in known.items()}

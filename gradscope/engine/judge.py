@@ -4,52 +4,53 @@ What is compared is Σ wᵢ gᵢ with ∇ Σ wᵢ Lᵢ; a single sample has weig
 more than the tolerance, rounding may be to blame, and has to show it: by the gradient of the same
 samples in other company, for parameters whose gradient all but vanishes; or in float64, by what
 other last digits of the parameters do to the gradient, as where an activation is at its kink.
+
+That proves sums over samples. Norms, rows, sums of squares, inner products and scaled sums are
+found by shortcuts of their own; of a few samples they are held against the sums of each by itself.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from gradscope.backends.base import refusing
-from gradscope.backends.loop import dense
-from gradscope.blocks import Gradients
-from gradscope.blocks.base import precise
+from gradscope.backends.loop import OUTSIDE, dense
+from gradscope.blocks import Block, Gradients
+from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squares
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem, double_precision
-from gradscope.core.rounding import nearby
-from gradscope.core.scalar import summed
-from gradscope.errors import ModelError, RefusedError
+from gradscope.core.independence import nearby
+from gradscope.core.problem import Problem, double_precision, slopes
+from gradscope.errors import CertificateError, ModelError, RefusedError
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's
-_LAST_DIGITS = 64.0  # the same, where nobody can tell what is rounding
+_LAST_DIGITS = 64.0  # the same in float64, where no wider format tells what is rounding
 _LUCK = 10.0  # times that two roundings may differ from what two others do
 _TRIALS = 8  # changes of the parameters in their last digits
 _MOST = 0.5  # of a gradient that may be rounding, for it to be proved
 _KINKS = 3.0  # times the largest change of the gradient that these make
 
+# Of shortcuts: a slip shows in the first digits, precision is proved elsewhere.
+_SLIPS = {torch.float64: 1e-6, torch.float32: 1e-2}
+_COARSE = 0.1  # in half precision
+_FEW = 3  # samples that are looked at
+_ROUNDINGS = 64.0  # of terms that cancel
+
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
+    """One comparison, of the parameter that is worst off."""
 
-    Attributes:
-        error: The relative error of the parameter that is worst off.
-        parameter: Which one it is.
-        tolerance: The largest error of it that passes.
-        dtype: The precision in which it was judged.
-        small: Parameters whose gradient is no more than rounding: nothing is proved of them.
-    """
-
-    error: float
+    error: float  # relative
     parameter: str
-    tolerance: float
-    dtype: str = ""
-    small: tuple[str, ...] = ()
+    tolerance: float  # the largest error that passes
+    dtype: str = ""  # in which it was judged
+    small: tuple[str, ...] = ()  # whose gradient is no more than rounding: nothing is proved
 
     @property
     def passed(self) -> bool:
@@ -67,17 +68,11 @@ NOTHING = Check(0.0, "", 0.0)  # where there was nothing to compare
 
 @dataclass(frozen=True)
 class Claim:
-    """What a backend says about a weighted sum of samples' gradients.
+    """What a backend says about a weighted sum of n samples' gradients."""
 
-    Attributes:
-        weights: (n,), of the samples' losses.
-        values: {name: Σ wᵢ gᵢ (*shape)}.
-        sizes: {name: (Σ wᵢ² ‖gᵢ‖²)^½}.
-    """
-
-    weights: Tensor
-    values: Mapping[str, Tensor]
-    sizes: Mapping[str, float]
+    weights: Tensor  # (n,), of the samples' losses
+    values: Mapping[str, Tensor]  # {name: Σ wᵢ gᵢ (*shape)}
+    sizes: Mapping[str, float]  # {name: (Σ wᵢ² ‖gᵢ‖²)^½}
 
     @classmethod
     def of(cls, gradients: Gradients, weights: Tensor) -> "Claim":
@@ -90,23 +85,13 @@ class Claim:
         values = {name: block.weighted_sum(weights) for name, block in gradients.items()}
         return cls(weights, values, sizes)
 
-    @property
-    def whole(self) -> float:
-        """The size of all parameters together."""
-        return math.sqrt(sum(size**2 for size in self.sizes.values()))
-
 
 @dataclass(frozen=True)
 class Objective:
-    """Σ wᵢ Lᵢ of some samples, and in which batches they are evaluated.
-
-    Attributes:
-        batches: The samples.
-        weights: (n,) for each batch.
-    """
+    """Σ wᵢ Lᵢ of some samples, and in which batches they are evaluated."""
 
     batches: tuple[Batch, ...]
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]  # (n,) for each batch
 
     @classmethod
     def together(cls, batch: Batch, weights: Tensor) -> "Objective":
@@ -122,8 +107,7 @@ class Objective:
     @classmethod
     def twice(cls, sample: Batch) -> "Objective":
         """Return that of a single sample, as the mean of two of it."""
-        half = torch.full((2,), 0.5)
-        return cls((sample.resized(2),), (half,))
+        return cls((sample.resized(2),), (torch.full((2,), 0.5),))
 
     def in_double_precision(self) -> "Objective":
         """Return the same on widened inputs and targets."""
@@ -134,27 +118,14 @@ class Objective:
         found: list[Tensor] = []
         total = {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
         for batch, weights in zip(self.batches, self.weights, strict=True):
-            losses, slopes = _slopes(problem, batch, weights)  # one graph at a time
-            found.append(losses)
-            for name, slope in zip(total, slopes, strict=False):
+            losses = problem.losses(batch)  # one graph at a time
+            with refusing("loop", problem.model, OUTSIDE):
+                own = slopes(losses, problem.parameters.values(), weights.to(losses))
+            found.append(losses.detach())
+            for name, slope in zip(total, own, strict=True):
                 total[name] += dense(slope)
+            del losses, own
         return torch.cat(found), total
-
-
-def _slopes(problem: Problem, batch: Batch, weights: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the losses (n,) of one batch, and ∇ Σ wᵢ Lᵢ by every parameter if there is one."""
-    losses = problem.losses(batch)
-    if not losses.requires_grad:
-        return losses.detach(), ()
-    with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
-        slopes = torch.autograd.grad(
-            summed(losses, weights.to(losses)),
-            list(problem.parameters.values()),
-            retain_graph=True,  # part of the graph may be the model's own, and needed again
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    return losses.detach(), slopes
 
 
 def judged(
@@ -175,30 +146,24 @@ def judged(
         other: The same samples in other company, if they may be evaluated so.
         small: Parameters of which it is known that their gradient is mere rounding.
     """
-    tolerance = TOLERANCES[problem.precision]
-    errors = {name: _error(claim, right, name) for name in right}
+    dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
+    gaps = {name: _norm(claim.values[name] - value) for name, value in right.items()}
+    errors = {k: _relative(gap, claim.sizes[k] or _norm(right[k])) for k, gap in gaps.items()}
     allowed = dict.fromkeys(right, tolerance)
-    doubtful = [name for name in right if not errors[name] <= tolerance]
-    share = _noise(problem) * claim.whole
-    tiny = [k for k in doubtful if _distance(claim.values[k], right[k]) <= share]
-    widest = problem.precision == torch.float64  # there is no wider format to tell
-    noise = [k for k in tiny if k in small or (widest and _is_last_digits(claim, right, k))]
-    if other is not None and set(tiny) - set(noise):
-        again = other.evaluated(problem)[1]
-        noise = [k for k in tiny if k in noise or _differs_no_more(claim, right, again, k)]
-    doubtful = [name for name in doubtful if name not in noise]
-    dtype = problem.precision
+    doubtful = [k for k in right if not errors[k] <= tolerance]
+    noise = _noise(problem, claim, right, {k: gaps[k] for k in doubtful}, other, small)
+    doubtful = [k for k in doubtful if k not in noise]
     if doubtful and dtype != torch.float64:
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
             truth, spread = _in_float64(problem, objective, doubtful)
             dtype = torch.float64
-            for name in doubtful:
-                size = max(claim.sizes[name], _norm(truth[name]))
-                errors[name] = _relative(_distance(claim.values[name], truth[name]), size)
-                allowed[name] = max(tolerance, _KINKS * _relative(spread[name], size))
-                if errors[name] <= allowed[name] and allowed[name] > _MOST:
-                    noise.append(name)
-    told = [name for name in right if name not in noise]
+            for k in doubtful:
+                size = max(claim.sizes[k], _norm(truth[k]))
+                errors[k] = _relative(_norm(claim.values[k] - truth[k]), size)
+                allowed[k] = max(tolerance, _KINKS * _relative(spread[k], size))
+                if errors[k] <= allowed[k] and allowed[k] > _MOST:
+                    noise.append(k)
+    told = [k for k in right if k not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
     return Check(
         error=errors.get(worst, 0.0),
@@ -209,39 +174,27 @@ def judged(
     )
 
 
-def _rank(error: float, allowed: float) -> float:
-    if error != error:
-        return float("inf")
-    return error / allowed if allowed else error
+def _noise(
+    problem: Problem,
+    claim: Claim,
+    right: Mapping[str, Tensor],
+    gaps: Mapping[str, float],
+    other: Objective | None,
+    small: frozenset[str],
+) -> list[str]:
+    """Return the parameters, of those with `gaps`, whose whole gradient is no more than rounding.
 
-
-def _error(claim: Claim, right: Mapping[str, Tensor], name: str) -> float:
-    """Return ‖Σ wᵢ gᵢ − ∇ Σ wᵢ Lᵢ‖ relative to the size of what is summed."""
-    size = claim.sizes[name] or _norm(right[name])
-    return _relative(_distance(claim.values[name], right[name]), size)
-
-
-def _relative(gap: float, size: float) -> float:
-    return gap / size if size else (0.0 if gap == 0 else float("inf"))
-
-
-def _noise(problem: Problem) -> float:
-    """Return which share of the whole gradient a parameter's may have that is mere rounding."""
-    return min(_NOISE * torch.finfo(problem.precision).eps, 0.05)
-
-
-def _is_last_digits(claim: Claim, right: Mapping[str, Tensor], name: str) -> bool:
-    """Whether nobody can tell a parameter's gradient in float64 from rounding."""
-    gap, eps = _distance(claim.values[name], right[name]), torch.finfo(torch.float64).eps
-    return gap <= _LAST_DIGITS * eps * claim.whole
-
-
-def _differs_no_more(
-    claim: Claim, right: Mapping[str, Tensor], again: Mapping[str, Tensor], name: str
-) -> bool:
-    """Whether autograd agrees with itself about a parameter no better than with the claim."""
-    gap = _distance(claim.values[name], right[name])
-    return gap <= _LUCK * _distance(right[name], again[name])
+    It is if autograd agrees with itself no better than with the claim, in other company.
+    """
+    whole = math.sqrt(sum(size**2 for size in claim.sizes.values()))
+    eps = torch.finfo(problem.precision).eps
+    tiny = [k for k, gap in gaps.items() if gap <= min(_NOISE * eps, 0.05) * whole]
+    digits = _LAST_DIGITS * eps * whole if problem.precision == torch.float64 else -1.0
+    noise = [k for k in tiny if k in small or gaps[k] <= digits]
+    if other is not None and len(tiny) > len(noise):
+        again = other.evaluated(problem)[1]
+        noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * _norm(right[k] - again[k])]
+    return noise
 
 
 def _in_float64(
@@ -255,20 +208,94 @@ def _in_float64(
     for near in nearby(problem, _TRIALS):
         found = objective.evaluated(near)[1]
         for name in names:
-            spread[name] = max(spread[name], _distance(found[name], truth[name]))
+            spread[name] = max(spread[name], _norm(found[name] - truth[name]))
     return truth, spread
+
+
+def _rank(error: float, allowed: float) -> float:
+    if error != error:
+        return float("inf")
+    return error / allowed if allowed else error
+
+
+def _relative(gap: float, size: float) -> float:
+    return gap / size if size else (0.0 if gap == 0 else float("inf"))
 
 
 def _norm(t: Tensor) -> float:
     found = float(torch.linalg.vector_norm(precise(t)))
     if 0 < found < math.inf:
         return found
-    return float(torch.linalg.vector_norm(_wide(t)))  # squares may not be numbers of its own dtype
+    wide = t.to(torch.complex128 if t.is_complex() else torch.float64)
+    return float(torch.linalg.vector_norm(wide))  # squares may not be numbers of its own dtype
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return _norm(a - b)
+def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
+    """Hold what blocks say of samples at positions `chosen` against the sums of each by itself."""
+    for name, block in gradients.items():
+        row = max(1, prod(block.shape) * block.dtype.itemsize)
+        few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
+        if not len(few):
+            return
+        for what in _contradictions(block.select(few), gradients.squared_norms[name][few]):
+            raise _contradiction(backend, f"the {what} of its gradients are those of others", name)
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
+    """Hold rows (n, *shape), as they are handed out, against the norms of the gradients."""
+    for name, values in rows.items():
+        found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
+        told = gradients.squared_norms[name].to(found)
+        bound = _bound(gradients[name], torch.zeros_like(found[0]))
+        lost = _lost(values, bound**2, values.dtype)
+        most = 2 * _slip(values) * torch.maximum(found, told) + lost
+        if bool(((found - told).abs() > most).any()):
+            raise _contradiction(backend, "rows have other norms than it has told", name)
+
+
+def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
+    """Yield what is not that of the sums of single samples, in words."""
+    alone = [few.select(slice(k, k + 1)).weighted_sum() for k in range(few.n)]
+    right = as_rows(torch.stack(alone))  # (k, p)
+    weights = torch.arange(1, few.n + 1, device=right.device).to(right.real.dtype) - 0.5
+    claims = {
+        "norms": (squared_norms, squares(right).sum(1)),
+        "squares": (few.squared_sum().flatten(), squares(right).sum(0)),
+        "inner products": (few.dot(alone[0]), right @ right[0].conj()),
+        "rows": (as_rows(precise(few.dense())), right),
+        "scaled sums": (few.scale(weights).weighted_sum().flatten(), weights.to(right) @ right),
+    }
+    size = torch.linalg.vector_norm(right)
+    bound = _bound(few, size)
+    for what, (found, wanted) in claims.items():
+        gap = torch.linalg.vector_norm(found.to(wanted) - wanted)
+        if what in ("rows", "scaled sums"):
+            most = few.n * (_slip(few) * size + _ROUNDINGS * torch.finfo(few.dtype).eps * bound)
+        else:
+            most = few.n * (2 * _slip(few) * size**2 + _lost(right, bound**2, few.dtype))
+        if not bool(gap <= most):
+            yield what
+
+
+def _contradiction(backend: str, what: str, name: str) -> CertificateError:
+    return CertificateError(
+        f"the {backend} backend contradicts itself: {what}",
+        where=f"parameter {name!r}",
+        remedy="Use another backend (auto tries all); loop is the reference.",
+    )
+
+
+def _bound(block: Block, otherwise: Tensor) -> Tensor:
+    """Return the bound on a block's norms (0-d), and `otherwise` where it knows none."""
+    found = block.bound().to(otherwise)
+    return torch.where(found.isfinite(), found, otherwise)
+
+
+def _slip(of: Tensor | Block) -> float:
+    return _SLIPS.get(of.dtype.to_real(), _COARSE)
+
+
+def _lost(rows: Tensor, squared: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what sums of squares of rows (n, ...) lose by rounding, where terms are as large."""
+    few = _ROUNDINGS * torch.finfo(dtype).eps * squared
+    return few + torch.finfo(rows.dtype).tiny * rows[0].numel()

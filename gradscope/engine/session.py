@@ -19,7 +19,7 @@ from gradscope.backends import (
     own_loss_backends,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
-from gradscope.blocks import Evaluation, Gradients
+from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, detached
 from gradscope.core.independence import same
 from gradscope.core.problem import Problem
@@ -89,6 +89,7 @@ class Session:
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
         tried: Chains whose reducers were tried before they are used.
+        tuner: Chooses kernel variants, and remembers them.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -102,6 +103,7 @@ class Session:
         self.notes: list[str] = []
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
         self.tried: set[str] = set()
+        self.tuner = Tuner()
         self._model, self._loss = model, resolve(loss)
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
@@ -263,12 +265,7 @@ class Session:
     def _audited(
         self, batch: Batch, request: Request, number: int, look: Look, evaluation: Evaluation
     ) -> tuple[Evaluation, Certificate | None]:
-        """Look at an answer once more; return it, and its proof if all of it was proved.
-
-        Raises:
-            CertificateError: It is wrong.
-            CoupledSamplesError: A sample's loss depends on other samples of this batch.
-        """
+        """Look at an answer once more; return it, and its proof if all of it was proved."""
         state, uncompiled = self.problem.state, evaluation
         known = state.found
         try:
@@ -313,7 +310,8 @@ class Session:
         doubtful = self._doubtful
         while True:
             try:
-                return run()
+                with self.tuner.active():
+                    return run()
             except CertificateError as error:
                 if doubtful:
                     error.remedy = (

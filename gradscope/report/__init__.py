@@ -4,26 +4,34 @@ Parameter names, targets, paths and messages come from users and files: they are
 text with unprintable characters made visible, never as markup.
 """
 
-from gradscope.report.comparison import render_comparison
-from gradscope.report.console import console
-from gradscope.report.errors import render_error
+from gradscope.report.console import console, render_error
 from gradscope.report.html import write_html
-from gradscope.report.merge import render_merge
 from gradscope.report.plots import plot_stats
 from gradscope.report.progress import track
-from gradscope.report.results import render
-from gradscope.report.run import render_run
-from gradscope.report.stats import render_stats
+from gradscope.report.screens import (
+    render_comparison,
+    render_export,
+    render_inspection,
+    render_merge,
+    render_plan,
+    render_room,
+    render_run,
+)
+from gradscope.report.terminal import print_facts, render
 
 __all__ = [
     "console",
     "plot_stats",
+    "print_facts",
     "render",
     "render_comparison",
     "render_error",
+    "render_export",
+    "render_inspection",
     "render_merge",
+    "render_plan",
+    "render_room",
     "render_run",
-    "render_stats",
     "track",
     "write_html",
 ]

@@ -6,30 +6,105 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from rich.text import Text
-
 from gradscope.errors import OutputError
-from gradscope.report import plots, results
-from gradscope.report.formulas import formulas
-from gradscope.report.layout import whole
-from gradscope.report.page import page
-from gradscope.report.panels import Panel
-from gradscope.report.results import Result
-from gradscope.report.sections import Section, Spark, Table
-from gradscope.report.stats import warnings
-from gradscope.report.text import NONE, short, visible
-from gradscope.stats import Difference, Histogram, Summary
+from gradscope.report import plots
+from gradscope.report.terminal import bins
+from gradscope.report.text import visible
+from gradscope.stats.sections import (
+    NONE,
+    SYMBOLS,
+    Column,
+    Fact,
+    Line,
+    Overview,
+    Picture,
+    Section,
+    Shown,
+    Spark,
+    Table,
+    whole,
+)
 
 _INK = "#010203"  # in the picture, to be replaced by the page's own text colour
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --paper: #ffffff; --line: #d5d9de;
+  --soft: #59636e; --link: #0b5cad; --shade: #f4f6f8; --warn: #a4161a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8eb; --paper: #15181c; --line: #3a4048; --soft: #a3acb7; --link: #7ab8f5;
+    --shade: #1d2127; --warn: #ff9b94; }
+}
+* { box-sizing: border-box; }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink);
+  background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2.2rem 0 0.5rem; }
+p { margin: 0.3rem 0; }
+.warning { color: var(--warn); font-weight: 600; }
+dl { display: grid; grid-template-columns: minmax(8rem, max-content) 1fr; gap: 0.2rem 1.5rem;
+  margin: 0.5rem 0; }
+dt { color: var(--soft); grid-column: 1; }
+dd { margin: 0; overflow-wrap: anywhere; grid-column: 2; }
+.pairs { display: flex; flex-wrap: wrap; gap: 0.2rem 1.8rem; }
+.pairs dd { font-variant-numeric: tabular-nums; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
+  gap: 1rem; align-items: start; }
+figure { margin: 0; }
+svg { width: 100%; height: auto; color: var(--ink); display: block; }
+.wide { overflow-x: auto; }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; white-space: nowrap;
+  clip-path: inset(50%); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 24rem; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.7rem; text-align: left;
+  vertical-align: bottom; }
+tbody th { font-weight: 400; overflow-wrap: anywhere; min-width: 8rem; }
+tbody tr:hover { background: var(--shade); }
+.number, th.number { text-align: right; }
+th button { all: unset; cursor: pointer; font-weight: 600; }
+summary { cursor: pointer; color: var(--link); width: max-content; padding: 0.2rem 0; }
+details ul { margin: 0.2rem 0 0.8rem; padding-left: 1.2rem; }
+pre { overflow: auto; max-height: 24rem; background: var(--shade); padding: 0.7rem;
+  font-size: 0.8rem; }
+:focus-visible, th button:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
+th[aria-sort="ascending"] button::after { content: " \\2191"; }
+th[aria-sort="descending"] button::after { content: " \\2193"; }
+@media (max-width: 34rem) {
+  dl { grid-template-columns: 1fr; gap: 0; }
+  dd { grid-column: 1; margin-bottom: 0.4rem; }
+}
+@media print { details { display: none; } }
+"""
+
+_SCRIPT = """
+for (const button of document.querySelectorAll("th button")) {
+  button.addEventListener("click", () => {
+    const heading = button.parentElement, table = heading.closest("table");
+    const up = heading.getAttribute("aria-sort") === "descending";
+    for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
+    heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+    const sign = up ? 1 : -1, column = heading.cellIndex, body = table.tBodies[0];
+    const key = (row) => row.cells[column];
+    const order = (a, b) => {
+      const x = parseFloat(key(a).dataset.value), y = parseFloat(key(b).dataset.value);
+      if (isNaN(x) && isNaN(y))
+        return sign * key(a).textContent.localeCompare(key(b).textContent, "en", { numeric: true });
+      if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y);
+      return sign * (x - y);
+    };
+    body.append(...[...body.rows].sort(order));
+  });
+}
+"""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def write_html(found: Result, path: str | Path) -> None:
+def write_html(result: Shown, path: str | Path) -> None:
     """Write the page; it has pictures when matplotlib is installed.
 
     Raises:
         OutputError: The file cannot be written.
     """
-    text = render_html(found)
+    text = _page(result.overview())
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -38,43 +113,50 @@ def write_html(found: Result, path: str | Path) -> None:
         ) from error
 
 
-def render_html(found: Result) -> str:
-    """Return the page."""
-    places = [f.path for f in found.files] if isinstance(found, Difference) else [_path(found)]
-    names = " and ".join(Path(place).name for place in places)
-    told = warnings(found) if isinstance(found, Summary) else []
-    answers = [
-        _section(section.title, text, section.key) if (text := _content(section)) else ""
-        for section in results.sections(found)
-    ]
+def _page(found: Overview) -> str:
+    names = " and ".join(Path(path).name for path in found.paths)
+    sections = [_section(section) for section in found.sections]
+    pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in _drawn(found))
     parts = [
-        "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in told),
-        _section("Run", _facts(results.facts(found)) + _records(found)),
-        *answers[:1],
-        _pictures(plots.panels(found)) if plots.available() else "",
-        *answers[1:],
+        "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in found.warnings),
+        _titled("Run", _facts(found.facts) + _records(found)),
+        *sections[:1],
+        _titled("Pictures", f'<div class="pictures">\n{pictures}\n</div>') if pictures else "",
+        *sections[1:],
     ]
-    return page(f"{_safe(names)}: gradient statistics", _safe(", ".join(places)), parts)
+    body = "\n".join(part for part in parts if part)
+    title = f"{_safe(names)}: gradient statistics"
+    heading = _safe(", ".join(found.paths))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{heading}</h1>
+{body}
+</main>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
 
 
-def _path(found: Result) -> str:
-    assert not isinstance(found, Difference)  # it has two
-    return found.file.path if isinstance(found, Summary) else found.path
+def _safe(text: Line, keep: str = "") -> str:
+    return escape(visible(text if isinstance(text, str) else text.text, keep))
 
 
-def _safe(text: object) -> str:
-    return escape(visible(str(text)))
-
-
-def _section(title: str, content: str, key: str = "") -> str:
-    lines = formulas(key)
-    if lines:
-        items = "".join(f"<li>{_safe(line)}</li>" for line in lines)
-        content += f"<details><summary>Formulas</summary><ul>{items}</ul></details>"
+def _titled(title: str, content: str) -> str:
     return f"<section><h2>{_safe(title)}</h2>\n{content}</section>"
 
 
-def _content(section: Section) -> str:
+def _section(section: Section) -> str:
+    """Return a section, or nothing where pictures show all it has."""
     parts = []
     rows = [(k, v) for k, v in section.facts if not isinstance(v, Spark)]  # pictures show those
     if rows:
@@ -85,109 +167,84 @@ def _content(section: Section) -> str:
             for label, value in section.pairs
         )
         parts.append(f'<dl class="pairs">{items}</dl>')
-    if section.histogram is not None:
-        parts.append(_bins(section.histogram))
+    if section.histogram is not None:  # in numbers behind a click, since there is a picture
+        names, counts = zip(*bins(section.histogram), strict=True)
+        table = _table("Bins", Table([whole("samples", counts)], "norm", names))
+        parts.append(f"<details><summary>Bins</summary>{table}</details>")
     if section.table is not None:
         parts.append(_table(section.title, section.table))
-    notes = [note.plain if isinstance(note, Text) else note for note in section.notes]
-    parts += [f"<p>{_safe(note)}</p>" for note in notes]
-    return "\n".join(parts)
+    parts += [f"<p>{_safe(note)}</p>" for note in section.notes]
+    content = "\n".join(parts)
+    if content and section.formulas:
+        lines = "".join(f"<li>{_safe(line)}</li>" for line in (*section.formulas, SYMBOLS))
+        content += f"<details><summary>Formulas</summary><ul>{lines}</ul></details>"
+    return _titled(section.title, content) if content else ""
 
 
-def _facts(rows: Sequence[tuple[str, str | Text]]) -> str:
+def _facts(rows: Sequence[Fact]) -> str:
     """Return labels with values; a label stands once for the values that follow without one."""
     items: list[str] = []
     for label, value in rows:
-        plain = value.plain if isinstance(value, Text) else value
-        term = f"<dt>{_safe(label)}</dt>" if label or not items else ""
-        items.append(f"{term}<dd>{_safe(plain)}</dd>")
+        if not isinstance(value, Spark):
+            term = f"<dt>{_safe(label)}</dt>" if label or not items else ""
+            items.append(f"{term}<dd>{_safe(value)}</dd>")
     return f"<dl>\n{chr(10).join(items)}\n</dl>"
 
 
-def _records(found: Result) -> str:
-    """Return the certificates and runs as recorded, behind a click."""
-    if isinstance(found, Summary):
-        files = [("", found.file)]
-    elif isinstance(found, Difference):
-        files = list(zip((" of the first", " of the second"), found.files, strict=True))
-    else:
-        return ""
-    parts = []
-    for of, file in files:
-        for name, record in (("Certificate", file.certificate), ("Run", file.run)):
-            if record:
-                text = _kept(json.dumps(record, ensure_ascii=False, indent=2))
-                parts.append(
-                    f"<details><summary>{name}{of}, as recorded</summary>"
-                    f'<pre tabindex="0">{text}</pre></details>'
-                )
-    return "\n".join(parts)
+def _records(found: Overview) -> str:
+    """Return what was recorded, as it is, behind a click."""
+    texts = {
+        name: _safe(json.dumps(record, ensure_ascii=False, indent=2), keep="\n")
+        for name, record in (found.records or {}).items()
+        if record
+    }
+    return "\n".join(
+        f"<details><summary>{_safe(name)}, as recorded</summary>"
+        f'<pre tabindex="0">{text}</pre></details>'
+        for name, text in texts.items()
+    )
 
 
-def _kept(text: str) -> str:
-    return escape(visible(text, keep="\n"))
+def _drawn(found: Overview) -> Sequence[Picture]:
+    return found.pictures if plots.available() else ()
 
 
-def _pictures(panels: Sequence[Panel]) -> str:
-    figures = "\n".join(f"<figure>{_picture(panel)}</figure>" for panel in panels)
-    return _section("Pictures", f'<div class="pictures">\n{figures}\n</div>')
-
-
-def _picture(panel: Panel) -> str:
+def _picture(picture: Picture) -> str:
     buffer = io.BytesIO()
-    plots.save(plots.picture(panel, _INK), buffer, "svg", transparent=True)
+    plots.save(plots.figure([picture], _INK), buffer, "svg", transparent=True)
     svg = buffer.getvalue().decode("utf-8")
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_safe(panel.label)}"', 1)
-
-
-def _bins(found: Histogram) -> str:
-    """Return the bins in numbers behind a click, since there is a picture."""
-    names = [
-        f"{short(low)} to {short(high)}"
-        for low, high in zip(found.edges, found.edges[1:], strict=False)
-    ]
-    counts = list(found.counts)
-    if found.zeros:
-        names, counts = ["zero", *names], [found.zeros, *counts]
-    table = _table("Bins", Table([whole("samples", counts)], "norm", names))
-    return f"<details><summary>Bins</summary>{table}</details>"
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_safe(picture.label)}"', 1)
 
 
 def _table(label: str, table: Table) -> str:
     """Return a table; its headings are buttons that sort it."""
-    names = [] if table.names is None else [_heading(table.title)]
-    heads = [_heading(column.title, column.values is not None) for column in table.columns]
-    head = "".join(names + heads)
-    body = "\n".join(f"<tr>{row}</tr>" for row in _rows(table))
+    heads = [] if table.names is None else [_heading(table.title, False)]
+    heads += [_heading(column.title, column.values is not None) for column in table.columns]
+    columns = [_cells(column) for column in table.columns]
+    if table.names is not None:
+        columns.insert(0, [f'<th scope="row">{_safe(name)}</th>' for name in table.names])
+    body = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in zip(*columns, strict=True))
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{_safe(label)}"><table>\n'
         f"<caption>{_safe(label)}</caption>\n"
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+        f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
 
 
-def _heading(title: str, number: bool = False) -> str:
+def _heading(title: str, number: bool) -> str:
     if not title:
         return "<td></td>"
     kind = ' class="number"' if number else ""
     return f'<th scope="col"{kind}><button type="button">{_safe(title)}</button></th>'
 
 
-def _rows(table: Table) -> list[str]:
-    columns = []
-    if table.names is not None:
-        columns.append([f'<th scope="row">{_safe(name)}</th>' for name in table.names])
-    for column in table.columns:
-        values = column.values or [None] * len(column.cells)
-        number = column.values is not None
-        cells = zip(column.cells, values, strict=True)
-        columns.append([_cell(str(text), value, number) for text, value in cells])
-    return ["".join(cells) for cells in zip(*columns, strict=True)]
-
-
-def _cell(text: str, value: float | None, number: bool) -> str:
-    if not number and text != NONE:
-        return f"<td>{_safe(text)}</td>"
-    sort = "" if value is None else f' data-value="{float(value)!r}"'
-    return f'<td class="number"{sort}>{_safe(text)}</td>'
+def _cells(column: Column) -> list[str]:
+    """Return the cells, those of numbers with what they are sorted by."""
+    found = []
+    for text, value in zip(column.cells, column.values or [None] * len(column.cells), strict=True):
+        number = column.values is not None or text == NONE
+        sort = "" if value is None else f' data-value="{float(value)!r}"'
+        kind = f' class="number"{sort}' if number else ""
+        found.append(f"<td{kind}>{_safe(text)}</td>")
+    return found

@@ -1,15 +1,24 @@
-"""Pictures with matplotlib (the extra gradscope[plot]), without a display."""
+"""Pictures with matplotlib (the extra torch-gradscope[plot]), without a display."""
 
 import warnings
+from collections.abc import Sequence
+from functools import singledispatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gradscope.errors import OutputError, SpecError
-from gradscope.report.panels import Panel, summary_panels
-from gradscope.report.panels_over import difference_panels, history_panels
-from gradscope.report.results import Result
-from gradscope.stats import Difference, Summary
+from gradscope.report.text import fit_names
+from gradscope.stats.sections import (
+    BarPicture,
+    CurvePicture,
+    HistogramPicture,
+    MatrixPicture,
+    Picture,
+    ScatterPicture,
+    Shown,
+    short,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +26,10 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _WIDTH = 5.4  # inches of a picture
+_BLUE, _ORANGE = "#3d85c6", "#d9772b"  # readable on white and on black
+_NAMED = 5  # points with a label
+_NAME = 32  # letters of a name
+_RASTER = 400  # more points than this are one picture in an SVG
 
 
 def available() -> bool:
@@ -24,7 +37,7 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def plot_stats(found: Result, path: str | Path) -> None:
+def plot_stats(result: Shown, path: str | Path) -> None:
     """Write all pictures of a result as one, in the format that the suffix of `path` says.
 
     Raises:
@@ -38,7 +51,7 @@ def plot_stats(found: Result, path: str | Path) -> None:
             where=str(path),
             remedy=f"Supported: {', '.join(SUFFIXES)}.",
         )
-    drawn = figure(found)
+    drawn = figure(result.overview().pictures)
     try:
         save(drawn, target, target.suffix.lower()[1:])
     except OSError as error:
@@ -47,46 +60,30 @@ def plot_stats(found: Result, path: str | Path) -> None:
         ) from error
 
 
-def panels(found: Result) -> list[Panel]:
-    """Return the pictures of a result."""
-    if isinstance(found, Summary):
-        return summary_panels(found)
-    if isinstance(found, Difference):
-        return difference_panels(found)
-    return history_panels(found)
+def figure(pictures: Sequence[Picture], ink: str = "black") -> "Figure":
+    """Draw pictures, two a row, with text and axes in the colour `ink`."""
+    if not available():
+        raise SpecError(
+            "pictures need matplotlib, which is not installed",
+            remedy="Install the extra: pip install 'torch-gradscope[plot]'.",
+        )
+    from matplotlib.figure import Figure
 
-
-def figure(found: Result, ink: str = "black") -> "Figure":
-    """Draw all pictures, two a row.
-
-    Args:
-        found: What to draw.
-        ink: The colour of text and axes.
-
-    Raises:
-        SpecError: matplotlib is not installed.
-    """
-    every = panels(found)
-    pairs = [every[k : k + 2] for k in range(0, len(every), 2)]
-    heights = [max(panel.height for panel in pair) for pair in pairs]
-    drawn = _figure(2 * _WIDTH, sum(heights))
-    rows: Any = drawn.subfigures(len(pairs), 1, height_ratios=heights, squeeze=False)
-    for row, pair in zip(rows[:, 0], pairs, strict=True):
-        for axes, panel in zip(row.subplots(1, 2, squeeze=False)[0], pair, strict=False):
-            panel.draw(axes)
+    across = min(2, len(pictures))
+    pairs = [pictures[k : k + 2] for k in range(0, len(pictures), 2)]
+    heights = [max(picture.height for picture in pair) for pair in pairs]
+    drawn = Figure(figsize=(across * _WIDTH, sum(heights)), layout="constrained")
+    rows: Any = [drawn]
+    if len(pictures) > 1:
+        rows = drawn.subfigures(len(pairs), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for row, pair in zip(rows, pairs, strict=True):
+        places = row.subplots(1, across, squeeze=False)[0]
+        for axes, picture in zip(places, pair, strict=False):
+            _draw_on(axes, picture)
         for axes in row.axes:
             _paint(axes, ink)
-        if len(pair) == 1:
-            row.axes[1].set_axis_off()
-    return drawn
-
-
-def picture(panel: Panel, ink: str) -> "Figure":
-    """Draw one picture by itself."""
-    drawn = _figure(_WIDTH, panel.height)
-    panel.draw(drawn.subplots())
-    for axes in drawn.axes:
-        _paint(axes, ink)
+        for axes in places[len(pair) :]:
+            axes.set_axis_off()
     return drawn
 
 
@@ -103,19 +100,8 @@ def save(drawn: "Figure", target: Path | IO[bytes], kind: str, transparent: bool
         )
 
 
-def _figure(width: float, height: float) -> "Figure":
-    if not available():
-        raise SpecError(
-            "pictures need matplotlib, which is not installed",
-            remedy="Install the extra: pip install 'gradscope[plot]'.",
-        )
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def _paint(axes: "Axes", ink: str) -> None:
-    """Draw text and axes in one colour, names as they are and not as formulas."""
+    """Draw text and axes in one colour."""
     from matplotlib.text import Text
 
     for side in ("top", "right"):
@@ -125,3 +111,119 @@ def _paint(axes: "Axes", ink: str) -> None:
         spine.set_color(ink)
     for text in axes.findobj(Text):
         text.set_color(ink)
+
+
+def _draw_on(axes: "Axes", picture: Picture) -> None:
+    axes.set_title(picture.title)
+    axes.set_xlabel(picture.across)
+    axes.set_ylabel(picture.up)
+    if picture.empty:
+        axes.text(0.5, 0.5, picture.empty, ha="center", va="center", transform=axes.transAxes)
+    else:
+        _draw(picture, axes)
+
+
+@singledispatch
+def _draw(picture: Picture, axes: "Axes") -> None:
+    raise TypeError(f"no way to draw {type(picture).__name__}")
+
+
+@_draw.register(BarPicture)
+def _bars(picture: BarPicture, axes: "Axes") -> None:
+    """Draw a bar a name; a name is no formula."""
+    names, values = picture.names, picture.values
+    axes.set_yticks(range(len(names)), fit_names(names, _NAME), fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    color = _ORANGE if picture.second else _BLUE
+    axes.barh(range(len(values)), [value or 0.0 for value in values], color=color, height=0.7)
+    positive = [value for value in values if value and value > 0]
+    if positive:
+        _log_when_wide(axes.set_xscale, positive)
+    if axes.get_xscale() == "log":
+        axes.set_xlim(left=min(positive) / 2)
+    for k, value in enumerate(values):
+        if value is None:
+            side = axes.get_yaxis_transform()
+            axes.text(0.01, k, "undefined", transform=side, va="center", fontsize=7)
+    if picture.mark is not None:
+        axes.axvline(picture.mark, color=_BLUE, linewidth=0.8, linestyle="--")
+
+
+@_draw.register(HistogramPicture)
+def _histogram(picture: HistogramPicture, axes: "Axes") -> None:
+    found = picture.histogram
+    edges, counts, half = found.edges, found.counts, len(found.counts) // 2
+    if picture.split:
+        axes.stairs(counts[:half], edges[: half + 1], fill=True, color=_ORANGE)
+        axes.stairs(counts[half:], edges[half:], fill=True, color=_BLUE)
+    elif edges[0] == edges[-1]:
+        axes.bar([short(edges[0])], counts, color=_BLUE, width=0.3)
+        axes.set_xlim(-1, 1)
+    else:
+        axes.stairs(counts, edges, fill=True, color=_BLUE)
+        if found.scale == "log":
+            axes.set_xscale("log")
+        if picture.mark is not None and edges[0] <= picture.mark[0]:
+            axes.axvline(picture.mark[0], color=_ORANGE, label=picture.mark[1])
+            axes.legend(frameon=False, loc="upper right")
+
+
+@_draw.register(ScatterPicture)
+def _scatter(picture: ScatterPicture, axes: "Axes") -> None:
+    x, y = picture.x, picture.y
+    dense = len(x) > _RASTER
+    axes.scatter(x, y, s=9, alpha=0.5, color=_BLUE, linewidths=0, rasterized=dense)
+    both = [*x, *y]
+    _log_when_wide(axes.set_xscale, both if picture.diagonal else x)
+    _log_when_wide(axes.set_yscale, both if picture.diagonal else y)
+    if picture.diagonal:
+        axes.plot([min(both), max(both)], [min(both), max(both)], color=_ORANGE, linewidth=0.8)
+    some = sorted(picture.named[:_NAMED])  # with labels in a row above, in the order of x
+    axes.set_title(axes.get_title(), pad=20)
+    for k, (left, up, index) in enumerate(some):
+        axes.scatter(left, up, s=22, color=_ORANGE, linewidths=0)
+        axes.annotate(
+            str(index),
+            (left, up),
+            xytext=((k + 1) / (len(some) + 1), 1.02),
+            textcoords="axes fraction",
+            ha="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": _ORANGE, "linewidth": 0.6},
+        )
+
+
+@_draw.register(CurvePicture)
+def _curves(picture: CurvePicture, axes: "Axes") -> None:
+    several = any(picture.curves)  # of names
+    for name, points in picture.curves.items():
+        kind: Any = {"label": name} if several else {"color": _BLUE}
+        axes.plot(*zip(*points, strict=True), marker=".", markersize=4, **kind)
+    _log_when_wide(axes.set_yscale, [y for points in picture.curves.values() for _, y in points])
+    if several:
+        for text in axes.legend(frameon=False, fontsize=7).get_texts():
+            text.set_parse_math(False)
+    if picture.band:  # up to the top where there is no upper end
+        axes.set_yscale("log")
+        x, low, high = zip(*picture.band, strict=True)
+        top = 2 * max([h for h in high if h is not None], default=axes.get_ylim()[1])
+        ends = [top if h is None else h for h in high]
+        axes.fill_between(x, low, ends, color=_BLUE, alpha=0.25, linewidth=0)
+        axes.set_ylim(top=top)
+
+
+@_draw.register(MatrixPicture)
+def _matrix(picture: MatrixPicture, axes: "Axes") -> None:
+    shown = axes.imshow(picture.values, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    drawn: Any = axes.figure
+    drawn.colorbar(shown, ax=axes, shrink=0.8)
+
+
+def _log_when_wide(set_scale: Any, values: Sequence[float]) -> None:
+    """Use a logarithmic axis when all values are positive and span over two decades."""
+    if min(values) > 0 and max(values) / 100 > min(values):
+        set_scale("log")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -18,7 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from gradscope.report.console import console as make_console
-from gradscope.report.text import count, duration, short
+from gradscope.stats.sections import count, duration, short
 
 T = TypeVar("T")
 Report = Callable[[int], None]  # how many more are done
@@ -58,15 +58,11 @@ def track(
         shown = _bar(target, total, unit)
     else:
         shown = _lines(target, total, unit, clock)
-    length = size or _length
+    length: Callable[[Any], int] = size or len
     with shown as done:
         for batch in batches:
             yield batch
             done(length(batch))
-
-
-def _length(batch: object) -> int:
-    return len(batch)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -93,31 +89,26 @@ def _lines(
     console: Console, total: int | None, unit: str, clock: Callable[[], float]
 ) -> Iterator[Report]:
     start = last = clock()
-    seen = 0
+    seen, noun = 0, unit.removesuffix("s")
+
+    def say(line: str) -> None:
+        console.print(Text(line), soft_wrap=True)
 
     def done(n: int) -> None:
         nonlocal seen, last
         seen += n
         now = clock()
-        if now - last >= _EVERY:
-            last = now
-            _say(console, _line(seen, total, unit, now - start))
+        if now - last < _EVERY:
+            return
+        last, rate = now, seen / (now - start)
+        speed = f"{short(rate)} {unit}/s"
+        if total is None:
+            say(f"{count(seen, noun)}, {speed}")
+        else:
+            left = f", {duration((total - seen) / rate)} left" if seen else ""
+            say(f"{seen:,} of {total:,} {unit}, {speed}{left}")
 
     yield done
     seconds = clock() - start
     rate = f", {short(seen / seconds)} {unit}/s" if seconds > 0 else ""
-    noun = count(seen, unit.removesuffix("s"))
-    _say(console, f"{noun} in {duration(seconds)}{rate}")
-
-
-def _line(seen: int, total: int | None, unit: str, seconds: float) -> str:
-    rate = seen / seconds
-    speed = f"{short(rate)} {unit}/s"
-    if total is None:
-        return f"{count(seen, unit.removesuffix('s'))}, {speed}"
-    left = f", {duration((total - seen) / rate)} left" if seen else ""
-    return f"{seen:,} of {total:,} {unit}, {speed}{left}"
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(Text(line), soft_wrap=True)
+    say(f"{count(seen, noun)} in {duration(seconds)}{rate}")

@@ -1,14 +1,15 @@
-"""From a run spec to a result file: prepare a job, run it, report."""
+"""From a run spec to a result file: prepare a job, plan its cost, run it, merge files."""
 
-from gradscope.run.estimate import Estimate, estimate
-from gradscope.run.inspection import Inspection, inspect
-from gradscope.run.job import Job, prepare
+from gradscope.run.budget import Budget, plan
+from gradscope.run.disk import Room, preflight
+from gradscope.run.execute import Run
+from gradscope.run.inspection import Estimate, Inspection, estimate, inspect
+from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
-from gradscope.run.preflight import Room, preflight
-from gradscope.run.run import Run
 from gradscope.run.start import compute, start
 
 __all__ = [
+    "Budget",
     "Estimate",
     "Inspection",
     "Job",
@@ -20,7 +21,9 @@ __all__ = [
     "inspect",
     "merge",
     "merging",
+    "plan",
     "preflight",
     "prepare",
+    "resolve_names",
     "start",
 ]

@@ -1,14 +1,54 @@
-"""What would be run, looked at closely: model, weights, data, loss, and the first batch, proved."""
+"""What a run would compute, from what, and what it would cost: the first batch, and no file."""
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import nan
+from pathlib import Path
 from typing import Any
 
+from gradscope.blocks import Chosen, Tuner
 from gradscope.engine import finite_samples
-from gradscope.run.estimate import Estimate, estimate
+from gradscope.run.budget import plan
+from gradscope.run.disk import Room, tried
 from gradscope.run.job import Job
+from gradscope.run.overlap import BatchSize
 from gradscope.stages.labels import mean
 from gradscope.stages.losses import options
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The plan of a run.
+
+    Attributes:
+        samples: N.
+        batch_size: Samples a batch.
+        backend: What was chosen on the first batch.
+        notes: Why.
+        chains: In canonical spelling.
+        room: What the file would take, what there is for it, and how long computing takes: from
+            the second evaluation of the first batch.
+        memory: Bytes taken at the peak, above the loaded model and data; None if unknown.
+        available: Bytes of memory that there are for it; None if unknown.
+        ways: Which kernel variant is taken where, with the seconds that were predicted.
+    """
+
+    samples: int
+    batch_size: int
+    backend: str
+    notes: tuple[str, ...]
+    chains: tuple[str, ...]
+    room: Room
+    memory: int | None
+    available: int | None
+    ways: tuple[Chosen, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data under a versioned schema."""
+        own = asdict(self)
+        del own["room"]
+        own["ways"] = [one.to_json() for one in self.ways]
+        return {"schema": "gradscope.plan", "version": 1, **own, **self.room.to_json()}
 
 
 @dataclass(frozen=True)
@@ -62,17 +102,40 @@ class Inspection:
         }
 
 
-def inspect(job: Job) -> Inspection:
-    """Evaluate and prove the first batch of a job, and say what the job is.
+def estimate(job: Job, path: Path | None) -> Estimate:
+    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written.
 
-    Args:
-        job: Its `verify` is not "never".
+    Raises:
+        SpecError: The memory budget does not hold a single sample.
+        RefusedError: No backend has an exact, proved answer.
+    """
+    with Tuner(measures=False).active():
+        budget = plan(job, measured=True)
+    size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
+    with Tuner(measures=False).active() as tuner:
+        room = size.fitting(partial(tried, job, path), len(job.rows))
+    notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
+    return Estimate(
+        samples=len(job.rows),
+        batch_size=size.samples,
+        backend=job.scope.backend,
+        notes=tuple(dict.fromkeys(notes)),
+        chains=tuple(chain.text for chain in job.chains),
+        room=room,
+        memory=budget.peak,
+        available=budget.available,
+        ways=tuple(tuner.chosen.values()),
+    )
+
+
+def inspect(job: Job) -> Inspection:
+    """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is.
 
     Raises:
         RefusedError: No backend has an exact, proved answer.
     """
-    plan = estimate(job, None)
-    first = _first_batch(job, min(plan.batch_size, len(job.rows)))
+    cost = estimate(job, None)
+    first = _first_batch(job, min(cost.batch_size, len(job.rows)))
     problem, loaded = job.scope.problem, job.checkpoint
     certificate = job.scope.certificate
     assert certificate is not None  # the first batch was proved
@@ -97,7 +160,7 @@ def inspect(job: Job) -> Inspection:
         loss={"name": job.spec.loss.stage.name, **options(problem.loss)},
         first=first,
         certificate=certificate.to_json(),
-        plan=plan,
+        plan=cost,
     )
 
 
@@ -109,9 +172,6 @@ def _first_batch(job: Job, n: int) -> FirstBatch:
     ranges = []
     for values in (evaluation.losses, evaluation.gradients.norms):
         kept = mean(values.detach(), shown)[finite].double()
-        ranges.append(
-            (float(kept.min()), float(kept.median()), float(kept.max()))
-            if len(kept)
-            else (nan, nan, nan)
-        )
+        found = (kept.min(), kept.median(), kept.max()) if len(kept) else (nan, nan, nan)
+        ranges.append((float(found[0]), float(found[1]), float(found[2])))
     return FirstBatch(len(batch), ranges[0], ranges[1], int((~finite).sum()))

@@ -5,10 +5,9 @@ misspelt word costs nothing.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import count
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,32 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.backends import Request
-from gradscope.config import Compression, RunSpec, Shard, parse_compression, parse_shard
+from gradscope.backends import Request, backends, candidates
+from gradscope.config import (
+    MOST,
+    Compression,
+    RunSpec,
+    Shard,
+    combined,
+    parse_compression,
+    parse_shard,
+)
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
 from gradscope.engine import Session, Settings, request_of
-from gradscope.errors import SpecError
-from gradscope.run.batch_size import BatchSize
-from gradscope.run.names import resolve_names
-from gradscope.run.overlap import ahead
-from gradscope.run.shards import require_one_pass
-from gradscope.run.transfer import to_device
-from gradscope.sources import CheckpointReport, code, load_model, sha256
+from gradscope.errors import RefusedError, SpecError
+from gradscope.run.overlap import to_device
+from gradscope.sources import CheckpointReport, code, load_function, load_model, sha256
 from gradscope.sources.data import datasets
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
-from gradscope.stages.losses import options
-from gradscope.storage import require_compression
+from gradscope.stages.losses import bound as bound_loss
+from gradscope.stages.losses import losses, options
+from gradscope.storage import ChainPlan, FilePlan, require_compression
 
-_BATCH_BYTES = 2**28  # dense gradients of one batch, when the batch size is left to us
-_BATCH_SAMPLES = 256
+_BATCH_SAMPLES = 256  # when the batch size is left to us
+_DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ class Job:
         """Which part of a run this is, if it is not the whole."""
         return _shard(self.spec)
 
+    @property
+    def compression(self) -> Compression | None:
+        """How rows are compressed in the result file."""
+        return _compression(self.spec)
+
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""
         return output if self.shard is None else self.shard.place(output)
@@ -82,39 +91,20 @@ class Job:
         """The shape of each selected parameter."""
         return {name: tuple(p.shape) for name, p in self.scope.problem.parameters.items()}
 
-    def batches(self, size: BatchSize, done: int = 0) -> Iterator[Batch]:
-        """Yield the batches after the first `done` samples; the next is loaded in the meantime."""
-        return ahead(self._loaded(size, done), self.scope.problem.device)
-
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
         batch = self.dataset.batch(self.rows[start : start + n]).to(None, self.dtype)
         return to_device(batch, self.scope.problem.device)
 
-    def _loaded(self, size: BatchSize, done: int) -> Iterator[Batch]:
-        while done < len(self.rows):
-            batch = size.fitting(partial(self.load, done), len(self.rows) - done)
-            done += len(batch)
-            yield batch
+    def request(self, left: int | None = None) -> Request:
+        """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
+        asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
+        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
 
     @property
-    def compression(self) -> Compression | None:
-        """How rows are compressed in the result file."""
-        return _compression(self.spec)
-
-    def request(self, left: int | None = None) -> Request:
-        """Return what is asked of every batch: the chains, and the mean gradient.
-
-        Args:
-            left: How many batches are to come, if that is known.
-        """
-        asked = (bind("mean"), *self.chains)
-        stored = any(chain.text == "identity" for chain in self.chains)
-        return request_of(
-            map(self.scope.labels.chain, asked),
-            left=left,
-            stored=stored and self.spec.compute.layout == "dense",
-        )
+    def held_densely(self) -> int:
+        """How many samples' gradients may be held in their dense form at a time."""
+        return _held_densely(self.scope)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -175,9 +165,16 @@ def prepare(spec: RunSpec) -> Job:
     """
     bound, loss = resolve_names(spec)
     labels.require(spec.compute.labels, loss, bound)
-    if _shard(spec) is not None:
+    shard = _shard(spec)
+    if shard is not None:
         require_one_pass(bound)
-    _require_choice(spec)
+    if spec.compute.memory is not None and spec.compute.coupling == "own-loss":
+        raise SpecError(
+            "with own-loss coupling the answer depends on which samples share a batch, so memory "
+            "is not to choose the batch size",
+            where="memory",
+            remedy="Give --batch-size instead.",
+        )
     require_compression(_compression(spec))
     torch.manual_seed(spec.compute.seed)
     loaded = load_model(spec.model, spec.checkpoint)
@@ -186,14 +183,14 @@ def prepare(spec: RunSpec) -> Job:
     whole = dataset.rows(spec.compute.samples)
     scope = _session(model, loss, spec)
     name = spec.loss.stage.name
-    batch_size = spec.compute.batch_size or _batch_size(scope, dataset, whole)
+    batch_size = spec.compute.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
     return Job(
         spec=spec,
         chains=bound,
         scope=scope,
         checkpoint=loaded.checkpoint,
         dataset=dataset,
-        rows=_rows(spec, whole, batch_size),
+        rows=whole if shard is None else shard.rows(whole, batch_size),
         whole=whole,
         batch_size=batch_size,
         digests={
@@ -208,31 +205,78 @@ def prepare(spec: RunSpec) -> Job:
     )
 
 
-def _compression(spec: RunSpec) -> Compression | None:
-    asked = spec.compute.compression
-    return None if asked is None else parse_compression(asked)
+def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
+    """Return the chains and the loss, bound.
+
+    Raises:
+        SpecError: A name or an argument does not fit; one error tells all that do not.
+        ModelError: The loss is the user's own, and cannot be imported.
+    """
+    problems: list[SpecError] = []
+    bound: list[Chain] = []
+
+    @contextmanager
+    def collected(section: str, key: str, index: str = "") -> Iterator[None]:
+        """Keep a `SpecError`, with the file and key that it is about if a file says so."""
+        try:
+            yield
+        except SpecError as error:
+            place = spec.place(section, key)
+            error.where = error.where if place is None else f"{place}{index}"
+            problems.append(error)
+
+    for k, text in enumerate(spec.compute.transform):
+        if len(problems) > MOST:
+            raise combined(problems)
+        with collected("compute", "transform", f"[{k}]"):
+            bound.append(bind(text))
+    with collected("compute", "backend"):
+        candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
+    for name in spec.compare.backends[: MOST + 1]:
+        with collected("compare", "backends"):
+            backends.get(name)
+    with collected("loss", "name"):
+        stage = spec.loss.stage
+        if ":" not in stage.name:
+            loss = bound_loss(losses.get(stage.name), stage)
+    if problems:
+        raise combined(problems)
+    if ":" in stage.name:
+        loss = bound_loss(load_function(stage.name, "loss"), stage)
+    return tuple(bound), loss
 
 
-def _require_choice(spec: RunSpec) -> None:
-    """Check that the batch size may be chosen by memory, if that is asked for."""
-    if spec.compute.memory is not None and spec.compute.coupling == "own-loss":
-        raise SpecError(
-            "with own-loss coupling the answer depends on which samples share a batch, so memory "
-            "is not to choose the batch size",
-            where="memory",
-            remedy="Give --batch-size instead.",
-        )
+def require_one_pass(bound: Iterable[Chain]) -> None:
+    """Refuse chains that need the mean over all samples first: a part of a run has only its own.
+
+    Raises:
+        RefusedError: A chain is one of them.
+    """
+    for chain in bound:
+        first = chain.first_pass
+        if first is not None:
+            raise RefusedError(
+                f"{chain.text!r} needs the result of {first.text!r} over all samples first, and a "
+                "part of them has only its own",
+                where="shard",
+                remedy=f"Compute it without --shard. Or compute {first.text!r} in shards, merge "
+                "them, and give the stored vector: cosine:with=MEAN.h5:0 for cosine:to=mean.",
+            )
 
 
-def _rows(spec: RunSpec, whole: range, batch_size: int) -> range:
-    shard = _shard(spec)
-    return whole if shard is None else shard.rows(whole, batch_size)
-
-
-def _shard(spec: RunSpec) -> Shard | None:
-    """Return which of several parts is to be computed; a single one is the whole."""
-    found = None if spec.compute.shard is None else parse_shard(spec.compute.shard)
-    return None if found is None or found.count == 1 else found
+def file_plan(job: Job) -> FilePlan:
+    """Return what the result file will hold."""
+    return FilePlan(
+        run=job.record(),
+        fingerprint=job.fingerprint(),
+        attributes={f"{key}_sha256": str(job.digests[key]) for key in ("checkpoint", "dataset")},
+        n=len(job.rows),
+        parameters=job.shapes,
+        chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),
+        dtype=job.scope.problem.dtype,
+        layout=job.spec.compute.layout,
+        compression=job.compression,
+    )
 
 
 def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
@@ -254,6 +298,17 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
                 place = next(numbered)
             found[place] = digest
     return found
+
+
+def _compression(spec: RunSpec) -> Compression | None:
+    asked = spec.compute.compression
+    return None if asked is None else parse_compression(asked)
+
+
+def _shard(spec: RunSpec) -> Shard | None:
+    """Return which of several parts is to be computed; a single one is the whole."""
+    found = None if spec.compute.shard is None else parse_shard(spec.compute.shard)
+    return None if found is None or found.count == 1 else found
 
 
 def _session(model: nn.Module, loss: Loss, spec: RunSpec) -> Session:
@@ -286,12 +341,28 @@ def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
     return model.to(device=device, dtype=dtype)
 
 
-def _batch_size(scope: Session, dataset: datasets.Dataset, rows: range) -> int:
-    parameters = scope.problem.parameters.values()
-    row = sum(prod(p.shape) * p.element_size() for p in parameters)
-    wanted = max(1, min(_BATCH_SAMPLES, _BATCH_BYTES // max(1, row), len(rows)))
-    if scope.labels.mode != "exact":
-        return wanted
-    dtype = None if scope.problem.dtype.is_complex else scope.problem.dtype
-    first = dataset.batch(rows[:1]).to(scope.problem.device, dtype)
-    return max(1, wanted // scope.labels.each(first))
+def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:
+    return spec.compute.layout == "dense" and any(chain.text == "identity" for chain in bound)
+
+
+def _usual_batch(
+    spec: RunSpec,
+    bound: Iterable[Chain],
+    scope: Session,
+    dataset: datasets.Dataset,
+    rows: range,
+) -> int:
+    """Return a batch size by what is asked for alone: shards are cut by it, on any machine."""
+    samples = min(_BATCH_SAMPLES, len(rows))
+    if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
+        samples = min(samples, _held_densely(scope))
+    if scope.labels.mode == "exact":
+        dtype = None if scope.problem.dtype.is_complex else scope.problem.dtype
+        first = dataset.batch(rows[:1]).to(scope.problem.device, dtype)
+        samples //= scope.labels.each(first)
+    return max(1, samples)
+
+
+def _held_densely(scope: Session) -> int:
+    row = sum(p.nbytes for p in scope.problem.parameters.values())
+    return max(1, _DENSE_BYTES // max(1, row))

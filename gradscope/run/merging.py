@@ -5,14 +5,15 @@
             under_way.add(part)
         report = under_way.finish()
 
-Whoever runs it may wrap the iterator of files, as for a run.
+The caller may wrap the iterator of files, as for a run.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain as chained
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +22,23 @@ import torch
 from pydantic import Field
 
 from gradscope.config import RunSpec, parse_compression
-from gradscope.run import nonfinite, recorded
-from gradscope.run.joint_proof import combined
+from gradscope.core.grammar import Stage, parse
+from gradscope.errors import RefusedError, ResultFileError, SpecError
+from gradscope.run.job import require_one_pass, stages_digests
+from gradscope.run.outcome import (
+    MEAN_GRADIENT,
+    NONFINITE,
+    mean_gradient_norms,
+    nonfinite_of_file,
+    require_written,
+    results_of,
+    with_counts,
+)
 from gradscope.run.recomputing import Recomputed, looked_at, recompute
-from gradscope.run.run import MEAN_GRADIENT, mean_gradient_norms
-from gradscope.run.stored_chains import reduced_chains
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import State, reducers
 from gradscope.stages.reducers.base import Merge as MergeStates
-from gradscope.stats.base import Json, Record
+from gradscope.stats import Json, Proof, Record
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
@@ -38,12 +47,13 @@ from gradscope.storage import (
     Part,
     Parts,
     check_parts,
+    differences,
+    named,
     open_file,
     open_joiner,
     require_free,
+    writing,
 )
-from gradscope.storage.formats import named
-from gradscope.storage.trouble import writing
 
 _USUAL_BATCH = 256
 
@@ -109,11 +119,6 @@ class Merge:
     recomputed: Recomputed = field(default_factory=Recomputed)
     states: dict[str, State] = field(default_factory=dict)
 
-    @property
-    def certificate(self) -> dict[str, Any]:
-        """What was proved of the files, together."""
-        return combined(self.parts.files)
-
     def remaining(self) -> Iterator[Part]:
         """Yield the files, in the order of their samples."""
         yield from self.parts.files
@@ -121,21 +126,18 @@ class Merge:
     def add(self, part: Part) -> None:
         """Copy the rows of the next file, and merge its reducers' states with those so far."""
         for owner, state in self.joiner.add(part).items():
-            merged = self._merge_of(owner)
             before = self.states.get(owner)
-            self.states[owner] = state if before is None else merged(before, state)
+            self.states[owner] = state if before is None else self._merge_of(owner)(before, state)
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        found = {
-            k: nonfinite.of_result(chain, self.states[str(k)])
-            for k, chain in self.chains.items()
-            if str(k) in self.states
-        }
-        self.states = nonfinite.recorded(self.states, {k: n for k, (_, n) in found.items()})
+        states = {k: self.states[str(k)] for k in self.chains if str(k) in self.states}
+        results, counts = results_of(self.chains, states)
+        self.states = with_counts(self.states, counts)
+        certificate = combined(self.parts.files)
         self.joiner.finish(
-            results={k: result for k, (result, _) in found.items()},
-            certificate=self.certificate,
+            results=results,
+            certificate=certificate,
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
             look=self._look,
@@ -144,7 +146,7 @@ class Merge:
             size = self.path.stat().st_size
         with open_file(self.path) as file:
             samples = int(np.count_nonzero(~file.samples["finite"].astype(bool)))
-            chains = nonfinite.of_file(file, aggregates=False)
+            chains = nonfinite_of_file(file, aggregates=False)
         return MergeReport(
             path=str(self.path),
             bytes=size,
@@ -154,29 +156,21 @@ class Merge:
             nonfinite=samples,
             chains_nonfinite=chains,
             chains=tuple(text for text, _ in self.parts.chains),
-            certificate=self.certificate,
+            certificate=certificate,
             recomputed=self.recomputed.samples,
             notes=self.recomputed.notes,
             seconds=time.perf_counter() - self.begun,
         )
 
     def _look(self, file: GradientFile) -> None:
-        """Hold the file against itself before it takes its place.
-
-        Raises:
-            OutputError: It contradicts itself.
-        """
-        built_in = {
-            MEAN_GRADIENT,
-            *(str(k) for k, c in self.chains.items() if ".py:" not in c.text),
-        }
-        counting = {owner: state for owner, state in self.states.items() if owner in built_in}
+        """Hold the file against itself before it takes its place."""
+        own = {str(k) for k, c in self.chains.items() if ".py:" in c.text}
+        counting = {owner: state for owner, state in self.states.items() if owner not in own}
         kept = file.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
-        recorded.require_samples(file, range(self.parts.start, self.parts.stop))
-        recorded.require_counts(file, counting, kept=kept)
+        require_written(file, range(self.parts.start, self.parts.stop), counting, kept=kept)
 
     def _merge_of(self, owner: str) -> MergeStates:
-        if owner == nonfinite.OWNER:
+        if owner == NONFINITE:
             return _counted
         if owner == MEAN_GRADIENT:
             return reducers.get("mean")().merge
@@ -215,7 +209,7 @@ def merging(
     """
     begun = time.perf_counter()
     parts = check_parts(paths)
-    chains = reduced_chains(parts, code)
+    chains = _reduced_chains(parts, code)
     require_free(output, parts, overwrite=overwrite)
     samples = [sample for part in parts.files for sample in looked_at(part)]
     recomputed = Recomputed() if anew is None else recompute(parts, samples, anew)
@@ -269,3 +263,188 @@ def _plan(parts: Parts) -> FilePlan:
         layout=stored["layout"],
         compression=None if compression is None else parse_compression(compression),
     )
+
+
+def _reduced_chains(parts: Parts, code: Iterable[Path]) -> dict[int, Chain]:
+    """Return the reduced chains by number, from their reducers on.
+
+    A file says which code its chains run, and a file comes from somewhere else: nothing is run
+    unless it is among `code`.
+
+    Raises:
+        ResultFileError: What is to be a chain is none.
+        RefusedError: A chain takes the mean of each file only, or needs code that is not among
+            `code` or is not what the run had.
+    """
+    try:
+        stages = [parse(text) for text, _ in parts.chains]
+        if not parts.identity["shard"]:  # of a shard this is known
+            known = [tuple(s for s in chain if ".py:" not in s.name) for chain in stages]
+            require_one_pass([bind(_text(chain)) for chain in known if chain])
+        ends = {k: _end(stages[k]) for k, (_, reduced) in enumerate(parts.chains) if reduced}
+        if any(".py:" in stage.name for end in ends.values() for stage in end):
+            _require_known_code(parts, stages, code)
+        return {k: bind(_text(end)) for k, end in ends.items()}
+    except SpecError as error:  # the chain is the files' own, not what the user wrote
+        raise ResultFileError(
+            f"the files hold a chain that is none here: {error.what}",
+            where=str(parts.files[0].path),
+            remedy=f"{error.remedy or ''}\nMerge them with what computed them: the same version, "
+            "and the packages that its stages are from.".lstrip(),
+        ) from error
+
+
+def _end(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Return a chain's stages from its reducer on; all, where the reducer is the user's own."""
+    first = next((k for k, stage in enumerate(stages) if stage.name in reducers), 0)
+    return stages[first:]
+
+
+def _require_known_code(
+    parts: Parts, stages: Iterable[tuple[Stage, ...]], code: Iterable[Path]
+) -> None:
+    """Check that the user's own stages may be run, and are those of the run."""
+    named = {
+        Path(s.name.rpartition(":")[0]).resolve() for c in stages for s in c if ".py:" in s.name
+    }
+    missing = sorted(map(str, named - {path.resolve() for path in code}))
+    if missing:
+        raise RefusedError(
+            f"merging needs code that the files name: {', '.join(missing)}",
+            where="chains",
+            remedy="Give --code FILE.py for each of them, if you trust it.",
+        )
+    found = stages_digests([bind(text) for text, _ in parts.chains])
+    recorded = (parts.identity.get("digests") or {}).get("stages")
+    changed = list(differences(recorded, found, "digests.stages"))
+    if changed:
+        raise RefusedError(
+            f"this is not the code that the run had: {'; '.join(changed)}",
+            where="chains",
+            remedy="Take the files as they were, or compute the shards again.",
+        )
+
+
+def _text(stages: tuple[Stage, ...]) -> str:
+    return " | ".join(map(str, stages))
+
+
+def combined(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the certificate of files that become one.
+
+    The proofs of their first batches stand together: counts are sums, errors the largest. It is
+    verified if all of them are; `merged` says of which samples nothing was proved.
+
+    Args:
+        parts: In the order of their samples.
+    """
+    if len(parts) == 1:
+        return dict(parts[0].certificate)
+    proofs = [Proof.of(part.certificate) for part in parts]
+    proved = [part for part, proof in zip(parts, proofs, strict=True) if proof.verified]
+    merged = {
+        "count": len(parts),
+        "verified": len(proved),
+        "unverified": _spans(parts, (not proof.verified for proof in proofs)),
+        "first_only": _spans(parts, (_is_first_only(proof) for proof in proofs)),
+    }
+    if not proved:
+        return {**parts[0].certificate, "merged": merged}
+    return {
+        "verified": len(proved) == len(parts),
+        **_first_batches([part.certificate for part in proved]),
+        "unproved": sorted(set(chained(*(proof.unproved for proof in proofs)))),
+        "proves": any(proof.proves for proof in proofs if proof.verified),
+        "audit": _audit(parts, proofs),
+        "merged": merged,
+    }
+
+
+def _audit(parts: Sequence[Part], proofs: Sequence[Proof]) -> dict[str, Any]:
+    worst = max(
+        (p for p in proofs if p.error is not None), key=lambda p: p.error or 0, default=None
+    )
+    words = {proof.verify for proof in proofs}
+    counts = [
+        proof.batches or -(-len(part) // part.batch) if part.batch else proof.batches or 0
+        for part, proof in zip(parts, proofs, strict=True)
+    ]
+    return {
+        "verify": words.pop() if len(words) == 1 else "mixed",
+        "batches": sum(counts),
+        "proved": sum(proof.proved or int(bool(proof.verified)) for proof in proofs),
+        "audited": _joined(chained(*(proof.audited for proof in proofs))),
+        "error": 0.0 if worst is None else worst.error,
+        "parameter": "" if worst is None else worst.parameter,
+    }
+
+
+def _first_batches(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the proofs of several batches are together."""
+    completeness, agreement = (_worst(documents, key) for key in ("completeness", "agreement"))
+    compared = sorted(chained(*(_listed(document, "compared", int) for document in documents)))
+    counts = {key: sum(_number(d.get(key)) for d in documents) for key in ("samples", "nonfinite")}
+    unused = [_listed(document, "unused", str) for document in documents]
+    backends = (str(document.get("backend", "")).split(", ") for document in documents)
+    dtype = documents[0].get("dtype", "")
+    verdict = (
+        f"passed: sums of {counts['samples'] - counts['nonfinite']} samples to "
+        f"{_number(completeness['error']):.0e}, {len(compared)} of them alone to "
+        f"{_number(agreement['error']):.0e} ({dtype})"
+    )
+    scaled = [d for d in documents if _rank(d.get("completeness")) > 1]
+    return {
+        "verdict": scaled[0].get("verdict", "") if scaled else verdict,
+        "backend": ", ".join(name for name in dict.fromkeys(chained(*backends)) if name),
+        "dtype": dtype,
+        **counts,
+        "completeness": completeness,
+        "agreement": agreement,
+        "compared": compared,
+        "unused": [name for name in unused[0] if all(name in names for names in unused)],
+    }
+
+
+def _worst(documents: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """Return the check that was nearest to failing."""
+    found = [document[key] for document in documents if isinstance(document.get(key), Mapping)]
+    return {"error": 0.0, "parameter": "", **(max(found, key=_rank) if found else {})}
+
+
+def _rank(check: Any) -> float:
+    if not isinstance(check, Mapping):
+        return 0.0
+    error, tolerance = _number(check.get("error")), _number(check.get("tolerance"))
+    return error / tolerance if tolerance else error
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0
+
+
+def _listed(document: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    values = document.get(key)
+    return [v for v in values if isinstance(v, kind)] if isinstance(values, list) else []
+
+
+def _is_first_only(proof: Proof) -> bool:
+    """Whether there are batches after the first, and none of them was audited."""
+    several = proof.batches is None or proof.batches > 1
+    return bool(proof.verified) and several and proof.verify in ("first", None)
+
+
+def _spans(parts: Sequence[Part], chosen: Iterable[bool]) -> list[list[int]]:
+    """Return the samples of some files."""
+    pairs = zip(parts, chosen, strict=True)
+    return _joined((part.start, part.stop - 1) for part, wanted in pairs if wanted)
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return first and last positions, neighbours as one."""
+    found: list[list[int]] = []
+    for first, last in spans:
+        if found and found[-1][1] + 1 == first:
+            found[-1][1] = last
+        else:
+            found.append([first, last])
+    return found

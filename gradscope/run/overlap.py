@@ -2,58 +2,98 @@
 
 Each of them is at most one batch away from it, and whatever goes wrong in it is raised where its
 result is asked for. Signals reach the main thread only, which waits for the others before it goes.
+To and from a GPU, each thread copies by pinned memory, on a stream of its own.
 """
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradscope.core.batch import Batch
+from gradscope.blocks import DerivedBlock, Gradients
+from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
+from gradscope.core.memory import release_freed_memory
 from gradscope.core.shortage import is_shortage, started
-from gradscope.errors import OutputError
-from gradscope.run.transfer import Lane, Pinned, on_host
-from gradscope.storage import Rows
-from gradscope.storage.complete import Look
-from gradscope.storage.plan import States
-from gradscope.storage.signals import deferred
+from gradscope.errors import OutputError, RefusedError
+from gradscope.storage import Rows, States, Writer, deferred
+
+T = TypeVar("T")
 
 
-class Appending(Protocol):
-    """What a run gives its batches to; see `storage.Writer`."""
+class BatchSize:
+    """The number of samples computed at a time; halved for good whenever memory runs out.
+
+    Args:
+        samples: To begin with.
+        fixed: The answer depends on who shares a batch, so that none may be split.
+
+    Attributes:
+        samples: Now.
+    """
+
+    def __init__(self, samples: int, *, fixed: bool = False) -> None:
+        self.samples = self._first = samples
+        self._fixed = fixed
 
     @property
-    def completed(self) -> int:
-        """The number of rows in the file."""
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say about it."""
+        if self.samples == self._first:
+            return ()
+        return (
+            f"memory ran out with {self._first:,} samples at a time: "
+            f"{self.samples:,} from there on",
+        )
 
-    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Take one batch, up to which all is to be found again where it was proved."""
+    def fitting(self, action: Callable[[int], T], most: int) -> T:
+        """Return `action(n)` for the largest n up to `most` that memory suffices for.
 
-    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Go back to the last batch that was proved; return how many rows that is, and states."""
+        An action may be called again with a smaller n, so it keeps nothing unless it succeeds.
 
-    def finish(
-        self,
-        results: Mapping[int, Mapping[str, Tensor]],
-        certificate: Mapping[str, Any],
-        norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
-        states: States | None = None,
-        look: Look | None = None,
-    ) -> None:
-        """Complete the file."""
+        Raises:
+            RefusedError: Memory does not suffice for a single sample.
+        """
+        while True:
+            n = min(self.samples, most)
+            try:
+                return action(n)
+            except Exception as error:
+                if not is_shortage(error):
+                    raise
+                self._halve(n, error)
+            gc.collect()  # a traceback may hold on to what the attempt had computed
+            release_freed_memory()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _halve(self, n: int, error: Exception) -> None:
+        if self._fixed:
+            raise RefusedError(
+                f"memory ran out with {n} samples: {first_line(error)}",
+                where="batch",
+                remedy="With own-loss coupling the answer depends on which samples share a batch, "
+                "so it is not split. Give a smaller --batch-size.",
+            ) from error
+        if n == 1:
+            raise RefusedError(
+                f"memory does not suffice for a single sample: {first_line(error)}",
+                where="batch",
+                remedy="Free memory and go on with --resume; or compute fewer --parameters at a "
+                "time, or in another --dtype.",
+            ) from error
+        self.samples = n // 2
 
 
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches; while one is in use, the next one is loaded in another thread.
-
-    Args:
-        batches: Loads a batch when it is asked for the next one.
-        device: Where batches go.
-    """
+    """Yield the batches; while one is in use, the next one is loaded in another thread."""
     lane = Lane(device)
 
     def load() -> Batch | None:
@@ -72,7 +112,7 @@ class Behind:
     """A writer that writes in a thread of its own: in order, one batch while the next is computed.
 
     Leaving the context waits for what is being written. A batch that could not be written is
-    raised by the next `append` or `finish`, or on leaving.
+    raised by the next call, or on leaving.
 
     Args:
         writer: Used by one thread at a time.
@@ -80,7 +120,7 @@ class Behind:
         dense: Rows are stored in their dense form, so that they may be brought in it.
     """
 
-    def __init__(self, writer: Appending, device: torch.device, *, dense: bool) -> None:
+    def __init__(self, writer: Writer, device: torch.device, *, dense: bool) -> None:
         self._writer, self._lane = writer, Lane(device)
         self._pinned = Pinned(pin=True) if dense and device.type == "cuda" else None
         self._thread = started(1, "gradscope-writer")
@@ -109,17 +149,10 @@ class Behind:
         self._wait()
         return self._writer.go_back()
 
-    def finish(
-        self,
-        results: Mapping[int, Mapping[str, Tensor]],
-        certificate: Mapping[str, Any],
-        norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
-        states: States | None = None,
-        look: Look | None = None,
-    ) -> None:
-        """Wait for the last batch, and complete the file."""
+    def finish(self, **results: Any) -> None:
+        """Wait for the last batch, and complete the file; see `Writer.finish`."""
         self._wait()
-        self._writer.finish(results, certificate, norm_attributes, states, look)
+        self._writer.finish(**results)
 
     def __enter__(self) -> Self:
         return self
@@ -150,3 +183,97 @@ class Behind:
                 remedy="Go on with --resume, and a smaller --batch-size or --memory.",
             ) from error
         self._last = None
+
+
+class Lane:
+    """A stream for a thread's work on a GPU, beside the computation's; no effect on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return what `entered` is to wait for: the calling thread's work so far."""
+        if self._stream is None:
+            return None
+        mark: torch.cuda.Event = torch.cuda.current_stream(self._stream.device).record_event()
+        return mark
+
+    @contextmanager
+    def entered(self, mark: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Work on the stream in the body; when that is left, the work is done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if mark is not None:
+                self._stream.wait_event(mark)
+            yield
+            self._stream.synchronize()
+
+    def hand_over(self, batch: Batch) -> None:
+        """Let the calling thread's stream use what was made on this one, and free it."""
+        if self._stream is not None:
+            for t in tensors((batch.inputs, batch.targets)):
+                t.record_stream(torch.cuda.current_stream(self._stream.device))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch from the host; by pinned memory to a GPU, without waiting for it there."""
+    if device.type != "cuda":
+        return batch.to(device, None)
+
+    def move(t: Tensor) -> Tensor:
+        return t.pin_memory().to(device, non_blocking=True)
+
+    return Batch(map_tensors(move, batch.inputs), map_tensors(move, batch.targets), batch.index)
+
+
+class Pinned:
+    """Two host buffers for each dtype, handed out in turn: one is filled, one is written."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin  # without a GPU, pages cannot be pinned
+        self._held: dict[torch.dtype, list[Tensor]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory of any content, which stays untouched until the next but one is taken."""
+        held = self._held.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
+        buffer, size = held.pop(0), prod(shape)
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=dtype, pin_memory=self._pin)
+        held.append(buffer)
+        return buffer[:size].view(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class HostBlock(DerivedBlock):
+    """Gradients on a GPU, whose dense form (n, *shape) goes to buffers in the host's memory."""
+
+    pinned: Pinned
+
+    @property
+    def device(self) -> torch.device:
+        """The host."""
+        return torch.device("cpu")
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients (n, *shape), in `pinned` rather than in `out`."""
+        return self._values(self.base.dense())
+
+    def _values(self, base: Tensor) -> Tensor:
+        host = self.pinned.take(tuple(base.shape), base.dtype)
+        host.copy_(base, non_blocking=True)
+        if base.is_cuda:
+            torch.cuda.current_stream(base.device).synchronize()
+        return host
+
+
+def on_host(rows: Rows, pinned: Pinned) -> Rows:
+    """Return rows of which a writer takes the dense form by way of `pinned`."""
+
+    def moved(gradients: Gradients | None) -> Gradients | None:
+        return gradients and gradients.map(lambda block: HostBlock(block, pinned))
+
+    return replace(rows, chains=tuple(map(moved, rows.chains)))

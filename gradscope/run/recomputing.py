@@ -13,14 +13,10 @@ from pydantic import ValidationError
 from gradscope.config import ComputeSpec, RunSpec
 from gradscope.engine import drawn
 from gradscope.errors import ResultFileError
-from gradscope.run.job import Job, prepare
-from gradscope.run.run import rows_of
-from gradscope.run.start import ALIKE, file_plan
-from gradscope.stats import require_consistent
-from gradscope.stats.base import Floats, wide
-from gradscope.stats.spot_checks import few, tolerances
-from gradscope.storage import Part, Parts, open_file
-from gradscope.storage.resume import differences
+from gradscope.run.execute import ALIKE, rows_of
+from gradscope.run.job import Job, file_plan, prepare
+from gradscope.stats import Floats, few, require_consistent, tolerances, wide
+from gradscope.storage import Part, Parts, differences, open_file
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
 _ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have
@@ -28,19 +24,10 @@ _ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file says of one sample.
-
-    Attributes:
-        path: The file.
-        index: The sample's position in the data set.
-        loss: Its loss.
-        norm: The norm of its gradient.
-        norms: The same by parameter.
-        largest: The largest loss and norm of the file.
-    """
+    """What a file says of one sample: loss and gradient norms, and the file's largest of each."""
 
     path: Path
-    index: int
+    index: int  # in the data set
     loss: float
     norm: float
     norms: Mapping[str, float]
@@ -49,12 +36,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What was computed anew.
-
-    Attributes:
-        samples: How many, each as a batch of its own.
-        notes: Why others were not.
-    """
+    """How many samples were computed anew, and why others were not."""
 
     samples: int = 0
     notes: tuple[str, ...] = ()
@@ -89,11 +71,8 @@ def looked_at(part: Part) -> list[Stored]:
 def recompute(parts: Parts, samples: Sequence[Stored], spec: RunSpec) -> Recomputed:
     """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
 
-    Args:
-        parts: The files.
-        samples: Of these files.
-        spec: Where model, weights, data and loss are; what else the numbers depend on is taken
-            from the files.
+    `spec` says where model, weights, data and loss are; what else the numbers depend on is taken
+    from the files.
 
     Raises:
         ResultFileError: `spec` is of another run, or numbers differ.
@@ -107,7 +86,14 @@ def recompute(parts: Parts, samples: Sequence[Stored], spec: RunSpec) -> Recompu
         for sample in samples:
             for what, stored, found, tolerance in _numbers(job, sample):
                 if not abs(stored - found) <= tolerance:
-                    raise _differs(sample, what, stored, found)
+                    raise ResultFileError(
+                        f"sample {sample.index} has the {what} {stored:.6g} in this file, and "
+                        f"{found:.6g} when it is computed anew: model, loss, data or what they use "
+                        "have changed",
+                        where=str(sample.path),
+                        remedy="Compute the file again with the code and the data of today, or "
+                        "merge where they are as they were.",
+                    )
     return Recomputed(len(samples))
 
 
@@ -175,16 +161,6 @@ def _numbers(job: Job, sample: Stored) -> Iterator[tuple[str, float, float, floa
     slack = norm + share * sample.norm
     for name, value in made.norms.items():
         yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)
-
-
-def _differs(sample: Stored, what: str, stored: float, found: float) -> ResultFileError:
-    return ResultFileError(
-        f"sample {sample.index} has the {what} {stored:.6g} in this file, and {found:.6g} when it "
-        "is computed anew: model, loss, data or what they use have changed",
-        where=str(sample.path),
-        remedy="Compute the file again with the code and the data of today, or merge where they "
-        "are as they were.",
-    )
 
 
 def _largest(values: Floats) -> float:

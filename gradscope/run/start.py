@@ -5,7 +5,7 @@
             run.add(batch)
         report = run.finish()
 
-Whoever runs it may wrap the iterator of batches; progress is no parameter of any computation.
+The caller may wrap the iterator of batches; progress is no parameter of any computation.
 """
 
 import time
@@ -17,32 +17,16 @@ from pathlib import Path
 
 import torch
 
-from gradscope.blocks import ways
+from gradscope.blocks import Tuner
 from gradscope.engine import Audits, settled
 from gradscope.errors import OutputError
-from gradscope.run.batch_size import BatchSize
-from gradscope.run.choice import Choice, choose
-from gradscope.run.job import Job
-from gradscope.run.overlap import Behind
-from gradscope.run.run import PROGRESS, Progress, Run, first_of, rows_of
+from gradscope.run.budget import Budget, plan
+from gradscope.run.execute import ALIKE, PROGRESS, Progress, Run, batches, first_of, rows_of
+from gradscope.run.job import Job, file_plan
+from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
 from gradscope.stats import RunReport
-from gradscope.storage import (
-    LONGEST,
-    ChainPlan,
-    FilePlan,
-    Writer,
-    open_writer,
-    require_place,
-)
-from gradscope.storage.trouble import writing
-
-ALIKE = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,
-    torch.bfloat16: 5e-2,
-    torch.float16: 5e-2,
-}  # relative
+from gradscope.storage import LONGEST, Writer, open_writer, require_place, writing
 
 
 @contextmanager
@@ -63,18 +47,18 @@ def start(
     require_place(path, LONGEST)
     with writing(path):
         _refuse_inputs(job, path)
-    plan = file_plan(job)
+    layout = file_plan(job)
     with (
-        ways.predicted(),
-        open_writer(path, plan, overwrite=overwrite, resume=resume) as writer,
+        Tuner(measures=False).active(),
+        open_writer(path, layout, overwrite=overwrite, resume=resume) as writer,
     ):
         before = Progress.of(writer.states)
-        choice = _batch_size(job, writer, before)
-        plan.run["batch_size"] = choice.samples  # the file is laid out with the first batch
-        size = BatchSize(choice.samples, fixed=job.scope.settings.own_loss)
+        budget = _budget(job, writer, before)
+        layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
+        size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
         left = -(-len(job.rows) // size.samples)
         chains = size.fitting(
-            lambda n: settled(job.scope, job.chains, lambda: job.batches(size), left),
+            lambda n: settled(job.scope, job.chains, lambda: batches(job, size), left),
             len(job.rows),
         )
         dense = job.spec.compute.layout == "dense"
@@ -91,7 +75,7 @@ def start(
                 behind,
                 size,
                 begun,
-                choice.notes,
+                budget.notes,
                 states,
                 progress,
                 writer.completed,
@@ -131,12 +115,12 @@ def _recheck(
             )
 
 
-def _batch_size(job: Job, writer: Writer, before: Progress) -> Choice:
+def _budget(job: Job, writer: Writer, before: Progress) -> Budget:
     """Return the batch size: that of the stopped run, unless another was asked for."""
     if writer.completed == len(job.rows):
-        return Choice(1)
+        return Budget(1)
     asked = job.spec.compute.batch_size or job.spec.compute.memory
-    return choose(job) if asked or not before.batch_size else Choice(before.batch_size)
+    return plan(job) if asked or not before.batch_size else Budget(before.batch_size)
 
 
 def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:
@@ -162,18 +146,3 @@ def _refuse_inputs(job: Job, path: Path) -> None:
                 where=str(path),
                 remedy="Choose another name.",
             )
-
-
-def file_plan(job: Job) -> FilePlan:
-    """Return what the result file will hold."""
-    return FilePlan(
-        run=job.record(),
-        fingerprint=job.fingerprint(),
-        attributes={f"{key}_sha256": str(job.digests[key]) for key in ("checkpoint", "dataset")},
-        n=len(job.rows),
-        parameters=job.shapes,
-        chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),
-        dtype=job.scope.problem.dtype,
-        layout=job.spec.compute.layout,
-        compression=job.compression,
-    )

@@ -1,17 +1,25 @@
 """What a run reads: the user's code, a model, its weights, a data set."""
 
 from gradscope.sources.code import code_digests, load_function
+from gradscope.sources.data.columns import (
+    NumberColumn,
+    SequenceColumn,
+    StoredArrays,
+    TextColumn,
+)
 from gradscope.sources.data.datasets import Dataset, open_dataset
-from gradscope.sources.data.readers import checkpoint_readers, dataset_readers
-from gradscope.sources.digests import sha256
-from gradscope.sources.loading import LoadedModel, load_model
-from gradscope.sources.models import build
+from gradscope.sources.formats import checkpoint_readers, dataset_readers, matching, sha256
+from gradscope.sources.models import LoadedModel, build, load_model
 from gradscope.sources.weights.checkpoints import CheckpointReport, load_into
 
 __all__ = [
     "CheckpointReport",
     "Dataset",
     "LoadedModel",
+    "NumberColumn",
+    "SequenceColumn",
+    "StoredArrays",
+    "TextColumn",
     "build",
     "checkpoint_readers",
     "code_digests",
@@ -19,6 +27,7 @@ __all__ = [
     "load_function",
     "load_into",
     "load_model",
+    "matching",
     "open_dataset",
     "sha256",
 ]

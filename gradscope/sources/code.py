@@ -1,10 +1,16 @@
-"""The user's own functions: "FILE.py:NAME" and "package.module:NAME".
+"""The user's own functions, "FILE.py:NAME" and "package.module:NAME", and what code they stand for.
 
 A file is imported under a private name, so that it can hide no module and no other file of the
 same name. Its folder can be imported from, first in line while the file itself is imported and
 last in line afterwards. Two folders may each have, say, a `utils.py`.
+
+A function stands for its file and all that the file imports: the imports in the source, also
+within functions that have not run yet, and modules that were loaded along with it in any other
+way. They lie in the file's own folder and below; elsewhere, a module counts where it is loaded
+already and is not one that was installed.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -21,11 +27,11 @@ from gradscope.core.locate import first_line, is_installed, is_users, own_lines,
 from gradscope.core.registry import suggestion
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
+from gradscope.core.texts import article
 from gradscope.errors import GradscopeError, ModelError, RefusedError
-from gradscope.sources import modules
-from gradscope.sources.listing import article
 
 _PRIVATE = "_gradscope_"  # what names of files that are imported begin with
+_IMPORTERS = {"import_module", "__import__"}
 
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
 _codes: dict[str, dict[str, str]] = {}  # module: the digests of its code, by file
@@ -48,38 +54,38 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
         found: object = module
         for part in name.split("."):
             found = getattr(found, part, None)
+    if callable(found):
+        return found
+    public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+    own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
+    known = own or list(public)
     if found is None:
-        known = _functions(module)
-        raise ModelError(
-            f"there is no {name!r} in it",
-            where=where,
-            remedy=suggestion(name, known) if known else "It defines no function.",
-        )
-    if not callable(found):
-        raise ModelError(
-            f"{name!r} is {article(type(found).__name__)}, not a function",
-            where=where,
-            remedy=f"Name a function; it has: {', '.join(_functions(module)) or 'none'}.",
-        )
-    return found
+        remedy = suggestion(name, known) if known else "It defines no function."
+        raise ModelError(f"there is no {name!r} in it", where=where, remedy=remedy)
+    raise ModelError(
+        f"{name!r} is {article(type(found).__name__)}, not a function",
+        where=where,
+        remedy=f"Name a function; it has: {', '.join(known) or 'none'}.",
+    )
 
 
 def code_digests(reference: str, kind: str) -> dict[str, str]:
-    """Return the SHA-256 of the code that a reference stands for, by file; see `modules.digests`.
+    """Return the SHA-256 of the code that a reference stands for, {file: digest}.
 
-    It is that of the files when they were imported.
+    It is that of the files when they were imported. Files are named by their place below the
+    named file's folder, and those elsewhere by their module: nothing depends on where a folder is.
     """
     _, key, _ = _load(reference, kind)
     return dict(_codes.get(key, {}))
 
 
 def class_digests(names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of the code of loaded modules that were not installed, by module."""
+    """Return the SHA-256 of the code of loaded modules that were not installed, {file: digest}."""
     found: dict[str, str] = {}
     for name in sorted(set(names)):
-        for path in modules.files_of([name]):
+        for path in _files_of([name]):
             depth = name.count(".") + (path.stem == "__init__")
-            found |= modules.digests(path, path.parents[min(depth, len(path.parents) - 1)])
+            found |= _digests(path, path.parents[min(depth, len(path.parents) - 1)])
     return found
 
 
@@ -93,12 +99,10 @@ def loading(reference: str, kind: str) -> Iterator[None]:
 
 @contextmanager
 def user_file(what: str) -> Iterator[None]:
-    """Turn what the user's file raises, sys.exit included, into a `ModelError` that shows it.
+    """Turn what the user's code raises, sys.exit included, into a `ModelError` that shows it.
 
-    What it prints goes to stderr, since stdout is for results.
-
-    Args:
-        what: What is running, such as "model factory model.py:build".
+    `what` is running, such as "model factory model.py:build". What it prints goes to stderr, since
+    stdout is for results.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -121,25 +125,42 @@ def blamed(error: BaseException) -> GradscopeError | None:
     return None
 
 
+def _users(error: BaseException) -> ModelError:
+    """Return the error for what the user's code raised, with the user's part of the traceback."""
+    last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
+    shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
+    remedy = f"It is yours to correct:\n{shown}" if shown else "Correct it there."
+    return ModelError(f"your code {raised(error)}", remedy=remedy)
+
+
 def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:
     """Return the module that a reference names, what it is kept under, and the name in it."""
     place, name = split_reference(reference)
     if place.endswith(".py"):
         return *_import_file(Path(place), kind), name
-    return _import(place, kind), place, name
+    what = f"{kind} {place}"
+    with user_file(what), importable(Path.cwd()):
+        try:
+            with _noted(place):
+                return importlib.import_module(place), place, name
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # the module exists and imports another one that does not
+    remedy = "Install it, run in the folder that holds it, or give FILE.py:NAME."
+    raise ModelError("there is no such module", where=what, remedy=remedy)
 
 
 def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     """Import a file, and return what it is kept under; the same content is imported once."""
     path = path.absolute()
+    what = f"{kind} {path}"
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise OSError(None, "this is no regular file")
         content = path.read_bytes()
     except OSError as error:
-        raise ModelError(
-            f"cannot be read: {error.strerror}", where=f"{kind} {path}", remedy="Check the path."
-        ) from error
+        reason = f"cannot be read: {error.strerror}"
+        raise ModelError(reason, where=what, remedy="Check the path.") from error
     digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape") + content).hexdigest()
     name = f"{_PRIVATE}{digest[:16]}"
     if name in sys.modules:
@@ -149,7 +170,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with user_file(f"{kind} {path}"), importable(path.parent), _noted(name):
+        with user_file(what), importable(path.parent), _noted(name):
             exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -157,38 +178,18 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     return module, name
 
 
-def _import(name: str, kind: str) -> ModuleType:
-    what = f"{kind} {name}"
-    with user_file(what), importable(Path.cwd()):
-        try:
-            with _noted(name):
-                return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module exists and imports another one that does not
-    raise ModelError(
-        "there is no such module",
-        where=what,
-        remedy="Install it, run in the folder that holds it, or give FILE.py:NAME.",
-    )
-
-
 @contextmanager
 def _noted(key: str) -> Iterator[None]:
-    """Keep what code a module is made of, some of which is imported in the body.
-
-    Args:
-        key: The name that it has there at the end.
-    """
+    """Keep what code the module `key` is made of, some of which is imported in the body."""
     before = set(sys.modules)
     yield
     file = getattr(sys.modules.get(key), "__file__", None)
-    fresh = modules.files_of(sys.modules.keys() - before)
+    fresh = _files_of(sys.modules.keys() - before)
     if file is not None and (fresh or key not in _codes):
         path = Path(file).absolute()
         named = key.startswith(_PRIVATE)  # the modules beside it are looked up in its own folder
         depth = 0 if named else key.count(".") + (path.stem == "__init__")
-        _codes[key] = _codes.get(key, {}) | modules.digests(path, path.parents[depth], fresh)
+        _codes[key] = _codes.get(key, {}) | _digests(path, path.parents[depth], fresh)
 
 
 @contextmanager
@@ -212,30 +213,102 @@ def importable(folder: Path) -> Iterator[None]:
             sys.path.remove(text)
         if text not in sys.path:
             sys.path.append(text)
-        fresh = {k: m for k, m in sys.modules.items() if k not in before}
-        mine.update({k: m for k, m in fresh.items() if _is_neighbour(k, m, folder, before)})
+        for name in sys.modules.keys() - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            own = name.partition(".")[0] not in before  # a new part of another package is not
+            if own and file is not None and _is_below(Path(file), folder):
+                mine[name] = sys.modules[name]
 
 
-def _is_neighbour(name: str, module: ModuleType, folder: Path, before: set[str]) -> bool:
-    file = getattr(module, "__file__", None)
-    new = name.partition(".")[0] not in before  # a part of what was there already is not the user's
-    if not new or file is None or is_installed(Path(file)):  # an environment may lie in the folder
-        return False
-    return Path(file).is_relative_to(folder)
+def _digests(file: Path, folder: Path, loaded: Iterable[Path] = ()) -> dict[str, str]:
+    """Return the SHA-256 of a file, of what it imports and of `loaded` files in its folder."""
+    found: dict[str, str] = {}
+    waiting = {file: ""} | {path: "" for path in loaded if _is_below(path, folder)}
+    while waiting:
+        path, module = waiting.popitem()
+        place = module or path.relative_to(folder).as_posix()
+        if place in found:
+            continue
+        with suppress(OSError):  # a module that something other than a file holds
+            content = path.read_bytes()
+            found[place] = hashlib.sha256(content).hexdigest()
+            own = module.split(".") if module else []
+            for name, level in _imports(content):
+                waiting |= dict(_files(name, level, path, folder, own))
+    return dict(sorted(found.items()))
 
 
-def _functions(module: ModuleType) -> list[str]:
-    public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
-    own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
-    return own or list(public)
+def _imports(content: bytes) -> Iterator[tuple[str, int]]:
+    """Yield the dotted names that a source imports, and the dots in front of them.
+
+    Of `from a import b` both `a` and `a.b`, since b may be a module.
+    """
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # or no Python at all
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = [node.module] if node.module else []
+            names = [".".join([*above, alias.name]) for alias in node.names]
+            yield from ((name, node.level) for name in (*above, *names))
+        elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            first = node.args[0]
+            text = first.value if isinstance(first, ast.Constant) else None
+            if called in _IMPORTERS and isinstance(text, str):
+                yield text.lstrip("."), len(text) - len(text.lstrip("."))
 
 
-def _users(error: BaseException) -> ModelError:
-    return ModelError(f"your code {raised(error)}", remedy=_trace(error))
+def _files(
+    name: str, level: int, path: Path, folder: Path, own: list[str]
+) -> Iterator[tuple[Path, str]]:
+    """Yield the files that an import in `path` runs, and the modules of those that lie elsewhere.
+
+    `level` is the number of dots in front of the name, `folder` that of the named file, `own` the
+    name of the importing module, in parts, where it lies elsewhere.
+    """
+    if level:
+        root = path.parents[min(level, len(path.parents)) - 1]
+        package = own if path.stem == "__init__" else own[:-1]
+        known = package[: len(package) + 1 - level]
+        for depth, file in _modules_below(root, name):
+            parts = [*known, *name.split(".")[:depth]]
+            if own or _is_below(file, folder):
+                yield file, ".".join(parts) if own else ""
+        return
+    top, parts = name.partition(".")[0], name.split(".")
+    if top in sys.stdlib_module_names and not any(_is_below(f, folder) for f in _files_of([top])):
+        return  # Python's own module hides one of the folder that is called alike
+    roots = [folder, *(p for p in map(Path, sys.path) if p != folder and _is_below(p, folder))]
+    places = (file for root in roots for _, file in _modules_below(root, name))
+    inside = [file for file in places if _is_below(file, folder)]
+    yield from ((file, "") for file in inside)
+    if not inside:
+        for module in (".".join(parts[:k]) for k in range(1, len(parts) + 1)):
+            yield from ((f, "" if _is_below(f, folder) else module) for f in _files_of([module]))
 
 
-def _trace(error: BaseException) -> str:
-    """Return the user's part of a traceback, below a line that says whose it is."""
-    last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
-    shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
-    return f"It is yours to correct:\n{shown}" if shown else "Correct it there."
+def _modules_below(root: Path, name: str) -> Iterator[tuple[int, Path]]:
+    """Yield the files below a folder that importing a dotted name runs: part from 1, and file."""
+    for depth, part in enumerate(name.split("."), 1):
+        module, package = root / f"{part}.py", root / part
+        if (package / "__init__.py").is_file():
+            yield depth, package / "__init__.py"
+        elif module.is_file():
+            yield depth, module
+            return
+        root = package
+
+
+def _files_of(names: Iterable[str]) -> set[Path]:
+    """Return the files of some loaded modules, those that were installed left out."""
+    places = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+    found = {Path(place) for place in places if isinstance(place, str)}
+    return {path for path in found if not is_installed(path)}
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.is_relative_to(folder) and not is_installed(path)

@@ -1,20 +1,69 @@
-"""The user's model, built by the user's factory."""
+"""A model with its weights: of the user's factory, or the one that the checkpoint itself holds."""
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gradscope.errors import ModelError
-from gradscope.sources.code import load_function, loading, user_file
-from gradscope.sources.listing import listed
+from gradscope.config import HELD, CheckpointSpec, ModelSpec
+from gradscope.core.texts import listed
+from gradscope.errors import CheckpointError, ModelError
+from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
+from gradscope.sources.formats import located, sha256
+from gradscope.sources.weights.checkpoints import CheckpointReport, load_into, read
+from gradscope.sources.weights.fit import check_finite
+from gradscope.sources.weights.hugging_face import CONFIG, built
+
+_FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
+
+Mode = Literal["eval", "train"]
 
 
-def build(
-    factory: str, kwargs: Mapping[str, Any], mode: Literal["eval", "train"] = "eval"
-) -> nn.Module:
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights.
+
+    Attributes:
+        model: In the mode asked for.
+        checkpoint: What was loaded.
+        digests: SHA-256 of what describes the model, by file: the factory's code, config.json, or
+            the code of classes that were pickled; empty where the checkpoint alone does.
+        notes: What the user may not expect.
+    """
+
+    model: nn.Module
+    checkpoint: CheckpointReport
+    digests: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
+    """Build a model and load its weights.
+
+    Raises:
+        ModelError: The factory raised, or there is no trainable model.
+        CheckpointError: The checkpoint cannot be read or does not fit.
+    """
+    if model.factory == HELD:
+        made, report, digests = _held(model, checkpoint)
+    else:
+        made = build(model.factory, model.kwargs, model.mode)
+        report = load_into(
+            made,
+            checkpoint.path,
+            key=checkpoint.key,
+            ignore=checkpoint.ignore or (),
+            unsafe_pickle=checkpoint.unsafe_pickle,
+        )
+        digests = code_digests(model.factory, "model factory")
+    return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
+
+
+def build(factory: str, kwargs: Mapping[str, Any], mode: Mode = "eval") -> nn.Module:
     """Call a factory and return its model in the mode asked for.
 
     Args:
@@ -37,7 +86,7 @@ def build(
     _check_arguments(function, kwargs, where)
     with user_file(where), loading(factory, "model factory"):
         model = function(**kwargs)
-    require_trainable(model, where)
+    _require_trainable(model, where)
     with user_file(where):
         model.train(mode == "train")
     return model  # type: ignore[no-any-return]  # checked to be an nn.Module
@@ -52,19 +101,14 @@ def _check_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> No
         signature.bind(**kwargs)
     except TypeError as error:
         taken = ", ".join(map(str, signature.parameters.values())) or "none"
+        remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
         raise ModelError(
-            f"the arguments do not fit: {error}",
-            where=where,
-            remedy=f"It takes: {taken}. Correct `kwargs` under [model] in the run file.",
+            f"the arguments do not fit: {error}", where=where, remedy=remedy
         ) from error
 
 
-def require_trainable(model: Any, where: str) -> None:
-    """Refuse what is no model, or has nothing to differentiate by.
-
-    Raises:
-        ModelError: It is neither.
-    """
+def _require_trainable(model: Any, where: str) -> None:
+    """Refuse what is no model, or has nothing to differentiate by."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"the factory returned {type(model).__name__}, not a torch.nn.Module",
@@ -73,27 +117,19 @@ def require_trainable(model: Any, where: str) -> None:
         )
     parameters = dict(model.named_parameters())
     lazy = [name for name, p in parameters.items() if is_lazy(p)]
-    if lazy:
-        raise ModelError(
-            f"the parameters {', '.join(lazy[:10])} have no shape yet",
-            where=where,
-            remedy="Give lazy layers their sizes, or run one forward pass in the factory.",
-        )
     meta = [name for name, p in parameters.items() if p.is_meta]
-    if meta:
-        raise ModelError(
-            f"the parameters {', '.join(meta[:10])} are on the meta device and hold no numbers",
-            where=where,
-            remedy="Build the model on the CPU.",
-        )
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ModelError(
-            "the model has no trainable parameter"
-            if parameters
-            else "the model has no parameter at all",
-            where=where,
-            remedy="Leave requires_grad set on the parameters whose gradients you want.",
-        )
+    if lazy:
+        what = f"the parameters {', '.join(lazy[:10])} have no shape yet"
+        remedy = "Give lazy layers their sizes, or run one forward pass in the factory."
+    elif meta:
+        what = f"the parameters {', '.join(meta[:10])} are on the meta device and hold no numbers"
+        remedy = "Build the model on the CPU."
+    elif not any(p.requires_grad for p in parameters.values()):
+        what = f"the model has no {'trainable parameter' if parameters else 'parameter at all'}"
+        remedy = "Leave requires_grad set on the parameters whose gradients you want."
+    else:
+        return
+    raise ModelError(what, where=where, remedy=remedy)
 
 
 def notes_on(model: nn.Module) -> tuple[str, ...]:
@@ -108,8 +144,66 @@ def notes_on(model: nn.Module) -> tuple[str, ...]:
     if tied:
         notes.append(f"Tied, so one parameter under its first name: {listed(tied)}.")
     if frozen:
-        notes.append(
-            f"Frozen, so without gradients: {len(frozen)} of {len(every)} parameters "
-            f"({listed(frozen)})."
-        )
+        count = f"{len(frozen)} of {len(every)} parameters"
+        notes.append(f"Frozen, so without gradients: {count} ({listed(frozen)}).")
     return tuple(notes)
+
+
+def _held(
+    spec: ModelSpec, checkpoint: CheckpointSpec
+) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
+    """Return the model that a checkpoint holds, or that the config.json beside it describes."""
+    value, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
+    path = checkpoint.path
+    config = (path if path.is_dir() else path.parent) / CONFIG
+    with located(report.path):
+        if config.exists() and not isinstance(value, nn.Module):
+            if not isinstance(value, Mapping):
+                kind = type(value).__name__
+                raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_FACTORY)
+            model, notes = built(config.parent, value, spec.kwargs)
+            report = replace(report, notes=report.notes + notes, files=(*report.files, config))
+            digests = {CONFIG: sha256(config)}
+        else:
+            model = _module(value, checkpoint.key)
+            digests = class_digests(type(module).__module__ for module in model.modules())
+            if spec.kwargs:
+                raise ModelError(
+                    "there is no factory that takes the arguments",
+                    where="model.kwargs",
+                    remedy="Leave them out: the model is as the checkpoint holds it.",
+                )
+        _require_trainable(model, str(report.path))
+        state = model.state_dict()
+        check_finite(state, state, {name for name, _ in model.named_parameters()})
+    _set_mode(model, spec.mode, report.path)
+    return model, replace(report, tensors=len(state)), digests
+
+
+def _module(value: Any, key: str | None) -> nn.Module:
+    """Return the one module in what a trusted file held."""
+    held = {"": value} if isinstance(value, nn.Module) else {}
+    if isinstance(value, Mapping):
+        held = {k: v for k, v in value.items() if isinstance(v, nn.Module) and key in (None, k)}
+    if len(held) == 1:
+        return next(iter(held.values()))
+    if held:
+        what = f"it holds several models, under {', '.join(map(repr, held))}"
+        raise CheckpointError(what, remedy="Name one with --key.")
+    what = "the checkpoint holds weights, not the model they belong to"
+    raise CheckpointError(what, remedy=_FACTORY)
+
+
+def _set_mode(model: nn.Module, mode: Mode, path: Path) -> None:
+    try:
+        with user_file("the model's own train()"):
+            model.train(mode == "train")
+    except ModelError as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        if mode == "train":
+            raise CheckpointError(
+                "an exported program stays in the mode in which it was exported",
+                where=str(path),
+                remedy="Leave --mode out, or export it again in train mode.",
+            ) from error

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
-from gradscope.blocks.expected import ExpectedBlock
+from gradscope.blocks import ExpectedBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Loss, Problem
 from gradscope.errors import SpecError

@@ -1,38 +1,71 @@
-"""Statistics of a result file, from the file alone, in float64 with numpy."""
+"""Statistics of a result file, from the file alone, in float64 with numpy.
 
+A statistic is one file of `builtin/`; `statistic` registers one from anywhere.
+"""
+
+from gradscope.stats.summary import (  # first: the statistics register with it
+    Data,
+    Options,
+    Statistic,
+    Summary,
+    statistic,
+    statistics,
+    summarize,
+)
+
+from gradscope.stats import builtin  # isort: skip
+from gradscope.stats.builtin.batch import NoiseScale, noise_scale
+from gradscope.stats.builtin.norms import Distribution, Moments
+from gradscope.stats.builtin.parameters import ParameterRow, parameter_rows, parameter_table
+from gradscope.stats.builtin.samples import Points, SampleRow
+from gradscope.stats.certificate import Proof
 from gradscope.stats.difference import Difference, difference
-from gradscope.stats.distribution import Distribution, Histogram, Moments
-from gradscope.stats.history import History, Step, read_history, record
-from gradscope.stats.measure import measure
-from gradscope.stats.noise import NoiseScale, noise_scale
-from gradscope.stats.proof import Proof
-from gradscope.stats.rows import ParameterRow, parameter_row, parameter_rows
+from gradscope.stats.records import Floats, Histogram, Json, Record, wide
 from gradscope.stats.run import RunReport
-from gradscope.stats.samples import Points, SampleRow
-from gradscope.stats.spot_checks import require_consistent
-from gradscope.stats.summary import Summary, summarize
+from gradscope.stats.sections import Picture, Section, Shown, Table, numbers, short, whole
+from gradscope.stats.spot_checks import few, require_consistent, tolerances
+from gradscope.stats.training import History, Step, measure, read_history, record
 
 __all__ = [
+    "Data",
     "Difference",
     "Distribution",
+    "Floats",
     "Histogram",
     "History",
+    "Json",
     "Moments",
     "NoiseScale",
+    "Options",
     "ParameterRow",
+    "Picture",
     "Points",
     "Proof",
+    "Record",
     "RunReport",
     "SampleRow",
+    "Section",
+    "Shown",
+    "Statistic",
     "Step",
     "Summary",
+    "Table",
+    "builtin",
     "difference",
+    "few",
     "measure",
     "noise_scale",
-    "parameter_row",
+    "numbers",
     "parameter_rows",
+    "parameter_table",
     "read_history",
     "record",
     "require_consistent",
+    "short",
+    "statistic",
+    "statistics",
     "summarize",
+    "tolerances",
+    "whole",
+    "wide",
 ]

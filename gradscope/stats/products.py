@@ -1,34 +1,372 @@
 """Products of gradients with each other and with their mean, from whatever a file has.
 
 From stored rows, a chain `gram`, or a chain `cosine:to=mean`, in this order; projections serve the
-neighbours of a sample and the spectrum, approximately.
+neighbours of a sample and the spectrum, approximately. Rows are walked through one parameter at a
+time, summed in float64. Products with the mean need the mean first: where no chain `mean` is
+stored, what was read is kept up to a limit and the rest is read again.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
 from math import prod
+from typing import Any
+from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradscope.stats import stored
-from gradscope.stats.base import Floats, Mask, Record, Source
-from gradscope.stats.classes import Groups
-from gradscope.stats.spectrum import picked
-from gradscope.stats.sweep import Sweep, Wanted, sweep
-from gradscope.stats.table import Table
+from gradscope.core.shortage import started
+from gradscope.stats.records import Floats, Mask, Positions, number, wide
+from gradscope.stats.source import (
+    Arrays,
+    Samples,
+    Source,
+    chain_of,
+    gram_of,
+    in_half,
+    mean_of,
+    projections_of,
+    rows_of,
+    rows_unusable,
+)
 
+SKETCH = 16  # numbers a sample by which near duplicates are found
+_CLASSES = 100  # more distinct targets than these are not taken for classes
+_PAIRED = 2000  # samples compared pairwise
+_WORK = 4e10  # multiplications for it: m² P
+_HELD = 2**25  # numbers of a parameter that are held for it: m p
 _GROUP_BYTES = 2**28  # for the sums of all classes in one parameter
+_NOISELESS = 1e-12  # of E[g²]: a variance below it is a rounding error
+_PARTS = 16  # blocks that a row is at least made of: each has its place in a sketch
+
+Tile = tuple[Positions, NDArray[Any]]  # places among the samples (b,), rows (b, w)
 
 
-class Missing(Record):
-    """What could not be taken.
+@dataclass(frozen=True)
+class Limits:
+    """How much of a parameter's rows is in work at a time.
 
     Attributes:
-        what: In words.
-        needs: What the file would have to hold.
+        tile: Bytes: many rows, so that sums over them are written seldom.
+        piece: Bytes read at a time, whose memory the allocator uses again.
+        kept: Bytes that are kept for a second walk.
+        block: Bytes that are summed at a time, which stay in the cache.
+        long: Bytes of all rows from which on blocks are summed as stored, not in float64: the
+            errors of many short sums, added in float64, average out.
+        widest: Columns of a block, where there are rows enough to fill it.
     """
 
-    what: str
-    needs: str
+    tile: int = 2**27
+    piece: int = 2**22
+    kept: int = 2**29
+    block: int = 2**19
+    long: int = 2**28
+    widest: int = 4096
+
+
+LIMITS = Limits()
+
+
+class Tiles:
+    """The rows of the finite samples, in tiles; the parts of complex numbers are own entries.
+
+    Args:
+        array: (N, *shape), as stored.
+        samples: The finite samples.
+        reader: Reads the next tile while one is in work.
+        limits: Of memory.
+
+    Attributes:
+        width: The entries of a row, w.
+        long: Whether the parameter is too large for memory.
+        dtype: In which blocks of it are summed.
+        columns: How many of them are in work at a time.
+        most: The numbers of a block at most.
+    """
+
+    def __init__(self, array: Any, samples: Samples, reader: Executor, limits: Limits) -> None:
+        parts = 2 if np.issubdtype(array.dtype, np.complexfloating) else 1
+        self.width = prod(array.shape[1:]) * parts
+        self._array, self._samples, self._reader, self._limits = array, samples, reader, limits
+        self._places = np.full(array.shape[0], -1)
+        self._places[samples.rows] = np.arange(samples.n)
+        a_row = max(1, prod(array.shape[1:]) * array.dtype.itemsize)
+        step = max(1, limits.tile // a_row)
+        self._piece = max(1, limits.piece // a_row)
+        self._slices = [slice(k, k + step) for k in range(0, array.shape[0], step)]
+        self._kept: list[Tile] = []
+        tall = min(step, array.shape[0])
+        real = np.empty(0, array.dtype).real.dtype
+        self._tiles = [np.empty((tall, self.width), real) for _ in self._slices[:2]]
+        self.long = a_row * array.shape[0] > limits.long
+        self.dtype = real if self.long and real.itemsize >= 4 else np.dtype(np.float64)
+        numbers = limits.block // self.dtype.itemsize
+        self.columns = min(max(limits.widest, numbers // tall), max(16, -(-self.width // _PARTS)))
+        self._height = max(1, numbers // self.columns)
+        self.most = self._height * self.columns
+
+    @classmethod
+    def walked(cls, array: Any, samples: Samples, limits: Limits = LIMITS) -> Iterator[Tile]:
+        """Yield the tiles of one parameter once, none of them to be kept."""
+        with started(1, "gradscope-reader") as reader:
+            yield from cls(array, samples, reader, limits).walk(keep=False)
+
+    def walk(self, keep: bool) -> Iterator[Tile]:
+        """Yield the tiles of all samples, in the file's order; keep what fits for `again`."""
+        room = self._limits.kept if keep else 0
+        for places, values in self._read(self._slices):
+            if values.nbytes <= room:
+                room -= values.nbytes
+                self._kept.append((places, values.copy()))
+            else:
+                room = 0  # what is kept is a beginning
+            yield places, values
+
+    def again(self) -> Iterator[Tile]:
+        """Yield the same tiles; those kept are not read again."""
+        yield from chain(self._kept, self._read(self._slices[len(self._kept) :]))
+
+    def row(self, place: int) -> NDArray[Any]:
+        """Return the row (w,) of the sample at `place`."""
+        return flat(self._array[self._samples.rows[[place]]]).astype(self.dtype).reshape(-1)
+
+    def blocks(
+        self, values: NDArray[Any], order: Positions | None = None
+    ) -> Iterator[tuple[slice, slice, NDArray[Any]]]:
+        """Yield (rows, columns, block) of a tile (b, w), its rows in `order` (b,) if given."""
+        for top in range(0, len(values), self._height):
+            rows: Any = slice(top, min(top + self._height, len(values)))
+            for left in range(0, self.width, self.columns):
+                columns = slice(left, min(left + self.columns, self.width))
+                piece = values[rows if order is None else order[rows], columns]
+                yield rows, columns, piece.astype(self.dtype, copy=False)
+
+    def _read(self, slices: list[slice]) -> Iterator[Tile]:
+        """Read ahead: the next tile while one is in work."""
+        tasks = iter(enumerate(slices))
+        waiting = [self._reader.submit(self._one, *task) for task in islice(tasks, 1)]
+        while waiting:
+            tile = waiting.pop().result()
+            waiting += [self._reader.submit(self._one, *task) for task in islice(tasks, 1)]
+            yield tile
+
+    def _one(self, number: int, part: slice) -> Tile:
+        """Read a tile into one of two buffers, the other one being in work."""
+        tile, filled = self._tiles[number % 2], 0
+        for start in range(part.start, min(part.stop, len(self._places)), self._piece):
+            piece = slice(start, min(start + self._piece, part.stop))
+            rows, finite = flat(self._array[piece]), self._places[piece] >= 0
+            end = filled + int(finite.sum())
+            tile[filled:end] = rows if finite.all() else rows[finite]
+            filled = end
+        places = self._places[part]
+        return places[places >= 0], tile[:filled]
+
+
+def flat(values: NDArray[Any]) -> NDArray[Any]:
+    """Return (b, ...) as real rows (b, w)."""
+    rows = np.ascontiguousarray(values).reshape(len(values), prod(values.shape[1:]))
+    return rows.view(rows.real.dtype) if np.iscomplexobj(rows) else rows
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which class each sample is of: the k classes, sorted, and positions in them (n,)."""
+
+    targets: NDArray[Any]
+    of: Positions
+
+
+def groups(samples: Samples) -> Groups | None:
+    """Return the classes if the targets are some: whole numbers or text, few, each more than once.
+
+    At most 100 distinct ones, and on average at least two samples of each.
+    """
+    target = samples.target
+    if target is None or target.ndim != 1 or target.dtype.kind not in "biuSUO" or not samples.n:
+        return None
+    found, of = np.unique(target, return_inverse=True)
+    few = 2 <= len(found) <= min(_CLASSES, samples.n // 2)
+    return Groups(found, of) if few else None
+
+
+@dataclass(frozen=True)
+class Entries:
+    """How many entries of a parameter vary, how many do not, and Σⱼ Gⱼ² / Varⱼ over the former."""
+
+    noisy: int
+    noiseless: int
+    signal: float
+
+    @classmethod
+    def of(cls, mean: Floats, second: Floats) -> "Entries":
+        """Sum over entries with E[g] `mean` and E[g²] `second`, both of one shape."""
+        square = np.square(mean)
+        variance = second - square
+        noisy = variance > _NOISELESS * second
+        signal = float((square[noisy] / variance[noisy]).sum())
+        return cls(int(noisy.sum()), int(noisy.size - noisy.sum()), signal)
+
+    @property
+    def mean_ratio(self) -> float | None:
+        """The mean over the noisy entries of Gⱼ² / (E[gⱼ²] − Gⱼ²)."""
+        return number(self.signal / self.noisy) if self.noisy else None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a walk is to find beside the sums.
+
+    Attributes:
+        groups: The class of each sample (n,), counted from 0; all 0 without classes.
+        picked: Which samples are compared pairwise (n,).
+        probe: The sample whose products with all others are wanted, as a place among the samples.
+        mean: {name: G}, where it is stored.
+    """
+
+    groups: Positions
+    picked: Mask
+    probe: int | None = None
+    mean: Arrays | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a walk found in one parameter: mean‖gᵢ‖², ‖G‖², share of ⟨gᵢ, G⟩ < 0, its entries."""
+
+    mean_square: float
+    mean_squared: float
+    opposing: float
+    entries: Entries
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a walk found over all parameters together.
+
+    Attributes:
+        dots: ⟨gᵢ, G⟩ (n,).
+        squares: ‖gᵢ‖² (n,).
+        sketch: A random projection of each gradient (n, SKETCH), for finding duplicates.
+        gram: ⟨gᵢ, gⱼ⟩ of the picked samples (m, m).
+        probed: ⟨gᵢ, g_probe⟩ (n,); zeros without a probe.
+        group_squares: ‖G_c‖² of each class's mean (k,).
+        parts: By parameter.
+    """
+
+    dots: Floats
+    squares: Floats
+    sketch: Floats
+    gram: Floats
+    probed: Floats
+    group_squares: Floats
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def mean_squared(self) -> float:
+        """‖G‖² over all parameters."""
+        return sum(part.mean_squared for part in self.parts.values())
+
+
+def walk(rows: Arrays, samples: Samples, wanted: Wanted, limits: Limits) -> Walked:
+    """Walk through {name: (N, *shape)} over the samples of `samples`, at least one."""
+    n, m = samples.n, int(wanted.picked.sum())
+    found = Walked(
+        dots=np.zeros(n),
+        squares=np.zeros(n),
+        sketch=np.zeros((n, SKETCH)),
+        gram=np.zeros((m, m)),
+        probed=np.zeros(n),
+        group_squares=np.zeros(int(wanted.groups.max()) + 1),
+    )
+    with started(1, "gradscope-reader") as reader:
+        for name, array in rows.items():
+            part = _Walk(name, Tiles(array, samples, reader, limits), wanted, found)
+            found.parts[name] = part.run(None if wanted.mean is None else wanted.mean[name])
+    return found
+
+
+class _Walk:
+    """The sums under way in one parameter."""
+
+    def __init__(self, name: str, tiles: Tiles, wanted: Wanted, found: Walked) -> None:
+        self.tiles, self.wanted, self.found = tiles, wanted, found
+        self.sums = np.zeros((len(found.group_squares), tiles.width))
+        self.squares = np.zeros(tiles.width)
+        self.dots = np.zeros(len(wanted.groups))
+        self.among = np.cumsum(wanted.picked) - 1
+        self.picked: NDArray[Any] | None = None
+        self.scratch = np.empty(tiles.most, tiles.dtype)
+        self.ones = np.ones(tiles.columns, tiles.dtype)
+        random = np.random.default_rng(crc32(name.encode("utf-8", "surrogatepass")))
+        self.bucket = int(random.integers(SKETCH))
+        self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
+        self.probe = None if wanted.probe is None else tiles.row(wanted.probe)
+
+    def run(self, stored: Floats | None) -> Part:
+        known = None  # the mean, where products with it can be taken in the first walk
+        if stored is not None and self.tiles.long:
+            known = flat(np.asarray(stored)[None])[0].astype(self.tiles.dtype)
+        for tile in self.tiles.walk(keep=known is None):
+            self._add(tile, known)
+        n = len(self.dots)
+        mean = self.sums.sum(0) / n
+        if known is None:
+            known = mean.astype(self.tiles.dtype)
+            for places, values in self.tiles.again():
+                for rows, columns, block in self.tiles.blocks(values):
+                    self.dots[places[rows]] += block @ known[columns]
+        self.found.dots[:] += self.dots
+        self._add_gram()
+        sizes = np.bincount(self.wanted.groups)
+        self.found.group_squares[:] += [s @ s / c**2 for s, c in zip(self.sums, sizes, strict=True)]
+        return Part(
+            mean_square=float(self.squares.sum()) / n,
+            mean_squared=float(mean @ mean),
+            opposing=float(np.mean(self.dots < 0)),
+            entries=Entries.of(mean, self.squares / n),
+        )
+
+    def _add(self, tile: Tile, mean: Floats | None) -> None:
+        places, values = tile
+        chosen = self.wanted.picked[places]
+        if chosen.any():  # kept, to be compared pairwise
+            if self.picked is None:
+                self.picked = np.empty((len(self.found.gram), self.tiles.width), values.dtype)
+            self.picked[self.among[places[chosen]]] = values[chosen]
+        groups, order = self.wanted.groups[places], None
+        if len(self.sums) > 1:  # one class after the other
+            order = np.argsort(groups, kind="stable")
+            places, groups = places[order], groups[order]
+        for rows, columns, block in self.tiles.blocks(values, order):
+            if columns.start == 0:
+                here, ones = places[rows], np.ones(len(block), block.dtype)
+                runs = _runs(groups[rows])
+            for group, start, stop in runs:
+                self.sums[group, columns] += ones[start:stop] @ block[start:stop]
+            bucket = (self.bucket + columns.start // self.tiles.columns) % SKETCH
+            self.found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
+            if self.probe is not None:
+                self.found.probed[here] += block @ self.probe[columns]
+            if mean is not None:
+                self.dots[here] += block @ mean[columns]
+            squares = np.square(block, out=self.scratch[: block.size].reshape(block.shape))
+            self.squares[columns] += ones @ squares
+            self.found.squares[here] += squares @ self.ones[: squares.shape[1]]
+
+    def _add_gram(self) -> None:
+        if self.picked is not None:
+            for left in range(0, self.tiles.width, self.tiles.columns):
+                block = wide(self.picked[:, left : left + self.tiles.columns])
+                self.found.gram[:] += block @ block.T
+
+
+def _runs(groups: Positions) -> list[tuple[int, int, int]]:
+    """Return (class, start, stop) of each run of equal classes among sorted ones."""
+    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(groups)]
+    return [(int(groups[a]), a, b) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -44,112 +382,119 @@ class Products:
         whole: ⟨gᵢ, gⱼ⟩ of all samples (n, n), from a chain `gram`.
         probed: ⟨gᵢ, g⟩ with the sample asked for (n,).
         group_squares: ‖G_c‖² of each class's mean gradient (k,).
-        swept: All that the rows gave.
-        exact: Whether they are exacter than the recorded norms, as all but half precision is.
+        walked: All that the rows gave.
+        exact: Whether they are more exact than the recorded norms, as all but half precision is.
         unusable: Why stored rows gave nothing.
     """
 
-    source: str | None = None
+    source: str = ""
     dots: Floats | None = None
-    pairs: str | None = None
+    pairs: str = ""
     gram: Floats | None = None
     among: Mask | None = None
     whole: Floats | None = None
     probed: Floats | None = None
     group_squares: Floats | None = None
-    swept: Sweep | None = None
+    walked: Walked | None = None
     exact: bool = False
     unusable: str | None = None
 
 
 def products(
     file: Source,
-    table: Table,
+    samples: Samples,
     big: float | None,
     members: Groups | None,
     place: int | None,
-    rows: bool,
+    limits: Limits | None,
 ) -> Products:
     """Take products from the best that `file` has.
 
     Args:
         file: The file.
-        table: Its finite samples.
+        samples: Its finite samples.
         big: ‖G‖².
         members: Their classes.
-        place: The sample whose products with all others are wanted, in the table.
-        rows: Whether stored rows may be read.
+        place: The sample whose products with all others are wanted, in the samples.
+        limits: Of memory while stored rows are read; None leaves them alone.
     """
-    if not table.n:
+    if not samples.n:
         return Products()
-    entries = sum(prod(shape) for shape in file.parameters.values())
-    arrays = stored.rows_of(file)
-    unusable = stored.rows_unusable(file) if rows else None
-    if rows and arrays is not None and unusable is None:
-        found = _from_rows(file, arrays, table, members, place, entries)
-        if found.swept is not None and found.swept.finite:
-            return found
+    arrays = rows_of(file)
+    unusable = rows_unusable(file) if limits else None
+    if limits and arrays is not None and unusable is None:
+        found = _from_rows(file, arrays, samples, members, place, limits)
+        if found.walked is not None and np.isfinite(found.walked.squares).all():
+            return found  # in half precision they may overflow where their norms do not
         unusable = "stored rows are not finite where their norms are: compute with --dtype float32"
-    gram = stored.gram_of(file, table.n)
+    gram = gram_of(file, samples.n)
     if gram is not None:
-        return replace(_from_gram(gram, table, members, place), unusable=unusable)
+        return replace(_from_gram(gram, samples, members, place), unusable=unusable)
     found = Products(unusable=unusable)
-    cosines = stored.cosines_of(file)
+    cosines = chain_of(file, "cosine:to=mean")
     if cosines is not None and big is not None:
-        dots = cosines[table.rows] * table.norm * np.sqrt(big)
+        dots = wide(cosines["cosine"][...])[samples.rows] * samples.norm * np.sqrt(big)
         found = replace(found, source="cosine:to=mean", dots=dots)
-    projected = stored.projections_of(file)
+    projected = projections_of(file)
     if projected is None:
         return found
     text, values = projected
-    values = values[table.rows]
-    among = picked(table, values.shape[1])
+    values = values[samples.rows]
+    among = picked(samples, values.shape[1])
     few = values[among]
     probed = None if place is None else values @ values[place]
     return replace(found, pairs=text, gram=few @ few.T, among=among, probed=probed)
 
 
+def picked(samples: Samples, entries: int, widest: int = 1) -> Mask:
+    """Choose the samples to compare pairwise (n,): all, or as many as is affordable, evenly spread.
+
+    At most 2,000, and so that m² P is at most 4·10¹⁰ for P entries, and m p at most 2²⁵ for the
+    p entries of the largest parameter.
+    """
+    affordable = min(int(np.sqrt(_WORK / max(1, entries))), _HELD // max(1, widest))
+    m = max(min(samples.n, _PAIRED, affordable), min(samples.n, 2))
+    chosen: Mask = np.zeros(samples.n, dtype=bool)
+    chosen[np.linspace(0, samples.n - 1, m).round().astype(np.int64)] = True
+    return chosen
+
+
 def _from_rows(
     file: Source,
-    arrays: stored.Arrays,
-    table: Table,
+    arrays: Arrays,
+    samples: Samples,
     members: Groups | None,
     place: int | None,
-    entries: int,
+    limits: Limits,
 ) -> Products:
-    width = max((prod(shape) for shape in file.parameters.values()), default=0)
+    sizes = [prod(shape) for shape in file.parameters.values()]
+    width = max(sizes, default=0)
     if members is not None and len(members.targets) * width * 8 > _GROUP_BYTES:
         members = None
-    one, among = np.zeros(table.n, np.int64), picked(table, entries, width)
-    swept = sweep(
-        arrays,
-        table,
-        Wanted(
-            groups=one if members is None else members.of,
-            picked=among,
-            probe=place,
-            mean=stored.mean_of(file),
-        ),
-    )
+    among = picked(samples, sum(sizes), width)
+    of = np.zeros(samples.n, np.int64) if members is None else members.of
+    found = walk(arrays, samples, Wanted(of, among, place, mean_of(file)), limits)
     return Products(
         source="rows",
-        dots=swept.dots,
+        dots=found.dots,
         pairs="rows",
-        gram=swept.gram,
+        gram=found.gram,
         among=among,
-        probed=None if place is None else swept.probed,
-        group_squares=None if members is None else swept.group_squares,
-        swept=swept,
-        exact=not stored.in_half(file),
+        probed=None if place is None else found.probed,
+        group_squares=None if members is None else found.group_squares,
+        walked=found,
+        exact=not in_half(file),
     )
 
 
-def _from_gram(gram: Floats, table: Table, members: Groups | None, place: int | None) -> Products:
+def _from_gram(
+    gram: Floats, samples: Samples, members: Groups | None, place: int | None
+) -> Products:
     squares = None
     if members is not None:
         one = (members.of == np.arange(len(members.targets))[:, None]) * 1.0  # (k, n)
         squares = np.einsum("kn,kn->k", one @ gram, one) / np.square(one.sum(1))
-    among = picked(table, 1)
+    among = picked(samples, 1)
     return Products(
         source="gram",
         dots=gram.mean(1),
@@ -159,49 +504,4 @@ def _from_gram(gram: Floats, table: Table, members: Groups | None, place: int | 
         whole=gram,
         probed=None if place is None else gram[place],
         group_squares=squares,
-    )
-
-
-def missing(
-    file: Source, found: Products, members: Groups | None, entries: bool, rows: bool
-) -> tuple[Missing, ...]:
-    """Say what could not be taken, and what it needs.
-
-    Args:
-        file: The file.
-        found: What its chains gave.
-        members: Its classes.
-        entries: Whether signal and noise by entry are known.
-        rows: Whether stored rows were allowed.
-    """
-    if found.unusable is not None:
-        return (Missing(what="whatever needs every sample's gradient", needs=found.unusable),)
-    if not rows and stored.rows_of(file) is not None:
-        return (
-            Missing(what="whatever needs every sample's gradient", needs="leave out --no-rows"),
-        )
-    wants = [
-        (
-            found.dots is None,
-            "cosines with the mean gradient, opposed samples, intervals, inner-product test",
-            '-t identity, -t gram or -t "cosine:to=mean"',
-        ),
-        (
-            not entries,
-            "signal to noise by entry, early-stopping evidence",
-            "-t identity, or -t mean and -t second_moment",
-        ),
-        (
-            found.gram is None,
-            "spectrum, nearest samples",
-            "-t identity, -t gram or -t project:dim=256",
-        ),
-        (
-            members is not None and found.group_squares is None,
-            "noise within and between classes",
-            "-t identity or -t gram",
-        ),
-    ]
-    return tuple(
-        Missing(what=what, needs=f"compute with {needs}") for absent, what, needs in wants if absent
     )

@@ -1,15 +1,15 @@
-"""What one `gradscope compute` did, for its last words and its `--json`."""
+"""What one `gradscope compute` did."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from gradscope.stats.base import Json, Record
-from gradscope.stats.rows import ParameterRow
+from gradscope.stats.builtin.parameters import ParameterRow
+from gradscope.stats.records import Json, Record
 
 
 class RunReport(Record):
-    """What was computed, what of it was proved, and what was written.
+    """What one `gradscope compute` did, for its last words and its `--json`.
 
     Attributes:
         parameters: One row each, in the model's order.

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.errors import ResultFileError
-from gradscope.stats.base import Floats, Source, wide
-from gradscope.stats.stored import labels_of, rows_of
-from gradscope.stats.table import finite_samples
+from gradscope.stats.records import Floats, wide
+from gradscope.stats.source import Source, finite_samples, labels_of, rows_of
 
 Rows = NDArray[np.intp]
 

@@ -1,96 +1,267 @@
-"""`summarize`: what a result file says, from the file alone."""
+"""`summarize`: what a result file says, one statistic after the other.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+A statistic is one function of `Data`, registered by `statistic` together with how it is shown; the
+module `gradscope.stats.builtin` has one file each. JSON, terminal, page and pictures all follow
+the registry.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, get_type_hints
 
 import numpy as np
-from pydantic import Field
+from pydantic import TypeAdapter
 
+from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
-from gradscope.stats.alike import Duplicates, Nearest, by_gram, by_norms, by_rows
-from gradscope.stats.alike import nearest as nearest_samples
-from gradscope.stats.base import Record, Source, rounding
-from gradscope.stats.batches import BatchTests, Cabs, batch_tests, cabs
-from gradscope.stats.checks import Check, identities
-from gradscope.stats.classes import Classes, Groups, classes, groups
-from gradscope.stats.clipping import Clipping, clipping
-from gradscope.stats.directions import Directions, cosines, directions
-from gradscope.stats.distribution import Distribution, Moments, distribution, moments
-from gradscope.stats.entries import Entries, Signal, signal, stored_entries, total
-from gradscope.stats.facts import FileFacts, NonFinite, facts, nonfinite
-from gradscope.stats.fisher import Fisher, fisher
-from gradscope.stats.jensen import Gap, jensen
-from gradscope.stats.noise import NoiseScale, noise_scale
-from gradscope.stats.products import Missing, Products, missing, products
-from gradscope.stats.rows import ParameterRow, parameter_rows
-from gradscope.stats.samples import Points, SampleRow, largest, opposed, points
-from gradscope.stats.spectrum import Spectrum, cosine_matrix, spectrum
-from gradscope.stats.stored import rows_of
-from gradscope.stats.table import Table, finite_samples, mean_gradient_squared
+from gradscope.stats.certificate import FileFacts
+from gradscope.stats.products import LIMITS, Limits, Products, Tiles, groups, products
+from gradscope.stats.records import Floats, Positions, rounding, wide
+from gradscope.stats.sections import Overview, Picture, Section, joined
+from gradscope.stats.source import Samples, Source, mean_gradient_squared, rows_of
 
-_POINTS = 4000
+# what "In short" answers, in this order; other questions follow
+QUESTIONS = ("who dominates", "where to clip", "batch", "what learns", "broken", "check labels")
+
+SCHEMA = {"schema": "gradscope.stats", "version": 1}
 
 
-class Summary(Record):
-    """The statistics of one result file. docs/statistics.md has every formula.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked for of a file.
+
+    Attributes:
+        top: How many samples to list in each list.
+        learning_rate: For the batch size of CABS.
+        clip: Clipping norms whose share is wanted.
+        nearest: A sample, by its position in the data set, whose neighbours are wanted.
+        rows: Whether to read stored gradients, once or twice over.
+        limits: Of memory while they are read.
+    """
+
+    top: int = 10
+    learning_rate: float | None = None
+    clip: Sequence[float] = ()
+    nearest: int | None = None
+    rows: bool = True
+    limits: Limits = LIMITS
+
+    def __post_init__(self) -> None:
+        if self.top < 0:
+            raise SpecError(f"the number of samples to list must not be negative, not {self.top}")
+        rates = () if self.learning_rate is None else (self.learning_rate,)
+        for what, values in (("learning rate", rates), ("clipping norm", self.clip)):
+            for value in values:
+                if not 0 < value < float("inf"):
+                    raise SpecError(f"a {what} is a positive number, not {value:g}")
+
+
+class Data:
+    """What statistics are computed from; all over the n finite samples of a file.
+
+    Attributes:
+        file: The open result file.
+        options: What is asked for.
+        recorded: The samples as recorded.
+        recorded_squared: ‖G‖² as recorded, or None where it is not finite.
+        groups: The samples' classes, or None where the targets are none.
+        place: The sample whose neighbours are wanted, as a place among the samples.
+        products: What the file's chains give.
+        samples: The samples, with norms from the rows where these are more exact.
+        mean_squared: ‖G‖², likewise.
+        rounding: The relative error of the squared norms.
+    """
+
+    def __init__(self, file: Source, options: Options) -> None:
+        self.file, self.options = file, options
+        self.recorded = self.samples = Samples.of(file)
+        self.recorded_squared = self.mean_squared = mean_gradient_squared(file)
+        self.rounding = rounding(file.samples["norm"])
+        self.groups = groups(self.samples)
+        nearest = options.nearest
+        self.place = None if nearest is None else self.samples.place(nearest)
+        self.products: Products = products(
+            file,
+            self.samples,
+            self.mean_squared,
+            self.groups,
+            self.place,
+            options.limits if options.rows else None,
+        )
+        walked = self.products.walked
+        if walked is not None and self.products.exact:  # more exact than rounded norms
+            self.samples = replace(self.samples, norm=np.sqrt(walked.squares))
+            self.mean_squared, self.rounding = walked.mean_squared, 1e-12
+        self._results: dict[str, Any] = {}
+
+    @cached_property
+    def cosines(self) -> Floats | None:
+        """⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖) (n,), NaN where one of them is zero; None if unknown."""
+        dots, big = self.products.dots, self.mean_squared
+        if dots is None:
+            return None
+        lengths = self.samples.norm * np.sqrt(np.nan if big is None else big)
+        found = np.divide(dots, lengths, out=np.full(dots.shape, np.nan), where=lengths > 0)
+        return wide(np.clip(found, -1.0, 1.0))
+
+    def rows(self) -> Iterator[tuple[str, Positions, Floats]]:
+        """Stream the stored rows: (parameter, places (b,) among the samples, gradients (b, w)).
+
+        Nothing comes where none are stored or `--no-rows` is given. The parts of complex numbers
+        are entries of their own. Each walk reads the rows once more.
+        """
+        if self.options.rows:
+            for name, array in (rows_of(self.file) or {}).items():
+                for places, values in Tiles.walked(array, self.samples):
+                    yield name, places, values.astype(np.float64)
+
+    def result(self, name: str) -> Any:
+        """Return what the statistic `name` found, computed if it is not yet."""
+        if name not in self._results:
+            self._results[name] = statistics.get(name).compute(self)
+        return self._results[name]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One statistic. `docs/statistics.md` says what each of those here means.
+
+    Attributes:
+        compute: From the data of a file to a `Record`, a tuple of them, or None where there is
+            nothing to say. Its return annotation is how JSON is read back.
+        place: Where it comes in what is shown.
+        sections: How the result is shown; asked only where it is not None, as all of these are.
+        answers: Pairs of a question and its answer, for "In short".
+        warnings: What is wrong, for the first lines.
+        pictures: With two axes each.
+        in_json: Whether it is part of the JSON form.
+    """
+
+    compute: Callable[[Data], Any]
+    place: int = 900
+    sections: "Callable[[Any, Summary], Iterable[Section]] | None" = None
+    answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None
+    warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None
+    pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None
+    in_json: bool = True
+
+    @cached_property
+    def form(self) -> TypeAdapter[Any]:
+        """How the result is written to JSON and read back."""
+        return TypeAdapter(get_type_hints(self.compute)["return"])
+
+
+statistics: Registry[Statistic] = Registry("statistic")
+
+
+def statistic(
+    name: str,
+    *,
+    place: int = 900,
+    sections: "Callable[[Any, Summary], Iterable[Section]] | None" = None,
+    answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None,
+    warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None,
+    pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None,
+    in_json: bool = True,
+) -> Callable[[Callable[[Data], Any]], Callable[[Data], Any]]:
+    """Register a function of `Data` as the statistic `name`: its key in JSON and in a `Summary`.
+
+    Args:
+        name: Its key.
+        place: Where it comes in what is shown; those here are at 10, 20, ... 140.
+        sections: (result, summary) -> sections, if it is shown.
+        answers: (result, summary) -> pairs of a question and its answer, for "In short".
+        warnings: (result, summary) -> what is wrong.
+        pictures: (result, summary) -> pictures.
+        in_json: Whether it is part of the JSON form.
+
+    Raises:
+        SpecError: The name is taken.
+    """
+
+    def add(compute: Callable[[Data], Any]) -> Callable[[Data], Any]:
+        found = Statistic(compute, place, sections, answers, warnings, pictures, in_json)
+        statistics.register(name)(found)
+        return compute
+
+    return add
+
+
+def in_place() -> list[tuple[str, Statistic]]:
+    """Return all statistics with their names, in the order in which they are shown."""
+    every = ((name, statistics.get(name)) for name in statistics.names())
+    return sorted(every, key=lambda item: item[1].place)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The statistics of one result file; each is an attribute: `summary.noise_scale.simple`.
 
     What needs products of gradients is None where the file has none, and `missing` says so.
+    `docs/statistics.md` has every key and formula.
 
     Attributes:
         file: Facts of the file.
-        loss: None when no sample is finite; likewise norm and clipping.
-        norm: ‖gᵢ‖ over all parameters.
-        clipping: Which clipping norm clips whom.
-        noise_scale: How large a batch is worth.
-        batch_tests: Whether N samples are a batch large enough.
-        cabs: The batch size for a learning rate.
-        signal: Signal to noise, and the early-stopping evidence.
-        directions: Whether samples agree with the mean gradient.
-        parameters: One row each, in the model's order.
-        classes: One row each, where the targets are classes.
-        samples: Those with the largest norms, largest first.
-        largest_losses: Those with the largest losses.
-        most_opposed: Those with the most negative ⟨gᵢ, G⟩.
-        nearest: The neighbours of one sample, if asked for.
-        duplicates: Pairs of equal gradients.
-        spectrum: How many directions the gradients take.
-        fisher: The trace of the Fisher.
-        jensen: How far E[T(g)] is from T(E[g]).
-        nonfinite: Samples left out.
-        checks: Identities between these numbers.
-        missing: What could not be taken, and what it needs.
-        points: For pictures; not part of the JSON form. Likewise `cosines`, a matrix of samples.
+        results: By the name of the statistic.
     """
 
-    schema_: Literal["gradscope.stats"] = Field(
-        default="gradscope.stats", validation_alias="schema", serialization_alias="schema"
-    )
-    version: Literal[1] = 1
     file: FileFacts
-    loss: Moments | None
-    norm: Distribution | None
-    clipping: Clipping | None
-    noise_scale: NoiseScale
-    batch_tests: BatchTests
-    cabs: Cabs
-    signal: Signal
-    directions: Directions | None
-    parameters: tuple[ParameterRow, ...]
-    classes: Classes | None
-    samples: tuple[SampleRow, ...]
-    largest_losses: tuple[SampleRow, ...]
-    most_opposed: tuple[SampleRow, ...] | None
-    nearest: Nearest | None
-    duplicates: Duplicates | None
-    spectrum: Spectrum | None
-    fisher: Fisher
-    jensen: tuple[Gap, ...]
-    nonfinite: NonFinite
-    checks: tuple[Check, ...]
-    missing: tuple[Missing, ...]
-    points: Points | None = Field(default=None, exclude=True, repr=False)
-    cosines: tuple[tuple[float, ...], ...] | None = Field(default=None, exclude=True, repr=False)
+    results: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        results = self.__dict__.get("results", {})
+        if name in results:
+            return results[name]
+        raise AttributeError(f"a summary has no statistic {name!r}")
+
+    @property
+    def finite(self) -> int:
+        """N, the number of finite samples."""
+        return int(self.file.samples - self.nonfinite.count)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a document of plain JSON values."""
+        found = {
+            name: one.form.dump_python(self.results[name], mode="json", by_alias=True)
+            for name, one in in_place()
+            if one.in_json and name in self.results
+        }
+        return {**SCHEMA, "file": self.file.to_json(), **found}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Summary":
+        """Return the summary whose `to_json` is `document`, without what is only for pictures."""
+        found = {
+            name: one.form.validate_python(document[name]) if one.in_json else None
+            for name, one in in_place()
+            if name in document or not one.in_json
+        }
+        return cls(FileFacts.from_json(document["file"]), found)
+
+    def overview(self) -> Overview:
+        """Return all that is shown of it."""
+
+        def told(how: str) -> Iterator[Any]:
+            for name, one in in_place():
+                show, found = getattr(one, how), self.results.get(name)
+                if show is not None and found is not None:
+                    yield from show(found, self)
+
+        answers: dict[str, list[str]] = {question: [] for question in QUESTIONS}
+        for question, answer in told("answers"):
+            answers.setdefault(question, []).append(answer)
+        facts = [(question, ", ".join(found)) for question, found in answers.items() if found]
+        short = [Section("In short", facts)] if self.finite else []
+        records = {"Certificate": self.file.certificate, "Run": self.file.run}
+        return Overview(
+            paths=[self.file.path],
+            facts=self.file.shown(),
+            warnings=list(told("warnings")),
+            sections=joined([*short, *told("sections")]),
+            pictures=sorted(told("pictures"), key=lambda picture: picture.place),
+            records=records,
+        )
 
 
 def summarize(
@@ -115,103 +286,8 @@ def summarize(
         SpecError: An argument is out of its range.
         ResultFileError: The file lacks something it must have, or is damaged.
     """
-    _check(top, learning_rate, clip)
+    options = Options(top=top, learning_rate=learning_rate, clip=clip, nearest=nearest, rows=rows)
     with np.errstate(all="ignore"):  # what overflows becomes None
-        table = Table.of(file)
-        big, members = mean_gradient_squared(file), groups(table)
-        place = None if nearest is None else table.place(nearest)
-        found = products(file, table, big, members, place, rows)
-        recorded, rounded = (table, big), rounding(file.samples["norm"])
-        if found.swept is not None and found.exact:  # rows are exacter than rounded norms
-            table = replace(table, norm=np.sqrt(found.swept.squares))
-            big, rounded = found.swept.mean_squared, 1e-12
-        parts = _entries(file, found)
-        known = None if found.dots is None else cosines(found.dots, table.norm, big)
-        by_class = (
-            None
-            if members is None
-            else classes(table, members, known, found.group_squares, found.dots)
-        )
-        tests = batch_tests(table.norm, big, found.dots)
-        return Summary(
-            file=facts(file),
-            loss=moments(table.loss),
-            norm=distribution(table.norm),
-            clipping=clipping(table.norm, clip),
-            noise_scale=noise_scale(table.norm, big, found.dots),
-            batch_tests=tests,
-            cabs=cabs(table.norm, table.loss, big, learning_rate),
-            signal=signal(
-                table.norm, big, None if parts is None else total(parts.values()), rounded
-            ),
-            directions=None if known is None else directions(str(found.source), known),
-            parameters=_parameters(file, parts, found),
-            classes=by_class,
-            samples=largest(table, table.norm, top, known),
-            largest_losses=largest(table, table.loss, top, known),
-            most_opposed=None if found.dots is None else opposed(table, found.dots, top, known),
-            nearest=_nearest(table, found, place, top),
-            duplicates=_duplicates(file, table, found),
-            spectrum=None
-            if found.gram is None
-            else spectrum(str(found.pairs), found.gram, table.n),
-            fisher=fisher(file, table),
-            jensen=jensen(file),
-            nonfinite=nonfinite(file, table, top),
-            checks=identities(file, *recorded, tests, found, by_class),
-            missing=missing(file, found, members, parts is not None, rows),
-            points=points(table, _POINTS),
-            cosines=_matrix(found, members),
-        )
-
-
-def _entries(file: Source, found: Products) -> dict[str, Entries] | None:
-    if found.swept is None:
-        return stored_entries(file)
-    return {name: part.entries for name, part in found.swept.parts.items()}
-
-
-def _parameters(
-    file: Source, parts: dict[str, Entries] | None, found: Products
-) -> tuple[ParameterRow, ...]:
-    return parameter_rows(
-        file,
-        finite_samples(file),
-        {name: entries.mean_ratio for name, entries in (parts or {}).items()},
-        {} if found.swept is None else {k: v.opposing for k, v in found.swept.parts.items()},
-        None
-        if found.swept is None or not found.exact
-        else {k: (v.mean_square, v.mean_squared) for k, v in found.swept.parts.items()},
-    )
-
-
-def _matrix(found: Products, members: Groups | None) -> tuple[tuple[float, ...], ...] | None:
-    if found.gram is None or found.among is None:
-        return None
-    return cosine_matrix(found.gram, None if members is None else members.of[found.among])
-
-
-def _nearest(table: Table, found: Products, place: int | None, top: int) -> Nearest | None:
-    if place is None or found.probed is None:
-        return None
-    source = str(found.pairs)
-    return nearest_samples(table, source, source in ("rows", "gram"), place, found.probed, top)
-
-
-def _duplicates(file: Source, table: Table, found: Products) -> Duplicates | None:
-    rows = rows_of(file)
-    if table.n < 2:
-        return None
-    if found.swept is not None and rows is not None:
-        return by_rows(rows, table, found.swept.sketch)
-    return by_norms(file, table) if found.whole is None else by_gram(found.whole, table)
-
-
-def _check(top: int, rate: float | None, clip: Sequence[float]) -> None:
-    if top < 0:
-        raise SpecError(f"the number of samples to list must not be negative, not {top}")
-    if rate is not None and not 0 < rate < float("inf"):
-        raise SpecError(f"a learning rate is a positive number, not {rate:g}")
-    for norm in clip:
-        if not 0 < norm < float("inf"):
-            raise SpecError(f"a clipping norm is a positive number, not {norm:g}")
+        data = Data(file, options)
+        found = {name: data.result(name) for name, _ in in_place()}
+    return Summary(FileFacts.of(file), found)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from benchmarks.workloads import FAMILIES, workload
 from gradscope import Scope
 from gradscope.backends import Request, backends
-from gradscope.backends.compiled import Compiled
-from gradscope.backends.programs import Ranges
+from gradscope.backends.compiled import Compiled, Ranges
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.engine import request_of
@@ -274,7 +273,7 @@ def test_a_program_that_is_off_is_not_used(part: str, tokens, monkeypatch) -> No
 
         return program
 
-    monkeypatch.setattr("gradscope.backends.programs.compiled", wrong)
+    monkeypatch.setattr("gradscope.backends.compiled.compiled", wrong)
     scope = Scope(Tagger(), "cross_entropy", backend="vmap", compile=True)
     batch = Batch.of(*tokens)
     wanted = request_of([bind(CLIP), bind("identity")])

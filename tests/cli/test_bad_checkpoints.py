@@ -1,10 +1,8 @@
 """Bad checkpoints through the command line: one clear error, nothing written, nothing executed."""
 
-import gzip
 import json
 import os
 import pickle
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,28 +66,9 @@ def compute(forked: Forked, folder: Path, *more: str, checkpoint: str = "w.pt") 
     return forked.run(*words, *more, cwd=folder)
 
 
-def saved(content: object) -> Callable[[Path], object]:
-    return lambda path: torch.save(content, path)
-
-
-def flipped(path: Path) -> None:
+def cut(path: Path) -> None:
     torch.save(state(), path)
-    content = bytearray(path.read_bytes())
-    content[content.find(state()["0.weight"].numpy().tobytes()) + 2] ^= 4
-    path.write_bytes(content)
-
-
-def cut(parts: int, writer: Callable[[dict, Path], object] = torch.save) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        writer(state(), path)
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) * parts // 10])
-
-    return write
-
-
-def text(content: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(content)
+    path.write_bytes(path.read_bytes()[:-300])
 
 
 def outside(path: Path) -> None:
@@ -98,65 +77,21 @@ def outside(path: Path) -> None:
     path.write_text(json.dumps({"weight_map": table}))
 
 
-def short_of_a_shard(path: Path) -> None:
-    path.write_text(json.dumps({"weight_map": dict.fromkeys(state(), "gone.safetensors")}))
-
-
 def claiming(path: Path) -> None:
     header = b'{"0.weight":{"dtype":"F32","shape":[99999,99999],"data_offsets":[0,39999200004]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
 
 
-def tarred(path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        archive.add(path.parent / "model.py", "w.pt")
-
-
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda p: None, "there is no such file"),
-    "folder": (lambda p: p.mkdir(), "no weights are in this folder"),
-    "empty": (lambda p: p.touch(), "the file is empty"),
-    **{f"cut {k}0%": (cut(k), "damaged or cut off") for k in range(1, 10)},
-    "cut safetensors": (cut(5, safetensors.torch.save_file), "damaged or cut off"),
-    "flipped bit": (flipped, "the checksum of its part"),
-    "text page": (text("<!doctype html><title>404</title>" * 3), "an HTML page"),
-    "plain text": (text("this is no checkpoint\n" * 3), "a text file"),
-    "LFS pointer": (text("version https://git-lfs.github.com/spec/v1\noid sha256:0"), "git-LFS"),
-    "module": (saved(net()), "it holds more than tensors"),
-    "payload": (saved(Payload()), "it holds more than tensors"),
-    "payload inside": (saved(state() | {"x": Payload()}), "it holds more than tensors"),
-    "bare pickle": (
-        lambda p: p.write_bytes(pickle.dumps(Payload())),
-        "a Python pickle, which could execute code",
-    ),
-    "missing key": (saved({k: v for k, v in state().items() if k != "0.bias"}), "1 missing (0.b"),
-    "extra keys": (saved(state(**{f"x{k}": torch.ones(1) for k in range(12)})), "x9 and 2 more"),
-    "other shape": (saved(state(**{"0.bias": torch.ones(4)})), "(4,) here, (5,) in the model"),
-    "other dtype": (saved(state(**{"0.bias": torch.ones(5).long()})), "int64 -> float32"),
-    "mixed prefix": (
-        saved({("module." if "0" in k else "") + k: v for k, v in state().items()}),
-        "Not every name begins with 'module.'",
-    ),
-    "two state dicts": (saved({"model": state(), "ema": state()}), "under each of model, ema"),
-    "NaN": (saved(state(**{"0.bias": torch.full((5,), torch.nan)})), "not finite: 0.bias (5 of 5)"),
-    "missing shard": (short_of_a_shard, "1 of its 1 files are missing: gone.safetensors"),
+    "cut": (cut, "damaged or cut off"),
+    "payload": (lambda p: torch.save(Payload(), p), "it holds more than tensors"),
+    "inside": (lambda p: torch.save(state(x=Payload()), p), "it holds more than tensors"),
+    "pickle": (lambda p: p.write_bytes(pickle.dumps(Payload())), "which could execute code"),
+    "misfit": (lambda p: torch.save(state(x=torch.ones(1)), p), "1 unexpected (x)"),
     "index outside": (outside, "which is no file of its own folder"),
     "huge header": (claiming, "damaged or cut off"),
-    "huge length": (lambda p: p.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "claims"),
-    "an index of an endless name": (
-        lambda p: p.write_text(json.dumps({"weight_map": dict.fromkeys(state(), "x" * 5000)})),
-        "File name too long",
-    ),
-    "tar": (tarred, "this is a tar archive"),
-    "gzip": (lambda p: p.write_bytes(gzip.compress(p.name.encode() * 9)), "this is a gzip archive"),
-    "no numbers behind the names": (
-        saved({k: v.to("meta") for k, v in state().items()}),
-        "of the meta device",
-    ),
-    "a number": (saved(3), "it holds an int, not a state dict"),
-    "too deep": (saved({"a": {"b": {"c": {"d": state()}}}}), "deeper than four"),
-    "no numbers": (saved({"epoch": 3}), "no state dict of the model"),
-    "odd names": (saved({"[red]\x1b[31m": torch.ones(1)}), "[red]\\x1b[31m"),
+    "odd names": (lambda p: torch.save({"[red]\x1b[31m": torch.ones(1)}, p), "[red]\\x1b[31m"),
 }
 
 
@@ -177,6 +112,10 @@ def test_one_clear_error(forked: Forked, folder: Path, name: str) -> None:
 
 
 def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path) -> None:
+    torch.save(state(), folder / "w.pt")
+    done = compute(forked, folder, "--model", "checkpoint")
+    assert done.code == 3
+    assert "holds weights, not the model they belong to" in done.err
     torch.save(net(), folder / "w.pt")
     done = compute(forked, folder, "--unsafe-pickle")
     assert done.code == 0, done.err
@@ -215,13 +154,6 @@ def test_names_that_the_model_does_not_have(forked: Forked, folder: Path) -> Non
     short = compute(forked, folder, "--ignore", "*", "--overwrite")
     assert short.code == 3
     assert "3 missing" in short.err
-
-
-def test_a_checkpoint_that_is_no_model(forked: Forked, folder: Path) -> None:
-    torch.save(state(), folder / "w.pt")
-    done = compute(forked, folder, "--model", "checkpoint")
-    assert done.code == 3
-    assert "holds weights, not the model they belong to" in done.err
 
 
 def test_no_part_of_the_checkpoint_is_written_over(forked: Forked, folder: Path) -> None:

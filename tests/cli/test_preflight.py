@@ -19,7 +19,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A run whose file counts as large."""
     import gradscope.run  # noqa: F401
 
-    monkeypatch.setattr(sys.modules["gradscope.run.preflight"], "LARGE", 0)
+    monkeypatch.setattr(sys.modules["gradscope.run.disk"], "LARGE", 0)
     (tmp_path / "project").mkdir()
     folder = write(tmp_path / "project", samples=2000)
     names = [folder / "weights.pt", folder / "data.npz", "--model", f"{folder}/model.py:build"]

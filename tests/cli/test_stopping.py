@@ -112,9 +112,9 @@ def test_a_stop_in_the_users_code(
 
 def test_a_stop_while_the_result_is_told(forked: Forked, folder: Path) -> None:
     code = f"""
-    import gradscope.report.run as told
+    import gradscope.report.screens as told
     def stop(*_): os.kill(os.getpid(), {int(signal.SIGTERM)})
-    told.print_parameters = stop
+    told.print_table = stop
     """
     model(folder, code)
     done = forked.run(*words(), cwd=folder)

@@ -28,7 +28,7 @@ import torch
 
 from gradscope.config import CheckpointSpec, DatasetSpec, ModelSpec
 from gradscope.errors import GradscopeError
-from gradscope.run.merging import merge
+from gradscope.run import merge
 from gradscope.sources import load_into, load_model, open_dataset
 from gradscope.stats import summarize
 from gradscope.storage import open_file

@@ -1,7 +1,6 @@
 """Defects in blocks: what they say of gradients without forming them, and how they form them."""
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 from gradscope.blocks import (
     Block,
     ConvolutionBlock,
+    Geometry,
     Gradients,
     OuterBlock,
     ScatterBlock,
-    convolution,
     outer,
     products,
 )
@@ -77,7 +76,7 @@ def _half_ghost(left: Tensor, right: Tensor) -> Tensor:
 _caught(
     "half a cross term",
     "norms by Gram matrices count the products of the two halves once instead of twice",
-    Asked("long", what="norms", way="gram"),
+    Asked("long", what="norms", variant="gram"),
     lambda patch: patch.setattr(outer, "ghost", _half_ghost),
 )
 _caught(
@@ -94,7 +93,7 @@ _caught(
     "cross term of tied weights",
     "norms of a weight that is used in two ways count what the two have in common once",
     Asked("tied", what="norms"),
-    around(import_module("gradscope.blocks.total"), "_cross", after(lambda found, *_: found / 2)),
+    around(ScatterBlock, "cross", after(lambda found, *_: None if found is None else found / 2)),
 )
 
 
@@ -136,9 +135,9 @@ _caught(
 
 
 def _unpadded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def windows(values: Tensor, positions: Any, kernel: Any, geometry: Any) -> Tensor:
-        found = original(values, positions, kernel, geometry)
-        return found.roll(1, -1) if any(geometry.padding) else found
+    def windows(self: Geometry, values: Tensor, positions: Any, kernel: Any) -> Tensor:
+        found = original(self, values, positions, kernel)
+        return found.roll(1, -1) if any(self.padding) else found
 
     return windows
 
@@ -147,7 +146,7 @@ _caught(
     "patches one pixel off",
     "the patches of a padded image begin one position late",
     Asked("cnn"),
-    around(convolution, "windows_of", _unpadded),
+    around(Geometry, "windows", _unpadded),
 )
 
 
@@ -159,7 +158,7 @@ def _reversed(found: Tensor, self: ConvolutionBlock, out: Tensor | None) -> Tens
 _caught(
     "samples as groups, reversed",
     "the kernel that takes samples as groups gives them back in the reverse order",
-    Asked("cnn", way="grouped kernel"),
+    Asked("cnn", variant="grouped kernel"),
     around(ConvolutionBlock, "_grouped", after(_reversed)),
 )
 

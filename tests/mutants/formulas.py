@@ -7,11 +7,9 @@ import torch
 from gradscope.stages import labels
 from gradscope.stages.reducers import moments
 from gradscope.stages.transforms import elementwise, norms
-from tests import test_labels
 from tests.mutants.base import Install, after, around, before, mutant
 from tests.mutants.scenarios import Asked, ExactLabels, Expected, clipped, each, variance
-from tests.stages.reducers import test_table
-from tests.stages.transforms import test_values
+from tests.stages import test_labels, test_reducers, test_transforms
 
 
 def _told(
@@ -32,7 +30,7 @@ _told(
     "a variance is divided by the number of samples, whatever ddof says",
     "var",
     variance,
-    lambda: test_table.test_against_numpy("var", torch.float64),
+    lambda: test_reducers.test_at_once_and_in_any_split("var", torch.float64),
     around(moments, "variance", before(lambda part, n, ddof: (part, n, 0))),
 )
 _told(
@@ -41,7 +39,7 @@ _told(
     "a gradient is clipped by its squared norm",
     "clip:max_norm=0.5 | mean",
     clipped,
-    lambda: test_values.test_rows("clip:max_norm=0.5", ()),
+    lambda: test_transforms.test_rows("clip:max_norm=0.5", ()),
     around(norms, "whole", after(lambda found, *_: found.square())),
 )
 _told(
@@ -50,7 +48,7 @@ _told(
     "centring adds the mean instead of taking it off",
     "center | square | mean",
     each(lambda g: g.var(0, correction=0)),
-    lambda: test_values.test_rows("center", ()),
+    lambda: test_transforms.test_rows("center", ()),
     around(elementwise, "CenteredBlock", before(lambda block, mean: (block, -mean))),
 )
 mutant(

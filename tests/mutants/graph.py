@@ -8,8 +8,9 @@ from torch import Tensor
 
 from gradscope.backends import hooks as backend
 from gradscope.backends.hooks import pullback
-from gradscope.backends.hooks.graph import analysis, flow, movement
+from gradscope.backends.hooks.graph import analysis, movement
 from gradscope.backends.hooks.graph.axes import OwnedAxis, SampleAxis
+from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.blocks import Block, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from tests.mutants.base import Install, after, around, before, entry, mutant
@@ -53,7 +54,7 @@ _caught(
     "flipped",
     "certificate",
     around(
-        flow,
+        analysis,
         "owned",
         after(lambda axis, *_: OwnedAxis(axis.axis, torch.arange(len(axis.owner)))),
     ),
@@ -76,7 +77,7 @@ _caught(
     "gradients are those of the mean loss, 1/n of what they should be",
     "mlp",
     "certificate",
-    around(backend, "gradients_at", before(lambda t, outputs, w: (t, outputs, w / len(w)))),
+    around(Trace, "gradients", before(lambda t, outputs, w: (t, outputs, w / len(w)))),
 )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends import expand, joint, loop, vmap
+from gradscope.backends import expand, loop, vmap
+from gradscope.backends.compiled import Program
 from gradscope.backends.expand import embedding, evaluation, matmul, rules
 from gradscope.backends.expand.tensor import PerSample, Samples
-from gradscope.backends.programs import Program
 from gradscope.core.batch import Batch
 from tests.mutants.base import Install, after, around, before, entry, mutant
 from tests.mutants.scenarios import Asked, Compared, EagerlyCompiled
@@ -187,7 +187,7 @@ mutant(
     Asked("coupled", backend="vmap"),
     "certificate",
     around(
-        joint,
+        loop,
         "_pulled",
         lambda original: (
             lambda problem, losses, picks, batched=False: original(
@@ -212,7 +212,7 @@ mutant(
     "what all samples have in common is taken off their gradients",
     Asked("coupled", backend="vmap"),
     "certificate",
-    around(joint, "_pulled", _cut),
+    around(loop, "_pulled", _cut),
 )
 
 # compiled programs

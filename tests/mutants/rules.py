@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph.axes import SampleAxis
-from gradscope.backends.hooks.rules import embedding, linear, recurrent
+from gradscope.backends.hooks.rules import layers, recurrent
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, ConvolutionBlock, DenseBlock, OuterBlock
 from tests.mutants.base import Install, after, around, before, entry, mutant
@@ -32,25 +32,25 @@ _caught(
     "product with a sign",
     "the weight's gradient of a linear layer has the wrong sign",
     "mlp",
-    around(linear, "_outer", after(lambda block, *_: replace(block, left=-block.left))),
+    around(layers, "_outer", after(lambda block, *_: replace(block, left=-block.left))),
 )
 _caught(
     "transposed weight",
     "the factors of a square weight's gradient change places",
     "square",
-    around(linear, "_outer", after(_swapped)),
+    around(layers, "_outer", after(_swapped)),
 )
 _caught(
     "factor alpha dropped",
     "the factor of a product in addmm is not applied to the weight's gradient",
     "scaled_product",
-    around(linear, "_scaled", lambda original: lambda site, name: site),
+    around(layers, "_scaled", lambda original: lambda site, name: site),
 )
 _caught(
     "wrong expert",
     "stacked weights get the gradient of their neighbour in the stack",
     "experts",
-    around(linear, "_outer", after(_rolled)),
+    around(layers, "_outer", after(_rolled)),
 )
 
 
@@ -161,13 +161,13 @@ _caught(
     "repeated token dropped",
     "of a token that comes twice in a sample, only the first counts",
     "tokens",
-    around(embedding, "scatter", before(_once)),
+    around(layers, "scatter", before(_once)),
 )
 _caught(
     "padding counted",
     "the padding row of an embedding gets a gradient",
     "tokens",
-    around(embedding, "scatter", before(lambda i, rows, size, _: (i, rows, size, -1))),
+    around(layers, "scatter", before(lambda i, rows, size, _: (i, rows, size, -1))),
 )
 
 

@@ -1,7 +1,6 @@
 """What a user asks for: gradients, norms, expectations, a comparison."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import gradscope
 from gradscope import Scope
-from gradscope.blocks.ways import preferring
+from gradscope.blocks import Tuner
 from gradscope.errors import RefusedError
 from tests.mutants.base import Numbers
 from tests.mutants.models import MODELS, Course
@@ -50,7 +49,7 @@ class Asked:
         what: "rows", "norms", or a chain, of which the expectation is asked.
         expected: From right rows to the right expectation.
         options: Further options of the scope.
-        way: The way that blocks are to take where they have several.
+        variant: The kernel variant that blocks are to take where they have several.
     """
 
     model: str
@@ -58,7 +57,7 @@ class Asked:
     what: str = "rows"
     expected: Expected | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    way: str | None = None
+    variant: str | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +106,8 @@ class Asked:
 
     def _ask(self, scope: Scope, k: int) -> Numbers:
         inputs, targets = MODELS[self.model]().batches[k]
-        with preferring(self.way) if self.way else nullcontext():
+        preferred = frozenset({self.variant}) if self.variant else frozenset[str]()
+        with Tuner(preferred=preferred).active():
             if self.what == "rows":
                 found = scope.per_sample_gradients(inputs, targets)
             elif self.what == "norms":

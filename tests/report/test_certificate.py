@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gradscope.report.certificate import certificate_facts, spans
-from gradscope.report.layout import facts
+from gradscope.report import print_facts
+from gradscope.stats.certificate import certificate_facts, spans
 from tests.report.screens import WIDTHS, fits, screen
 from tests.report.test_tables import CERTIFICATE
 from tests.stats.test_proof import AUDITED
@@ -15,7 +15,7 @@ PASSED = CERTIFICATE | {k: v for k, v in AUDITED.items() if k != "verified"}
 
 def told(certificate: dict[str, Any], audits: str | None = None) -> list[tuple[str, str]]:
     rows = certificate_facts(certificate, audits)
-    return [(label, value if isinstance(value, str) else value.plain) for label, value in rows]
+    return [(label, value if isinstance(value, str) else value.text) for label, value in rows]
 
 
 def with_audit(**changes: Any) -> dict[str, Any]:
@@ -86,7 +86,9 @@ def test_merged_files() -> None:
 @pytest.mark.parametrize("width", [20, *WIDTHS])
 def test_it_fits_and_escapes(width: int) -> None:
     hostile = with_audit(parameter="[red]\x1b[2Jx", unproved=[f"\x1b{k}" for k in range(99)])
-    text = screen(lambda rows, console: facts(console, rows), certificate_facts(hostile), width)
+    text = screen(
+        lambda rows, console: print_facts(console, rows), certificate_facts(hostile), width
+    )
     assert fits(text, width) and "\x1b" not in text
     assert "and 96 more" in " ".join(text.split()) or width == 20
 

@@ -40,7 +40,7 @@ def test_picture_holds_names_and_outliers(tmp_path):
 
 def test_bars_have_the_values_of_the_rows():
     summary = summary_of(["w", "v"])
-    axes = plots.figure(summary).axes
+    axes = plots.figure(summary.overview().pictures).axes
     (norms,) = [a for a in axes if a.get_title() == "Mean norm"]
     (signals,) = [a for a in axes if a.get_title().startswith("Signal to noise")]
     rows = summary.parameters

@@ -5,9 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from gradscope.report import render_run, render_stats
-from gradscope.report.text import short
-from gradscope.stats import RunReport, Summary, summarize
+from gradscope.report import render, render_run
+from gradscope.stats import RunReport, Summary, short, summarize
 from tests.report.screens import WIDTHS, fits, screen
 from tests.stats.fakes import FakeFile, fake
 
@@ -54,7 +53,7 @@ def run_of(summary, **changes):
 @pytest.mark.parametrize("names", [HOSTILE, LAYERS], ids=["hostile", "layers"])
 def test_nothing_is_wider_than_the_terminal(names, width):
     summary = summary_of(names)
-    assert fits(screen(render_stats, summary, width), width)
+    assert fits(screen(render, summary, width), width)
     assert fits(screen(render_run, run_of(summary), width), width)
 
 
@@ -72,21 +71,21 @@ def test_no_two_names_look_alike(width):
 
 
 def test_all_columns_and_whole_names_when_there_is_room():
-    text = screen(render_stats, summary_of(LAYERS), 200)
+    text = screen(render, summary_of(LAYERS), 200)
     assert all(name in text for name in LAYERS)
     assert "hidden" not in text
     for title in ("shape", "entries", "share", "SNR", "largest"):
         assert title in text
-    assert "hidden for want of width: shape" in screen(render_stats, summary_of(LAYERS), 40)
+    assert "hidden for want of width: shape" in screen(render, summary_of(LAYERS), 40)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_names_are_text_and_never_markup_or_escapes(width):
-    for render, result in (
-        (render_stats, summary_of(HOSTILE, path="[bold]\x1b[2J.h5")),
+    for show, result in (
+        (render, summary_of(HOSTILE, path="[bold]\x1b[2J.h5")),
         (render_run, run_of(summary_of(HOSTILE), notes=("[blink]\x07",), path="[bold]\x1b[2J.h5")),
     ):
-        text = screen(render, result, width)
+        text = screen(show, result, width)
         shown = ["[conv1].weight", "[/bold]", "[red]x[/red]", r"a\nb", ":smile:"]
         for name in [*shown, r"\x1b[31mred", r"[bold]\x1b[2J.h5"]:
             assert name in text
@@ -96,7 +95,7 @@ def test_names_are_text_and_never_markup_or_escapes(width):
 
 def test_numbers_of_the_summary_are_shown():
     summary = summary_of(["w", "v"])
-    text = screen(render_stats, summary, 80)
+    text = screen(render, summary, 80)
     assert f"{summary.norm.percentiles['50']:.3g}" in text
     assert f"{summary.noise_scale.simple:.3g}"[:3] in text
     for row in summary.samples:
@@ -108,12 +107,10 @@ def test_numbers_of_the_summary_are_shown():
 
 
 def test_samples_that_are_not_finite_are_announced():
-    text = screen(render_stats, summarize(fake(30, broken=(3, 5))), 80)
+    text = screen(render, summarize(fake(30, broken=(3, 5))), 80)
     assert "2 samples not finite and left out below: 109, 115" in text
     many = summarize(fake(30, broken=tuple(range(20))), top=2)
-    assert "20 samples not finite and left out below: 100, 103, ..." in screen(
-        render_stats, many, 80
-    )
+    assert "20 samples not finite and left out below: 100, 103, ..." in screen(render, many, 80)
     text = screen(render_run, run_of(many), 80)
     assert "2 of 1,797 samples" in text
     assert "not finite" not in screen(render_run, run_of(many, nonfinite=0), 80)
@@ -130,9 +127,9 @@ def test_run_says_what_was_written():
 
 def test_certificate_that_is_missing_or_off():
     without = summarize(file_with(["w"], certificate={}))
-    assert "not recorded" in screen(render_stats, without, 80)
+    assert "not recorded" in screen(render, without, 80)
     off = summarize(file_with(["w"], certificate={"verified": False}))
-    assert "NOT VERIFIED" in screen(render_stats, off, 80)
+    assert "NOT VERIFIED" in screen(render, off, 80)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +146,16 @@ def test_certificate_that_is_missing_or_off():
 @pytest.mark.parametrize("width", WIDTHS)
 def test_unusual_files(file, width):
     summary = summarize(file)
-    text = screen(render_stats, summary, width)
+    text = screen(render, summary, width)
     assert fits(text, width)
     assert "\x1b" not in text
     restored = Summary.from_json(summary.to_json())
-    assert screen(render_stats, restored, width) == text
+    assert screen(render, restored, width) == text
 
 
 def test_bars_are_in_proportion():
     file = FakeFile({"w": np.repeat([1.0, 50.0], [30, 10])[:, None]}, np.ones(40))
-    text = screen(render_stats, summarize(file), 80).split("Histogram of the norm")[1]
+    text = screen(render, summarize(file), 80).split("Histogram of the norm")[1]
     lines = text.split("\n\n")[0].splitlines()
     bars = [line.count("█") for line in lines if "█" in line]
     assert len(bars) == 2
@@ -169,9 +166,7 @@ def test_the_answers_come_first():
     """Who dominates, where to clip, how large a batch, what learns, what is broken."""
     summary = summarize(fake(40, broken=(3,)))
     told = (
-        screen(render_stats, summary, 200)
-        .partition("In short")[2]
-        .partition("Loss and gradient norm")[0]
+        screen(render, summary, 200).partition("In short")[2].partition("Loss and gradient norm")[0]
     )
     first = summary.samples[0]
     assert f"sample {first.index}, {short(first.times_median)} times the median norm" in told

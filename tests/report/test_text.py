@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from gradscope.report import text
+from gradscope.stats import sections
 
 GPT = [
     f"transformer.h.{layer}.{part}"
@@ -58,7 +59,7 @@ def test_visible(raw, shown):
 
 @given(st.floats(-1e99, 1e99).filter(lambda v: v == 0 or abs(v) > 1e-99))
 def test_numbers_take_at_most_nine_cells_and_lose_little(value):
-    shown = text.short(value)
+    shown = sections.short(value)
     assert len(shown) <= 9
     assert float(shown) == pytest.approx(value, rel=5.1e-3)
 
@@ -72,20 +73,24 @@ def test_numbers_take_at_most_nine_cells_and_lose_little(value):
     ],
 )  # fmt: skip
 def test_short(value, shown):
-    assert text.short(value) == shown
+    assert sections.short(value) == shown
 
 
 def test_units():
-    assert [text.size(n) for n in (None, 0, 999, 1000, 999_600, 123_456_789)] == [
+    assert [sections.size(n) for n in (None, 0, 999, 1000, 999_600, 123_456_789)] == [
         "-", "0 B", "999 B", "1 kB", "1 MB", "123 MB"
     ]  # fmt: skip
-    assert [text.duration(s) for s in (None, 0.0123, 4.56, 123, 3900)] == [
+    assert [sections.duration(s) for s in (None, 0.0123, 4.56, 123, 3900)] == [
         "-", "12.3 ms", "4.56 s", "2 min 03 s", "1 h 05 min"
     ]  # fmt: skip
-    assert [text.percent(s) for s in (None, 0.0, 1e-5, 0.1234, 1.0)] == [
+    assert [sections.percent(s) for s in (None, 0.0, 1e-5, 0.1234, 1.0)] == [
         "-", "0.0%", "<0.1%", "12.3%", "100.0%"
     ]  # fmt: skip
-    assert [text.count(n, "sample") for n in (0, 1, 1797)] == [
+    assert [sections.count(n, "sample") for n in (0, 1, 1797)] == [
         "0 samples", "1 sample", "1,797 samples"
     ]  # fmt: skip
-    assert [text.shape(s) for s in ((), (3,), (64, 3, 7, 7))] == ["scalar", "3", "64x3x7x7"]
+    assert [sections.shape_text(s) for s in ((), (3,), (64, 3, 7, 7))] == [
+        "scalar",
+        "3",
+        "64x3x7x7",
+    ]

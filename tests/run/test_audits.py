@@ -198,7 +198,7 @@ def test_a_file_that_contradicts_itself_gets_nowhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms that are not those of the rows, as a mistake in a block's norm would make them."""
-    module = sys.modules["gradscope.run.run"]
+    module = sys.modules["gradscope.run.execute"]
     made = module.rows_of
 
     def spoiled(*given: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradscope.run.joint_proof import combined
+from gradscope.run.merging import combined
 from gradscope.stats import Proof
 from gradscope.storage import Part
 

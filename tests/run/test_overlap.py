@@ -19,8 +19,7 @@ from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, OutputError
 from gradscope.run import compute, prepare, start
-from gradscope.run.overlap import Behind, ahead
-from gradscope.run.transfer import HostBlock, Lane, Pinned, on_host, to_device
+from gradscope.run.overlap import Behind, HostBlock, Lane, Pinned, ahead, on_host, to_device
 from gradscope.storage import Rows, Writer
 from tests.run.project import SAMPLES, expected, spec, write
 from tests.run.test_pipeline import SAMPLES as MODELS
@@ -85,6 +84,7 @@ class Recorder:
 
     gate: threading.Event = field(default_factory=threading.Event)
     fail_at: int = -1
+    error: Exception = field(default_factory=lambda: OutputError("the disk is full"))
     seen: list[int] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     finished: bool = False
@@ -99,7 +99,7 @@ class Recorder:
         assert self.gate.wait(PATIENCE)
         assert not torch.is_grad_enabled()
         if k == self.fail_at:
-            raise OutputError("the disk is full")
+            raise self.error
         self.seen.append(k)
 
     def finish(self, *results: object, **more: object) -> None:
@@ -115,7 +115,7 @@ def test_computing_goes_on_while_a_batch_is_written() -> None:
         behind.append(rows(1))  # waits for the one before
         assert writer.seen[:1] == [0]
         behind.append(rows(2))
-        behind.finish({}, {})
+        behind.finish(results={}, certificate={})
         assert writer.seen == [0, 1, 2]
         assert writer.finished
     assert not threads("writer")
@@ -176,8 +176,10 @@ def two_threads() -> Iterator[None]:
 CHAINS = ["identity", "clip:max_norm=0.5", "mean", "second_moment", "norm | quantile:q=0.5"]
 
 
-@pytest.mark.parametrize("name", ["digits_mlp", "digits_cnn", "text_transformer", "poisson_pinn"])
-@pytest.mark.parametrize("backend", ["hooks", "vmap"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("digits_cnn", "hooks"), ("text_transformer", "hooks"), ("poisson_pinn", "vmap")],
+)
 @pytest.mark.usefixtures("two_threads")
 def test_overlap_changes_no_bit(
     name: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -242,15 +244,14 @@ def test_rows_before_a_failed_write_are_kept(
     assert len(found["samples/index"]) == SAMPLES
 
 
-def test_memory_that_runs_out_in_writing_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(self: Writer, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(Writer, "append", failing)
-    with pytest.raises(OutputError, match="memory ran out") as refusal:
-        compute(prepare(spec(write(tmp_path), batch_size=7)), tmp_path / "out.h5")
+def test_memory_that_runs_out_in_writing_is_one_clear_error() -> None:
+    writer = Recorder(fail_at=0, error=MemoryError())
+    writer.gate.set()
+    with (
+        pytest.raises(OutputError, match="memory ran out") as refusal,
+        Behind(writer, CPU, dense=True) as behind,
+    ):
+        behind.append(rows(0))
     assert "--resume" in str(refusal.value)
 
 
@@ -274,15 +275,6 @@ def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
         for part in (slice(0, 8), slice(2, 5)):
             made = found.select(part).dense(torch.empty(0))
             np.testing.assert_array_equal(made, block.select(part).dense())
-
-
-def test_what_was_made_stays_until_the_next_but_one() -> None:
-    pinned, seen = Pinned(pin=False), []
-    for k in range(4):
-        made = pinned.take((2, k + 1), torch.float32).fill_(k)
-        assert all(bool((tensor == number).all()) for tensor, number in seen[-1:])
-        seen.append((made, k))
-    assert seen[3][0].data_ptr() == pinned._held[torch.float32][1].data_ptr()
 
 
 def test_the_cpu_needs_no_streams() -> None:

@@ -12,7 +12,7 @@ import pytest
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, RefusedError, SpecError
 from gradscope.run import compute, prepare, start
-from gradscope.run.batch_size import BatchSize
+from gradscope.run.overlap import BatchSize
 from gradscope.storage import open_file
 from tests.run.project import SAMPLES, expected, spec, write
 

@@ -2,10 +2,12 @@
 
 import argparse
 import hashlib
+import json
 import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,15 +44,15 @@ def trained() -> nn.Module:
     return net
 
 
-def state() -> dict[str, torch.Tensor]:
-    return dict(trained().state_dict())
+def state(**changes: Any) -> dict[str, Any]:
+    return dict(trained().state_dict()) | changes
 
 
 def legacy(content: object, path: Path) -> None:
     torch.save(content, path, _use_new_zipfile_serialization=False)
 
 
-WRITERS: dict[str, Callable[[object, Path], None]] = {
+WRITERS: dict[str, Callable[[Any, Path], None]] = {
     "torch": torch.save,
     "torch-legacy": legacy,
     "safetensors": lambda content, path: safetensors.torch.save_file(content, path),
@@ -70,8 +72,8 @@ def refusal(path: Path, into: nn.Module | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
         load_into(net, path)
     torch.testing.assert_close(dict(net.state_dict()), before, rtol=0, atol=0, equal_nan=True)
-    assert str(path) in str(caught.value)
-    assert str(caught.value).count(str(path)) == 1
+    assert str(path.parent) in str(caught.value)
+    assert str(caught.value).count(str(path)) <= 1
     assert caught.value.remedy
     assert caught.value.exit_code == 3
     assert "weights_only" not in str(caught.value)  # torch's advice to disable it
@@ -83,7 +85,8 @@ def check(path: Path, expected: dict[str, torch.Tensor]) -> CheckpointReport:
     net = model()
     report = load_into(net, path)
     torch.testing.assert_close(dict(net.state_dict()), expected, rtol=0, atol=0)
-    assert report.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    if len(report.files) == 1:
+        assert report.sha256 == hashlib.sha256(report.path.read_bytes()).hexdigest()
     assert report.tensors == len(expected)
     return report
 
@@ -91,21 +94,13 @@ def check(path: Path, expected: dict[str, torch.Tensor]) -> CheckpointReport:
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_format_is_found_by_content(tmp_path: Path, kind: str) -> None:
     report = check(saved(tmp_path, state(), kind), state())
-    assert report.format == kind
-    assert report.notes == ()
-    assert set(WRITERS) <= set(checkpoint_readers.names())
+    assert (report.format, report.notes) == (kind, ())
     assert checkpoint_readers.summary(kind)
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "model_state", "ema"])
-def test_a_state_dict_under_a_key(tmp_path: Path, key: str) -> None:
-    optimizer = torch.optim.Adam(trained().parameters()).state_dict()
-    report = check(saved(tmp_path, {"epoch": 3, key: state(), "optimizer": optimizer}), state())
-    assert report.key == key
-    assert repr(key) in report.notes[0]
-
-
-def test_a_checkpoint_may_hold_what_training_leaves_beside_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model", "state_dict", "ema"])
+@pytest.mark.parametrize("kind", ["torch", "torch-legacy"])
+def test_a_state_dict_beside_what_training_leaves(tmp_path: Path, kind: str, key: str) -> None:
     """None of it can execute anything, though torch refuses some of it on its own."""
     content = {
         "epoch": torch.tensor(3),  # a tensor beside the state dict
@@ -114,32 +109,20 @@ def test_a_checkpoint_may_hold_what_training_leaves_beside_the_weights(tmp_path:
         "config": argparse.Namespace(lr=0.1, folder=tmp_path),
         "random": {"numpy": np.random.default_rng(0).bit_generator.state, "torch": torch.ones(3)},
         "vocabulary": {"a": 0, "b": 1},
-        "model_state_dict": state(),
+        "generator": nn.Sequential(nn.Conv2d(1, 1, 1)).state_dict(),
+        key: state(),
         "optimizer": torch.optim.Adam(trained().parameters()).state_dict(),
     }
-    for kind in ("torch", "torch-legacy"):
-        assert check(saved(tmp_path, content, kind), state()).key == "model_state_dict"
-
-
-def test_a_lightning_checkpoint(tmp_path: Path) -> None:
-    content = {
-        "epoch": 1,
-        "global_step": 10,
-        "pytorch-lightning_version": "2.5.0",
-        "state_dict": {f"model.{k}": v for k, v in state().items()},
-        "optimizer_states": [],
-        "hyper_parameters": {"width": 3},
-        "loops": {"fit_loop": {"state_dict": {}}},
-    }
-    report = check(saved(tmp_path, content), state())
-    assert (report.key, report.prefix) == ("state_dict", "model.")
+    report = check(saved(tmp_path, content, kind), state())
+    assert report.key == key
+    assert repr(key) in report.notes[0]
 
 
 def test_averaged_weights_of_torch(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(trained(), use_buffers=True)
     report = check(saved(tmp_path, averaged.state_dict()), state())
-    assert (report.dropped, report.prefix) == (("n_averaged",), "module.")
-    assert "n_averaged" in report.notes[0]
+    assert report.prefix == "module."
+    assert report.notes[0] == "Left out of the checkpoint, as not the model's: n_averaged."
 
 
 def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
@@ -154,12 +137,6 @@ def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
         load_into(net, path, key="emma.module")
 
 
-def test_the_state_dict_of_this_model_is_found_among_others(tmp_path: Path) -> None:
-    other = nn.Sequential(nn.Conv2d(1, 1, 1)).state_dict()
-    content = {"generator": other, "discriminator": state(), "steps": 3}
-    assert check(saved(tmp_path, content), state()).key == "discriminator"
-
-
 def test_a_table_that_holds_itself_is_no_loop(tmp_path: Path) -> None:
     content: dict[str, object] = {f"k{k}": {} for k in range(200)}
     for value in content.values():
@@ -167,11 +144,12 @@ def test_a_table_that_holds_itself_is_no_loop(tmp_path: Path) -> None:
     assert "no state dict of the model" in refusal(saved(tmp_path, content))
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", "model.", "module._orig_mod."])
 def test_a_prefix_is_taken_off_and_told(tmp_path: Path, prefix: str) -> None:
-    report = check(saved(tmp_path, {prefix + k: v for k, v in state().items()}), state())
-    assert report.prefix == prefix
-    assert repr(prefix) in report.notes[0]
+    content = {"state_dict": {prefix + k: v for k, v in state().items()}, "epoch": 1}
+    report = check(saved(tmp_path, content), state())
+    assert (report.key, report.prefix) == ("state_dict", prefix)
+    assert repr(prefix) in report.notes[1]
 
 
 def test_a_prefix_that_is_the_models_own_stays(tmp_path: Path) -> None:
@@ -180,28 +158,17 @@ def test_a_prefix_that_is_the_models_own_stays(tmp_path: Path) -> None:
             super().__init__()
             self.model = trained()
 
-    for content in (
-        Outer().state_dict(),
-        {f"module.{k}": v for k, v in Outer().state_dict().items()},
-    ):
+    own = Outer().state_dict()
+    for content in (own, {f"module.{k}": v for k, v in own.items()}):
         net = Outer()
         load_into(net, saved(tmp_path, content))
         torch.testing.assert_close(dict(net.model.state_dict()), state(), rtol=0, atol=0)
 
 
-def test_a_prefix_that_only_some_names_have_stays(tmp_path: Path) -> None:
-    content = {("module." if k.startswith("0") else "") + k: v for k, v in state().items()}
-    told = refusal(saved(tmp_path, content))
-    assert "2 missing (0.weight, 0.bias)" in told
-    assert "2 unexpected (module.0.weight, module.0.bias)" in told
-    assert "Not every name begins with 'module.'" in told
-
-
 def test_floating_point_numbers_are_cast_and_told(tmp_path: Path) -> None:
     content = state() | {"0.weight": state()["0.weight"].double()}
     report = check(saved(tmp_path, content), state())
-    assert report.casts == ("0.weight: float64 -> float32",)
-    assert "0.weight: float64 -> float32" in report.notes[0]
+    assert report.notes == ("Cast to the model's dtype: 0.weight: float64 -> float32.",)
 
 
 class Tied(nn.Module):
@@ -212,18 +179,15 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_a_tied_weight_may_be_stored_once(tmp_path: Path) -> None:
+def test_a_tied_weight_is_stored_once_or_agrees(tmp_path: Path) -> None:
     source, net = Tied(), Tied()
     path = tmp_path / "w"
     safetensors.torch.save_model(source, str(path))  # stores one name of the two
     report = load_into(net, path)
     assert torch.equal(net.head.weight, source.embed.weight)
     assert net.head.weight is net.embed.weight
-    assert len(report.tied) == 1
-    assert report.tied[0] in ("embed.weight", "head.weight")
-
-
-def test_a_tied_weight_stored_twice_must_agree(tmp_path: Path) -> None:
+    assert report.tensors == 1
+    assert report.notes[0].startswith("Not in the checkpoint, tied to others that are: ")
     content = {"embed.weight": torch.ones(4, 3), "head.weight": torch.zeros(4, 3)}
     assert "one tensor in the model, but differ" in refusal(saved(tmp_path, content), Tied())
 
@@ -240,49 +204,38 @@ def test_a_mask_of_infinities_is_no_damage(tmp_path: Path) -> None:
     assert "mask (2 of 2)" in refusal(saved(tmp_path, source.state_dict()), Masked())
 
 
-def edited(**changes: object) -> Callable[[], dict]:
-    names = {
-        "weight": "0.weight",
-        "running_var": "1.running_var",
-        "batches": "1.num_batches_tracked",
-    }
-    return lambda: state() | {names.get(k, k): v for k, v in changes.items()}
+NAN, WEIGHT = torch.nan, "0.weight"
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (lambda: {}, "no state dict of the model in it; its keys are: none"),
-        (lambda: {"epoch": 3, "lr": 0.1}, "its keys are: 'epoch', 'lr'"),
-        (lambda: torch.ones(3), "a single tensor"),
-        (lambda: [torch.ones(3)], "holds a list"),
-        (lambda: {"model": state(), "state_dict": state()}, "each of model, state_dict"),
-        (lambda: {3: torch.ones(2)}, "not text: 3"),
-        (edited(extra=torch.ones(2)), "1 unexpected (extra)"),
-        (edited(epoch=3), "1 unexpected (epoch)"),
-        (lambda: {"0.weight": state()["0.weight"]}, "6 missing (0.bias, 1.weight"),
-        (edited(weight=torch.ones(2, 3)), "0.weight: (2, 3) here, (3, 2) in the model"),
-        (edited(weight=[1.0]), "0.weight: a list, not a tensor"),
-        (edited(weight=torch.ones(3, 2).to_sparse()), "0.weight: a sparse"),
-        (edited(weight=torch.ones(3, 2, dtype=torch.int64)), "0.weight: int64 -> float32"),
-        (edited(batches=torch.tensor(3.0)), "1.num_batches_tracked: float32 -> int64"),
-        (edited(weight=torch.full((3, 2), torch.nan)), "0.weight (6 of 6)"),
-        (edited(weight=torch.full((3, 2), 1e300, dtype=torch.float64)), "0.weight (6 of 6)"),
-        (edited(running_var=torch.tensor([1, torch.inf, 1])), "1.running_var (1 of 3)"),
+        ({}, "no state dict of the model in it; its keys are: none"),
+        ({"epoch": 3, "lr": 0.1}, "its keys are: 'epoch', 'lr'"),
+        ({"a": {"b": {"c": {"d": state()}}}}, "deeper than four"),
+        (torch.ones(3), "a single tensor"),
+        (3, "it holds an int, not a state dict"),
+        ({3: torch.ones(2)}, "not text: 3"),
+        (state(extra=torch.ones(2), epoch=3), "2 unexpected (extra, epoch)"),
+        (state(**{f"x{k}": torch.ones(1) for k in range(12)}), "x9 and 2 more"),
+        ({WEIGHT: state()[WEIGHT]}, "6 missing (0.bias, 1.weight"),
+        (
+            {("module." if k.startswith("0") else "") + k: v for k, v in state().items()},
+            "Not every name begins with 'module.'",
+        ),
+        (state(**{WEIGHT: torch.ones(2, 3)}), "0.weight: (2, 3) here, (3, 2) in the model"),
+        (state(**{WEIGHT: [1.0]}), "0.weight: a list, not a tensor"),
+        (state(**{WEIGHT: torch.ones(3, 2).to_sparse()}), "0.weight: a sparse"),
+        (state(**{WEIGHT: torch.ones(3, 2, device="meta")}), "of the meta device"),
+        (state(**{WEIGHT: torch.ones(3, 2).long()}), "0.weight: int64 -> float32"),
+        (state(**{"1.num_batches_tracked": torch.tensor(3.0)}), "tracked: float32 -> int64"),
+        (state(**{WEIGHT: torch.full((3, 2), NAN)}), "0.weight (6 of 6)"),
+        (state(**{WEIGHT: torch.full((3, 2), 1e300, dtype=torch.float64)}), "0.weight (6 of 6)"),
+        (state(**{"1.running_var": torch.tensor([1, torch.inf, 1])}), "1.running_var (1 of 3)"),
     ],
 )
-def test_a_state_dict_that_does_not_fit(
-    tmp_path: Path, content: Callable[[], object], expected: str
-) -> None:
-    assert expected in refusal(saved(tmp_path, content()))
-
-
-def test_ten_names_and_a_count_are_told(tmp_path: Path) -> None:
-    content = state() | {f"extra{k}": torch.ones(1) for k in range(25)}
-    told = refusal(saved(tmp_path, content))
-    assert "25 unexpected" in told
-    assert "extra9 and 15 more" in told
-    assert "extra10" not in told
+def test_a_state_dict_that_does_not_fit(tmp_path: Path, content: object, expected: str) -> None:
+    assert expected in refusal(saved(tmp_path, content))
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch-legacy", "pickle"])
@@ -293,7 +246,7 @@ def test_code_is_never_executed(
 ) -> None:
     if override:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    content = {"payload": Payload(), "module": model(), "inside": state() | {"x": Payload()}}[what]
+    content = {"payload": Payload(), "module": model(), "inside": state(x=Payload())}[what]
     path = tmp_path / "w.safetensors"  # the suffix does not matter
     if kind == "pickle":
         path.write_bytes(pickle.dumps(content))
@@ -301,39 +254,35 @@ def test_code_is_never_executed(
     else:
         WRITERS[kind](content, path)
         told = refusal(path)
-        assert "can execute code and is not loaded" in told
         assert "it holds more than tensors: " in told
-
-
-def test_the_payload_is_a_real_one() -> None:
-    pickle.loads(pickle.dumps(Payload()))
-    assert WROTE == ["executed"]
-    WROTE.clear()
-
-
-def cut_points(size: int) -> list[int]:
-    return [1, 4, 9, 20, *(size * k // 8 for k in range(1, 8)), size - 1]
+        assert "can execute code and is not loaded" in told
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_truncated_file(tmp_path: Path, kind: str) -> None:
     path = saved(tmp_path, state(), kind)
     whole = path.read_bytes()
-    for size in cut_points(len(whole)):
+    for size in (1, 4, 9, 20, *(len(whole) * k // 8 for k in range(1, 8)), len(whole) - 1):
         path.write_bytes(whole[:size])
         told = refusal(path)
         assert any(word in told for word in ("cut off", "damaged")), (size, told)
 
 
-def test_a_flipped_bit_in_a_torch_archive(tmp_path: Path) -> None:
+def test_any_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """In a torch archive, of which every part has a checksum; torch itself says nothing."""
     path = saved(tmp_path, state())
-    whole = bytearray(path.read_bytes())
-    at = whole.find(state()["0.weight"].numpy().tobytes())
-    assert at > 0
-    whole[at] ^= 1
-    path.write_bytes(whole)
-    torch.load(path, weights_only=True)  # torch itself says nothing
-    assert "checksum" in refusal(path)
+    whole = path.read_bytes()
+    tensor = whole.find(state()["0.weight"].numpy().tobytes())
+    assert tensor > 0
+    for at in (tensor, *range(0, len(whole), 37)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        net = model()
+        try:
+            load_into(net, path)
+        except CheckpointError as error:
+            assert at != tensor or "checksum" in str(error)
+            continue
+        torch.testing.assert_close(dict(net.state_dict()), state(), rtol=0, atol=0)
 
 
 def test_a_part_that_is_marked_as_a_folder(tmp_path: Path) -> None:
@@ -356,20 +305,6 @@ def test_two_parts_of_one_name(tmp_path: Path) -> None:
     assert "several of its parts have one name" in refusal(path)
 
 
-def test_any_flipped_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    """In a torch archive, of which every part has a checksum."""
-    path = saved(tmp_path, state())
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 37):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
-        net = model()
-        try:
-            load_into(net, path)
-        except CheckpointError:
-            continue
-        torch.testing.assert_close(dict(net.state_dict()), state(), rtol=0, atol=0)
-
-
 def zipped(**parts: bytes) -> Callable[[Path], object]:
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -379,20 +314,21 @@ def zipped(**parts: bytes) -> Callable[[Path], object]:
     return write
 
 
+def program(path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), path)
+
+
 @pytest.mark.parametrize(
     ("write", "expected"),
     [
         (lambda p: None, "no such file"),
-        (lambda p: p.mkdir(), "no weights are in this folder; it is empty"),
         (lambda p: p.write_bytes(b""), "the file is empty"),
-        (lambda p: p.write_text("<!DOCTYPE html><html><body>404</body></html>"), "an HTML page"),
         (lambda p: p.write_text("\n <html>not found</html>"), "an HTML page"),
-        (
-            lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
-            "a git-LFS pointer",
-        ),
+        (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "a git-LFS pointer"),
         (lambda p: p.write_text("some text that is no checkpoint"), "a text file"),
         (lambda p: p.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "an HDF5 file"),
+        (lambda p: p.write_bytes(b"\x1f\x8b" + bytes(99)), "a gzip archive"),
+        (lambda p: p.write_bytes(bytes(257) + b"ustar" + bytes(99)), "a tar archive"),
         (lambda p: p.write_bytes(bytes(range(200, 256)) * 3), "an unknown kind"),
         (lambda p: p.write_bytes((2**40).to_bytes(8, "little") + b'{"a":1}'), "claims 1,099,"),
         (lambda p: p.write_bytes((9).to_bytes(8, "little") + b'{"a":1}}}'), "damaged"),
@@ -401,17 +337,149 @@ def zipped(**parts: bytes) -> Callable[[Path], object]:
         (zipped(**{"m__code__x.py": b"x", "m__data.pkl": b"x"}), "a TorchScript archive"),
         (zipped(**{"m__data.pkl": b"\x80\x02garbage"}), "damaged"),
         (zipped(**{"m__data.pkl": bytes(10**7)}), "claim 10,000,000 bytes"),
+        (program, "a torch.export archive"),
     ],
 )
 def test_a_file_that_is_no_checkpoint(
     tmp_path: Path, write: Callable[[Path], object], expected: str
 ) -> None:
-    path = tmp_path / "weights.pt"
+    path = tmp_path / "weights.pt2"
     write(path)
     assert expected in refusal(path)
 
 
-def test_torchs_own_archives_of_programs_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt2"
-    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), path)
-    assert "a torch.export archive" in refusal(path)
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        if name.endswith(".safetensors"):
+            safetensors.torch.save_file(state(), folder / name)
+        elif name.endswith((".json", ".metadata", ".txt", ".distcp", ".pkl")):
+            (folder / name).write_text("{}")
+        else:
+            torch.save(state(), folder / name)
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        ("model.safetensors pytorch_model.bin config.json", "model.safetensors"),
+        ("pytorch_model.bin training_args.bin optimizer.pt", "pytorch_model.bin"),
+        ("epoch=3.ckpt notes.txt", "epoch=3.ckpt"),
+        ("weights.pt optimizer.pt scheduler.pt rng_state.pth", "weights.pt"),
+    ],
+)
+def test_the_file_of_a_folder_that_is_meant(tmp_path: Path, names: str, chosen: str) -> None:
+    put(tmp_path, *names.split())
+    report = check(tmp_path, state())
+    assert report.path == tmp_path / chosen
+    assert report.notes == (f"The weights of the folder are those in {chosen}.",)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("", "no weights are in this folder; it is empty"),
+        ("notes.txt config.json", "it holds: config.json, notes.txt"),
+        ("a.pt b.pt", "several files may be meant: a.pt, b.pt"),
+        (".metadata __0_0.distcp", "a distributed checkpoint"),
+        ("adapter_config.json adapter_model.safetensors", "an adapter, not a model"),
+        ("data.pkl version.txt", "an unpacked archive of torch.save"),
+    ],
+)
+def test_a_folder_without_weights(tmp_path: Path, names: str, expected: str) -> None:
+    put(tmp_path, *names.split())
+    assert expected in refusal(tmp_path)
+
+
+FIRST, SECOND, THIRD = (f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3))
+
+
+def sharded(folder: Path, kind: str = "safetensors") -> tuple[Path, dict[str, Any]]:
+    """Write a checkpoint in three files, and return its index and its weight map."""
+    folder.mkdir(exist_ok=True)
+    names = list(state())
+    table = {}
+    for k, file in enumerate((FIRST, SECOND, THIRD)):
+        part = {name: state()[name] for name in names[k::3]}
+        WRITERS[kind](part, folder / file)
+        table |= dict.fromkeys(part, file)
+    return indexed(folder / "model.safetensors.index.json", table), table
+
+
+def indexed(path: Path, table: Any) -> Path:
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": table}, indent=2))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("by", ["index", "folder"])
+def test_all_shards_are_loaded(tmp_path: Path, kind: str, by: str) -> None:
+    folder = tmp_path / "snapshot"
+    index, _ = sharded(folder, kind)
+    (folder / FIRST).rename(tmp_path / "blob")
+    (folder / FIRST).symlink_to(tmp_path / "blob")  # as in a download cache
+    report = check(index if by == "index" else folder, state())
+    assert (report.format, report.path) == ("index", index)
+    files = [index, *sorted(folder.glob("model-*"))]
+    lines = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files]
+    assert report.sha256 == hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "file", ["../x", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "\\x", "", 3, None, "a\nb"]
+)
+def test_an_index_that_points_outside_its_folder(tmp_path: Path, file: Any) -> None:
+    index, table = sharded(tmp_path / "inner")
+    (tmp_path / "x").write_bytes((tmp_path / "inner" / FIRST).read_bytes())
+    told = refusal(indexed(index, table | {"0.weight": file}))
+    assert "which is no file of its own folder" in told
+
+
+def shard_of(folder: Path, file: str, change: Callable[[dict], dict]) -> None:
+    safetensors.torch.save_file(change(safetensors.torch.load_file(folder / file)), folder / file)
+
+
+Change = Callable[[Path, Path, dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda f, i, t: (f / SECOND).unlink(), f"1 of its 3 files are missing: {SECOND}"),
+        (
+            lambda f, i, t: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-4]),
+            f"{SECOND}: the file is damaged or cut off",
+        ),
+        (
+            lambda f, i, t: indexed(i, t | {"0.weight": SECOND}),
+            f"1 tensors that it lists in {SECOND} are not there: 0.w",
+        ),
+        (
+            lambda f, i, t: shard_of(f, SECOND, lambda c: c | {"0.weight": torch.ones(3, 2)}),
+            "1 tensors are in more than one file: 0.weight",
+        ),
+        (lambda f, i, t: i.write_text('{"weight_map": {"a": "x", "a": "y"}}'), "'a' stands in it"),
+        (lambda f, i, t: indexed(i, t | {"0.weight": i.name}), "is itself an index"),
+        (
+            lambda f, i, t: ((f / "d").mkdir(), indexed(i, t | {"0.weight": "d"})),
+            "this is a directory",
+        ),
+        (
+            lambda f, i, t: torch.save({"0.weight": 3}, f / FIRST),
+            "holds something other than named tensors",
+        ),
+        (lambda f, i, t: indexed(i, {}), "without a table `weight_map`"),
+        (lambda f, i, t: indexed(i, {"a": "x" * 5000}), "File name too long"),
+        (lambda f, i, t: i.write_text('{"a": "some other settings"}'), "a text file"),
+        (lambda f, i, t: i.write_bytes(i.read_bytes()[:100]), "it cannot be read: "),
+        (lambda f, i, t: i.write_text('{"weight_map": ' + "[" * 100_000), "nested too deeply"),
+    ],
+)
+def test_an_index_that_is_wrong(tmp_path: Path, change: Change, expected: str) -> None:
+    index, table = sharded(tmp_path)
+    change(tmp_path, index, table)
+    assert expected in refusal(index)
+
+
+def test_shards_without_their_index(tmp_path: Path) -> None:
+    sharded(tmp_path)[0].unlink()
+    assert "index.json that lists the parts of the checkpoint is missing" in refusal(tmp_path)

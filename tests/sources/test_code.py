@@ -33,6 +33,16 @@ def test_a_function_of_a_file_and_of_a_module(tmp_path: Path) -> None:
     assert load_function("os.path:join", "loss")("a", "b") == "a/b"
 
 
+def test_an_interrupt_is_not_swallowed_and_stdout_is_for_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_function(f"{file}:build", "x")
+    load_function(write(tmp_path, "print('hello')\ndef f(): pass\n") + ":f", "x")
+    assert capsys.readouterr() == ("", "hello\n")
+
+
 def test_two_functions_of_a_file_share_one_import(tmp_path: Path) -> None:
     file = write(tmp_path, "class A: pass\ndef one(): return A\ndef two(): return A\n")
     assert load_function(f"{file}:one", "x")() is load_function(f"{file}:two", "x")()
@@ -114,19 +124,6 @@ def test_what_the_file_raises_is_shown_as_the_users(
     assert str(Path(load_function.__code__.co_filename)) not in told  # none of our own frames
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     assert file not in files  # the next attempt imports it anew
-
-
-def test_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
-    file = write(tmp_path, "raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        load_function(f"{file}:build", "x")
-
-
-def test_what_the_file_prints_is_kept_from_stdout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load_function(write(tmp_path, "print('hello')\ndef f(): pass\n") + ":f", "x")
-    assert capsys.readouterr() == ("", "hello\n")
 
 
 def digest(text: str) -> str:

@@ -4,18 +4,17 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 
 from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
-from gradscope.sources import Dataset, dataset_readers, open_dataset
-from gradscope.sources.data import columns as data_columns
+from gradscope.sources import Dataset, open_dataset
 
 N = 11
 RANDOM = np.random.default_rng(0)
@@ -136,33 +135,15 @@ def test_inputs_and_targets_take_the_form_the_spec_gives_them(tmp_path: Path) ->
     assert [tuple(t.shape) for t in named.batch(range(3)).targets] == [(3, 2, 3), (3,)]
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    arrays = {k: v for k, v in ARRAYS.items() if k in ("inputs", "targets", "wide")}
-    safetensors.numpy.save_file(arrays, path)
-    data = opened(path)
-    assert data.format == "safetensors"
-    np.testing.assert_array_equal(data.batch(range(4)).inputs.numpy(), ARRAYS["inputs"][:4])
-    assert "there is no array 'input'" in failure(path, inputs=["input"])
-    assert {"npz", "safetensors"} <= set(dataset_readers.names())
-
-
-def test_a_row_that_is_not_finite_is_not_the_readers_business(tmp_path: Path) -> None:
-    values = np.ones((3, 2))
-    values[1] = np.nan
-    batch = opened(saved(tmp_path, x=values), inputs=["x"], targets=[]).batch(slice(None))
-    assert batch.inputs.isnan().any(1).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize(
     ("samples", "expected"),
-    [(None, range(N)), (":", range(N)), ("3:", range(3, N)), (":4", range(4)), ("0:11", range(N))],
+    [(None, range(N)), ("3:", range(3, N)), (":4", range(4)), ("0:11", range(N))],
 )
 def test_samples(tmp_path: Path, samples: str | None, expected: range) -> None:
     assert opened(saved(tmp_path)).rows(samples) == expected
 
 
-@pytest.mark.parametrize("samples", ["0:12", "11:", "100:200", ":999999999"])
+@pytest.mark.parametrize("samples", ["0:12", "11:", ":999999999"])
 def test_samples_out_of_range(tmp_path: Path, samples: str) -> None:
     data = opened(saved(tmp_path))
     with pytest.raises(DatasetError, match=f"samples {samples} are out of range.* holds 11"):
@@ -188,7 +169,6 @@ X, Y = np.ones((4, 6)), np.zeros(4, dtype=np.int64)
         ({"inputs": X, "labels": Y}, {}, "there is no array 'targets' in the file"),
         ({"image": X, "targets": Y}, {"inputs": ["images"]}, "Did you mean 'image'? It holds: "),
         ({"inputs": X, "targets": Y}, {"dtype": {"input": "int64"}}, "no array 'input'"),
-        ({"inputs": X, "targets": Y}, {"scale": {"target": 2.0}}, "no array 'target'"),
         ({"inputs": X, "targets": Y[:3]}, {}, "inputs 4, targets 3"),
         ({"inputs": X[:0], "targets": Y[:0]}, {}, "there are no samples"),
         ({"inputs": X, "targets": np.array(3)}, {}, "has no axes"),
@@ -210,20 +190,18 @@ def test_data_that_do_not_fit_the_spec(
     assert expected in failure(saved(tmp_path, **arrays), **spec)
 
 
-def not_npz(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("readme.txt", "hello")
+def zipped(name: str, content: str | bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, content)
+            archive.writestr("targets.npy", content)
+
+    return write
 
 
 def single_array(path: Path) -> None:
     with path.open("wb") as file:
         np.save(file, X)
-
-
-def no_array_inside(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in ("inputs.npy", "targets.npy"):
-            archive.writestr(name, "hello")
 
 
 def claims_too_much(path: Path) -> None:
@@ -232,10 +210,7 @@ def claims_too_much(path: Path) -> None:
     np.save(content, X)
     shape, claimed = b"(4, 6), }" + b" " * 16, b"(4, 10000000000000000), }"
     assert shape in content.getvalue()
-    hostile = content.getvalue().replace(shape, claimed)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("inputs.npy", hostile)
-        archive.writestr("targets.npy", hostile)
+    zipped("inputs.npy", content.getvalue().replace(shape, claimed))(path)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +225,7 @@ def claims_too_much(path: Path) -> None:
         (lambda p: p.write_bytes(b"\x80\x04" + bytes(40)), "a Python pickle"),
         (single_array, "It holds: data."),
         (lambda p: torch.save({"a": torch.ones(2)}, p), "holds no numpy arrays"),
-        (not_npz, "holds no numpy arrays"),
-        (no_array_inside, "is no numpy array"),
+        (zipped("inputs.npy", "hello"), "is no numpy array"),
         (claims_too_much, "claims 320,000,000,000,000,000 bytes of numbers, there are 192"),
     ],
 )
@@ -263,17 +237,12 @@ def test_a_file_that_holds_no_data(
     assert expected in failure(path)
 
 
-def test_a_truncated_file(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    whole = path.read_bytes()
+def test_any_missing_or_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path = saved(tmp_path, inputs=ARRAYS["wide"], targets=ARRAYS["targets"])
+    whole, refused = path.read_bytes(), 0
     for size in (1, 5, 40, *(len(whole) * k // 8 for k in range(1, 8)), len(whole) - 1):
         path.write_bytes(whole[:size])
         assert any(word in failure(path) for word in ("cut off", "damaged"))
-
-
-def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    path = saved(tmp_path, inputs=ARRAYS["wide"], targets=ARRAYS["targets"])
-    whole, refused = path.read_bytes(), 0
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         try:
@@ -298,13 +267,13 @@ def test_a_length_that_no_machine_holds(tmp_path: Path) -> None:
         assert "[dataset] length" in str(caught.value)
 
 
-def test_a_batch_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_no_machine_holds(tmp_path: Path) -> None:
     """It is out of memory before it is tried, so that fewer samples are."""
     path = tmp_path / "data.npz"
     np.savez(path, inputs=np.ones((64, 3), np.float32), targets=np.arange(64))
     spec = {"length": {"inputs": 2**20}, "pad": {"inputs": 0}}
     data = open_dataset(DatasetSpec(path=path, **spec))
-    monkeypatch.setattr(data_columns, "available", lambda device: 2**28)
+    data = replace(data, samples=replace(data.samples, memory=lambda device: 2**28))
     with pytest.raises(MemoryError, match="are needed, there are"):
         data.batch(range(64))
     assert data.batch(range(2)).inputs.shape == (2, 2**20)
@@ -318,10 +287,7 @@ def test_a_batch_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.Monke
         ("uint8", -1, False),
         ("int64", 0.5, False),
         ("int64", 2.0**52, True),
-        ("int64", 1e300, False),
-        ("float16", 65504, True),
         ("float16", 1e300, False),
-        ("bool", 1, True),
         ("bool", 2, False),
     ],
 )

@@ -44,10 +44,7 @@ def test_a_model_is_built_in_the_mode_asked_for(file: Path, mode: str) -> None:
     assert isinstance(model, nn.Sequential)
     assert model[0].out_features == 5
     assert {m.training for m in model.modules()} == {mode == "train"}
-
-
-def test_a_class_is_a_factory(file: Path) -> None:
-    assert build(f"{file}:Net", {"width": 4}).in_features == 4
+    assert build(f"{file}:Net", {"width": 4}).in_features == 4  # a class is a factory
 
 
 @pytest.mark.parametrize(
@@ -64,6 +61,7 @@ def test_a_class_is_a_factory(file: Path) -> None:
         ("instance", {}, "this is a model, not a function"),
         ("Stubborn", {}, "your code raised RuntimeError: never"),
         ("good", {"widht": 3}, "got an unexpected keyword argument 'widht'"),
+        ("good", {"wide": 3}, "It takes: width: int = 2"),
         ("good", {"width": "x"}, "your code raised TypeError"),
     ],
 )
@@ -76,11 +74,6 @@ def test_a_factory_that_gives_no_model(file: Path, name: str, kwargs: dict, expe
     assert caught.value.exit_code == 3
 
 
-def test_the_factorys_arguments_are_told(file: Path) -> None:
-    with pytest.raises(ModelError, match="It takes: width: int = 2"):
-        build(f"{file}:good", {"wide": 3})
-
-
 def test_tied_and_frozen_parameters_are_told() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), nn.Linear(4, 2))
     assert notes_on(model) == ()
@@ -89,25 +82,3 @@ def test_tied_and_frozen_parameters_are_told() -> None:
     tied, frozen = notes_on(model)
     assert tied == "Tied, so one parameter under its first name: 0.weight = 1.weight."
     assert frozen == "Frozen, so without gradients: 2 of 3 parameters (2.weight, 2.bias)."
-
-
-def test_a_module_may_not_be_imported_and_its_own_error_is_shown(tmp_path: Path) -> None:
-    for text, told in (
-        ("import no_such_package_gs", "ModuleNotFoundError: No module named 'no_such_package_gs'"),
-        ("def build(:", "SyntaxError"),
-        ("import sys; sys.exit(3)", "your code called sys.exit(3)"),
-        ("raise KeyboardInterrupt", None),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-    ):
-        path = tmp_path / "bad.py"
-        path.write_text(f"# a line\n{text}\n")
-        if told is None:
-            with pytest.raises(KeyboardInterrupt):
-                build(f"{path}:build", {})
-            continue
-        with pytest.raises(ModelError) as caught:
-            build(f"{path}:build", {})
-        assert told in str(caught.value)
-        assert "gradscope/" not in (caught.value.remedy or "")  # none of our own frames
-        if "exit" not in told:
-            assert "line 2" in str(caught.value.remedy)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscope.stats.distribution import histogram
+from gradscope.stats.builtin.norms import histogram
 
 
 def test_narrow_range_is_linear():

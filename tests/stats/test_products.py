@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from gradscope.stats import summarize, tiles
+from gradscope.stats import Data, Options, summarize
+from gradscope.stats.products import Limits
 from tests.stats.fakes import FakeChain, FakeFile, fake
 
 CLOSE = 1e-9
@@ -259,16 +260,15 @@ def test_identities_hold_and_are_broken_by_a_wrong_number(file):
 
 @pytest.mark.parametrize("stored", [False, True], ids=["two walks", "mean stored"])
 @pytest.mark.parametrize("kept", [0, 3000, 2**30])
-def test_small_tiles_change_nothing(file, monkeypatch, kept, stored):
+def test_small_tiles_change_nothing(file, kept, stored):
     means = {k: g.mean(0) for k, g in file.gradients.items()}
     more = (FakeChain("mean", means, True),) if stored else ()
     given = {k: getattr(file, k) for k in ("gradients", "loss", "target", "index")}
     whole = summarize(file, nearest=100).to_json()
-    for name, size in (("_TILE", 700), ("_KEPT", kept), ("_BLOCK", 40), ("_WIDEST", 7)):
-        monkeypatch.setattr(tiles, name, size)
-    pieces = summarize(FakeFile(**given, more=more), nearest=100).to_json()
+    limits = Limits(tile=700, kept=kept, block=40, widest=7)
+    pieces = Data(FakeFile(**given, more=more), Options(nearest=100, limits=limits))
     for key in ("noise_scale", "signal", "directions", "classes", "spectrum", "nearest"):
-        assert flat_numbers(pieces[key]) == pytest.approx(
+        assert flat_numbers(pieces.result(key).to_json()) == pytest.approx(
             flat_numbers(whole[key]), rel=1e-7, abs=1e-9
         )
 

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gradscope.stats import difference, summarize, tiles
-from gradscope.stats.noise import student
+from gradscope.stats import Data, Options, difference, summarize
+from gradscope.stats.builtin.batch import student
+from gradscope.stats.products import Limits
 from tests.stats.fakes import FakeChain, FakeFile, fake
 
 
@@ -19,20 +20,19 @@ def test_student(freedom, expected):
     assert student(freedom) == pytest.approx(expected, rel=1e-8)
 
 
-def test_large_parameters_are_summed_as_stored(monkeypatch):
+def test_large_parameters_are_summed_as_stored():
     """In float32 a block at a time: no worse than float32, and the classes' sums as well."""
     file = fake(80, seed=3)
     single = {k: g.astype(np.float32) for k, g in file.gradients.items()}
     file = dataclasses.replace(file, gradients=single)
     exact = summarize(file, nearest=100)
-    for name, size in (("_LONG", 0), ("_TILE", 2000), ("_PIECE", 300), ("_KEPT", 500)):
-        monkeypatch.setattr(tiles, name, size)
-    found = summarize(file, nearest=100)
-    assert found.noise_scale.simple == pytest.approx(exact.noise_scale.simple, rel=1e-5)
-    assert found.signal.evidence == pytest.approx(exact.signal.evidence, rel=1e-5)
-    assert found.classes.between == pytest.approx(exact.classes.between, rel=1e-5)
-    assert found.directions.cosine.std == pytest.approx(exact.directions.cosine.std, rel=1e-5)
-    assert [row.index for row in found.nearest.aligned] == [
+    limits = Limits(long=0, tile=2000, piece=300, kept=500)
+    found = Data(file, Options(nearest=100, limits=limits)).result
+    assert found("noise_scale").simple == pytest.approx(exact.noise_scale.simple, rel=1e-5)
+    assert found("signal").evidence == pytest.approx(exact.signal.evidence, rel=1e-5)
+    assert found("classes").between == pytest.approx(exact.classes.between, rel=1e-5)
+    assert found("directions").cosine.std == pytest.approx(exact.directions.cosine.std, rel=1e-5)
+    assert [row.index for row in found("nearest").aligned] == [
         row.index for row in exact.nearest.aligned
     ]
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from gradscope.errors import ResultFileError
-from gradscope.stats import require_consistent, summarize
-from gradscope.stats.spot_checks import few
+from gradscope.stats import few, require_consistent, summarize
 from tests.stats.fakes import FakeFile, fake
 
 

@@ -4,7 +4,7 @@ One forward pass, one backward pass to the frontier between operations on sample
 parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -21,16 +21,8 @@ from gradscope.backends.base import (
     require_unhooked,
 )
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.analysis import (
-    OTHERS,
-    Analysis,
-    FrontierEdge,
-    analyse,
-)
-from gradscope.backends.hooks.graph.axes import Axis
-from gradscope.backends.hooks.graph.flow import gradients_at, opened
-from gradscope.backends.hooks.graph.movement import Output
-from gradscope.backends.hooks.graph.trace import Trace, trace
+from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, analyse
+from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.kernels import FasterKernels, pays_for
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
@@ -38,8 +30,7 @@ from gradscope.backends.loop import one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY, mixing_layer, require_independent
-from gradscope.core.kernels import unfused
-from gradscope.core.problem import Problem, differentiable_inputs
+from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
@@ -96,8 +87,7 @@ class _Program:
         return Evaluation(loss[None], Gradients(rows))
 
     def _contracted(self, recorded: Trace, analysis: Analysis, *, new: bool) -> Evaluation:
-        parts = self._parts(recorded, analysis)
-        gradients = self._gradients(parts, recorded.losses)
+        gradients = self._gradients(self._parts(recorded, analysis), recorded.losses)
         return Evaluation(recorded.losses.detach(), gradients, new)
 
     def _record(self, batch: Batch) -> tuple[Tensor, Trace | None]:
@@ -132,15 +122,12 @@ class _Program:
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
-            analysis = self._analysed(spread, batch.resized(_SMALLER))
-            if analysis.fits(recorded):
-                return self._noted(analysis)
-        analysis = self._analysed(batch, batch.resized(2 * len(batch)))
+            return self._noted(self._analysed(spread, batch.resized(_SMALLER)), recorded)
+        return self._noted(self._analysed(batch, batch.resized(2 * len(batch))), recorded)
+
+    def _noted(self, analysis: Analysis, recorded: Trace) -> Analysis:
         if not analysis.fits(recorded):
             raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
-        return self._noted(analysis)
-
-    def _noted(self, analysis: Analysis) -> Analysis:
         self.known = [*self.known[-_REMEMBERED:], analysis]
         return analysis
 
@@ -158,35 +145,39 @@ class _Program:
     def _parts(self, recorded: Trace, analysis: Analysis) -> dict[str, list[Block]]:
         """Contract the gradients at the frontier and pull the blocks back to the parameters."""
         nodes = sorted({edge.node for edge in analysis.frontier})
-        outputs = [(k, j) for k in nodes for j in range(len(recorded.shapes[k]))]
+        outputs = {k: [(k, j) for j in range(len(recorded.shapes[k]))] for k in nodes}
         if not outputs:
             return {}
-        at = gradients_at(recorded, outputs, torch.ones_like(recorded.losses))
-        known, still_open = analysis.layouts(recorded)
-        axes = known | opened(recorded, still_open, at, self._seed())
+        every = [output for found in outputs.values() for output in found]
+        at = recorded.gradients(every, torch.ones_like(recorded.losses))
+        self.evaluations += 1
+        axes = analysis.located(recorded, at, seed=self.evaluations)
+        arrived: list[tuple[Output, Block]] = []
+        shared: dict[Node, Any] = {}
         with torch.no_grad():  # what was saved still has its graph
-            shared: dict[Node, Any] = {}
-            arrived = [
-                (edge.source, _block(recorded.kinds[edge.node], site))
-                for edge in analysis.frontier
-                if (site := _site(recorded, axes, edge, at, shared)) is not None
-            ]
+            for edge in analysis.frontier:
+                own, (source, output) = outputs[edge.node], edge.source
+                gradients = tuple(at[k] for k in own)
+                if all(g is None for g in gradients):
+                    continue
+                site = Site(
+                    node=recorded.nodes[edge.node],
+                    slot=edge.slot,
+                    n=recorded.n,
+                    shape=recorded.shapes[source][output],
+                    gradients=gradients,
+                    axes=tuple(axes.get(k) for k in own),
+                    shared=shared,
+                )
+                arrived.append((edge.source, _block(recorded.kinds[edge.node], site)))
             return pull_back(recorded, arrived, self.problem.parameters)
 
-    def _seed(self) -> int:
-        self.evaluations += 1
-        return self.evaluations
-
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
-        n = losses.shape[0]
-        return Gradients(
-            {
-                name: total(parts[name])
-                if parts.get(name)
-                else DenseBlock(p.new_zeros(n, *p.shape))
-                for name, p in self.problem.parameters.items()
-            }
-        )
+        rows: dict[str, Block] = {}
+        for name, p in self.problem.parameters.items():
+            own = parts.get(name)
+            rows[name] = total(own) if own else DenseBlock(p.new_zeros(len(losses), *p.shape))
+        return Gradients(rows)
 
 
 def _hides_steps(recorded: Trace) -> bool:
@@ -197,31 +188,8 @@ def _hides_steps(recorded: Trace) -> bool:
     )
 
 
-def _site(
-    recorded: Trace,
-    axes: Mapping[Output, Axis],
-    edge: FrontierEdge,
-    at: Mapping[Output, Tensor | None],
-    shared: dict[Node, Any],
-) -> Site | None:
-    """Gather what a rule needs at a frontier edge, or None where no gradient arrived."""
-    outputs = [(edge.node, j) for j in range(len(recorded.shapes[edge.node]))]
-    gradients = tuple(at[output] for output in outputs)
-    if all(g is None for g in gradients):
-        return None
-    source, output = edge.source
-    return Site(
-        node=recorded.nodes[edge.node],
-        slot=edge.slot,
-        n=recorded.n,
-        shape=recorded.shapes[source][output],
-        gradients=gradients,
-        axes=tuple(axes.get(output) for output in outputs),
-        shared=shared,
-    )
-
-
 def _block(kind: str, site: Site) -> Block:
+    """Return the block by the operation's rule, or by the masked fallback."""
     rule = node_rules.find(kind)
     one = site.gradients[0] is not None and site.axes[0] is not None
     usable = one or kind == recurrent.KIND  # all other rules are of operations with one output

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.movement import Output
-from gradscope.backends.hooks.graph.trace import Trace
-from gradscope.backends.hooks.rules.embedding import scatter
+from gradscope.backends.hooks.graph.trace import Output, Trace
+from gradscope.backends.hooks.rules.layers import scatter
 from gradscope.blocks import Block, DenseBlock, total
 
 Step = Callable[[Trace, int, Block], Block | None]
@@ -27,26 +26,21 @@ def pull_back(
     parts: dict[str, list[Block]] = {name: [] for name in parameters}
     stuck: dict[Output, list[Block]] = {}
     for output, block in arrived:
-        place, moved = _followed(trace, output, block)
+        place = output
+        while (step := _STEPS.get(trace.kinds[place[0]])) is not None:  # its structure survives
+            moved = step(trace, place[0], block)
+            if moved is None:
+                break
+            block, place = moved, trace.edges[place[0]][0]
         leaf = internals.leaf(trace.nodes[place[0]])
         if leaf is None:
-            stuck.setdefault(place, []).append(moved)
+            stuck.setdefault(place, []).append(block)
         elif id(leaf) in names:
-            parts[names[id(leaf)]].append(moved)
+            parts[names[id(leaf)]].append(block)
     if stuck:
         for name, block in _dense_pull(trace, stuck, parameters).items():
             parts[name].append(block)
     return parts
-
-
-def _followed(trace: Trace, output: Output, block: Block) -> tuple[Output, Block]:
-    """Carry a block along as long as its structure survives."""
-    while (step := _STEPS.get(trace.kinds[output[0]])) is not None:
-        moved = step(trace, output[0], block)
-        if moved is None:
-            break
-        block, output = moved, trace.edges[output[0]][0]
-    return output, block
 
 
 def _dense_pull(
@@ -98,10 +92,6 @@ def _transposed(trace: Trace, node: int, block: Block) -> Block:
     return block.transpose(*(axis % max(1, len(block.shape)) for axis in axes))
 
 
-def _reshaped(trace: Trace, node: int, block: Block) -> Block:
-    return block.reshape(_source_shape(trace, node))
-
-
 def _cast(trace: Trace, node: int, block: Block) -> Block:
     source, output = trace.edges[node][0]
     return block.to(internals.output_dtypes(trace.nodes[source])[output])
@@ -120,16 +110,15 @@ def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
 
 
 _STEPS: dict[str, Step] = {
-    "TBackward0": _transposed,
-    "TransposeBackward0": _transposed,
-    "ViewBackward0": _reshaped,
-    "UnsafeViewBackward0": _reshaped,
-    "ReshapeAliasBackward0": _reshaped,
-    "UnsqueezeBackward0": _reshaped,
-    "SqueezeBackward0": _reshaped,
-    "SqueezeBackward1": _reshaped,
-    "CloneBackward0": lambda trace, node, block: block,
-    "AliasBackward0": lambda trace, node, block: block,
+    **dict.fromkeys(("TBackward0", "TransposeBackward0"), _transposed),
+    **dict.fromkeys(
+        (
+            *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
+            *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"),
+        ),
+        lambda trace, node, block: block.reshape(_source_shape(trace, node)),
+    ),
+    **dict.fromkeys(("CloneBackward0", "AliasBackward0"), lambda trace, node, block: block),
     "ToCopyBackward0": _cast,
     "EmbeddingBackward0": _looked_up,
 }

@@ -1,78 +1,186 @@
-"""Arrow arrays as what the rest reads: numbers, sequences of numbers, texts, images."""
+"""Arrow and Parquet through pyarrow, read batch by batch; also what Hugging Face saved."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
-from gradscope.sources.data.columns import Ragged, Sliced, Stored, Texts, from_numpy, torch_dtype
+from gradscope.sources.data.columns import (
+    NumberColumn,
+    SequenceColumn,
+    Sizes,
+    Stored,
+    StoredArrays,
+    TextColumn,
+    from_numpy,
+    torch_dtype,
+)
 from gradscope.sources.data.images import decoded
-from gradscope.sources.extras import need
+from gradscope.sources.formats import dataset_readers, matching, need, reading
 
-Read = Callable[[int, int], list[Any]]
-_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # numpy's
+_BATCH_BYTES = 2**22  # of a Parquet file that are decoded together
+_BUFFER = 2**18  # bytes of it that are read together
+_NUMPYS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # names of types
+
+Batches = Callable[[Sequence[str]], Iterator[Any]]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is known of a column of lists.
+@dataset_readers.register("parquet")
+@matching(lambda head: head.startswith(b"PAR1"))
+def open_parquet(path: Path) -> StoredArrays:
+    """Columns of a Parquet file: numbers, texts, lists of numbers, images (needs pyarrow)."""
+    return open_parquet_files([path])
 
-    Attributes:
-        lengths: (N,) int64.
-        row: The shape of one entry of a list.
+
+@dataset_readers.register("arrow")
+@matching(lambda head: head.startswith((b"ARROW1", b"\xff\xff\xff\xff")))
+def open_arrow(path: Path) -> StoredArrays:
+    """Columns of an Arrow file or stream, as Hugging Face saves data sets (needs pyarrow)."""
+    return open_arrow_files([path])
+
+
+def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
+    """Open Parquet files, one after the other as one data set."""
+    pq = need("pyarrow.parquet", "Parquet")
+    n = size = 0
+    for path in paths:
+        with reading(DatasetError, path), pq.ParquetFile(path) as file:
+            n += file.metadata.num_rows
+            groups = range(file.metadata.num_row_groups)
+            size += sum(file.metadata.row_group(k).total_byte_size for k in groups)
+            schema = file.schema_arrow
+    rows = max(1, _BATCH_BYTES * n // max(1, size))
+
+    def batches(names: Sequence[str]) -> Iterator[Any]:
+        for path in paths:
+            with (
+                reading(DatasetError, path),
+                pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file,
+            ):
+                yield from file.iter_batches(rows, columns=list(names), use_threads=False)
+
+    return _arrays(schema, n, batches)
+
+
+def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
+    """Open Arrow files or streams, one after the other as one data set."""
+    pa = need("pyarrow", "Arrow")
+
+    def opened(file: Any) -> Any:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file)
+
+    def batches(names: Sequence[str]) -> Iterator[Any]:
+        for path in paths:
+            with reading(DatasetError, path), pa.memory_map(str(path)) as file:
+                source = opened(file)
+                if hasattr(source, "get_batch"):  # not a stream
+                    source = map(source.get_batch, range(source.num_record_batches))
+                for batch in source:
+                    chosen = batch.select(list(names))
+                    chosen.validate(full=True)  # offsets that lead out of the file crash pyarrow
+                    yield chosen
+
+    with reading(DatasetError, paths[0]), pa.memory_map(str(paths[0])) as file:
+        schema = opened(file).schema
+        first = list(schema.names[:1])  # decoded here
+    n = sum(batch.num_rows for batch in batches(first))
+    return _arrays(schema, n, batches)
+
+
+def open_saved_dataset(path: Path) -> StoredArrays:
+    """Open a folder that Hugging Face's `Dataset.save_to_disk` wrote."""
+    state = path / "state.json"
+    with reading(DatasetError, state):
+        files = json.loads(state.read_text())["_data_files"]
+        paths = [path / str(file["filename"]) for file in files]
+        outside = [p for p in paths if p.resolve().parent != path.resolve()]
+        if outside or not paths:
+            what = f"it names the file {outside[0].name!r} outside its folder" if outside else ""
+            remedy = "Save the data set again with save_to_disk."
+            raise DatasetError(what or "it names no data files", remedy=remedy)
+    return open_arrow_files(paths)
+
+
+def _arrays(schema: Any, n: int, batches: Batches) -> StoredArrays:
+    names = tuple(schema.names)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        what = f"several columns are called {listed(map(repr, twice), 3)}"
+        raise DatasetError(what, remedy="Give every column a name of its own.")
+    table = _Table(batches, [field.name for field in schema if _is_list(field.type)])
+
+    def load(name: str) -> Stored:
+        table.add(name)
+        return _column(table, name, schema.field(name).type, n)
+
+    return StoredArrays(names, load)
+
+
+class _Table:
+    """Rows of record batches that come in order: forwards at once, backwards from the beginning.
+
+    `batches` begins to read some columns; `lists` are the columns of lists.
     """
 
-    lengths: np.ndarray
-    row: tuple[int, ...]
+    def __init__(self, batches: Batches, lists: Sequence[str]) -> None:
+        self._batches, self._names, self._lists = batches, dict[str, None](), lists
+        self._sizes: dict[str, Sizes | DatasetError] = {}
+        self._iterator: Iterator[Any] | None = None
+        self._batch: Any = None
+        self._start = 0  # of the batch at hand
+        self._last: tuple[int, int, list[Any]] = (0, 0, [])
+
+    def add(self, name: str) -> None:
+        """Read this column, too, from now on."""
+        if name not in self._names:
+            self._names[name] = None
+            self._iterator, self._last = None, (0, 0, [])
+
+    def read(self, name: str, start: int, stop: int) -> list[Any]:
+        """Return rows of one column as Arrow arrays; the columns share what is read."""
+        if self._last[:2] != (start, stop):
+            self._last = (start, stop, self._rows(start, stop))
+        return [batch.column(name) for batch in self._last[2]]
+
+    def sizes(self, name: str) -> Sizes:
+        """Go through the columns of lists added so far; a second time through all that are left."""
+        if name not in self._sizes:
+            asked = [k for k in self._lists if self._sizes or k in self._names]
+            chosen = [k for k in asked if k not in self._sizes]
+            self._sizes |= _measured(self._batches(chosen), chosen)
+        found = self._sizes[name]
+        if isinstance(found, DatasetError):
+            raise found
+        return found
+
+    def _rows(self, start: int, stop: int) -> list[Any]:
+        if self._iterator is None or start < self._start:
+            self._iterator, self._batch, self._start = self._batches([*self._names]), None, 0
+        found = []
+        while True:
+            if self._batch is not None:
+                end = self._start + self._batch.num_rows
+                if end > start:
+                    first = max(start, self._start) - self._start
+                    found.append(self._batch.slice(first, min(stop, end) - self._start - first))
+                if end >= stop:
+                    return found
+                self._start = end
+            self._batch = next(self._iterator)
 
 
-def stored_column(kind: Any, n: int, read: Read, sizes: Callable[[], Sizes]) -> Stored:
-    """Return a column of a table.
-
-    Args:
-        kind: Its Arrow type.
-        n: The number of rows.
-        read: Returns rows from a start up to a stop, as Arrow arrays.
-        sizes: Returns those of a column of lists.
-
-    Raises:
-        DatasetError: It holds something else.
-    """
-    types = need("pyarrow", "Arrow").types
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    if types.is_string(value) or types.is_large_string(value):
-        return Texts(n, lambda a, b: [_text(t, k) for k, t in enumerate(_python(read(a, b)), a)])
-    if types.is_struct(kind) and {f.name for f in kind} >= {"bytes", "path"}:  # Hugging Face's
-        return _images(n, read)
-    inner = _leaf(types, kind)
-    if not (types.is_boolean(inner) or types.is_integer(inner) or types.is_floating(inner)):
-        raise DatasetError(
-            f"it holds {kind}, not numbers", remedy="Store numbers, texts, or lists of numbers."
-        )
-    dtype = np.dtype(_NAMES.get(str(inner), str(inner)))
-    if not is_list(kind):
-        return Sliced((n,), torch_dtype(dtype), lambda a, b: _together(map(_values, read(a, b))))
-    found = sizes()
-    return Ragged(
-        torch.from_numpy(found.lengths),
-        found.row,
-        torch_dtype(dtype),
-        lambda a, b: [t for part in read(a, b) for t in _sequences(part)],
-    )
-
-
-def sizes_of(batches: Iterator[Any], names: Sequence[str]) -> dict[str, Sizes | DatasetError]:
-    """Return the sizes of columns of lists, or what is wrong with a column.
-
-    Args:
-        batches: Yields the whole columns, part by part, in the order of `names`.
-        names: Theirs.
-    """
+def _measured(batches: Iterator[Any], names: Sequence[str]) -> dict[str, Sizes | DatasetError]:
+    """Return the sizes of columns of lists, or what is wrong with a column."""
     lengths: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in names}
     rows: dict[str, tuple[int, ...]] = {}
     wrong: dict[str, DatasetError] = {}
@@ -82,68 +190,71 @@ def sizes_of(batches: Iterator[Any], names: Sequence[str]) -> dict[str, Sizes | 
             try:
                 lengths[name].append(_lengths(part))
                 if len(part) and name not in rows:
-                    rows[name] = _values(_flat(part)).shape[1:]
+                    rows[name] = _values(_storage(part).flatten()).shape[1:]
             except DatasetError as error:
                 wrong.setdefault(name, error)
-    return {
-        name: wrong.get(name) or Sizes(np.concatenate(lengths[name]), rows.get(name, ()))
-        for name in names
-    }
+    sizes = {k: torch.from_numpy(np.concatenate(v)) for k, v in lengths.items()}
+    return {name: wrong.get(name) or (sizes[name], rows.get(name, ())) for name in names}
 
 
-def is_list(kind: Any) -> bool:
-    """Whether an Arrow type is one of lists."""
+def _column(table: _Table, name: str, kind: Any, n: int) -> Stored:
+    """Return a column of the Arrow type `kind`, n rows."""
+    types = need("pyarrow", "Arrow").types
+
+    def objects(start: int, stop: int) -> list[Any]:
+        parts = table.read(name, start, stop)
+        return list(chain.from_iterable(part.to_pylist() for part in parts))
+
+    def texts(start: int, stop: int) -> list[str]:
+        found = objects(start, stop)
+        if None in found:
+            raise _missing(f"sample {start + found.index(None)} has no text")
+        return found
+
+    def numbers(start: int, stop: int) -> Tensor:
+        return from_numpy(np.concatenate([_values(p) for p in table.read(name, start, stop)]))
+
+    def sequences(start: int, stop: int) -> list[Tensor]:
+        return [t for part in table.read(name, start, stop) for t in _sequences(part)]
+
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_string(value) or types.is_large_string(value):
+        return TextColumn(n, texts)
+    if types.is_struct(kind) and {f.name for f in kind} >= {"bytes", "path"}:  # Hugging Face's
+        shape = decoded(objects(0, 1)[0], 0).shape if n else torch.Size((0,))
+
+        def images(start: int, stop: int) -> Tensor:
+            found = enumerate(objects(start, stop), start)
+            return torch.stack([decoded(value, k, shape) for k, value in found])
+
+        return NumberColumn((n, *shape), torch.uint8, images)
+    inner = kind
+    while _is_list(inner):
+        inner = getattr(inner, "storage_type", inner).value_type
+    if not (types.is_boolean(inner) or types.is_integer(inner) or types.is_floating(inner)):
+        remedy = "Store numbers, texts, or lists of numbers."
+        raise DatasetError(f"it holds {kind}, not numbers", remedy=remedy)
+    dtype = torch_dtype(np.dtype(_NUMPYS.get(str(inner), str(inner))))
+    if _is_list(kind):
+        return SequenceColumn(dtype, sequences, lambda: table.sizes(name))
+    return NumberColumn((n,), dtype, numbers)
+
+
+def _is_list(kind: Any) -> bool:
     kind = getattr(kind, "storage_type", kind)
     types = need("pyarrow", "Arrow").types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def _images(n: int, read: Read) -> Stored:
-    first = decoded(_python(read(0, 1))[0], 0) if n else torch.empty(0)
-
-    def images(start: int, stop: int) -> Tensor:
-        values = _python(read(start, stop))
-        return torch.stack([decoded(v, k, first.shape) for k, v in enumerate(values, start)])
-
-    return Sliced((n, *first.shape), torch.uint8, images)
-
-
-def _together(parts: Any) -> Tensor:
-    return from_numpy(np.concatenate(list(parts)))
-
-
-def _python(parts: list[Any]) -> list[Any]:
-    return list(chain.from_iterable(part.to_pylist() for part in parts))
-
-
-def _text(value: Any, k: int) -> str:
-    if not isinstance(value, str):
-        raise _missing(f"sample {k} has no text")
-    return value
+def _storage(part: Any) -> Any:
+    """Return an extension array (a fixed-shape tensor, say) as the lists it is stored as."""
+    return part.storage if hasattr(part, "storage") else part
 
 
 def _sequences(part: Any) -> list[Tensor]:
     """Return one tensor (length, *row) a row."""
     ends = np.cumsum(_lengths(part))
-    return [from_numpy(values) for values in np.split(_values(_flat(part)), ends[:-1])]
-
-
-def _values(part: Any) -> np.ndarray:
-    """Return the numbers of an array (n, ...), whose lists are all of one length."""
-    part = _storage(part)
-    if not is_list(part.type):
-        if part.null_count and not _is_float(part):
-            raise _missing(f"{part.null_count} integers are missing (null)")
-        found: np.ndarray = part.to_numpy(zero_copy_only=False)
-        return found
-    lengths = set(_lengths(part).tolist())
-    if len(lengths) > 1:
-        raise DatasetError(
-            f"the lists inside a sample have several lengths, such as {sorted(lengths)[:3]}",
-            remedy="Only the first axis of a sample may differ from sample to sample.",
-        )
-    inner = _values(_flat(part))
-    return inner.reshape(len(part), lengths.pop() if lengths else 0, *inner.shape[1:])
+    return [from_numpy(rows) for rows in np.split(_values(_storage(part).flatten()), ends[:-1])]
 
 
 def _lengths(part: Any) -> np.ndarray:
@@ -154,23 +265,22 @@ def _lengths(part: Any) -> np.ndarray:
     return np.asarray(found.to_numpy(zero_copy_only=False), np.int64)
 
 
-def _flat(part: Any) -> Any:
-    return _storage(part).flatten()
-
-
-def _storage(part: Any) -> Any:
-    """Return an extension array (a fixed-shape tensor, say) as the lists it is stored as."""
-    return part.storage if hasattr(part, "storage") else part
-
-
-def _is_float(part: Any) -> bool:
-    return bool(need("pyarrow", "Arrow").types.is_floating(part.type))
-
-
-def _leaf(types: Any, kind: Any) -> Any:
-    while is_list(kind):
-        kind = getattr(kind, "storage_type", kind).value_type
-    return kind
+def _values(part: Any) -> np.ndarray:
+    """Return the numbers of an array (n, ...), whose lists are all of one length."""
+    part = _storage(part)
+    if not _is_list(part.type):
+        if part.null_count and not need("pyarrow", "Arrow").types.is_floating(part.type):
+            raise _missing(f"{part.null_count} integers are missing (null)")
+        found: np.ndarray = part.to_numpy(zero_copy_only=False)
+        return found
+    lengths = set(_lengths(part).tolist())
+    if len(lengths) > 1:
+        raise DatasetError(
+            f"the lists inside a sample have several lengths, such as {sorted(lengths)[:3]}",
+            remedy="Only the first axis of a sample may differ from sample to sample.",
+        )
+    inner = _values(part.flatten())
+    return inner.reshape(len(part), lengths.pop() if lengths else 0, *inner.shape[1:])
 
 
 def _missing(what: str) -> DatasetError:

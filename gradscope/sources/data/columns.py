@@ -1,53 +1,39 @@
-"""What a data file holds, by name: arrays of numbers, ragged rows, texts; read in slices.
+"""What a data file holds, by name: arrays of numbers, sequences of them, texts; read in slices.
 
 Only the rows that are asked for are in memory, so a data set may be larger than that. N is the
 number of samples, the first axis of everything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradscope.config import memory_text
-from gradscope.core.locate import first_line
 from gradscope.core.memory import available
-from gradscope.errors import DatasetError, GradscopeError
-from gradscope.sources.damage import damage
+from gradscope.errors import DatasetError
+from gradscope.sources.formats import reading
+
+Sizes = tuple[Tensor, tuple[int, ...]]  # of sequences: lengths (N,) int64, shape of an entry
 
 _SMALL = 2**27  # bytes that nobody asks for
 _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with these
 
 
-class Column(Protocol):
-    """An array with the sample axis first; a tensor is one, and so may be a part of a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, ...)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its rows."""
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """Return some rows (n, ...)."""
-
-
 @dataclass(frozen=True)
-class Sliced:
-    """A `Column` whose rows are read when they are asked for.
+class NumberColumn:
+    """Numbers whose rows are read when they are asked for.
 
     Attributes:
         shape: (N, ...).
         dtype: Of its rows.
-        read: Returns the rows from a start up to a stop.
+        read: Returns the rows (n, ...) from a start up to a stop.
     """
 
     shape: tuple[int, ...]
@@ -60,24 +46,36 @@ class Sliced:
 
 
 @dataclass(frozen=True)
-class Ragged:
+class SequenceColumn:
     """Sequences of numbers, one a sample, of different lengths.
 
     Attributes:
-        lengths: (N,) int64.
-        row: The shape of one entry of a sequence.
         dtype: Of the numbers.
         read: Returns the sequences (length, *row) from a start up to a stop.
+        sizes: Returns their lengths and the shape `row` of an entry; called once, when needed.
     """
 
-    lengths: Tensor
-    row: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Sequence[Tensor]]
+    sizes: Callable[[], Sizes]
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return self.sizes()
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) int64."""
+        return self._sizes[0]
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of one entry of a sequence."""
+        return self._sizes[1]
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextColumn:
     """Texts, one a sample.
 
     Attributes:
@@ -89,27 +87,17 @@ class Texts:
     read: Callable[[int, int], Sequence[str]]
 
 
-Stored = Column | Ragged | Texts
-
-
-class Arrays(Protocol):
-    """What a data file holds."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What there is."""
-
-    def load(self, name: str) -> Stored:
-        """Return one of them."""
+Numbers = Tensor | NumberColumn
+Stored = Numbers | SequenceColumn | TextColumn
 
 
 @dataclass(frozen=True)
 class StoredArrays:
-    """What a file holds, each opened when it is asked for.
+    """What a file holds, each array opened when it is asked for.
 
     Attributes:
         names: What there is.
-        load: Returns the array of that name.
+        load: Returns the array of that name: a tensor, or a column that is read in slices.
         notes: What there is to say about the file.
     """
 
@@ -118,11 +106,55 @@ class StoredArrays:
     notes: tuple[str, ...] = ()
 
 
+def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
+    """Return the arrays of a file, with whatever is raised as they are read in our own words."""
+
+    def load(name: str) -> Stored:
+        with reading(DatasetError, f"{path}: {name}"):
+            stored = arrays.load(name)
+        if isinstance(stored, Tensor):
+            return stored
+
+        def read(start: int, stop: int) -> Any:
+            with reading(DatasetError, f"{path}: {name}, rows {start} to {stop - 1}"):
+                return stored.read(start, stop)
+
+        def sizes() -> Sizes:
+            with reading(DatasetError, f"{path}: {name}"):
+                assert isinstance(stored, SequenceColumn)
+                return stored.sizes()
+
+        if isinstance(stored, SequenceColumn):
+            return replace(stored, read=read, sizes=sizes)
+        if isinstance(stored, NumberColumn):
+            return replace(stored, read=read)
+        return replace(stored, read=read)
+
+    return StoredArrays(arrays.names, load, arrays.notes)
+
+
 def length_of(stored: Stored) -> int:
     """Return N."""
-    if isinstance(stored, Texts):
+    if isinstance(stored, TextColumn):
         return stored.n
-    return int(stored.lengths.shape[0] if isinstance(stored, Ragged) else stored.shape[0])
+    return int(stored.lengths.shape[0] if isinstance(stored, SequenceColumn) else stored.shape[0])
+
+
+def even(stored: Numbers | SequenceColumn) -> Numbers:
+    """Return numbers, and sequences that are all of one length as an array (N, length, ...)."""
+    if not isinstance(stored, SequenceColumn):
+        return stored
+    lengths = stored.lengths
+    shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    if shortest != longest:
+        raise DatasetError(
+            f"its samples have from {shortest:,} to {longest:,} entries",
+            remedy="[dataset] pad = { NAME = 0 } fills the shorter ones up with that number; "
+            "NAME_mask then says which entries are a sample's own.",
+        )
+    read = stored.read
+    shape = (len(lengths), longest, *stored.row)
+    return NumberColumn(shape, stored.dtype, lambda a, b: torch.stack(list(read(a, b))))
 
 
 def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -151,19 +183,13 @@ def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
 
 
 def from_numpy(array: np.ndarray) -> Tensor:
-    """Return an array of numbers as a tensor, in a dtype that torch computes with.
-
-    Raises:
-        DatasetError: It holds something else, or a number that int64 cannot hold.
-    """
+    """Return an array of numbers as a tensor, in a dtype that torch computes with."""
     if array.dtype.name in _WIDER:
         array = array.astype(_WIDER[array.dtype.name])
     if array.dtype.name == "uint64":
         if array.size and array.max() >= 2**63:
-            raise DatasetError(
-                f"it holds {array.max()}, which int64 cannot hold",
-                remedy="Store smaller integers, or floating-point numbers.",
-            )
+            remedy = "Store smaller integers, or floating-point numbers."
+            raise DatasetError(f"it holds {array.max()}, which int64 cannot hold", remedy=remedy)
         array = array.astype(np.int64)
     if array.dtype.hasobject:
         raise objects()
@@ -171,30 +197,19 @@ def from_numpy(array: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(native)
     except TypeError:
-        raise DatasetError(
-            f"its dtype {array.dtype} cannot be made a tensor",
-            remedy="Store numbers: floats, integers, booleans or complex numbers.",
-        ) from None
+        remedy = "Store numbers: floats, integers, booleans or complex numbers."
+        what = f"its dtype {array.dtype} cannot be made a tensor"
+        raise DatasetError(what, remedy=remedy) from None
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """Return the dtype that `from_numpy` makes of a numpy one.
-
-    Raises:
-        DatasetError: There is none.
-    """
+    """Return the dtype that `from_numpy` makes of a numpy one."""
     return from_numpy(np.empty(0, dtype)).dtype
 
 
-def require_memory(needed: int) -> None:
-    """Refuse what cannot fit, before it is tried: the system may promise more than it has.
-
-    Raises:
-        MemoryError: More bytes are needed than there are.
-    """
-    there = available(torch.device("cpu")) if needed > _SMALL else None
-    if there is not None and needed > there:
-        raise MemoryError(f"{memory_text(needed)} are needed, there are {memory_text(there)}")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def objects() -> DatasetError:
@@ -205,46 +220,10 @@ def objects() -> DatasetError:
     )
 
 
-@contextmanager
-def reading(path: Path, name: str | None = None) -> Iterator[None]:
-    """Turn what the libraries raise about a file into a `DatasetError` of our own words."""
-    where = str(path) if name is None else f"{path}: {name}"
-    try:
-        yield
-    except GradscopeError as error:
-        raise error if error.where else error.at(where) from None
-    except MemoryError as error:
-        raise DatasetError(
-            f"it needs more memory than there is: {first_line(error)}",
-            where=where,
-            remedy="Split the file, or write it again if it should not be that large.",
-        ) from error
-    except Exception as error:  # a damaged file can make a parser raise anything
-        if isinstance(error, ValueError) and "allow_pickle" in str(error):
-            raise objects().at(where) from error
-        raise DatasetError(
-            f"the data are damaged or cut off: {damage(error)}",
-            where=where,
-            remedy="Write or download the file again.",
-        ) from error
-
-
-def even(ragged: Ragged) -> Column:
-    """Return sequences that are all of one length as an array (N, length, ...).
-
-    Raises:
-        DatasetError: They are not.
-    """
-    lengths = ragged.lengths
-    shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
-    if shortest != longest:
-        raise DatasetError(
-            f"its samples have from {shortest:,} to {longest:,} entries",
-            remedy="[dataset] pad = { NAME = 0 } fills the shorter ones up with that number; "
-            "NAME_mask then says which entries are a sample's own.",
-        )
-
-    def read(start: int, stop: int) -> Tensor:
-        return torch.stack(list(ragged.read(start, stop)))
-
-    return Sliced((len(lengths), longest, *ragged.row), ragged.dtype, read)
+def require_available(
+    needed: int, memory: Callable[[torch.device], int | None] = available
+) -> None:
+    """Raise MemoryError for bytes that cannot fit: the system may promise more than it has."""
+    there = memory(torch.device("cpu")) if needed > _SMALL else None
+    if there is not None and needed > there:
+        raise MemoryError(f"{memory_text(needed)} are needed, there are {memory_text(there)}")

@@ -1,34 +1,47 @@
 """A data set: samples of data files or of the user's own code, and batches made from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec, parse_samples
-from gradscope.core.batch import Batch, map_tensors
+from gradscope.core.batch import Batch
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError
-from gradscope.sources.conversion import converter, dtype_name
-from gradscope.sources.data.columns import Column, Ragged, Texts
-from gradscope.sources.data.files import FileRows, open_files
-from gradscope.sources.data.ids import Ids, ids_of
-from gradscope.sources.data.python import PythonRows
-from gradscope.sources.digests import sha256_of_sources
+from gradscope.sources.data.columns import SequenceColumn, TextColumn, dtype_name
+from gradscope.sources.data.files import FileSamples, open_files
+from gradscope.sources.data.python import PythonSamples
+from gradscope.sources.data.recipes import ids_of
+from gradscope.sources.formats import located
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """Where samples come from."""
+
+    @property
+    def format(self) -> str:
+        """The reader's name, or "python"."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What there is to say about it."""
 
+    @property
+    def sha256(self) -> str:
+        """Which samples exactly."""
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The digests of the user's code that makes them, by file."""
+
     def __len__(self) -> int:
         """N, all of them."""
+
+    def stored(self, name: str) -> dict[str, Any]:
+        """Return what a description says of an array as it is stored."""
 
     def read(self, rows: Sequence[int]) -> Mapping[str, Any]:
         """Return the samples `rows` by array name, sample axis first."""
@@ -40,17 +53,15 @@ class Dataset:
 
     Attributes:
         spec: Which arrays, and how they are made into tensors.
-        format: The reader's name, or "python".
         samples: Where they come from.
         chosen: (N,), the positions of those that were selected, None for all.
         named: Returns the ids of samples of all that there are, None where they have none.
     """
 
     spec: DatasetSpec
-    format: str
-    samples: Samples
+    samples: SampleSource
     chosen: Tensor | None = None
-    named: Ids | None = None
+    named: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.samples) if self.chosen is None else int(self.chosen.shape[0])
@@ -60,17 +71,15 @@ class Dataset:
         """What was noticed when the data were opened."""
         return self.samples.notes
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """The SHA-256 of the file; of several files, of the list of theirs."""
-        if isinstance(self.samples, PythonRows):
-            return self.samples.sha256
-        return sha256_of_sources(self.spec.sources)
+        return self.samples.sha256
 
     @property
     def code(self) -> dict[str, str]:
         """The digests of the user's code that makes the samples, by file."""
-        return self.samples.code if isinstance(self.samples, PythonRows) else {}
+        return self.samples.code
 
     def rows(self, samples: str | None) -> range:
         """Return the positions that "A:B" selects, all of them for None.
@@ -101,12 +110,29 @@ class Dataset:
                 f"the rows {rows} are out of range: the data set holds {len(self):,} samples",
                 f"Rows are counted upwards, from 0 to {len(self) - 1}.",
             )
-        places: Sequence[int] = chosen
+        positions: Sequence[int] = chosen
         if self.chosen is not None:
-            places = self.chosen[chosen.start : chosen.stop : chosen.step].tolist()
-        found = self.samples.read(places)
+            positions = self.chosen[chosen.start : chosen.stop : chosen.step].tolist()
+        found = self.samples.read(positions)
         index = torch.arange(chosen.start, chosen.stop, chosen.step)
-        return Batch.of(self._inputs(found), self._targets(found), index)
+        inputs, targets = (self._arrays(found, k) for k in (self.spec.inputs, self.spec.targets))
+        return Batch.of(inputs, targets, index)
+
+    def _arrays(self, found: Mapping[str, Any], names: Sequence[str] | dict[str, str]) -> Any:
+        """Return arrays by keyword, one array, a tuple of several, or None."""
+        if isinstance(names, dict):
+            return {keyword: self._array(found, name) for keyword, name in names.items()}
+        values = tuple(self._array(found, name) for name in names)
+        return values if len(values) > 1 else next(iter(values), None)
+
+    def _array(self, found: Mapping[str, Any], name: str) -> Any:
+        if name not in found:
+            raise self._error(
+                f"a sample holds no {name!r}",
+                suggestion(name, [*found]).replace("Supported", "It holds")
+                + " [dataset] inputs and targets say what is what; targets = [] for none.",
+            )
+        return found[name]
 
     def ids(self, index: Tensor) -> Tensor | None:
         """Return the ids of the samples at some positions (n,), None where they have none.
@@ -121,60 +147,21 @@ class Dataset:
     def describe(self) -> dict[str, Any]:
         """Return what a message or `--dry-run` shows of the data set."""
         inputs = self.spec.inputs
+        found = self.samples.read(range(1))
+        arrays = {
+            name: {"sample": [*value.shape[1:]], "dtype": dtype_name(value.dtype)}
+            | self.samples.stored(name)
+            for name in self.spec.arrays
+            if isinstance(value := found.get(name), Tensor)
+        }
         return {
             "path": str(self.spec.path),
-            "format": self.format,
+            "format": self.samples.format,
             "samples": len(self),
             "inputs": inputs if isinstance(inputs, dict) else [*inputs],
             "targets": [*self.spec.targets],
-            "arrays": self._arrays(),
+            "arrays": arrays,
         }
-
-    def _arrays(self) -> dict[str, Any]:
-        found = self.samples.read(range(1))
-        arrays: dict[str, Any] = {}
-        for name in self.spec.arrays:
-            value = found.get(name)
-            if isinstance(value, Tensor):
-                arrays[name] = {"sample": [*value.shape[1:]], "dtype": dtype_name(value.dtype)}
-                if isinstance(self.samples, FileRows):
-                    column = self.samples.columns[name]
-                    arrays[name] |= {
-                        "stored": [*column.shape],
-                        "stored_dtype": dtype_name(column.dtype),
-                    }
-        return arrays
-
-    def _inputs(self, found: Mapping[str, Any]) -> Any:
-        names = self.spec.inputs
-        if isinstance(names, dict):
-            return {keyword: self._value(found, name) for keyword, name in names.items()}
-        return _one_or_all(tuple(self._value(found, name) for name in names))
-
-    def _targets(self, found: Mapping[str, Any]) -> Any:
-        values = tuple(self._value(found, name) for name in self.spec.targets)
-        return _one_or_all(values) if values else None
-
-    def _value(self, found: Mapping[str, Any], name: str) -> Any:
-        """Return an array of a batch; what the user's code made is converted here."""
-        if name not in found:
-            raise self._error(
-                f"a sample holds no {name!r}",
-                suggestion(name, [*found]).replace("Supported", "It holds")
-                + " [dataset] inputs and targets say what is what; targets = [] for none.",
-            )
-        if isinstance(self.samples, FileRows):
-            return found[name]
-        return map_tensors(lambda t: self._converted(name, t), found[name])
-
-    def _converted(self, name: str, values: Tensor) -> Tensor:
-        spec = self.spec
-        if not values.dim() or not any(name in t for t in (spec.dtype, spec.scale, spec.reshape)):
-            return values
-        options = (spec.dtype.get(name), spec.scale.get(name), spec.reshape.get(name))
-        dtype, scale, reshape = options
-        make = converter(values.shape[1:], values.dtype, dtype=dtype, scale=scale, reshape=reshape)
-        return make(values)
 
     def _error(self, what: str, remedy: str) -> DatasetError:
         return DatasetError(what, where=str(self.spec.path), remedy=remedy)
@@ -187,67 +174,42 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
         InputError: It cannot be read, or it and the spec do not fit together.
     """
     if spec.factory is not None:
-        return _own(spec)
+        own = PythonSamples(spec)
+        return Dataset(spec, own, _chosen(spec, None, len(own)))
     files = open_files(spec)
-    n = len(files)
-    ids = None if spec.id is None else _of_file(files, spec.id, n)
-    return Dataset(spec, files.format, files, _chosen(spec, files, n), ids)
+    ids = None
+    if spec.id is not None:
+        with located(f"{spec.path}: {spec.id}"):
+            ids = ids_of(files.load(spec.id), len(files))
+    return Dataset(spec, files, _chosen(spec, files, len(files)), ids)
 
 
-def _own(spec: DatasetSpec) -> Dataset:
-    for key in ("files", "columns", "classes", "tokenizer", "pad", "length", "id"):
-        if getattr(spec, key):
-            raise DatasetError(
-                f"[dataset] {key} is for data files",
-                where=str(spec.path),
-                remedy="Do it in the data set itself.",
-            )
-    rows = PythonRows(spec)
-    return Dataset(spec, "python", rows, _chosen(spec, None, len(rows)))
-
-
-def _of_file(files: FileRows, name: str, n: int) -> Ids:
-    try:
-        return ids_of(files.load(name), n)
-    except DatasetError as error:
-        raise error.at(f"{files.spec.path}: {name}") if error.where is None else error from None
-
-
-def _chosen(spec: DatasetSpec, files: FileRows | None, n: int) -> Tensor | None:
+def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | None:
     """Return the positions (N,) that `select` names."""
     select = spec.select
     if select is None:
         return None
-    where = f"{spec.path}: select"
-    if isinstance(select, str):
+    with located(f"{spec.path}: select"):
+        if not isinstance(select, str):
+            found = torch.tensor(select)
+            if int(found.max()) >= n or len(set(select)) < len(select):
+                raise DatasetError(
+                    f"a position is out of range or there twice; the data set holds {n:,} samples",
+                    remedy=f"Positions are counted from 0 to {n - 1}, each once.",
+                )
+            return found
         stored = None if files is None else files.load(select)
-        if stored is None or isinstance(stored, Texts | Ragged) or not _is_mask(stored, n):
+        if isinstance(stored, TextColumn | SequenceColumn) or stored is None:
+            mask = None
+        else:
+            flat = tuple(stored.shape) == (n,) and stored.dtype == torch.bool
+            mask = stored[0:n] if flat else None
+        if mask is None:
             raise DatasetError(
                 f"{select!r} is no array of {n:,} booleans",
-                where=where,
                 remedy="Name one with true for the samples to take, or list their positions.",
             )
-        found = torch.nonzero(stored[0:n]).flatten()
-    else:
-        found = torch.tensor(select)
-        if int(found.max()) >= n or len(set(select)) < len(select):
-            raise DatasetError(
-                f"a position is out of range or there twice; the data set holds {n:,} samples",
-                where=where,
-                remedy=f"Positions are counted from 0 to {n - 1}, each once.",
-            )
-    if not len(found):
-        raise DatasetError(
-            f"there are no samples: {select!r} is false for all",
-            where=where,
-            remedy="Select at least one sample.",
-        )
-    return found
-
-
-def _is_mask(column: Column, n: int) -> bool:
-    return tuple(column.shape) == (n,) and column.dtype == torch.bool
-
-
-def _one_or_all(values: tuple[Any, ...]) -> Any:
-    return values[0] if len(values) == 1 else values
+        if not mask.any():
+            what = f"there are no samples: {select!r} is false for all"
+            raise DatasetError(what, remedy="Select at least one sample.")
+        return torch.nonzero(mask).flatten()

@@ -1,7 +1,6 @@
 """The samples of data files: which file holds what, and rows of it as tensors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -13,30 +12,45 @@ import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec
+from gradscope.core.memory import available
 from gradscope.core.registry import suggestion
+from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
-from gradscope.sources.conversion import converter
-from gradscope.sources.data import formats as dataset_formats  # noqa: F401 (it registers the readers)
+from gradscope.sources.data import hdf5, text  # noqa: F401 (they register their readers)
+from gradscope.sources.data.arrays import open_npy_folder
+from gradscope.sources.data.arrow import (
+    open_arrow_files,
+    open_parquet_files,
+    open_saved_dataset,
+)
 from gradscope.sources.data.columns import (
-    Column,
+    Numbers,
     Stored,
     StoredArrays,
+    dtype_name,
     in_order,
-    require_memory,
+    require_available,
     runs,
+    translated,
 )
-from gradscope.sources.data.folders import open_folder
-from gradscope.sources.data.made import made
-from gradscope.sources.data.parts import composed
-from gradscope.sources.data.readers import HEAD, dataset_readers, find_dataset_reader, reachable
-from gradscope.sources.listing import listed
+from gradscope.sources.data.images import image_files, open_image_folder
+from gradscope.sources.data.recipes import Convert, composed, converter, encoded
+from gradscope.sources.formats import (
+    HEAD,
+    dataset_readers,
+    find_reader,
+    located,
+    reachable,
+    reading,
+    sha256_of_sources,
+)
 
 _COPIES = 4  # of a sample at a time: stored, converted, the model's own, and what comes of it
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
 @dataclass(frozen=True)
-class FileRows:
+class FileSamples:
     """The samples of data files.
 
     Attributes:
@@ -47,25 +61,42 @@ class FileRows:
         load: Returns any array of the file as it is stored, also texts.
         notes: What there is to say about the file.
         stamp: Size and time of change of each file when it was opened.
+        memory: Returns the bytes that can still be taken.
     """
 
     spec: DatasetSpec
     format: str
-    columns: Mapping[str, Column]
-    convert: Mapping[str, Callable[[Tensor], Tensor]]
+    columns: Mapping[str, Numbers]
+    convert: Mapping[str, Convert]
     load: Callable[[str], Stored]
     notes: tuple[str, ...]
     stamp: tuple[tuple[int, int], ...]
+    memory: Callable[[torch.device], int | None] = available
 
     def __len__(self) -> int:
         return int(next(iter(self.columns.values())).shape[0])
+
+    @cached_property
+    def sha256(self) -> str:
+        """The SHA-256 of the file; of several files, of the list of theirs."""
+        return sha256_of_sources(self.spec.sources)
+
+    @property
+    def code(self) -> dict[str, str]:
+        """No code of the user's makes them."""
+        return {}
 
     @cached_property
     def _row(self) -> int:
         """The bytes that one sample takes."""
         return _COPIES * sum(map(_row_bytes, self.columns.values()))
 
-    def read(self, rows: Sequence[int]) -> dict[str, Any]:
+    def stored(self, name: str) -> dict[str, Any]:
+        """Return what a description says of an array as it is stored."""
+        column = self.columns[name]
+        return {"stored": [*column.shape], "stored_dtype": dtype_name(column.dtype)}
+
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return {name: (n, ...)} of the samples `rows`, in this order.
 
         Raises:
@@ -78,73 +109,57 @@ class FileRows:
                 where=str(self.spec.path),
                 remedy="Leave it as it is while a run reads it, and begin again.",
             )
-        require_memory(len(rows) * self._row)
+        require_available(len(rows) * self._row, self.memory)
         ascending, back = in_order(rows)
         parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
         for start, stop in runs(ascending):  # all columns of one stretch: files come in rows
             for name, column in self.columns.items():
-                with self._at(name, start, stop):
+                with located(f"{self.spec.path}: {name}, rows {start} to {stop - 1}"):
                     parts[name].append(self.convert[name](column[start:stop]))
         found = {k: p[0] if len(p) == 1 else torch.cat(p) for k, p in parts.items()}
         return found if back is None else {name: t[back] for name, t in found.items()}
 
-    @contextmanager
-    def _at(self, name: str, start: int, stop: int) -> Iterator[None]:
-        try:
-            yield
-        except DatasetError as error:
-            where = f"{self.spec.path}: {name}, rows {start} to {stop - 1}"
-            raise error.at(where) if error.where is None else error from None
 
-
-def open_files(spec: DatasetSpec) -> FileRows:
-    """Open a data file or folder and check its arrays against what the spec says of them.
-
-    Raises:
-        DatasetError: A file cannot be read, or it and the spec do not fit together.
-    """
+def open_files(spec: DatasetSpec) -> FileSamples:
+    """Open a data file or folder and check its arrays against what the spec says of them."""
     with reachable(spec.path, DatasetError):
         stamp = _stamp(spec)
     kind, own = open_arrays(spec.path)
-    arrays = composed(_with_files(own, spec.files), spec.columns)
-    names, column = made(spec, arrays)
-    _check_names(spec, names)
-    columns, convert = {}, {}
+    arrays = composed(_with_files(own, spec.files), spec)
+    names, column = encoded(arrays, spec)
+    with located(spec.path):
+        _check_names(spec, names)
+    columns: dict[str, Numbers] = {}
     for name in spec.arrays:
-        with _at(spec, name):
+        with located(f"{spec.path}: {name}"):
             columns[name] = column(name)
             _check_row(columns[name])
-    _check_lengths(spec, {name: tuple(map(int, c.shape)) for name, c in columns.items()})
+    with located(spec.path):
+        _check_lengths({name: tuple(map(int, c.shape)) for name, c in columns.items()})
+    convert = {}
     for name, stored in columns.items():
-        with _at(spec, name):
-            convert[name] = converter(
-                stored.shape[1:],
-                stored.dtype,
-                dtype=spec.dtype.get(name),
-                scale=spec.scale.get(name),
-                reshape=spec.reshape.get(name),
-            )
-    return FileRows(spec, kind, columns, convert, arrays.load, own.notes, stamp)
+        with located(f"{spec.path}: {name}"):
+            convert[name] = converter(spec, name, stored.shape[1:], stored.dtype)
+    return FileSamples(spec, kind, columns, convert, arrays.load, own.notes, stamp)
 
 
 def open_arrays(path: Path) -> tuple[str, StoredArrays]:
-    """Return what kind of file or folder it is, and its arrays.
-
-    Raises:
-        DatasetError: It cannot be read.
-    """
+    """Return what kind of file or folder it is, and its arrays."""
     with reachable(path, DatasetError):
         folder = path.is_dir()
     if folder:
-        return open_folder(path)
+        with reading(DatasetError, path):
+            kind, arrays = _open_folder(path)
+        return kind, translated(arrays, path)
     try:
-        name = find_dataset_reader(path)
+        kind = find_reader(dataset_readers, path, DatasetError)
     except DatasetError:
-        name = _TEXTS.get(path.suffix.lower(), "")
-        if not name or not _is_text(path):
+        kind = _TEXTS.get(path.suffix.lower(), "")
+        if not kind or not _is_text(path):
             raise
-    arrays = dataset_readers.get(name)(path)
-    return name, StoredArrays(arrays.names, arrays.load, getattr(arrays, "notes", ()))
+    with reading(DatasetError, path):
+        arrays = dataset_readers.get(kind)(path)
+    return kind, translated(arrays, path)
 
 
 def _is_text(path: Path) -> bool:
@@ -154,6 +169,32 @@ def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(HEAD)
     return bool(head.strip()) and b"\0" not in head and not head.startswith((b"<", b"version "))
+
+
+def _open_folder(path: Path) -> tuple[str, StoredArrays]:
+    """Return what a folder is, and its arrays."""
+    if (path / "dataset_dict.json").is_file():
+        parts = sorted(p.name for p in path.iterdir() if (p / "state.json").is_file())
+        raise DatasetError(
+            f"this folder holds several data sets: {', '.join(parts)}",
+            remedy=f"Give one of them, such as {path / (parts[0] if parts else 'train')}.",
+        )
+    if (path / "state.json").is_file():
+        return "arrow", open_saved_dataset(path)
+    shards = {suffix: sorted(path.glob(f"*.{suffix}")) for suffix in ("parquet", "arrow")}
+    if shards["parquet"]:
+        return "parquet", open_parquet_files(shards["parquet"])
+    if shards["arrow"]:
+        return "arrow", open_arrow_files(shards["arrow"])
+    if any(path.glob("*.npy")):
+        return "npy", open_npy_folder(path)
+    if image_files(path):
+        return "images", open_image_folder(path)
+    raise DatasetError(
+        "this directory holds no data that can be read",
+        remedy="Give a file in it; or a folder of class folders with images, of .npy, .parquet or "
+        ".arrow files, or one that Hugging Face's save_to_disk wrote.",
+    )
 
 
 def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
@@ -174,28 +215,19 @@ def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
     return StoredArrays(tuple(dict.fromkeys((*files, *own.names))), load, own.notes)
 
 
-@contextmanager
-def _at(spec: DatasetSpec, name: str) -> Iterator[None]:
-    """Say which array an error is about, where that is not known."""
-    try:
-        yield
-    except DatasetError as error:
-        raise error.at(f"{spec.path}: {name}") if error.where is None else error from None
-
-
 def _stamp(spec: DatasetSpec) -> tuple[tuple[int, int], ...]:
     """Return size and time of change of every file."""
     found = [path.stat() for path in spec.sources if path.exists()]
     return tuple((status.st_size, status.st_mtime_ns) for status in found)
 
 
-def _row_bytes(column: Column) -> int:
+def _row_bytes(column: Numbers) -> int:
     return prod(map(int, column.shape[1:])) * column.dtype.itemsize
 
 
-def _check_row(column: Column) -> None:
+def _check_row(column: Numbers) -> None:
     try:
-        require_memory(_COPIES * _row_bytes(column))
+        require_available(_COPIES * _row_bytes(column))
     except MemoryError as error:
         raise DatasetError(
             f"one sample of the shape {tuple(column.shape[1:])} is too large: {error}",
@@ -213,31 +245,22 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
             some = list(names) if len(names) <= 20 else [*names[:20], f"... ({len(names)} in all)"]
             raise DatasetError(
                 f"there is no array {name!r} in the file",
-                where=str(spec.path),
                 remedy=suggestion(name, some).replace("Supported", "It holds")
                 + " A dataset.toml says which are inputs and targets.",
             )
 
 
-def _check_lengths(spec: DatasetSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in shapes.items():
-        if not shape:
-            raise DatasetError(
-                "this array has no axes, so no samples",
-                where=f"{spec.path}: {name}",
-                remedy="Its first axis must be the sample axis.",
-            )
+def _check_lengths(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    remedy = "The first axis of each array must be the sample axis."
+    flat = [name for name, shape in shapes.items() if not shape]
+    if flat:
+        what = f"the array {flat[0]} has no axes, so no samples"
+        raise DatasetError(what, remedy=remedy)
     lengths = {name: shape[0] for name, shape in shapes.items()}
     if len(set(lengths.values())) > 1:
-        raise DatasetError(
-            "the arrays have different numbers of samples: "
-            + ", ".join(f"{name} {length:,}" for name, length in lengths.items()),
-            where=str(spec.path),
-            remedy="The first axis of each must be the sample axis.",
-        )
+        told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
+        what = f"the arrays have different numbers of samples: {told}"
+        raise DatasetError(what, remedy=remedy)
     if 0 in lengths.values():
-        raise DatasetError(
-            f"there are no samples: the arrays {', '.join(lengths)} are empty",
-            where=str(spec.path),
-            remedy="Give at least one sample.",
-        )
+        what = f"there are no samples: the arrays {', '.join(lengths)} are empty"
+        raise DatasetError(what, remedy="Give at least one sample.")

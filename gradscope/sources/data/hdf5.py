@@ -15,41 +15,34 @@ from torch import Tensor
 from gradscope.core.chunks import index_is_sound
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
-    Ragged,
-    Sliced,
+    NumberColumn,
+    SequenceColumn,
+    Sizes,
     Stored,
     StoredArrays,
-    Texts,
+    TextColumn,
     from_numpy,
-    reading,
     torch_dtype,
 )
-from gradscope.sources.data.readers import dataset_readers, matching
+from gradscope.sources.formats import AGAIN, dataset_readers, matching
 
 _DEPTH = 8
 _DENSEST = 1100  # deflate makes at most 1,032 bytes of one
 _SLICE = 2**16  # rows of which lengths are looked at together
 
 
-def is_hdf5(head: bytes) -> bool:
-    """Whether a file that begins like this is an HDF5 file."""
-    return head.startswith(b"\x89HDF\r\n\x1a\n")
-
-
 @dataset_readers.register("hdf5")
-@matching(is_hdf5)
+@matching(lambda head: head.startswith(b"\x89HDF\r\n\x1a\n"))
 def open_hdf5(path: Path) -> StoredArrays:
     """Arrays of an HDF5 file, each by its path: images, or train/images in a group."""
-    with reading(path), _open(path) as file:
+    with _open(path) as file:
         names = tuple(_names(file, "", set()))
     if not names:
-        raise DatasetError(
-            "this HDF5 file holds no arrays", where=str(path), remedy="Write one array a name."
-        )
+        raise DatasetError("this HDF5 file holds no arrays", remedy="Write one array a name.")
 
     def load(name: str) -> Stored:
-        with reading(path, name), _open(path) as file:
-            return _stored(path, name, file[name], path.stat().st_size)
+        with _open(path) as file:
+            return _stored(path, name, file[name])
 
     return StoredArrays(names, load)
 
@@ -74,66 +67,51 @@ def _names(group: h5py.Group, prefix: str, seen: set[int]) -> Iterator[str]:
                 yield from _names(item, f"{prefix}{name}/", seen)
 
 
-def _stored(path: Path, name: str, dataset: h5py.Dataset, size: int) -> Stored:
-    _check(dataset, size)
+def _stored(path: Path, name: str, dataset: h5py.Dataset) -> Stored:
+    _check(dataset, path.stat().st_size)
     shape, dtype = tuple(map(int, dataset.shape)), dataset.dtype
     inner = h5py.check_vlen_dtype(dtype)
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        with _open(path) as file:
+            found: np.ndarray = file[name][start:stop]
+            return found
+
+    def texts(start: int, stop: int) -> list[str]:
+        with _open(path) as file:
+            return [str(text) for text in file[name].asstr()[start:stop]]
+
+    def sequences(start: int, stop: int) -> list[Tensor]:
+        return [from_numpy(np.asarray(row, inner)) for row in rows(start, stop)]
+
+    def sizes() -> Sizes:
+        parts = (rows(k, min(k + _SLICE, shape[0])) for k in range(0, shape[0], _SLICE))
+        return torch.tensor([len(row) for part in parts for row in part], dtype=torch.int64), ()
+
     if h5py.check_string_dtype(dtype) is not None and len(shape) == 1:
-        return Texts(shape[0], lambda a, b: _texts(path, name, a, b))
+        return TextColumn(shape[0], texts)
     if inner is not None and len(shape) == 1 and inner.kind in "biuf":
-        lengths = [
-            len(row)
-            for start in range(0, shape[0], _SLICE)
-            for row in dataset[start : start + _SLICE]
-        ]
-        return Ragged(
-            torch.tensor(lengths, dtype=torch.int64),
-            (),
-            torch_dtype(inner),
-            lambda a, b: [from_numpy(np.asarray(row, inner)) for row in _rows(path, name, a, b)],
-        )
+        return SequenceColumn(torch_dtype(inner), sequences, sizes)
     if not shape:
         return from_numpy(np.asarray(dataset[()]))
     if dtype.kind not in "biufc":
-        raise DatasetError(
-            f"it holds {dtype}, not numbers",
-            remedy="Store numbers, texts, or one sequence of numbers a sample.",
-        )
-
-    def read(start: int, stop: int) -> Tensor:
-        return from_numpy(_rows(path, name, start, stop))
-
-    return Sliced(shape, torch_dtype(dtype), read)
-
-
-def _rows(path: Path, name: str, start: int, stop: int) -> np.ndarray:
-    with reading(path, name), _open(path) as file:
-        found: np.ndarray = file[name][start:stop]
-        return found
-
-
-def _texts(path: Path, name: str, start: int, stop: int) -> list[str]:
-    with reading(path, name), _open(path) as file:
-        return [str(text) for text in file[name].asstr()[start:stop]]
+        remedy = "Store numbers, texts, or one sequence of numbers a sample."
+        raise DatasetError(f"it holds {dtype}, not numbers", remedy=remedy)
+    return NumberColumn(shape, torch_dtype(dtype), lambda a, b: from_numpy(rows(a, b)))
 
 
 def _check(dataset: h5py.Dataset, size: int) -> None:
+    """Refuse data that are elsewhere or not there, and an index by which HDF5 crashes."""
     plist = dataset.id.get_create_plist()
-    layout = plist.get_layout()
-    if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
-        raise DatasetError(
-            "it takes its data from other files", remedy="Copy them into one file (h5repack)."
-        )
+    if plist.get_external_count() or plist.get_layout() == h5py.h5d.VIRTUAL:
+        remedy = "Copy them into one file (h5repack)."
+        raise DatasetError("it takes its data from other files", remedy=remedy)
     if dataset.shape is None:
         raise DatasetError("it is empty", remedy="Give at least one sample.")
     stored = min(dataset.id.get_storage_size(), size)
     most = stored * (_DENSEST if plist.get_nfilters() else 1)
     if dataset.nbytes > max(most, 0):
-        raise DatasetError(
-            f"it claims {dataset.nbytes:,} bytes, of which {stored:,} are stored",
-            remedy="The file is unfinished or damaged: write or download it again.",
-        )
+        what = f"it claims {dataset.nbytes:,} bytes, of which {stored:,} are stored"
+        raise DatasetError(what, remedy=f"The file is unfinished or damaged. {AGAIN}")
     if dataset.chunks is not None and not index_is_sound(dataset, size):
-        raise DatasetError(
-            "its index of chunks is wrong", remedy="It is damaged: write or download it again."
-        )
+        raise DatasetError("its index of chunks is wrong", remedy=f"It is damaged. {AGAIN}")

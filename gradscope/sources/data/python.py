@@ -17,36 +17,48 @@ from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.errors import DatasetError, ModelError
 from gradscope.sources.code import code_digests, load_function, loading, user_file
+from gradscope.sources.data.recipes import converter
+from gradscope.sources.formats import located
 
 Collate = Callable[[list[Any]], Any]
 
 _END = object()
+_FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id")
 
 
-class PythonRows:
-    """The samples of a data set that the user's code makes.
-
-    Args:
-        spec: Its `factory` and the arguments for it.
+class PythonSamples:
+    """The samples of a data set that the user's code makes, by the spec's `factory`.
 
     Attributes:
+        format: "python".
+        notes: What there is to say about it.
         code: The digests of the user's code, by file.
         sha256: Of the code, the arguments, the length and the first sample.
-        notes: What there is to say about it.
     """
+
+    format = "python"
 
     def __init__(self, spec: DatasetSpec) -> None:
         assert spec.factory is not None
-        self._where = f"data set {spec.factory}"
+        for key in _FILES_ONLY:
+            if getattr(spec, key):
+                raise DatasetError(
+                    f"[dataset] {key} is for data files",
+                    where=str(spec.path),
+                    remedy="Do it in the data set itself.",
+                )
+        self._spec, self._where = spec, f"data set {spec.factory}"
         factory = load_function(spec.factory, "data set")
         with user_file(self._where), loading(spec.factory, "data set"):
             made = factory(**spec.kwargs)
-        self._data, self._collate, self.notes = _parts(made, self._where)
-        self._n = self._length()
+        with located(self._where):
+            self._data, self._collate, self.notes = _parts(made)
+            self._iterable = isinstance(self._data, IterableDataset)
+            self._iterable |= not hasattr(self._data, "__getitem__")
+            self._n = self._length()
         self._iterator: tuple[int, Iterator[Any]] | None = None
         self._seen: dict[tuple[int, ...], str] = {}
-        self._first: str | None = None
-        self._first = _digest(self._batch(range(1)))
+        self._first = _digest(self._batch(self._samples(range(1))))
         self.code = code_digests(spec.factory, "data set")
         facts = [self.code, spec.kwargs, self._n, self._first]
         self.sha256 = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
@@ -54,32 +66,42 @@ class PythonRows:
     def __len__(self) -> int:
         return self._n
 
+    def stored(self, name: str) -> dict[str, Any]:
+        """Nothing is stored."""
+        return {}
+
     def read(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return samples, collated, by name.
+        """Return samples, collated and converted, by name.
 
         Raises:
             DatasetError: They are not those that were returned for the same rows before.
         """
-        found = self._batch(rows)
+        samples = self._samples(rows)
+        found = self._batch(samples)
+        if rows[0] == 0 and _digest(self._batch(samples[:1])) != self._first:
+            raise self._other("sample 0 is")
         key, digest = (rows[0], rows[-1], len(rows)), _digest(found)
         if self._seen.setdefault(key, digest) != digest:
             raise self._other(f"samples {rows[0]} to {rows[-1]} are")
-        return found
+        return {name: self._converted(name, value) for name, value in found.items()}
 
-    def _batch(self, rows: Sequence[int]) -> dict[str, Any]:
-        samples = self._samples(rows)
-        batch = self._collated(samples)
-        alone = self._collated(samples[:1]) if rows[0] == 0 else None
-        if alone is not None and self._first is not None:
-            again = _digest(_named(alone, 1, self._where))
-            if again != self._first:
-                raise self._other("sample 0 is")
-        return _named(batch, len(rows), self._where)
+    def _converted(self, name: str, value: Any) -> Any:
+        spec = self._spec
+        named = any(name in table for table in (spec.dtype, spec.scale, spec.reshape))
+        if not named or name not in spec.arrays:
+            return value
 
-    def _collated(self, samples: list[Any]) -> Any:
+        def convert(t: Tensor) -> Tensor:
+            return converter(spec, name, t.shape[1:], t.dtype)(t) if t.dim() else t
+
+        with located(f"{self._where}: {name}"):
+            return map_tensors(convert, value)
+
+    def _batch(self, samples: list[Any]) -> dict[str, Any]:
+        """Return samples as one batch, by name."""
         try:
             with user_file(self._where):
-                return self._collate(samples)
+                batch = self._collate(samples)
         except ModelError as error:
             if self._collate is not default_collate or "equal size" not in error.what:
                 raise
@@ -88,6 +110,8 @@ class PythonRows:
                 where=self._where,
                 remedy="Pad them, or return (dataset, collate_fn) with a function that does.",
             ) from error
+        with located(self._where):
+            return _named(batch, len(samples))
 
     def _other(self, what: str) -> DatasetError:
         return DatasetError(
@@ -98,7 +122,7 @@ class PythonRows:
         )
 
     def _samples(self, rows: Sequence[int]) -> list[Any]:
-        if not self._by_position:
+        if self._iterable:
             return [self._next(row) for row in rows]
         with user_file(self._where):
             return [self._data[row] for row in rows]
@@ -123,69 +147,48 @@ class PythonRows:
 
     def _length(self) -> int:
         with user_file(self._where):
-            size = getattr(type(self._data), "__len__", None)
-            n = None if size is None else len(self._data)
-        if n is None:
-            raise DatasetError(
-                "it has no length (no __len__), so that the number of samples is unknown",
-                where=self._where,
-                remedy="Define __len__, or return a map-style Dataset.",
-            )
+            sized = getattr(type(self._data), "__len__", None) is not None
+            n = len(self._data) if sized else 0
+            once = self._iterable and n > 0 and iter(self._data) is self._data
+        if not sized:
+            what = "it has no length (no __len__), so that the number of samples is unknown"
+            raise DatasetError(what, remedy="Define __len__, or return a map-style Dataset.")
         if n == 0:
-            raise DatasetError(
-                "there are no samples", where=self._where, remedy="Give at least one sample."
-            )
-        with user_file(self._where):
-            once = not self._by_position and iter(self._data) is self._data
+            raise DatasetError("there are no samples", remedy="Give at least one sample.")
         if once:
-            raise DatasetError(
-                "it can be gone through only once",
-                where=self._where,
-                remedy="Let __iter__ return a new iterator each time, or define __getitem__.",
-            )
+            remedy = "Let __iter__ return a new iterator each time, or define __getitem__."
+            raise DatasetError("it can be gone through only once", remedy=remedy)
         return n
 
-    @property
-    def _by_position(self) -> bool:
-        return hasattr(self._data, "__getitem__") and not isinstance(self._data, IterableDataset)
 
-
-def _parts(made: Any, where: str) -> tuple[Any, Collate, tuple[str, ...]]:
+def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
     """Split what a factory returned into samples, collate function and notes."""
     if isinstance(made, DataLoader):
         note = "of the DataLoader, its dataset and collate_fn are used; the order is the data set's"
         return made.dataset, made.collate_fn or default_collate, (note,)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         return made[0], made[1], ()
-    own = getattr(made, "collate_fn", None)
     if not hasattr(made, "__getitem__") and not hasattr(made, "__iter__"):
-        raise DatasetError(
-            f"it is of type {type(made).__name__}",
-            where=where,
-            remedy="Return a torch.utils.data.Dataset, (dataset, collate_fn), or a DataLoader.",
-        )
+        remedy = "Return a torch.utils.data.Dataset, (dataset, collate_fn), or a DataLoader."
+        raise DatasetError(f"it is of type {type(made).__name__}", remedy=remedy)
+    own = getattr(made, "collate_fn", None)
     return made, own if callable(own) else default_collate, ()
 
 
-def _named(batch: Any, n: int, where: str) -> dict[str, Any]:
+def _named(batch: Any, n: int) -> dict[str, Any]:
+    """Return what a collate function made of n samples, by name."""
+    parts = {"inputs": batch}
     if isinstance(batch, Mapping):
         parts = {str(name): value for name, value in batch.items()}
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         parts = {"inputs": batch[0], "targets": batch[1]}
-    else:
-        parts = {"inputs": batch}
-    try:
-        found = {name: _tree(value) for name, value in parts.items()}
-    except DatasetError as error:
-        raise error.at(where) from None
+    found = {name: _tree(value) for name, value in parts.items()}
     for name, value in found.items():
         for tensor in tensors(value):
             if tensor.dim() and tensor.shape[0] != n:
-                raise DatasetError(
-                    f"{n} samples were collated to {name} of the shape {tuple(tensor.shape)}",
-                    where=where,
-                    remedy="The collate function must put the sample axis first.",
-                )
+                what = f"{n} samples were collated to {name} of the shape {tuple(tensor.shape)}"
+                remedy = "The collate function must put the sample axis first."
+                raise DatasetError(what, remedy=remedy)
     return found
 
 
@@ -196,10 +199,8 @@ def _tree(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_tree(v) for v in value)
     if isinstance(value, str | bytes):
-        raise DatasetError(
-            f"a sample holds text: {value[:40]!r}",
-            remedy="Make numbers of it in the data set or its collate function.",
-        )
+        remedy = "Make numbers of it in the data set or its collate function."
+        raise DatasetError(f"a sample holds text: {value[:40]!r}", remedy=remedy)
     return value
 
 

@@ -6,59 +6,42 @@ holds: all of a column is numbers, or it is text.
 
 import csv
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
-from gradscope.sources.data.columns import Stored, StoredArrays, reading
-from gradscope.sources.data.readers import dataset_readers, matching
-from gradscope.sources.data.values import Cells, Kind, Values
-from gradscope.sources.listing import listed
+from gradscope.sources.data.columns import (
+    NumberColumn,
+    SequenceColumn,
+    Sizes,
+    Stored,
+    StoredArrays,
+    TextColumn,
+    from_numpy,
+    torch_dtype,
+)
+from gradscope.sources.formats import dataset_readers, matching
 
-_EVERY = 256  # records between two places that are remembered
+_EVERY = 256  # records between two offsets that are remembered
 _LONGEST = 2**28  # bytes of a line
 _FIELD = 2**27  # characters of a field
 _HEAD = 2**20  # bytes by which a separator is found
 _LOOK = 20  # records of which a separator must make the same number of fields
 _SEPARATORS = (",", "\t", ";", "|")
+_TYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))  # each holds those before
 
 Record = Sequence[Any]
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records of a text file.
-
-    Attributes:
-        path: The file.
-        parse: Makes records of the lines from some place on.
-        marks: Where every 256th record begins, in bytes.
-        n: How many there are.
-    """
-
-    path: Path
-    parse: Callable[[Iterator[str]], Iterator[Record]]
-    marks: tuple[int, ...]
-    n: int
-
-    def read(self, start: int, stop: int) -> list[Record]:
-        """Return the records from `start` up to `stop`."""
-        block, skipped = divmod(start, _EVERY)
-        with reading(self.path), self.path.open("rb") as file:
-            file.seek(self.marks[block])
-            found = list(islice(self.parse(_Lines(file)), skipped, skipped + stop - start))
-        if len(found) != stop - start:
-            raise DatasetError(
-                "the file has become shorter since it was opened",
-                where=str(self.path),
-                remedy="Leave it as it is while a run reads it.",
-            )
-        return found
+Values = Callable[[int, int], list[Any]]  # of a column, from a start up to a stop
 
 
 class _Lines:
@@ -75,31 +58,76 @@ class _Lines:
         if not raw:
             raise StopIteration
         if len(raw) == _LONGEST:
-            raise DatasetError(
-                f"a line is longer than {_LONGEST:,} bytes", remedy="Write one sample a line."
-            )
+            what = f"a line is longer than {_LONGEST:,} bytes"
+            raise DatasetError(what, remedy="Write one sample a line.")
         try:
             text = str(raw.decode("utf-8-sig" if self.position == 0 else "utf-8"))
         except UnicodeDecodeError as error:
-            raise DatasetError(
-                f"not UTF-8 text at byte {self.position + error.start}", remedy="Save it as UTF-8."
-            ) from error
+            what = f"not UTF-8 text at byte {self.position + error.start}"
+            raise DatasetError(what, remedy="Save it as UTF-8.") from error
         self.position += len(raw)
         self.number += 1
         return text
 
-
-def is_jsonl(head: bytes) -> bool:
-    """Whether a file that begins like this has JSON objects as lines."""
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{" and b"\0" not in head
+    def __str__(self) -> str:
+        return f"line {self.number}"
 
 
-def is_csv(head: bytes) -> bool:
-    """Whether a file that begins like this has lines of equally many fields."""
-    return separator(head) is not None
+Parse = Callable[[_Lines], Iterator[Record]]
 
 
-def separator(head: bytes) -> str | None:
+@dataset_readers.register("jsonl")
+@matching(lambda head: head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{" and 0 not in head)
+def open_jsonl(path: Path) -> StoredArrays:
+    """JSON objects, one a line: numbers, texts, lists of numbers."""
+
+    def parse(lines: _Lines) -> Iterator[Record]:
+        return ((_object(line, lines),) for line in lines if line.strip())
+
+    with path.open("rb") as file:
+        names = [name for (first,) in islice(parse(_Lines(file)), 1) for name in first]
+    return _arrays(path, parse, names, lambda record, name: record[0].get(name), _Json)
+
+
+@dataset_readers.register("csv")
+@matching(lambda head: _separator(head) is not None)
+def open_csv(path: Path) -> StoredArrays:
+    """Comma-separated values (or tabs, semicolons), with or without names in the first line."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+        while head.count(b"\n") < 2 and len(head) < _LONGEST and (more := file.read(len(head))):
+            head += more  # there may be tens of thousands of columns
+        mark = _separator(head) or ","
+        csv.field_size_limit(_FIELD)
+        file.seek(0)
+        first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
+    headless = bool(first) and all(map(_is_number, first))
+    unnamed = [headless or not name.strip() for name in first]
+    names = [str(k) if unnamed[k] else name.strip() for k, name in enumerate(first)]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        what = f"several columns are called {listed(map(repr, twice), 3)}"
+        raise DatasetError(what, remedy="Give every column a name of its own in the first line.")
+    places = {name: k for k, name in enumerate(names)}
+
+    def parse(lines: _Lines) -> Iterator[Record]:
+        skip = not headless and lines.position == 0
+        for record in csv.reader(lines, delimiter=mark, strict=True):
+            if record and len(record) != len(names):
+                raise DatasetError(
+                    f"{lines} has {len(record)} fields, the first line {len(names)}",
+                    remedy="Give every line a field for each column; quote fields with commas.",
+                )
+            if record and not skip:
+                yield record
+            skip = skip and not record
+
+    note = f"the first line of {path.name} holds numbers, so the columns are called 0, 1, ..."
+    arrays = _arrays(path, parse, names, lambda record, name: record[places[name]], _Csv)
+    return StoredArrays(arrays.names, arrays.load, (note,) if headless else ())
+
+
+def _separator(head: bytes) -> str | None:
     """Return what separates the fields of a table that begins like this, None for no table."""
     whole = head[: head.rfind(b"\n") + 1] or head
     try:
@@ -119,139 +147,177 @@ def separator(head: bytes) -> str | None:
     return None
 
 
-@dataset_readers.register("jsonl")
-@matching(is_jsonl)
-def open_jsonl(path: Path) -> StoredArrays:
-    """JSON objects, one a line: numbers, texts, lists of numbers."""
-
-    def parse(lines: Iterator[str]) -> Iterator[Record]:
-        for line in lines:
-            if line.strip():
-                yield (_object(line, lines),)
-
-    names: list[str] = []
-    with reading(path), path.open("rb") as file:
-        for (first,) in parse(_Lines(file)):
-            names = list(first)
-            break
-
-    def pick(record: Record, name: str) -> Any:
-        return record[0].get(name)
-
-    return _arrays(path, parse, names, pick, Values)
-
-
-@dataset_readers.register("csv")
-@matching(is_csv)
-def open_csv(path: Path) -> StoredArrays:
-    """Comma-separated values (or tabs, semicolons), with or without names in the first line."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
-        while head.count(b"\n") < 2 and len(head) < _LONGEST and (more := file.read(len(head))):
-            head += more  # there may be tens of thousands of columns
-    mark = separator(head) or ","
-    csv.field_size_limit(_FIELD)
-    with reading(path), path.open("rb") as file:
-        first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
-    headless = bool(first) and all(_is_number(cell) for cell in first)
-    names = [
-        str(k) if headless or not name.strip() else name.strip() for k, name in enumerate(first)
-    ]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise DatasetError(
-            f"several columns are called {listed(map(repr, twice), 3)}",
-            where=str(path),
-            remedy="Give every column a name of its own in the first line.",
-        )
-    places = {name: k for k, name in enumerate(names)}
-
-    def parse(lines: Iterator[str]) -> Iterator[Record]:
-        skip = not headless and getattr(lines, "position", 1) == 0
-        for record in csv.reader(lines, delimiter=mark, strict=True):
-            if not record:
-                continue
-            if len(record) != len(names):
-                raise DatasetError(
-                    f"{_place(lines)} has {len(record)} fields, the first line {len(names)}",
-                    remedy="Give every line a field for each column; quote fields with commas.",
-                )
-            if not skip:
-                yield record
-            skip = False
-
-    note = f"the first line of {path.name} holds numbers, so the columns are called 0, 1, ..."
-    arrays = _arrays(path, parse, names, lambda record, name: record[places[name]], Cells)
-    return StoredArrays(arrays.names, arrays.load, (note,) if headless else ())
-
-
-def _arrays(
-    path: Path,
-    parse: Callable[[Iterator[str]], Iterator[Record]],
-    names: Sequence[str],
-    pick: Callable[[Record, str], Any],
-    kind: Callable[[], Kind],
-) -> StoredArrays:
-    """Go through the file once, and return its columns."""
-    kinds = {name: kind() for name in names}
-    marks, n = [0], 0
-    with reading(path), path.open("rb") as file:
-        lines = _Lines(file)
-        records = parse(lines)
-        while block := list(islice(records, _EVERY)):
-            for name, found in kinds.items():
-                found.look([pick(record, name) for record in block], n)
-            n += len(block)
-            marks.append(lines.position)
-    whole = Records(path, parse, tuple(marks), n)
-    read = lru_cache(maxsize=1)(whole.read)  # the columns share the records of a batch
-
-    def load(name: str) -> Stored:
-        def cells(start: int, stop: int) -> list[Any]:
-            return [pick(record, name) for record in read(start, stop)]
-
-        with reading(path, name):
-            return kinds[name].stored(n, cells)
-
-    return StoredArrays(tuple(names), load)
-
-
-class _TwiceError(Exception):
-    """A key of an object is there twice."""
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        count = Counter(name for name, _ in pairs)
-        raise _TwiceError(repr(count.most_common(1)[0][0]))
-    return found
-
-
-def _object(line: str, lines: Any) -> dict[str, Any]:
-    try:
-        found = json.loads(line, object_pairs_hook=_distinct)
-    except _TwiceError as error:
-        raise DatasetError(
-            f"{_place(lines)} has {error} twice", remedy="Give every value a key of its own."
-        ) from error
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise DatasetError(
-            f"{_place(lines)} is no JSON object",
-            remedy='Write one object a line, such as {"inputs": [1.5, 2], "targets": 0}.',
-        )
-    return found
-
-
-def _place(lines: Any) -> str:
-    return f"line {lines.number}" if lines.number else "a line"
-
-
 def _is_number(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
         return False
     return True
+
+
+def _object(line: str, lines: _Lines) -> dict[str, Any]:
+    twice: list[str] = []
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.append(Counter(name for name, _ in pairs).most_common(1)[0][0])
+        return found
+
+    try:
+        found = json.loads(line, object_pairs_hook=distinct)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        remedy = 'Write one object a line, such as {"inputs": [1.5, 2], "targets": 0}.'
+        raise DatasetError(f"{lines} is no JSON object", remedy=remedy)
+    if twice:
+        what = f"{lines} has {twice[0]!r} twice"
+        raise DatasetError(what, remedy="Give every value a key of its own.")
+    return found
+
+
+class _Kind(Protocol):
+    """What is known of a column so far."""
+
+    def look(self, values: Sequence[Any], start: int) -> None:
+        """Look at the values of the samples from `start` on."""
+
+    def column(self, n: int, read: Values) -> Stored:
+        """Return the column, n samples whose values `read` returns."""
+
+
+def _arrays(
+    path: Path,
+    parse: Parse,
+    names: Sequence[str],
+    pick: Callable[[Record, str], Any],
+    kind: Callable[[], _Kind],
+) -> StoredArrays:
+    """Go through the file once, and return its columns."""
+    kinds = {name: kind() for name in names}
+    offsets, n = [0], 0  # in bytes, where every 256th record begins
+    with path.open("rb") as file:
+        lines = _Lines(file)
+        records = parse(lines)
+        while block := list(islice(records, _EVERY)):
+            for name, found in kinds.items():
+                found.look([pick(record, name) for record in block], n)
+            n += len(block)
+            offsets.append(lines.position)
+
+    @lru_cache(maxsize=1)  # the columns share the records of a batch
+    def read(start: int, stop: int) -> list[Record]:
+        block, skipped = divmod(start, _EVERY)
+        with path.open("rb") as file:
+            file.seek(offsets[block])
+            found = list(islice(parse(_Lines(file)), skipped, skipped + stop - start))
+        if len(found) != stop - start:
+            remedy = "Leave it as it is while a run reads it."
+            raise DatasetError("the file has become shorter since it was opened", remedy=remedy)
+        return found
+
+    def load(name: str) -> Stored:
+        return kinds[name].column(n, lambda a, b: [pick(record, name) for record in read(a, b)])
+
+    return StoredArrays(tuple(names), load)
+
+
+class _Csv:
+    """A column of fields: integers, else numbers with empty fields as NaN, else text."""
+
+    def __init__(self) -> None:
+        self._types: list[type] = [np.int64, np.float64]
+
+    def look(self, values: Sequence[str], start: int) -> None:
+        """Drop the types that some value is not of."""
+        while self._types:
+            try:
+                _parsed(values, self._types[0])
+                return
+            except (ValueError, OverflowError):
+                self._types.pop(0)
+
+    def column(self, n: int, read: Values) -> Stored:
+        """Return numbers (N,) or texts."""
+        if not self._types:
+            return TextColumn(n, read)
+        kind = self._types[0]
+        dtype = torch_dtype(np.dtype(kind))
+        return NumberColumn((n,), dtype, lambda a, b: from_numpy(_parsed(read(a, b), kind)))
+
+
+def _parsed(values: Sequence[str], kind: type) -> np.ndarray:
+    if kind is np.float64:
+        return np.array([float(v) if v.strip() else np.nan for v in values], kind)
+    return np.array([int(v) for v in values], kind)
+
+
+class _Json:
+    """A column of JSON values: numbers (null is NaN), texts, or lists of numbers."""
+
+    def __init__(self) -> None:
+        self._first = ""  # "number", "text" or "list"
+        self._type = 0  # a place in _TYPES
+        self._row: tuple[int, ...] | None = None
+        self._lengths = array("q")
+        self._mixed: str | None = None
+
+    def look(self, values: Sequence[Any], start: int) -> None:
+        """Find kind, dtype and lengths, and the first value that does not fit in."""
+        for k, value in enumerate(values, start):
+            kind = "number"
+            if isinstance(value, list):
+                kind = "list"
+            elif isinstance(value, str):
+                kind = "text"
+            fits = self._first in ("", kind) and not isinstance(value, dict)
+            if fits and kind == "list":
+                self._lengths.append(len(value))
+                fits = not value or self._add(value)
+            elif fits and kind == "number" and not isinstance(value, bool):
+                integer = isinstance(value, int) and -(2**63) <= value < 2**63
+                self._type = max(self._type, 1 if integer else 2)
+            if not fits and self._mixed is None:
+                shown = repr(value)
+                shown = shown if len(shown) < 60 else f"{shown[:57]}..."
+                self._mixed = f"sample {k} is {shown}"
+            self._first = self._first or kind
+
+    def _add(self, value: list[Any]) -> bool:
+        """Whether a list is of numbers, and its entries of the shape of those before."""
+        try:
+            found = np.asarray(value)
+        except ValueError:  # lists of several lengths inside
+            return False
+        if found.dtype.kind not in "biuf" or self._row not in (None, found.shape[1:]):
+            return False
+        self._row = found.shape[1:]
+        self._type = max(self._type, {"b": 0, "i": 1, "u": 1}.get(found.dtype.kind, 2))
+        return True
+
+    def column(self, n: int, read: Values) -> Stored:
+        """Return numbers (N,), texts or sequences."""
+        if self._mixed is not None:
+            raise DatasetError(
+                f"its values are not all of one kind: {self._mixed}",
+                remedy="Write numbers, texts, or lists of numbers of one shape.",
+            )
+        dtype, row = _TYPES[self._type], self._row or ()
+
+        def numbers(start: int, stop: int) -> Tensor:
+            found = read(start, stop)
+            return from_numpy(np.array([np.nan if v is None else v for v in found], dtype))
+
+        def sequences(start: int, stop: int) -> list[Tensor]:
+            found = read(start, stop)
+            return [from_numpy(np.array(v, dtype).reshape(len(v), *row)) for v in found]
+
+        def sizes() -> Sizes:
+            return torch.tensor(self._lengths, dtype=torch.int64), row
+
+        if self._first == "text":
+            return TextColumn(n, read)
+        if self._first == "number":
+            return NumberColumn((n,), torch_dtype(dtype), numbers)
+        return SequenceColumn(torch_dtype(dtype), sequences, sizes)

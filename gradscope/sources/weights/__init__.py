@@ -1,1 +1,1 @@
-"""Checkpoints: formats, folders, shards."""
+"""Checkpoints: their formats, folders and shards, and whether their weights fit a model."""

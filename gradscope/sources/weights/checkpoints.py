@@ -1,8 +1,7 @@
 """Weights from a file into a model: found, checked against the model, and loaded whole or not."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,92 +9,54 @@ from torch import nn
 
 from gradscope.errors import CheckpointError
 from gradscope.sources.code import user_file
-from gradscope.sources.data.readers import checkpoint_readers, find_checkpoint_reader, reachable
-from gradscope.sources.digests import sha256, sha256_of_all
-from gradscope.sources.fit import fitted
-from gradscope.sources.listing import listed
-from gradscope.sources.weights import formats as checkpoint_formats  # noqa: F401 (it registers the readers)
-from gradscope.sources.weights.contents import find_state_dict
-from gradscope.sources.weights.folders import weights_in
-from gradscope.sources.weights.shards import files_of
-
-TRUSTED = ("torch", "torch-legacy", "pickle")  # what unsafe_pickle lets execute code
+from gradscope.sources.formats import (
+    checkpoint_readers,
+    find_reader,
+    located,
+    reachable,
+    reading,
+    sha256,
+    sha256_of_list,
+)
+from gradscope.sources.weights.fit import fitted
+from gradscope.sources.weights.folders import files_of, weights_in
+from gradscope.sources.weights.readers import TRUSTED, read_trusted
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was loaded, and what was done to make it fit.
-
-    Attributes:
-        path: The file.
-        format: The reader's name.
-        sha256: The file's SHA-256; of several files, one over the list of theirs.
-        tensors: How many tensors were loaded.
-        key: Where in the file the state dict was, dotted; "" at the top level.
-        dropped: Names that were left out.
-        prefix: What was taken off every name, "" if nothing.
-        casts: "name: float64 -> float32" for each tensor that was cast.
-        tied: Names that the file lacks and whose tensor came under another name.
-        others: Further notes.
-        files: Every file that was read.
-    """
-
-    path: Path
-    format: str
-    sha256: str
-    tensors: int
-    key: str = ""
-    dropped: tuple[str, ...] = ()
-    prefix: str = ""
-    casts: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    files: tuple[Path, ...] = ()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """One sentence for each thing done that the user may not expect."""
-        notes = list(self.others)
-        if self.key:
-            notes.append(f"The weights are those under {self.key!r} of the checkpoint.")
-        if self.dropped:
-            notes.append(f"Left out of the checkpoint, as not the model's: {listed(self.dropped)}.")
-        if self.prefix:
-            notes.append(f"The prefix {self.prefix!r} was taken off all names in the checkpoint.")
-        if self.casts:
-            notes.append(f"Cast to the model's dtype: {listed(self.casts)}.")
-        if self.tied:
-            notes.append(f"Not in the checkpoint, tied to others that are: {listed(self.tied)}.")
-        return tuple(notes)
-
-
-@dataclass(frozen=True)
-class Content:
-    """A checkpoint as it was read.
+    """What was read, and what was done to make it fit.
 
     Attributes:
         path: The file, where a folder was given the one in it.
         format: The reader's name.
         sha256: The file's SHA-256; of several files, one over the list of theirs.
-        value: What it holds.
         files: Every file that was read.
-        notes: What was done.
+        notes: One sentence for each thing done that the user may not expect.
+        tensors: How many tensors were loaded.
+        key: Where in the file the state dict was, dotted; "" at the top level.
+        prefix: What was taken off every name, "" if nothing.
     """
 
     path: Path
     format: str
     sha256: str
-    value: Any
     files: tuple[Path, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    tensors: int = 0
+    key: str = ""
+    prefix: str = ""
 
 
-def read(path: Path, *, unsafe_pickle: bool = False) -> Content:
+def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointReport]:
     """Read a checkpoint: a file, an index of several, or the folder that holds either.
 
     Args:
         path: The kind of a file is found by content.
         unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
+
+    Returns:
+        What it holds, and a report in which no tensor has been loaded.
 
     Raises:
         CheckpointError: It cannot be read or is refused.
@@ -103,18 +64,17 @@ def read(path: Path, *, unsafe_pickle: bool = False) -> Content:
     with reachable(path, CheckpointError):
         file = weights_in(path) if path.is_dir() else path
     notes = [] if file == path else [f"The weights of the folder are those in {file.name}."]
-    name = find_checkpoint_reader(file)
-    with located(file):
+    name = find_reader(checkpoint_readers, file, CheckpointError)
+    with reading(CheckpointError, file):
         if unsafe_pickle and name in TRUSTED:
-            from gradscope.sources.weights.code import read_trusted
-
             value = read_trusted(file, name)
             notes.append("The checkpoint was trusted to execute code (--unsafe-pickle).")
         else:
             value = checkpoint_readers.get(name)(file)
-    files = files_of(file) if name == "index" else (file,)
-    digest = sha256(file) if len(files) == 1 else sha256_of_all(files)
-    return Content(file, name, digest, value, files, tuple(notes))
+        files = files_of(file) if name == "index" else (file,)
+    digests = [(each.name, sha256(each)) for each in files]
+    digest = digests[0][1] if len(files) == 1 else sha256_of_list(digests)
+    return value, CheckpointReport(file, name, digest, files, tuple(notes))
 
 
 def load_into(
@@ -137,33 +97,10 @@ def load_into(
     Raises:
         CheckpointError: The file cannot be read or is refused, or it does not fit the model.
     """
-    content = read(path, unsafe_pickle=unsafe_pickle)
-    with located(content.path):
-        found = find_state_dict(content.value, model, key)
-        fit = fitted(model, found.state, ignore)
+    content, report = read(path, unsafe_pickle=unsafe_pickle)
+    with located(report.path):
+        fit = fitted(model, content, key, ignore)
         with user_file("the model's own load_state_dict"):
             model.load_state_dict(fit.state, strict=True)
-    return CheckpointReport(
-        content.path,
-        content.format,
-        content.sha256,
-        len(fit.state) - len(fit.tied),
-        found.key,
-        fit.dropped,
-        fit.prefix,
-        fit.casts,
-        fit.tied,
-        content.notes,
-        content.files,
-    )
-
-
-@contextmanager
-def located(path: Path) -> Iterator[None]:
-    """Put the file into a `CheckpointError` that names none."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.where is None:
-            error.at(str(path))
-        raise
+    notes = report.notes + fit.notes
+    return replace(report, notes=notes, tensors=fit.tensors, key=fit.key, prefix=fit.prefix)

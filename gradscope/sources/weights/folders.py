@@ -1,9 +1,20 @@
-"""Which file of a folder holds the weights."""
+"""A checkpoint of several files: which of a folder holds the weights, and what an index lists.
 
-from pathlib import Path
+An index.json is {"weight_map": {name: file}}, as Hugging Face writes it.
+"""
 
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from torch import Tensor
+
+from gradscope.core.registry import suggestion
+from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError
-from gradscope.sources.listing import listed
+from gradscope.sources.formats import checkpoint_readers, find_reader, matching, reachable, reading
 
 _NAMES = (  # Hugging Face's, in the order in which it looks for them
     "model.safetensors",
@@ -13,62 +24,132 @@ _NAMES = (  # Hugging Face's, in the order in which it looks for them
 )
 _SUFFIXES = {".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2"}
 _OTHERS = {"optimizer", "scheduler", "rng_state", "training_args", "scaler"}  # of a trainer
+_MAX_BYTES = 2**27  # the names of the largest models take a few megabytes
+_AGAIN = "Download the folder again, or write it again with save_pretrained."
 
 
 def weights_in(folder: Path) -> Path:
-    """Return the one file of a folder that holds the weights, or that lists those which do.
-
-    Raises:
-        CheckpointError: There is none, or it is not clear which.
-    """
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-        raise _error(folder, reason, "Check its permissions.") from error
+    """Return the one file of a folder that holds the weights, or that lists those which do."""
+    names = sorted(entry.name for entry in folder.iterdir())
     for name in _NAMES:
         if name in names:
             return folder / name
-    _refuse_others(folder, set(names))
     indices = [name for name in names if name.endswith(".index.json")]
     files = [n for n in names if Path(n).suffix in _SUFFIXES and Path(n).stem not in _OTHERS]
     found = indices or files
-    if len(found) == 1:
-        return folder / found[0]
-    if not found:
-        held = f"it holds: {listed(names)}" if names else "it is empty"
-        raise _error(folder, f"no weights are in this folder; {held}", "Give the file itself.")
-    if any("-of-" in name for name in found):
-        raise _error(
-            folder,
-            f"the index.json that lists the parts of the checkpoint is missing: {listed(found)}",
-            "Download the folder again, index included.",
-        )
-    raise _error(folder, f"several files may be meant: {listed(found)}", "Give one of them.")
-
-
-def _refuse_others(folder: Path, names: set[str]) -> None:
-    """Refuse folders that are checkpoints of a kind that is not read."""
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
-        raise _error(
-            folder,
-            "this is a distributed checkpoint; its metadata are a pickle, which is never loaded",
-            "Convert it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            "FOLDER OUT.pt",
-        )
-    if "adapter_config.json" in names:
-        raise _error(
-            folder,
-            "this folder holds an adapter, not a model",
-            "Merge it into its model, save that, and give its folder.",
-        )
-    if "data.pkl" in names:
-        raise _error(
-            folder,
-            "this is an unpacked archive of torch.save",
-            "Pack it again, or give the file as it was.",
-        )
+        what = "this is a distributed checkpoint; its metadata are a pickle, which is never loaded"
+        tool = "python -m torch.distributed.checkpoint.format_utils"
+        remedy = f"Convert it: {tool} dcp_to_torch FOLDER OUT.pt"
+    elif "adapter_config.json" in names:
+        what = "this folder holds an adapter, not a model"
+        remedy = "Merge it into its model, save that, and give its folder."
+    elif "data.pkl" in names:
+        what = "this is an unpacked archive of torch.save"
+        remedy = "Pack it again, or give the file as it was."
+    elif len(found) == 1:
+        return folder / found[0]
+    elif not found:
+        held = f"it holds: {listed(names)}" if names else "it is empty"
+        what, remedy = f"no weights are in this folder; {held}", "Give the file itself."
+    elif any("-of-" in name for name in found):
+        what = f"the index.json that lists the parts of the checkpoint is missing: {listed(found)}"
+        remedy = "Download the folder again, index included."
+    else:
+        what, remedy = f"several files may be meant: {listed(found)}", "Give one of them."
+    raise CheckpointError(what, where=str(folder), remedy=remedy)
 
 
-def _error(folder: Path, what: str, remedy: str) -> CheckpointError:
-    return CheckpointError(what, where=str(folder), remedy=remedy)
+def is_index(head: bytes) -> bool:
+    """Whether a file that begins like this is an index: JSON text, where safetensors has NULs."""
+    table = re.match(rb'(\xef\xbb\xbf)?\s*\{\s*"', head) is not None
+    return table and b"\0" not in head[:8] and b'"weight_map"' in head
+
+
+@checkpoint_readers.register("index")
+@matching(is_index)
+def read_index(path: Path) -> dict[str, Tensor]:
+    """Tensors in several files that an index.json lists, as Hugging Face writes them."""
+    content: dict[str, Tensor] = {}
+    for file, names in _shards(path).items():
+        held = _shard(path.parent / file)
+        absent = [name for name in names if name not in held]
+        if absent:
+            count = f"{len(absent)} tensors that it lists in {file}"
+            raise _wrong(f"{count} are not there: {listed(absent)}")
+        twice = [name for name in held if name in content]
+        if twice:
+            raise _wrong(f"{len(twice)} tensors are in more than one file: {listed(twice)}")
+        content.update(held)
+    return content
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """Return all files that an index stands for, itself first."""
+    return (path, *(path.parent / file for file in _shards(path)))
+
+
+def _shards(path: Path) -> dict[str, list[str]]:
+    """Return {file: the names listed in it}, the files in order."""
+    shards: dict[str, list[str]] = {}
+    for name, file in _table(path).items():
+        if not isinstance(file, str) or not _is_inside(file):
+            raise _wrong(f"{name!r} is in {file!r}, which is no file of its own folder")
+        shards.setdefault(file, []).append(name)
+    with reachable(path, CheckpointError):
+        absent = [file for file in shards if not (path.parent / file).exists()]
+    if absent:
+        beside = sorted(p.name for p in path.parent.iterdir() if p != path)
+        hint = suggestion(absent[0], beside).replace("Supported", "The folder holds")
+        count = f"{len(absent)} of its {len(shards)} files"
+        raise _wrong(f"{count} are missing: {listed(absent)}", hint)
+    return dict(sorted(shards.items()))
+
+
+def _table(path: Path) -> Mapping[str, Any]:
+    if path.stat().st_size > _MAX_BYTES:
+        raise _wrong(f"it is larger than {_MAX_BYTES:,} bytes")
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
+    except RecursionError as error:
+        raise _wrong("it is nested too deeply") from error
+    except ValueError as error:  # not JSON, not UTF-8, a key twice
+        raise _wrong(f"it cannot be read: {error}") from error
+    table = content.get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise _wrong(
+            "it is JSON without a table `weight_map`, so no index of a checkpoint",
+            "Give the file with the weights, or the folder that holds it.",
+        )
+    return table
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in table if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands in it twice")
+    return table
+
+
+def _is_inside(file: str) -> bool:
+    """Whether it is a plain relative path, on whatever system it was written."""
+    path = PureWindowsPath(file)
+    plain = not path.drive and not path.root and ".." not in path.parts and bool(path.parts)
+    return plain and file.isprintable()
+
+
+def _shard(path: Path) -> Mapping[str, Tensor]:
+    name = find_reader(checkpoint_readers, path, CheckpointError)
+    if name == "index":
+        raise _wrong(f"{path.name} is itself an index")
+    with reading(CheckpointError, path):
+        content = checkpoint_readers.get(name)(path)
+    if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise _wrong(f"{path.name} holds something other than named tensors")
+    return content
+
+
+def _wrong(what: str, remedy: str = _AGAIN) -> CheckpointError:
+    return CheckpointError(f"the index is wrong: {what}", remedy=remedy)

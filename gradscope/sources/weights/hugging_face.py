@@ -14,19 +14,20 @@ from torch import nn
 
 from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
+from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
-from gradscope.sources.listing import listed
+from gradscope.sources.formats import located
 
 CONFIG = "config.json"
 _MAX_BYTES = 2**24
 _ATTENTION = "attn_implementation"
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
 
+Settings = Mapping[str, Any]
 
-def built(
-    folder: Path, state: Mapping[str, Any], kwargs: Mapping[str, Any]
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model that a folder describes, with its weights, and notes.
+
+def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the model that a folder with a config.json describes, with its weights, and notes.
 
     Args:
         folder: Holds config.json.
@@ -39,138 +40,118 @@ def built(
         ModelError: transformers is absent, or does not know the model.
         CheckpointError: The weights are not those of the model.
     """
-    where = str(folder / CONFIG)
-    content = _content(folder / CONFIG)
-    _refuse_code({**content, **kwargs}, where)
-    transformers = _transformers(where)
-    with _quiet(transformers), _building(where):
-        config = transformers.AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-        _override(config, kwargs, where)
-        kind = _class(transformers, content, kwargs, where)
-        model, told = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(state),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, in our own words
-            **{key: value for key, value in kwargs.items() if key == _ATTENTION},
-        )
-    notes = _notes(told, str(folder))
-    model.__class__ = _answering_logits(kind)
-    return model, notes
+    with located(folder / CONFIG):
+        content = _content(folder / CONFIG)
+        _refuse_code({**content, **kwargs})
+        transformers = _transformers()
+        with _quiet(transformers), _building():
+            config = transformers.AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            _override(config, kwargs)
+            kind = _class(transformers, content, kwargs)
+            model, told = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(state),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in our own words
+                **{key: value for key, value in kwargs.items() if key == _ATTENTION},
+            )
+        _require_all(told)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = kind.forward(self, *args, **kwargs)
+        return getattr(answer, "logits", answer)
+
+    own = {"forward": forward, "__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (kind,), own)
+    unused = sorted(told["unexpected_keys"])
+    note = f"The model does not use these of the checkpoint: {listed(unused)}."
+    return model, (note,) if unused else ()
 
 
 def _content(path: Path) -> dict[str, Any]:
     """Read config.json."""
-
-    def error(what: str, remedy: str = _SAVED) -> ModelError:
-        return ModelError(what, where=str(path), remedy=remedy)
-
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
-            raise error(f"it is larger than {_MAX_BYTES:,} bytes")
+            raise ModelError(f"it is larger than {_MAX_BYTES:,} bytes", remedy=_SAVED)
         content = json.loads(text)
     except OSError as failure:
-        raise error(f"cannot be read: {failure.strerror}") from failure
+        raise ModelError(f"cannot be read: {failure.strerror}", remedy=_SAVED) from failure
     except (ValueError, RecursionError) as failure:
-        raise error(f"is no JSON: {first_line(failure)}") from failure
+        raise ModelError(f"is no JSON: {first_line(failure)}", remedy=_SAVED) from failure
     if not isinstance(content, dict):
-        raise error("is no table of settings")
+        raise ModelError("is no table of settings", remedy=_SAVED)
     if "quantization_config" in content:
-        raise error("the weights are quantized", "Give the folder of the model before quantizing.")
+        remedy = "Give the folder of the model before quantizing."
+        raise ModelError("the weights are quantized", remedy=remedy)
     return content
 
 
-def _refuse_code(settings: Mapping[str, Any], where: str) -> None:
+def _refuse_code(settings: Settings) -> None:
     """Refuse what would be executed: classes of the folder, kernels of a repository."""
     attention = [v for k, v in settings.items() if _ATTENTION in k and isinstance(v, str)]
     if "auto_map" in settings or any("/" in value for value in attention):
-        raise ModelError(
-            "the model needs code of its own, which is never executed", where=where, remedy=_SAVED
-        )
+        what = "the model needs code of its own, which is never executed"
+        raise ModelError(what, remedy=_SAVED)
 
 
-def _transformers(where: str) -> Any:
+def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
         raise ModelError(
             f"the package transformers is needed to build this model: {error}",
-            where=where,
-            remedy="Install it: pip install 'gradscope[hf]'.",
+            remedy="Install it: pip install 'torch-gradscope[hf]'.",
         ) from error
     return transformers
 
 
-def _override(config: Any, kwargs: Mapping[str, Any], where: str) -> None:
+def _override(config: Any, kwargs: Settings) -> None:
     for key, value in {"use_cache": False, **kwargs}.items():
         if key in ("architecture", _ATTENTION):
             continue
-        if not hasattr(config, key):
-            if key == "use_cache":
-                continue
+        if hasattr(config, key):
+            setattr(config, key, value)
+        elif key != "use_cache":
             raise ModelError(
                 f"the config has no value {key!r} that `kwargs` could replace",
-                where=where,
                 remedy=suggestion(key, sorted(config.to_dict())),
             )
-        setattr(config, key, value)
 
 
-def _class(
-    transformers: Any, content: Mapping[str, Any], kwargs: Mapping[str, Any], where: str
-) -> Any:
+def _class(transformers: Any, content: Settings, kwargs: Settings) -> Any:
     own = content.get("architectures")
     name = kwargs.get("architecture", own[0] if isinstance(own, list) and own else None)
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ModelError(
             "it names no architecture" if name is None else f"transformers has no model {name!r}",
-            where=where,
             remedy='Name a class of transformers: kwargs = { architecture = "..." } under [model].',
         )
     return kind
 
 
-def _notes(told: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def _require_all(told: Settings) -> None:
     """Refuse a model of which not every weight came from the checkpoint."""
     missing = sorted(told["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} weights of the model are missing: {listed(missing)}",
-            where=where,
-            remedy="Name the architecture that was saved: kwargs = { architecture = ... }.",
-        )
     wrong = sorted(
         f"{name}: {tuple(here)} here, {tuple(there)} in the model"
         for name, here, there in told["mismatched_keys"]
     )
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} weights of the model are missing: {listed(missing)}",
+            remedy="Name the architecture that was saved: kwargs = { architecture = ... }.",
+        )
     if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} tensors do not fit: {listed(wrong)}", where=where, remedy=_SAVED
-        )
+        raise CheckpointError(f"{len(wrong)} tensors do not fit: {listed(wrong)}", remedy=_SAVED)
     if told["error_msgs"]:
-        raise CheckpointError(
-            f"transformers could not convert the weights: {listed(told['error_msgs'], 3)}",
-            where=where,
-            remedy=_SAVED,
-        )
-    unused = sorted(told["unexpected_keys"])
-    return (f"The model does not use these of the checkpoint: {listed(unused)}.",) if unused else ()
-
-
-def _answering_logits(kind: Any) -> Any:
-    """Return the class with a forward pass that gives the logits alone, where there are any."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = kind.forward(self, *args, **kwargs)
-        return getattr(answer, "logits", answer)
-
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+        what = f"transformers could not convert the weights: {listed(told['error_msgs'], 3)}"
+        raise CheckpointError(what, remedy=_SAVED)
 
 
 @contextmanager
@@ -189,12 +170,11 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _building(where: str) -> Iterator[None]:
+def _building() -> Iterator[None]:
     try:
         yield
     except ModelError:
         raise
     except Exception as error:  # whatever transformers makes of a config
-        raise ModelError(
-            f"transformers cannot build the model: {first_line(error)}", where=where, remedy=_SAVED
-        ) from error
+        what = f"transformers cannot build the model: {first_line(error)}"
+        raise ModelError(what, remedy=_SAVED) from error

@@ -10,15 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks import (
-    Block,
-    ConvolutionBlock,
-    DenseBlock,
-    Gradients,
-    OuterBlock,
-    ScatterBlock,
-    TotalBlock,
-)
+from gradscope.blocks import Block, DenseBlock, Gradients, TotalBlock, from_factors
 from gradscope.stages.reducers.base import Reducer, State, count, on_one_device, reducers, wide
 
 Part = dict[str, Tensor]  # the tensors of one block by field; the fields say of which kind it is
@@ -61,34 +53,29 @@ def _result(state: State) -> dict[str, Tensor]:
 
 def _parts(block: Block) -> list[Part]:
     """Take a block apart into tensors (n, ...), dense where that is no larger."""
-    if isinstance(block, ConvolutionBlock):
-        _, t, r, c = block.sizes
-        block = block.outer if t * (r + c) < r * c else DenseBlock(block.dense())
-    found = [_fields(part) for part in block.parts] if isinstance(block, TotalBlock) else []
-    found = found or [_fields(block)]
+    if block.factored_size is not None and block.factored_size >= prod(block.shape):
+        return [{"values": block.dense()}]
+    found = [_fields(part) for part in block.terms()]
     kept = sum(prod(part[key].shape[1:]) for part in found for key in part if key != "shape")
     return found if kept < prod(block.shape) else [{"values": block.dense()}]
 
 
 def _fields(block: Block) -> Part:
-    if isinstance(block, OuterBlock):
-        return {"left": block.left, "right": block.right, "shape": torch.tensor(block.shape)}
-    if isinstance(block, ScatterBlock):
-        return {"index": block.index, "rows": block.rows, "shape": torch.tensor(block.shape)}
-    return {"values": block.dense()}
+    factors = block.factors()
+    if factors is None:
+        return {"values": block.dense()}
+    return {**factors.tensors, "shape": torch.tensor(factors.shape)}
 
 
 def _block(parts: list[Part]) -> Block:
     """Put a block together again."""
     blocks: list[Block] = []
     for part in parts:
-        if "left" in part:
-            shape = tuple(part["shape"].tolist())
-            blocks.append(OuterBlock(part["left"], part["right"], shape))
-        elif "rows" in part:
-            blocks.append(ScatterBlock(part["index"], part["rows"], int(part["shape"][0])))
-        else:
+        if "values" in part:
             blocks.append(DenseBlock(part["values"]))
+        else:
+            kind = "scatter" if "rows" in part else "outer"
+            blocks.append(from_factors(kind, part, tuple(part["shape"].tolist())))
     return blocks[0] if len(blocks) == 1 else TotalBlock(tuple(blocks))
 
 

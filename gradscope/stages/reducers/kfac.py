@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import ConvolutionBlock, Gradients, OuterBlock
+from gradscope.blocks import Block, Gradients
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -61,7 +61,7 @@ def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
 def _start(gradients: Gradients) -> State:
     state: State = {"n": count(gradients)}
     for name, block in gradients.items():
-        if isinstance(block, OuterBlock | ConvolutionBlock):
+        if block.kind == "outer":
             state |= _factors(name, block)
         else:
             state[f"squares:{name}"] = wide(block).squared_sum()
@@ -74,18 +74,19 @@ def _start(gradients: Gradients) -> State:
     return state
 
 
-def _factors(name: str, block: OuterBlock | ConvolutionBlock) -> State:
+def _factors(name: str, block: Block) -> State:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ and the number of positions, a few samples at a time."""
-    _, t, r, c = block.sizes
-    step = max(1, TILE_BYTES // max(1, t * (r + c) * 16))
+    step = max(1, TILE_BYTES // max(1, (block.factored_size or 1) * 16))
     sums: list[Tensor] = []
+    positions = torch.zeros((), dtype=torch.float64, device=block.device)
     for start in range(0, block.n, step):
         part = wide(block.select(slice(start, start + step)))
-        outer = part.outer if isinstance(part, ConvolutionBlock) else part
-        assert isinstance(outer, OuterBlock)
-        new = [_second_moments(factor) for factor in (outer.right, outer.left)]
+        factors = part.factors()
+        assert factors is not None  # of an outer product
+        left, right = factors.tensors.values()
+        positions += part.n * left.shape[2]
+        new = [_second_moments(factor) for factor in (right, left)]
         sums = [a + b for a, b in zip(sums, new, strict=True)] if sums else new
-    positions = torch.tensor(float(block.n * t), dtype=torch.float64, device=block.device)
     return {f"a:{name}": sums[0], f"b:{name}": sums[1], f"t:{name}": positions}
 
 

@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients, OuterBlock, ScatterBlock
+from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import squares
 from gradscope.stages.reducers.base import (
     Part,
@@ -160,7 +160,7 @@ def start_spread(block: Block) -> Part:
     if n == 1:
         zero = torch.zeros_like(mean)
         return {"mean": mean, "rest": zero, "m2": squares(zero)}
-    if isinstance(whole, ScatterBlock) or (isinstance(whole, OuterBlock) and whole.sizes[1] == 1):
+    if whole.sums_squares:
         total = whole.squared_sum()
         m2 = total - n * squares(mean)
         if bool((m2 >= _SAFE * total).all()):

@@ -20,9 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
-from gradscope.core.kernels import unfused
 from gradscope.core.locate import first_line, layer_of
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, unfused
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
 from gradscope.stages.transforms.base import NeedsProblem, Scope, Transform, Vector, transform

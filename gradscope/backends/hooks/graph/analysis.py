@@ -2,9 +2,10 @@
 
 From two small forward passes: the sample axis of every operation's output, which operations are
 parameter-only, and the frontier between the two. From the gradients of single losses: the layout of
-merged axes, and whether samples are coupled.
+merged axes, and whether samples are coupled. What is left open, each batch tells itself.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +13,18 @@ from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import (
+    Axis,
+    Growth,
+    Marks,
     SampleAxis,
     changed_axis,
-    consistent,
     layouts,
+    owned,
     support,
 )
-from gradscope.backends.hooks.graph.movement import Growth, Output, movers, stays
-from gradscope.backends.hooks.graph.trace import Program, Trace
-from gradscope.core.scalar import summed
+from gradscope.backends.hooks.graph.movement import movers, stays
+from gradscope.backends.hooks.graph.trace import Output, Program, Trace
+from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 
 _CONSTANT: Growth = (-1, None)
@@ -55,7 +59,7 @@ class Analysis:
         movers: Operations that may move samples on their way from the frontier's nodes to the
             losses, by node.
         frontier: Every edge by which a selected parameter's influence reaches samples.
-        sizes: For each output that grows with the batch: (axis, entries a sample or None).
+        sizes: How each output that grows with the batch does, None where several axes do.
     """
 
     program: Program
@@ -69,37 +73,56 @@ class Analysis:
         """Whether another forward pass is this program, up to the number of samples."""
         if not other.same_program(self.program):
             return False
-        shapes = all(
-            self._fits(self.sizes.get((node, output), _CONSTANT), shape, found, other.n)
-            for node, shapes in enumerate(self.program.shapes)
-            for output, (shape, found) in enumerate(zip(shapes, other.shapes[node], strict=True))
-        )
-        return shapes and self.program.same_constants(other)
+        for node, shapes in enumerate(self.program.shapes):
+            for output, (shape, found) in enumerate(zip(shapes, other.shapes[node], strict=True)):
+                growth = self.sizes.get((node, output), _CONSTANT)
+                if growth is None:
+                    continue
+                axis, positions = growth
+                if axis >= 0 and len(shape) == len(found):
+                    grown = found[axis] if positions is None else positions * other.n
+                    shape = (*shape[:axis], grown, *shape[axis + 1 :])
+                if shape != found:
+                    return False
+        return self.program.same_constants(other)
 
-    def layouts(self, batch: Trace) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
-        """Return the sample axes that are known in a batch, and those that it must tell itself.
+    def located(
+        self, batch: Trace, at: Mapping[Output, Tensor | None], seed: int
+    ) -> dict[Output, Axis]:
+        """Return the sample axes of a batch, given the gradient `at` each output of Σᵢ Lᵢ.
 
         A layout that was found on other samples holds only where nothing moves samples after it.
+        Elsewhere the batch tells whose entries are whose, by one more backward pass (few, in
+        half): with each loss weighted by a mark of its own, a gradient shows the mark of its owner.
+
+        Raises:
+            UnsupportedError: An entry belongs to no single sample.
         """
-        moving = {k for ks in self.movers.values() for k in ks if not self._stays(batch, k)}
+        moving = {
+            k
+            for ks in self.movers.values()
+            for k in ks
+            if not stays(batch, k, self.sizes.get(batch.edges[k][0]))
+        }
         moved = {output for output in self.axes if moving.intersection(self.movers[output[0]])}
-        known = {output: axis for output, axis in self.axes.items() if output not in moved}
-        return known, self.open | {output: self.axes[output].axis for output in moved}
-
-    def _stays(self, batch: Trace, node: int) -> bool:
-        return stays(batch, node, self.sizes.get(batch.edges[node][0]))
-
-    @staticmethod
-    def _fits(
-        growth: Growth | None, shape: tuple[int, ...], found: tuple[int, ...], n: int
-    ) -> bool:
-        if growth is None or len(shape) != len(found):
-            return growth is None
-        axis, positions = growth
-        if axis < 0:
-            return shape == found
-        same = shape[:axis] + shape[axis + 1 :] == found[:axis] + found[axis + 1 :]
-        return same and (positions is None or found[axis] == positions * n)
+        found: dict[Output, Axis] = {k: axis for k, axis in self.axes.items() if k not in moved}
+        unknown = self.open | {output: self.axes[output].axis for output in moved}
+        wanted = {k: gradient for k in unknown if (gradient := at.get(k)) is not None}
+        if not wanted:
+            return found
+        marks = Marks.of(batch.losses.detach(), seed)
+        passes = [batch.gradients([*wanted], weights) for weights in marks.weights]
+        for output, once in wanted.items():
+            often = (weighted[output] for weighted in passes)
+            # no gradient at all is one of zeros
+            weighted = [torch.zeros_like(once) if t is None else t for t in often]
+            try:
+                found[output] = owned(once, weighted, unknown[output], marks)
+            except ValueError as error:
+                raise UnsupportedError(
+                    str(error), where=f"operation {batch.kinds[output[0]]}", remedy=OTHERS
+                ) from error
+        return found
 
 
 def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
@@ -122,7 +145,8 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         )
     sizes = _growths(first, second)
     on_samples = {node for node, _ in sizes}
-    wanted = _upstream_closed(first, _leaves(first, parameters))
+    leaves = ((k, internals.leaf(node)) for k, node in enumerate(first.nodes))
+    wanted = _upstream_closed(first, [k for k, leaf in leaves if id(leaf) in parameters])
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(on_samples)
@@ -131,9 +155,13 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     )
     inputs = {node for node in on_samples if internals.leaf(first.nodes[node]) is not None}
     needed = {edge.node for edge in frontier} | inputs
-    observed = {output: growth for output, growth in sizes.items() if output[0] in needed}
-    axes, still_open = _layouts(first, _single_axes(first, observed))
-    _refuse_mixing(first, on_samples, wanted)
+    axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed})
+    for node in sorted((_upstream_closed(first, on_samples) - on_samples) & wanted):
+        raise UnsupportedError(
+            "a value without a sample axis is computed from all samples of the batch",
+            where=f"operation {first.kinds[node]}",
+            remedy=OTHERS,
+        )
     after = movers(first, second, sizes)
     on_frontier = {edge.node: after[edge.node] for edge in frontier}
     return Analysis(
@@ -161,29 +189,14 @@ def _growths(first: Trace, second: Trace) -> dict[Output, Growth | None]:
     return sizes
 
 
-def _single_axes(trace: Trace, observed: dict[Output, Growth | None]) -> dict[Output, Growth]:
-    """Refuse outputs at the frontier of which several axes grow."""
-    for (node, output), growth in observed.items():
-        if growth is None:
-            raise UnsupportedError(
-                f"an output of shape {trace.shapes[node][output]} has no single sample axis",
-                where=f"operation {trace.kinds[node]}",
-                remedy=OTHERS,
-            )
-    return {output: growth for output, growth in observed.items() if growth is not None}
-
-
-def _leaves(trace: Trace, parameters: set[int]) -> set[int]:
-    return {k for k, node in enumerate(trace.nodes) if id(internals.leaf(node)) in parameters}
-
-
-def _upstream_closed(trace: Trace, seeds: set[int]) -> set[int]:
+def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
     """Return all nodes that have a seed among themselves and what they were computed from."""
     consumers: dict[int, list[int]] = {}
     for node, row in enumerate(trace.edges):
         for source, _ in row:
             consumers.setdefault(source, []).append(node)
-    closed, stack = set(seeds), list(seeds)
+    stack = [*seeds]
+    closed = set(stack)
     while stack:
         for consumer in consumers.get(stack.pop(), []):
             if consumer not in closed:
@@ -192,28 +205,31 @@ def _upstream_closed(trace: Trace, seeds: set[int]) -> set[int]:
     return closed
 
 
-def _refuse_mixing(trace: Trace, on_samples: set[int], wanted: set[int]) -> None:
-    """Refuse values without a sample axis that parameters reach by way of samples."""
-    for node in sorted((_upstream_closed(trace, on_samples) - on_samples) & wanted):
-        raise UnsupportedError(
-            "a value without a sample axis is computed from all samples of the batch",
-            where=f"operation {trace.kinds[node]}",
-            remedy=OTHERS,
-        )
-
-
 def _layouts(
-    trace: Trace, growths: dict[Output, Growth]
+    trace: Trace, sizes: dict[Output, Growth | None]
 ) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
-    """Find each output's layout from the gradients of single losses with respect to it.
+    """Find the outputs' layouts from the gradients of single losses with respect to them.
 
-    Returns:
-        The layouts that are certain, and the axes whose layout each batch must tell.
+    Those that are certain come first, then the axes whose layout each batch must tell.
     """
+    growths: dict[Output, Growth] = {}
+    for output, growth in sizes.items():
+        if growth is None:
+            node, k = output
+            raise UnsupportedError(
+                f"an output of shape {trace.shapes[node][k]} has no single sample axis",
+                where=f"operation {trace.kinds[node]}",
+                remedy=OTHERS,
+            )
+        growths[output] = growth
     axes: dict[Output, SampleAxis] = {}
     still_open: dict[Output, int] = {}
     samples = sorted({0, trace.n // 2, trace.n - 1}) if growths else []
-    gradients = {j: _single_loss_gradients(trace, list(growths), j) for j in samples}
+    edges = [internals.edge(trace.nodes[node], k) for node, k in growths]
+    gradients = {}
+    for j in samples:
+        loss = summed(trace.losses[j : j + 1])
+        gradients[j] = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
     for place, (output, (axis, positions)) in enumerate(growths.items()):
         supports = {
             j: support(gradient, axis)
@@ -221,22 +237,12 @@ def _layouts(
             if (gradient := found[place]) is not None
         }
         _refuse_overlap(trace, output, supports)
-        fitting = (
-            [] if positions is None else consistent(layouts(axis, positions), trace.n, supports)
-        )
+        fitting = [] if positions is None else layouts(axis, positions, trace.n, supports)
         if len(fitting) == 1:
             axes[output] = fitting[0]
         else:
             still_open[output] = axis
     return axes, still_open
-
-
-def _single_loss_gradients(
-    trace: Trace, outputs: list[Output], sample: int
-) -> tuple[Tensor | None, ...]:
-    edges = [internals.edge(trace.nodes[node], output) for node, output in outputs]
-    loss = summed(trace.losses[sample : sample + 1])
-    return torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
 
 
 def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Which axis of an operation's output is the sample axis, found from evidence.
+"""Which axis of an operation's output is the sample axis, and whose its entries are, from evidence.
 
 Two forward passes with different numbers of samples are compared: the axis that changes is the
 sample axis, and when it is a multiple of n it is merged with others. Which slices of a merged axis
-are whose is found from the gradients of single losses.
+are whose is found from the gradients of single losses, or of losses with weights of their own.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,12 @@ class SampleAxis:
     before: int = 1
     after: int = 1
 
-    @property
-    def positions(self) -> int:
-        """How many entries of the axis belong to one sample."""
-        return self.before * self.after
-
     def first(self, values: Tensor, n: int) -> Tensor:
         """Move the samples to the front: (..., before·n·after, ...) to (n, ..., positions, ...)."""
-        if self.positions == 1:
-            return values.movedim(self.axis, 0).unsqueeze(self.axis + 1)
-        return (
-            self._split(values, n).movedim(self.axis + 1, 0).flatten(self.axis + 1, self.axis + 2)
-        )
+        k = self.axis
+        if self.before * self.after == 1:
+            return values.movedim(k, 0).unsqueeze(k + 1)
+        return self._split(values, n).movedim(k + 1, 0).flatten(k + 1, k + 2)
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
         """Return `values` with zeros everywhere but at `sample`."""
@@ -47,36 +43,14 @@ class SampleAxis:
         return kept.flatten(self.axis, self.axis + 2)
 
     def _split(self, values: Tensor, n: int) -> Tensor:
+        """Split the axis into (before, n, after)."""
         shape = (self.before, n, self.after)
         return values.reshape(*values.shape[: self.axis], *shape, *values.shape[self.axis + 1 :])
 
-    def owners(self, n: int) -> Tensor:
-        """Return (before·n·after,), the sample that owns each entry of the axis."""
-        return torch.arange(n).repeat_interleave(self.after).repeat(self.before)
-
-
-def changed_axis(
-    first: tuple[int, ...], n: int, second: tuple[int, ...], m: int
-) -> tuple[int, int | None] | None:
-    """Compare an output's shapes at n and at m samples.
-
-    Returns:
-        (axis, entries a sample), where None entries means that samples hold different numbers of
-        them; or None when nothing changed.
-
-    Raises:
-        ValueError: Several axes changed.
-    """
-    if len(first) != len(second):
-        raise ValueError(f"an output has shape {first} or {second}")
-    changed = [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if len(changed) > 1:
-        raise ValueError(f"axes {changed} of an output {first} all grow with the batch")
-    if not changed:
-        return None
-    axis = changed[0]
-    even = first[axis] % n == 0 and second[axis] % m == 0 and first[axis] // n == second[axis] // m
-    return axis, first[axis] // n if even else None
+    def fits(self, n: int, supports: dict[int, Tensor]) -> bool:
+        """Whether each sample's loss touches, by its mask over the axis, only its own entries."""
+        owners = torch.arange(n).repeat_interleave(self.after).repeat(self.before)
+        return all(bool((owners[mask] == sample).all()) for sample, mask in supports.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +84,39 @@ class OwnedAxis:
 
 
 Axis = SampleAxis | OwnedAxis
+
+
+def changed_axis(first: tuple[int, ...], n: int, second: tuple[int, ...], m: int) -> Growth | None:
+    """Compare an output's shapes at n and at m samples; return None when nothing changed.
+
+    Raises:
+        ValueError: Several axes changed.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"an output has shape {first} or {second}")
+    changed = [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if len(changed) > 1:
+        raise ValueError(f"axes {changed} of an output {first} all grow with the batch")
+    if not changed:
+        return None
+    axis = changed[0]
+    even = first[axis] % n == 0 and second[axis] % m == 0 and first[axis] // n == second[axis] // m
+    return axis, first[axis] // n if even else None
+
+
+def layouts(axis: int, positions: int, n: int, supports: dict[int, Tensor]) -> list[SampleAxis]:
+    """Return every way to interleave n samples with `positions` entries that fits the supports."""
+    divisors = (d for d in range(1, positions + 1) if positions % d == 0)  # batch-major first
+    candidates = [SampleAxis(axis, before, positions // before) for before in divisors]
+    return [layout for layout in candidates if layout.fits(n, supports)]
+
+
+def support(gradient: Tensor, axis: int) -> Tensor:
+    """Return a mask over the axis: where the gradient is a number, and not zero.
+
+    A sample that is not finite makes the zeros of others NaN, which proves nothing.
+    """
+    return _entries((gradient != 0) & ~gradient.isnan(), axis).any(1).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +157,7 @@ class Marks:
     def owners(self, ratios: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the sample (m,) that each entry's ratios (m,) stand for, and what they should be.
 
-        Args:
-            ratios: One for each pass: weighted gradients over those with all weights 1.
+        There is one ratio a pass: weighted gradients over those with all weights 1.
         """
         middles = (self.values[1:] + self.values[:-1]) / 2
         digits = [torch.bucketize(ratio, middles) for ratio in ratios]
@@ -201,29 +207,3 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
 def _entries(values: Tensor, axis: int) -> Tensor:
     """Return a matrix with one row for each entry of the axis."""
     return values.movedim(axis, 0).unsqueeze(-1).flatten(1)
-
-
-def layouts(axis: int, positions: int) -> list[SampleAxis]:
-    """Return every way to interleave the samples with `positions` entries, batch-major first."""
-    divisors = [d for d in range(1, positions + 1) if positions % d == 0]
-    return [SampleAxis(axis, before, positions // before) for before in divisors]
-
-
-def support(gradient: Tensor, axis: int) -> Tensor:
-    """Return a mask over the axis: where the gradient is a number, and not zero.
-
-    A sample that is not finite makes the zeros of others NaN, which proves nothing.
-    """
-    return _entries((gradient != 0) & ~gradient.isnan(), axis).any(1).cpu()
-
-
-def consistent(
-    candidates: Sequence[SampleAxis], n: int, supports: dict[int, Tensor]
-) -> list[SampleAxis]:
-    """Keep the layouts under which each sample's loss touches only entries of that sample."""
-
-    def fits(layout: SampleAxis) -> bool:
-        owners = layout.owners(n)
-        return all(bool((owners[mask] == sample).all()) for sample, mask in supports.items())
-
-    return [layout for layout in candidates if fits(layout)]

@@ -14,13 +14,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.trace import Trace
-
-Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
-Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
+from gradscope.backends.hooks.graph.axes import Growth
+from gradscope.backends.hooks.graph.trace import Output, Trace
 
 _TO_THE_END = 2**62  # what a slice without an end is recorded with, and more than any size
 _SUFFIX = re.compile(r"Backward\d+$")  # without a number: a Function written in Python
@@ -35,10 +32,8 @@ class Passage:
         saved: Reads what the operation saved, by name; None where it saved no such thing.
         again: Likewise, of the same operation on another number of samples.
         slot: Which of the operation's inputs the value is.
-        rank: How many axes the value has.
-        axis: The one that holds the samples.
-        out_rank: How many axes the operation's output has.
-        out_axis: The one that holds the samples.
+        rank: How many axes the value has, and the operation's output.
+        axis: The ones that hold the samples.
         ns: The two numbers of samples.
     """
 
@@ -51,6 +46,11 @@ class Passage:
     out_rank: int
     out_axis: int
     ns: tuple[int, int]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the samples lie along the same axis before and after."""
+        return self.axis == self.out_axis
 
     def in_proportion(self, name: str) -> bool:
         """Whether numbers that the operation saved are so many times the number of samples."""
@@ -71,34 +71,58 @@ def movers(
         second: The same program on another number of samples.
         sizes: For each output that grows with the batch: its growth, or None if several axes do.
     """
+    waiting = [0] * len(first.nodes)  # for each node, its consumers that are still to come
+    for edges in first.edges:
+        for origin, _ in edges:
+            if origin >= 0:
+                waiting[origin] += 1
     after: dict[int, int] = {}  # a node's movers as bits
-    for node in _consumers_first(first):
+    ready = [node for node, count in enumerate(waiting) if not count]
+    while ready:
+        node = ready.pop()
         own = after.get(node, 0)
         for slot, source in enumerate(first.edges[node]):
             if source in sizes:
                 moves = _moves(first, second, sizes, node, slot)
                 after[source[0]] = after.get(source[0], 0) | own | moves << node
-    on_samples = {node for node, _ in sizes}
-    return {node: _bits(after.get(node, 0)) for node in on_samples}
+            if source[0] >= 0:
+                waiting[source[0]] -= 1
+                if not waiting[source[0]]:
+                    ready.append(source[0])
+    bits = {node: after.get(node, 0) for node, _ in sizes}
+    return {
+        node: tuple(k for k in range(mask.bit_length()) if mask >> k & 1)
+        for node, mask in bits.items()
+    }
 
 
 def stays(trace: Trace, node: int, growth: Growth | None) -> bool:
     """Whether an operation that moves samples in other batches leaves them in place in this one.
 
-    Args:
-        trace: The batch's forward pass.
-        node: The operation.
-        growth: Of its input.
+    That is an index 0, 1, ..., n - 1 at the sample axis, which has the `growth` of its input.
     """
     if trace.kinds[node] != "IndexBackward0" or growth is None or growth[1] is None:
         return False
-    index = _index_of(internals.saved(trace.nodes[node], "indices"), growth[0])
-    return index is None or (growth[1] == 1 and _counts_up(index, trace.n))
+    axis, positions = growth
+    at = 0
+    for index in internals.saved(trace.nodes[node], "indices"):
+        mask = index is not None and index.dtype == torch.bool
+        covered = index.dim() if mask else 1
+        if at <= axis < at + covered and index is not None:
+            n, line = trace.n, prod(index.shape) == max(index.shape, default=1)
+            if mask or positions != 1 or index.numel() != n or not line:
+                return False
+            return torch.equal(
+                index.flatten(), torch.arange(n, device=index.device, dtype=index.dtype)
+            )
+        at += covered
+    return True
 
 
 def _moves(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None], node: int, slot: int
 ) -> bool:
+    """Whether a node may move the samples of the value in `slot`."""
     source, output = first.edges[node][slot]
     grown = [k for k in range(len(first.shapes[node])) if (node, k) in sizes]
     growths = [sizes[source, output], *(sizes[node, k] for k in grown)]
@@ -106,57 +130,25 @@ def _moves(
         return True
     axes = [growth[0] for growth in growths if growth is not None]
     name = _SUFFIX.sub("", first.kinds[node])
-    passage = Passage(
-        name=name,
-        saved=partial(internals.found, first.nodes[node]),
-        again=partial(internals.found, second.nodes[node]),
-        slot=slot,
-        rank=len(first.shapes[source][output]),
-        axis=axes[0],
-        out_rank=len(first.shapes[node][grown[0]]),
-        out_axis=axes[1],
-        ns=(first.n, second.n),
-    )
     test = _TESTS.get(name)
-    return test is None or not test(passage)
-
-
-def _consumers_first(trace: Trace) -> list[int]:
-    """Return the nodes so that each comes after all operations that use its outputs."""
-    waiting = [0] * len(trace.nodes)
-    for row in trace.edges:
-        for source, _ in row:
-            if source >= 0:
-                waiting[source] += 1
-    ready, order = [node for node, count in enumerate(waiting) if not count], []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        for source, _ in trace.edges[node]:
-            if source >= 0:
-                waiting[source] -= 1
-                if not waiting[source]:
-                    ready.append(source)
-    return order
-
-
-def _bits(mask: int) -> tuple[int, ...]:
-    return tuple(k for k in range(mask.bit_length()) if mask >> k & 1)
+    return test is None or not test(
+        Passage(
+            name=name,
+            saved=partial(internals.found, first.nodes[node]),
+            again=partial(internals.found, second.nodes[node]),
+            slot=slot,
+            rank=len(first.shapes[source][output]),
+            axis=axes[0],
+            out_rank=len(first.shapes[node][grown[0]]),
+            out_axis=axes[1],
+            ns=(first.n, second.n),
+        )
+    )
 
 
 def _aligned(p: Passage) -> bool:
     """Entry by entry, with broadcasting: axes are counted from the last."""
     return p.rank - p.axis == p.out_rank - p.out_axis
-
-
-def _always(p: Passage) -> bool:
-    """Views, copies and concatenations: where entries go follows from the shapes alone."""
-    return True
-
-
-def _first_axis(p: Passage) -> bool:
-    """Operations on a batch of images, sequences or rows, which lie along axis 0."""
-    return p.axis == p.out_axis == 0
 
 
 def _other_axes(p: Passage) -> bool:
@@ -178,22 +170,7 @@ def _sliced(p: Passage) -> bool:
 def _padded(p: Passage) -> bool:
     """Filled up; the numbers come in pairs, from the last axis on."""
     at = 2 * (p.rank - 1 - p.axis)
-    return p.axis == p.out_axis and not any(p.saved("pad")[at : at + 2])
-
-
-def _in_place(p: Passage) -> bool:
-    """Statistics are taken over the samples, or are not: in either case all stay where they are."""
-    return p.axis == p.out_axis
-
-
-def _matrices(p: Passage) -> bool:
-    """Operations on the last two axes."""
-    return p.axis == p.out_axis and p.axis < p.rank - 2
-
-
-def _within_rows(p: Passage) -> bool:
-    """Normalised over the last axes."""
-    return p.axis == p.out_axis and p.axis < p.rank - len(p.saved("normalized_shape"))
+    return p.in_place and not any(p.saved("pad")[at : at + 2])
 
 
 def _product(first: int) -> Callable[[Passage], bool]:
@@ -204,18 +181,9 @@ def _product(first: int) -> Callable[[Passage], bool]:
             return _aligned(p)
         free = p.rank - 2 if p.slot == first else p.rank - 1
         batch = p.axis < p.rank - 2
-        return p.axis == p.out_axis and (batch or p.axis == free)
+        return p.in_place and (batch or p.axis == free)
 
     return test
-
-
-def _vector_product(p: Passage) -> bool:
-    return p.slot == 0 and p.axis == p.out_axis == 0
-
-
-def _layer(p: Passage) -> bool:
-    """A linear layer, input and output (..., i) and (..., o)."""
-    return p.axis == p.out_axis and p.axis < p.rank - 1
 
 
 def _time_major(p: Passage) -> bool:
@@ -223,32 +191,10 @@ def _time_major(p: Passage) -> bool:
     return p.out_axis == 1 and p.axis == (0 if p.rank == 2 else 1)
 
 
-def _ctc(p: Passage) -> bool:
-    return p.axis == 1 and p.out_axis == 0
-
-
 def _listed(axis: Any) -> Sequence[int]:
     if axis is None:
         return ()
     return tuple(axis) if isinstance(axis, tuple | list) else (axis,)
-
-
-def _index_of(indices: Sequence[Tensor | None], axis: int) -> Tensor | None:
-    """Return the index that stands at an axis, or None; a mask stands for as many as it has."""
-    at = 0
-    for index in indices:
-        covered = index.dim() if index is not None and index.dtype == torch.bool else 1
-        if at <= axis < at + covered:
-            return index
-        at += covered
-    return None
-
-
-def _counts_up(index: Tensor, n: int) -> bool:
-    """Whether an index is 0, 1, ..., n - 1, along one axis of its own."""
-    if index.dtype == torch.bool or index.numel() != n or prod(index.shape) != max(index.shape):
-        return False
-    return torch.equal(index.flatten(), torch.arange(n, device=index.device, dtype=index.dtype))
 
 
 def _named(test: Callable[[Passage], bool], names: str) -> dict[str, Callable[[Passage], bool]]:
@@ -270,8 +216,8 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
         "SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Square Sub Tan Tanh "
         "TanhBackward Threshold ThresholdBackward Trunc Where Xlogy",
     ),
-    **_named(
-        _always,
+    **_named(  # views, copies and concatenations: where entries go follows from the shapes alone
+        lambda p: True,
         "Alias Cat Clone Contiguous CopyBackwards Expand Lift LiftFresh Movedim Permute "
         "PixelShuffle PixelUnshuffle Repeat Reshape ReshapeAlias Resolve Squeeze Stack T ToCopy "
         "Transpose Unflatten UnsafeView Unsqueeze View ViewAsComplex ViewAsReal",
@@ -286,15 +232,19 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     ),
     **_named(_sliced, "Slice Split SplitWithSizes UnsafeSplit"),
     **_named(_padded, "ConstantPadNd"),
-    **_named(_in_place, "CudnnBatchNorm NativeBatchNorm"),
-    **_named(
-        _matrices,
+    # statistics are taken over the samples, or are not: in either case all stay where they are
+    **_named(lambda p: p.in_place, "CudnnBatchNorm NativeBatchNorm"),
+    **_named(  # on the last two axes
+        lambda p: p.in_place and p.axis < p.rank - 2,
         "Cdist LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr "
         "LinalgSlogdet LinalgSvd Tril Triu",
     ),
-    **_named(_within_rows, "FusedRmsNorm NativeLayerNorm"),
-    **_named(
-        _first_axis,
+    **_named(  # over the last axes
+        lambda p: p.in_place and p.axis < p.rank - len(p.saved("normalized_shape")),
+        "FusedRmsNorm NativeLayerNorm",
+    ),
+    **_named(  # on a batch of images, sequences or rows, which lie along axis 0
+        lambda p: p.axis == p.out_axis == 0,
         "AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D "
         "AvgPool3D ChannelShuffle Col2Im Convolution CudnnConvolution Embedding "
         "FractionalMaxPool2D FractionalMaxPool3D GradscopePoolBackward GridSampler2D "
@@ -309,8 +259,11 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     ),
     **_named(_product(0), "Bmm Mm"),
     **_named(_product(1), "Addmm Baddbmm"),
-    **_named(_vector_product, "Mv"),
-    **_named(_layer, "GradscopeLinearBackward GradscopeWeightBackward Linear MkldnnLinear"),
+    **_named(lambda p: p.slot == 0 and p.axis == p.out_axis == 0, "Mv"),
+    **_named(  # linear layers, input and output (..., i) and (..., o)
+        lambda p: p.in_place and p.axis < p.rank - 1,
+        "GradscopeLinearBackward GradscopeWeightBackward Linear MkldnnLinear",
+    ),
     **_named(_time_major, "MkldnnRnnLayer CudnnRnn MiopenRnn"),
-    **_named(_ctc, "CtcLoss"),
+    **_named(lambda p: p.axis == 1 and p.out_axis == 0, "CtcLoss"),
 }

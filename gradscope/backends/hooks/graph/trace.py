@@ -1,12 +1,17 @@
 """A forward pass as autograd recorded it: nodes in a reproducible order, and how they connect."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
+from gradscope.core.problem import summed
+
+Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +28,7 @@ class Trace:
 
     losses: Tensor
     nodes: tuple[Node, ...]
-    edges: tuple[tuple[tuple[int, int], ...], ...]
+    edges: tuple[tuple[Output, ...], ...]
     kinds: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -36,21 +41,54 @@ class Trace:
         """Whether both passes recorded the same operations, connected in the same way."""
         return self.kinds == other.kinds and self.edges == other.edges
 
+    def gradients(
+        self, outputs: Sequence[Output], weights: Tensor | None = None
+    ) -> dict[Output, Tensor | None]:
+        """Return the gradient of Σᵢ wᵢ Lᵢ, weights (n,), by each output; None where there is none.
+
+        The graph is kept.
+        """
+        gradients = torch.autograd.grad(
+            summed(self.losses, weights),
+            [internals.edge(self.nodes[node], output) for node, output in outputs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return dict(zip(outputs, gradients, strict=True))
+
+
+def trace(losses: Tensor) -> Trace:
+    """Walk the graph behind `losses` (n,), which must have one."""
+    start = internals.root(losses)
+    nodes, place = [start], {start: 0}
+    edges: list[tuple[Output, ...]] = []
+    for node in nodes:  # grows while it is walked
+        row = []
+        for source, output in internals.edges(node):
+            if source is not None and source not in place:
+                place[source] = len(nodes)
+                nodes.append(source)
+            row.append((-1 if source is None else place[source], output))
+        edges.append(tuple(row))
+    return Trace(
+        losses=losses,
+        nodes=tuple(nodes),
+        edges=tuple(edges),
+        kinds=tuple(internals.kind(node) for node in nodes),
+        shapes=tuple(internals.output_shapes(node) for node in nodes),
+    )
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What stays of a forward pass when its tensors are let go.
+    """What stays of a forward pass of n samples when its tensors are let go; see `Trace`.
 
     Attributes:
-        n: The number of samples.
-        edges: As in `Trace`.
-        kinds: As in `Trace`.
-        shapes: As in `Trace`.
         constants: (index of a node, attribute, value): the numbers that are part of operations.
     """
 
     n: int
-    edges: tuple[tuple[tuple[int, int], ...], ...]
+    edges: tuple[tuple[Output, ...], ...]
     kinds: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
     constants: tuple[tuple[int, str, Any], ...]
@@ -85,25 +123,3 @@ def _alike(a: Any, b: Any, n: int, m: int) -> bool:
             return True  # one for each sample
         return len(a) == len(b) and all(_alike(x, y, n, m) for x, y in zip(a, b, strict=True))
     return type(a) is int and type(b) is int and a * m == b * n
-
-
-def trace(losses: Tensor) -> Trace:
-    """Walk the graph behind `losses` (n,), which must have one."""
-    start = internals.root(losses)
-    nodes, place = [start], {start: 0}
-    edges: list[tuple[tuple[int, int], ...]] = []
-    for node in nodes:  # grows while it is walked
-        row = []
-        for source, output in internals.edges(node):
-            if source is not None and source not in place:
-                place[source] = len(nodes)
-                nodes.append(source)
-            row.append((-1 if source is None else place[source], output))
-        edges.append(tuple(row))
-    return Trace(
-        losses=losses,
-        nodes=tuple(nodes),
-        edges=tuple(edges),
-        kinds=tuple(internals.kind(node) for node in nodes),
-        shapes=tuple(internals.output_shapes(node) for node in nodes),
-    )

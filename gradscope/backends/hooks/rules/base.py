@@ -59,10 +59,9 @@ class Site:
         return internals.saved(self.node, name)
 
     def first(self, values: Tensor) -> Tensor:
-        """Move the samples to the front of a tensor laid out like the first output.
+        """Return a tensor laid out like the first output with the samples in front: (n, ...).
 
-        Returns:
-            (n, ...) where the former sample axis, now one further, holds one sample's positions.
+        The former sample axis, now one further, holds one sample's positions.
         """
         return self.axis.first(values, self.n)
 
@@ -97,8 +96,7 @@ def masked(site: Site) -> Block:
             g if g is None or axis is None else axis.only(g, site.n, sample)
             for g, axis in zip(site.gradients, site.axes, strict=True)
         )
-        row = internals.pull(site.node, only)[site.slot]
-        rows.append(row)
+        rows.append(internals.pull(site.node, only)[site.slot])
     some = next(g for g in (*rows, *site.gradients) if g is not None)
     values = torch.zeros(site.n, *site.shape, dtype=some.dtype, device=some.device)  # never sparse
     for sample, row in enumerate(rows):

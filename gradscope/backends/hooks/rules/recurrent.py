@@ -17,8 +17,7 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import SampleAxis
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
-from gradscope.blocks.pointwise import tanh
-from gradscope.blocks.products import Activation, multiplied
+from gradscope.blocks.products import Activation, multiplied, tanh
 
 KIND = "MkldnnRnnLayerBackward0"
 
@@ -53,12 +52,7 @@ def lstm(site: Site) -> Block | None:
 
 
 def _gate_gradients(site: Site) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the parameters' gradients are made of.
-
-    Returns:
-        The gradient of the gates' inputs (t, n, 4h), the states before each step (t, n, h), and
-        the first summed over the steps (n, 4h).
-    """
+    """Return δ (t, n, 4h), the states before each step (t, n, h), and Σₜ δₜ (n, 4h)."""
     state, cell, output = (site.saved(k) for k in ("hx_", "cx_", "result0"))
     back = site.saved("reverse")
     before = torch.cat((output[1:], state[None]) if back else (state[None], output[:-1]))

@@ -1,0 +1,202 @@
+"""Node rules of single operations: products, convolutions, embeddings, normalisations, broadcasts.
+
+For out = left @ right the gradient of `right` is leftᴴ g and that of `left` is g rightᴴ: sums of
+outer products over whichever axis carries the samples. It is what linear layers, attention,
+recurrent layers and einsum are recorded as.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.rules.base import Site, node_rules
+from gradscope.blocks import Block, ConvolutionBlock, Geometry, OuterBlock, ScatterBlock
+
+
+@node_rules.register("MmBackward0")
+@node_rules.register("BmmBackward0")
+def product(site: Site) -> Block | None:
+    """`self @ mat2`: matrices, or a batch of them such as stacked expert weights."""
+    return _product(site, 0, "self", "mat2")
+
+
+@node_rules.register("AddmmBackward0")
+def addmm(site: Site) -> Block | None:
+    """β·bias + α·`mat1 @ mat2`: a linear layer with bias."""
+    return _plus_product(site, "mat1", "mat2")
+
+
+@node_rules.register("BaddbmmBackward0")
+def baddbmm(site: Site) -> Block | None:
+    """β·bias + α·a batch of matrix products."""
+    return _plus_product(site, "batch1", "batch2")
+
+
+def _plus_product(site: Site, left: str, right: str) -> Block | None:
+    scaled = _scaled(site, "beta" if site.slot == 0 else "alpha")
+    return scaled.reduced(scaled.gradient) if site.slot == 0 else _product(scaled, 1, left, right)
+
+
+def _scaled(site: Site, factor: str) -> Site:
+    by = site.saved(factor)
+    return site if by == 1 else replace(site, gradients=(site.gradient * by,))
+
+
+def _product(site: Site, left_slot: int, left: str, right: str) -> Block | None:
+    """Return the block of one factor; the samples must lie along the other factor's free axis."""
+    rows = site.gradient.dim() - 2  # the axis of out's rows; its columns are the last axis
+    if site.slot == left_slot + 1 and site.axis.axis == rows:
+        return _outer(site, site.saved(left).conj(), site.gradient)
+    if site.slot == left_slot and site.axis.axis == rows + 1:
+        return _outer(site, site.gradient.mT, site.saved(right).conj().mT)
+    return None
+
+
+def _outer(site: Site, left: Tensor, right: Tensor) -> OuterBlock:
+    """Return Σₜ left[.., t, r] right[.., t, c]; both have the samples on the last axis but one."""
+    axis = replace(site.axis, axis=left.dim() - 2)
+    a, b = (axis.first(t, site.n) for t in (left, right))  # (n, [k,] t, ·)
+    if a.dim() == 3:
+        a, b = a.unsqueeze(1), b.unsqueeze(1)
+    return OuterBlock(a, b, site.shape)
+
+
+@node_rules.register("MvBackward0")
+def mv(site: Site) -> Block | None:
+    """Rows of samples times a parameter vector: gᵢ = Σₜ bᵢₜ aᵢₜ."""
+    if site.slot != 1 or site.axis.axis != 0:
+        return None
+    return site.reduced(site.gradient.unsqueeze(-1) * site.saved("self").conj(), site.shape)
+
+
+@node_rules.register("GradscopeWeightBackward")
+def large_linear(site: Site) -> Block | None:
+    """A large linear layer, see `hooks.kernels`: weight and bias apart from the input."""
+    if site.slot == 1:
+        return site.reduced(site.gradient)
+    if site.axis.axis == site.gradient.dim() - 1:
+        return None
+    (inputs,) = internals.saved_tensors(site.node)
+    left, right = (site.first(t).flatten(1, -2) for t in (site.gradient, inputs))
+    return OuterBlock.matrix(left, right)
+
+
+@node_rules.register("ConvolutionBackward0")
+def convolution(site: Site) -> Block | None:
+    """Kernel and bias of a (transposed) convolution; the samples lie along axis 0."""
+    gradient = site.gradient
+    if site.axis.axis != 0 or gradient.dim() == 2 or site.slot == 0:
+        return None
+    if site.slot == 2:
+        return _channels(site, gradient)
+    walk = {}
+    for name in ("stride", "padding", "dilation", "output_padding"):
+        values = tuple(int(v) for v in site.saved(name))
+        walk[name] = values * (gradient.dim() - 2) if len(values) == 1 else values
+    groups, transposed = site.saved("groups"), site.saved("transposed")
+    geometry = Geometry(**walk, groups=groups, transposed=transposed)
+    inputs = site.first(site.saved("input").conj())
+    return ConvolutionBlock(inputs, site.first(gradient), site.shape, geometry)
+
+
+@node_rules.register("EmbeddingBackward0")
+def embedding(site: Site) -> Block | None:
+    """`weight[indices]`; the padding row gets nothing.
+
+    With scale_grad_by_freq a row's gradient is divided by how often the sample looks it up, as in
+    a batch of one.
+    """
+    index = site.first(site.saved("indices")).flatten(1)
+    rows = site.first(site.gradient).flatten(1, -2)
+    if site.saved("scale_grad_by_freq"):
+        again = index.unsqueeze(1) == index.unsqueeze(2)  # (n, t, t)
+        rows = rows / again.sum(2).unsqueeze(-1).to(rows.dtype)
+    return scatter(index, rows, site.shape[0], site.saved("padding_idx"))
+
+
+def scatter(index: Tensor, rows: Tensor, size: int, padding: int) -> ScatterBlock:
+    """Return the block of a table of `size` rows with the padding row left out."""
+    rows = torch.where((index == padding).unsqueeze(-1), torch.zeros_like(rows), rows)
+    return ScatterBlock(index, rows, size)
+
+
+@node_rules.register("NativeLayerNormBackward0")
+def layer_norm(site: Site) -> Block:
+    """Layer normalisation over the last axes: gᵢ = Σₜ bᵢₜ · x̂ᵢₜ and Σₜ bᵢₜ."""
+    if site.slot == 2:
+        return site.reduced(site.gradient)
+    standard = (site.saved("input") - site.saved("result1")) * site.saved("result2")
+    return site.reduced(site.gradient * standard)
+
+
+@node_rules.register("NativeGroupNormBackward0")
+def group_norm(site: Site) -> Block:
+    """Group normalisation: channels on axis 1, statistics for each sample and group.
+
+    Σₜ b (x − mean) rstd = rstd (Σₜ b x − mean Σₜ b), as torch's own kernel takes it.
+    """
+    if site.slot == 2:
+        return _channels(site, site.gradient)
+    values, groups = site.saved("input"), site.saved("group")
+    shift, product = (
+        t.reshape(*t.shape[:2], -1).sum(2).unflatten(1, (groups, -1))
+        for t in (site.gradient, site.gradient * values)
+    )
+    mean, rstd = (site.saved(k).reshape(-1, groups, 1) for k in ("result1", "result2"))
+    return _channels(site, ((product - mean * shift) * rstd).flatten(1))
+
+
+@node_rules.register("NativeBatchNormBackward0")
+def batch_norm(site: Site) -> Block | None:
+    """Batch normalisation on running statistics, which are constants."""
+    if site.saved("training") or site.axis.axis == 1:
+        return None
+    if site.slot == 2:
+        return _channels(site, site.gradient)
+    values = site.saved("input")
+    mean, variance = (
+        site.saved(k).reshape(-1, *[1] * (values.dim() - 2))
+        for k in ("running_mean", "running_var")
+    )
+    standard = (values - mean) * torch.rsqrt(variance + site.saved("eps"))
+    return _channels(site, site.gradient * standard)
+
+
+def _channels(site: Site, values: Tensor) -> Block:
+    """Sum (N, c, ...) to (c,) for each sample."""
+    return site.reduced(values, (*site.shape, *[1] * (values.dim() - 2)))
+
+
+@node_rules.register("AddBackward0")
+@node_rules.register("SubBackward0")
+def add(site: Site) -> Block:
+    """Self ± α·other."""
+    factor = 1 if site.slot == 0 else site.saved("alpha")
+    if site.slot == 1 and internals.kind(site.node) == "SubBackward0":
+        factor = -factor
+    return site.reduced(site.gradient if factor == 1 else site.gradient * factor)
+
+
+@node_rules.register("MulBackward0")
+def mul(site: Site) -> Block:
+    """Self · other."""
+    factor = site.saved("other" if site.slot == 0 else "self")
+    return site.reduced(site.gradient * factor.conj())
+
+
+@node_rules.register("DivBackward0")
+def div(site: Site) -> Block:
+    """Self / other; the derivative by other is −self / other²."""
+    other = site.saved("other")
+    if site.slot == 0:
+        return site.reduced(site.gradient / other.conj())
+    ratio = -site.saved("self") / (other * other)
+    return site.reduced(site.gradient * ratio.conj())
+
+
+@node_rules.register("ExpandBackward0")
+def expand(site: Site) -> Block:
+    """A parameter expanded over the samples, such as a class token."""
+    return site.reduced(site.gradient)

@@ -1,0 +1,150 @@
+"""Additions from outside: one import, one decorator for each kind of thing, one file an addition.
+
+    from gradscope import extend
+
+    @extend.transform("damped", extend.Scope.FACTOR)
+    def damped(gamma: float = 0.01) -> extend.Transform: ...
+
+| decorator | above | found as |
+|---|---|---|
+| `transform(name, scope)` | options to a function of `Gradients` | a stage of a chain |
+| `reducer(name)` | options to a `Reducer` | a stage of a chain |
+| `loss(name)` | `(outputs, targets, *, options) -> (n,)` | `--loss name` |
+| `node_rule(node_type)` | a `Site` to a `Block` | what `hooks` does with that operation |
+| `dataset_reader(name, matches)` | a path to `StoredArrays` | files that begin as `matches` says |
+| `checkpoint_reader(name, matches)` | a path to containers of tensors | likewise |
+| `statistic(name)` | `Data` to a `Record` | a section of `gradscope stats` |
+
+A name that is taken is refused. An entry point of the group that belongs to the kind
+(`gradscope.transforms`, ...) names the decorated function: it is loaded when names are looked up.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradscope.backends.hooks.rules import Rule, Site, node_rules
+from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
+from gradscope.core.problem import model_loss
+from gradscope.sources import (
+    NumberColumn,
+    SequenceColumn,
+    StoredArrays,
+    TextColumn,
+    checkpoint_readers,
+    dataset_readers,
+    matching,
+)
+from gradscope.sources.formats import Reader
+from gradscope.stages.losses import Normaliser, Predictive, loss, per_sample_loss
+from gradscope.stages.reducers import Reducer, State, reducers
+from gradscope.stages.reducers.base import (
+    added,
+    count,
+    entries,
+    for_each_parameter,
+    on_one_device,
+    ordered,
+    tiles,
+    wide,
+)
+from gradscope.stages.transforms import (
+    NeedsMean,
+    NeedsProblem,
+    ReadsNorms,
+    Scope,
+    Transform,
+    Vector,
+    random,
+    transform,
+)
+from gradscope.stages.transforms.base import blockwise, widened
+
+__all__ = [
+    "Block",
+    "DenseBlock",
+    "Gradients",
+    "MappedBlock",
+    "NeedsMean",
+    "NeedsProblem",
+    "Normaliser",
+    "NumberColumn",
+    "OuterBlock",
+    "Predictive",
+    "ReadsNorms",
+    "Reducer",
+    "ScatterBlock",
+    "Scope",
+    "SequenceColumn",
+    "Site",
+    "State",
+    "StoredArrays",
+    "TextColumn",
+    "Transform",
+    "Vector",
+    "added",
+    "blockwise",
+    "checkpoint_reader",
+    "count",
+    "dataset_reader",
+    "entries",
+    "for_each_parameter",
+    "loss",
+    "model_loss",
+    "node_rule",
+    "on_one_device",
+    "ordered",
+    "per_sample_loss",
+    "random",
+    "reducer",
+    "tiles",
+    "transform",
+    "wide",
+    "widened",
+]
+
+Matches = Callable[[bytes], bool]
+
+
+def reducer(name: str) -> Callable[[Callable[..., Reducer]], Callable[..., Reducer]]:
+    """Register a function from a stage's arguments to a `Reducer`.
+
+    Args:
+        name: The stage's name in a chain.
+    """
+    return reducers.register(name)
+
+
+def node_rule(node_type: str) -> Callable[[Rule], Rule]:
+    """Register what the backend `hooks` does with an operation on samples and parameters.
+
+    Args:
+        node_type: The name of its node in the autograd graph, such as "MaximumBackward0". The
+            rule takes a `Site` and returns the block of the input at `site.slot`, or None where
+            it does not apply: the operation is then masked sample by sample.
+    """
+    return node_rules.register(node_type)
+
+
+def dataset_reader(
+    name: str, matches: Matches
+) -> Callable[[Callable[[Path], StoredArrays]], Reader[StoredArrays]]:
+    """Register a reader of data files; whatever it raises is told as an error of the file.
+
+    Args:
+        name: The format's name.
+        matches: Whether a file is of the format, by its first bytes, at most 4,096.
+    """
+    return lambda read: dataset_readers.register(name)(matching(matches)(read))
+
+
+def checkpoint_reader(
+    name: str, matches: Matches
+) -> Callable[[Callable[[Path], Any]], Reader[Any]]:
+    """Register a reader of checkpoints: it returns plain containers of tensors.
+
+    Args:
+        name: The format's name.
+        matches: Whether a file is of the format, by its first bytes, at most 4,096.
+    """
+    return lambda read: checkpoint_readers.register(name)(matching(matches)(read))

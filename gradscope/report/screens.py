@@ -1,0 +1,290 @@
+"""What the commands say when they are done: compare, compute, its plan, check, merge, export."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from gradscope.report.terminal import heading, print_facts, print_table
+from gradscope.report.text import visible
+from gradscope.stats import RunReport, parameter_table
+from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
+from gradscope.stats.sections import (
+    NONE,
+    Column,
+    Fact,
+    Styled,
+    Table,
+    count,
+    duration,
+    listed,
+    shape_text,
+    short,
+    size,
+)
+
+if TYPE_CHECKING:
+    from gradscope.blocks.variants import Chosen
+    from gradscope.comparison import BackendRow, Comparison
+    from gradscope.run import Estimate, Inspection, MergeReport, Room
+    from gradscope.storage import Exported
+
+_STATUS = {
+    "agrees": Styled("agrees", "green"),
+    "disagrees": Styled("DISAGREES", "bold red"),
+    "refused": Styled("refused", "yellow"),
+    "failed": Styled("FAILED", "bold red"),
+}
+
+
+def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
+    """Print a row a backend, then what disagrees, then every refusal with its remedy.
+
+    Args:
+        comparison: What was found.
+        console: On stdout.
+        verbose: Print also which kernels were chosen.
+    """
+    rows, baseline = comparison.rows, comparison.baseline_seconds
+    worst = [r.worst.relative if r.worst else None for r in rows]
+    times = [r.seconds / baseline if r.seconds is not None and baseline > 0 else None for r in rows]
+    columns = [
+        Column("status", [_status(r) for r in rows]),
+        Column("time", [duration(r.seconds) for r in rows], rank=2),
+        Column("x plain backward", list(map(short, times)), rank=1),
+        Column("peak memory", [size(r.peak_bytes) for r in rows], rank=3),
+        Column("worst relative error", list(map(short, worst))),
+    ]
+    print_table(console, Table(columns, "backend", [r.backend for r in rows]))
+    text = f"Plain forward and backward: {duration(baseline)}, {size(comparison.baseline_bytes)}"
+    console.print(Text(f"{text}, {comparison.dtype}.", style="dim"))
+    if verbose:
+        _render_kernels(comparison.ways, console, measured=True)
+    for row in rows:
+        if not all(p.agrees for p in row.parameters):
+            _render_disagreement(row, console)
+    for row in rows:
+        if not row.parameters and (row.reason or row.remedy):
+            console.print()
+            status = _status(row)
+            console.print(
+                Text.assemble((visible(row.backend), "bold"), " ", (status.text, status.style))
+            )
+            _render_advice(row, console, ())
+    console.print()
+    tally: dict[str, int] = {}
+    for row in rows:
+        word = _status(row).text
+        tally[word] = tally.get(word, 0) + 1
+    counts = ", ".join(f"{n} {word}" for word, n in tally.items())
+    text = f"{count(comparison.samples, 'sample')}, {count(len(rows), 'backend')}: {counts}"
+    console.print(Text(text, style="green" if comparison.agrees else "bold red"))
+
+
+def _status(row: "BackendRow") -> Styled:
+    return _STATUS.get(row.status, Styled(row.status))
+
+
+def _render_disagreement(row: "BackendRow", console: Console) -> None:
+    wrong = [p for p in row.parameters if not p.agrees]
+    heading(console, f"{row.backend} disagrees in {count(len(wrong), 'parameter')}")
+    places = [NONE if p.worst_sample is None else str(p.worst_sample) for p in wrong]
+    columns = [
+        Column("relative error", [short(p.relative) for p in wrong]),
+        Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
+        Column("cosine", [_precise(p.cosine) for p in wrong], rank=2),
+        Column("worst sample", places, rank=1),
+        Column("factor", [_precise(p.factor) for p in wrong]),
+    ]
+    print_table(console, Table(columns, "parameter", [p.name for p in wrong]))
+    meanings: dict[str, list[str]] = {}
+    for p in wrong:
+        meanings.setdefault(p.meaning, []).append(p.name)
+    for meaning, names in meanings.items():
+        _print_wrapped(f"{', '.join(names)}: " * (len(meanings) > 1) + meaning, console)
+    _render_advice(row, console, meanings)
+
+
+def _precise(value: float | None) -> str:
+    """Return a number near one with the digits that show how near."""
+    return NONE if value is None else f"{value:.5g}"
+
+
+def _render_advice(row: "BackendRow", console: Console, said: Sequence[str] | Any) -> None:
+    for text in (row.reason, row.remedy):
+        if text is not None and not any(meaning in text for meaning in said):
+            _print_wrapped(text, console)
+
+
+def _print_wrapped(text: str, console: Console) -> None:
+    safe = Text(visible(text, keep="\n"), overflow="fold")
+    console.print(Padding(safe, (0, 0, 0, 2)))
+
+
+def _render_kernels(choices: Sequence["Chosen"], console: Console, measured: bool) -> None:
+    """Print a row a request: the kernel that was chosen, its time, and those of the others."""
+    if not choices:
+        return
+    title = "Kernels that were measured" if measured else "Kernels, and the time they may take"
+    others = [
+        ", ".join(f"{name} {duration(s)}" for name, s in one.seconds.items() if name != one.variant)
+        for one in choices
+    ]
+    heading(console, title)
+    columns = [
+        Column(
+            "fastest" if measured else "kernel", [one.variant for one in choices], justify="left"
+        ),
+        Column("time", [duration(one.seconds.get(one.variant)) for one in choices]),
+        Column("others", others, rank=1, justify="left"),
+    ]
+    print_table(console, Table(columns, "request", [one.request for one in choices]))
+
+
+def render_run(result: RunReport, console: Console) -> None:
+    """Print what was computed, what of it was proved, and what was written where."""
+    print_table(console, parameter_table(result.parameters))
+    heading(console, "Run")
+    rows = certificate_facts(result.certificate, result.audits) + _nonfinite(result)
+    if result.path is not None:
+        rows.append(("written", f"{result.path} ({size(result.bytes)})"))
+    speed = f", {short(result.samples / result.seconds)} samples/s" if result.seconds > 0 else ""
+    samples = count(result.samples, "sample")
+    rows += [
+        *listed("chain", result.chains),
+        ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
+        ("backend", result.backend),
+        *listed("note", result.notes),
+    ]
+    print_facts(console, rows)
+
+
+def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
+    """Return what is not finite: samples, and numbers that chains have made so."""
+    lines = []
+    if result.nonfinite:
+        samples = count(result.samples, "sample")
+        lines.append(f"{result.nonfinite:,} of {samples}: they are flagged in the file")
+    for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
+        if numbers:
+            lines.append(f"{count(numbers, 'number')} of {chain}")
+    return listed("not finite", [Styled(line, "bold red") for line in lines])
+
+
+def render_merge(result: "MergeReport", console: Console) -> None:
+    """Print what was merged, what of it was proved, and what was written where."""
+    merged = f"{count(result.samples, 'sample')} of {count(result.files, 'file')}"
+    rows: list[Fact] = [
+        *certificate_facts(result.certificate),
+        *_nonfinite(result),
+        ("written", f"{result.path} ({size(result.bytes)})"),
+        *listed("chain", result.chains),
+        ("merged", f"{merged} in {duration(result.seconds)}"),
+    ]
+    if result.recomputed:
+        again = f"{count(result.recomputed, 'sample')} one by one: the same losses and norms"
+        rows.append(("recomputed", again))
+    rows += listed("note", result.notes)
+    if result.virtual:
+        rows.append(("virtual", "the rows stay in these files"))
+    print_facts(console, rows)
+
+
+def render_export(found: Sequence["Exported"], console: Console) -> None:
+    """Print each file with its size and what is in it."""
+    for one in found:
+        if one.shape is None:
+            what = count(len(one.names), "parameter")
+        elif len(one.names) == 1:
+            what = f"{one.names[0]} {shape_text(one.shape)}"
+        else:
+            what = f"{count(one.shape[0], 'sample')}, {count(one.shape[1], 'column')}"
+        console.print(Text(visible(f"{one.path}: {what}, {size(one.bytes)}")), soft_wrap=True)
+
+
+def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> None:
+    """Print what a run would choose and cost, and with `verbose` which kernels it would take."""
+    known = plan.memory is not None
+    memory = f"about {size(plan.memory)} beside model and data" if known else "not known"
+    rows: list[Fact] = [
+        ("samples", f"{count(plan.samples, 'sample')}, {plan.batch_size:,} at a time"),
+        ("backend", plan.backend),
+        *(("note", note) for note in plan.notes),
+        *(("chain", chain) for chain in plan.chains),
+        *_space(plan.room),
+        ("memory", f"{memory}, {size(plan.available)} available"),
+        _time(plan.room),
+    ]
+    heading(console, "Plan (nothing was written)")
+    print_facts(console, rows)
+    if verbose:
+        _render_kernels(plan.ways, console, measured=False)
+
+
+def render_room(room: "Room", console: Console) -> None:
+    """Print, before a large run, what it will write and how long it will take."""
+    print_facts(console, [*_space(room), _time(room)])
+
+
+def _time(room: "Room") -> Fact:
+    return "time", f"about {duration(room.seconds)}, and what the disk takes"
+
+
+def _space(room: "Room") -> list[Fact]:
+    """Return what is said about the file: its bytes, those free, what other layouts take."""
+    most = "before compression " if room.compressed else ""
+    takes = f"{size(room.bytes)} {most}in the {room.layout} layout"
+    rows: list[Fact] = [("file", f"{takes}, {size(room.free)} free")]
+    if room.limit is not None:
+        rows.append(("limit", f"{size(room.limit)} a file"))
+    told = {size(room.bytes)}
+    for name, n in sorted(room.layouts.items(), key=lambda item: item[0] == "auto"):
+        if size(n) not in told:
+            rows.append(("", f"{size(n)} in the {name} layout"))
+            told.add(size(n))
+    return rows
+
+
+def render_inspection(found: "Inspection", console: Console, verbose: bool = False) -> None:
+    """Print what was loaded, what the first batch gave, its proof, and the plan."""
+    model, checkpoint, data, loss = found.model, found.checkpoint, found.dataset, found.loss
+    sizes = f"{count(model['parameters'], 'parameter')} of {count(model['numbers'], 'number')}"
+    placed = f"{model['dtype']} on {model['device']}"
+    options = [f"{key}={value}" for key, value in loss.items() if key != "name"]
+    heading(console, "What is read")
+    rows: list[Fact] = [
+        ("model", f"{model['class']}, {model['mode']}, {sizes}, {placed}"),
+        ("weights", checkpoint["path"]),
+        ("", f"{checkpoint['format']}, {count(checkpoint['tensors'], 'tensor')}"),
+        ("data", str(data["path"])),
+        ("", f"{data['format']}, {count(data['samples'], 'sample')}"),
+        *(("", _array(name, array)) for name, array in data["arrays"].items()),
+        ("loss", ", ".join([loss["name"], *options])),
+    ]
+    print_facts(console, rows)
+    first = found.first
+    samples = count(first.samples, "sample")
+    lost = Styled(f"{first.nonfinite:,} of {samples}", "bold red")
+    heading(console, "The first batch")
+    rows = [
+        ("samples", samples),
+        ("loss", _range(first.loss)),
+        ("norm", _range(first.norm)),
+        *([("not finite", lost)] if first.nonfinite else []),
+        ("certificate", verdict(found.certificate)),
+        *unused_facts(found.certificate),
+    ]
+    print_facts(console, rows)
+    render_plan(found.plan, console, verbose)
+
+
+def _array(name: str, array: dict[str, Any]) -> str:
+    shape = "x".join(map(str, array["sample"])) or "one number"
+    return f"{name}: {array['dtype']}, {shape} a sample"
+
+
+def _range(values: tuple[float, float, float]) -> str:
+    least, median, most = map(short, values)
+    return f"{least} to {most}, median {median}"

@@ -1,0 +1,196 @@
+"""Sections on a terminal: tables that fit the width there is, bars of text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from gradscope.report.text import fit_names, visible
+from gradscope.stats.records import Histogram
+from gradscope.stats.sections import Column, Fact, Line, Section, Shown, Spark, Table, short
+
+_GAP = 2
+_NARROW = 40
+_NARROWEST_NAME = 16
+_NAME_SHARE = 0.4  # of the width, before numbers are hidden for long names
+_SPARK = 40
+_WIDEST_BAR = 100
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_PLAIN_LEVELS = "_.-=+*#@"
+
+
+def render(result: Shown, console: Console) -> None:
+    """Print what a result is about, what is wrong with it, and its sections."""
+    found = result.overview()
+    if len(found.paths) == 1:
+        console.print(Text(visible(found.paths[0]), style="bold"), overflow="fold")
+    print_facts(console, found.facts)
+    for line in found.warnings:
+        console.print()
+        console.print(Text(visible(line), style="bold red"))
+    for section in found.sections:
+        _print_section(section, console)
+
+
+def safe(line: Line) -> Text:
+    """Return a line as text, with its unprintable characters made visible."""
+    return Text(visible(line)) if isinstance(line, str) else Text(visible(line.text), line.style)
+
+
+def heading(console: Console, title: str) -> None:
+    """Print an empty line and a title."""
+    console.print()
+    console.print(Text(visible(title), style="bold"))
+
+
+def print_facts(console: Console, rows: Sequence[Fact]) -> None:
+    """Print labels with their values, which wrap; all is made visible."""
+    grid = Grid.grid(padding=(0, _GAP, 0, 0))
+    grid.add_column(no_wrap=console.width >= _NARROW, overflow="fold", style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(
+            safe(label), _sparkline(value, console) if isinstance(value, Spark) else safe(value)
+        )
+    console.print(grid)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; columns that do not fit are hidden, names never cut so that two look alike."""
+    columns = [_Ready.of(column) for column in table.columns]
+    if table.names is None:
+        kept = _fitting(columns, console.width + _GAP)
+        _print(console, kept)
+    else:
+        wanted = max(map(cell_len, [table.title, *map(visible, table.names)]))
+        room = max(_NARROWEST_NAME, int(_NAME_SHARE * console.width))
+        kept = _fitting(columns, console.width - min(wanted, room))
+        left = console.width - sum(c.width + _GAP for c in kept)
+        width = max(1, min(wanted, left))
+        names = [Text(name) for name in fit_names(table.names, width)]
+        _print(console, [_Ready(table.title, names, 0, "left", width), *kept])
+    hidden = [c.title for c in columns if c not in kept]
+    if hidden:
+        console.print(Text(f"(hidden for want of width: {', '.join(hidden)})", style="dim"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A column that is safe to show, and the cells it needs."""
+
+    title: str
+    cells: Sequence[Text]
+    rank: int
+    justify: Literal["left", "right"]
+    width: int
+
+    @classmethod
+    def of(cls, column: Column) -> "_Ready":
+        found: Sequence[Line] = column.cells
+        if column.widest is not None:
+            found = fit_names([str(cell) for cell in found], column.widest)
+        title, cells = visible(column.title), [safe(cell) for cell in found]
+        width = max(map(cell_len, [*title.split(), *(cell.plain for cell in cells)]), default=1)
+        return cls(title, cells, column.rank, column.justify, width)
+
+
+def _fitting(columns: Sequence[_Ready], width: int) -> list[_Ready]:
+    """Hide columns of the highest rank until the rest fits, each with its gap."""
+    kept = list(columns)
+    while sum(c.width + _GAP for c in kept) > width:
+        last = max(kept, key=lambda c: c.rank, default=None)
+        if last is None or last.rank == 0:
+            break
+        kept.remove(last)
+    return kept
+
+
+def _print(console: Console, columns: Sequence[_Ready]) -> None:
+    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+    for c in columns:
+        grid.add_column(Text(c.title), justify=c.justify, width=c.width, overflow="fold")
+    for cells in zip(*(c.cells for c in columns), strict=True):
+        grid.add_row(*cells)
+    console.print(grid)
+
+
+def _print_section(section: Section, console: Console) -> None:
+    heading(console, section.title)
+    if section.facts:
+        print_facts(console, section.facts)
+    if section.pairs:
+        _print_pairs(section.pairs, console)
+    if section.histogram is not None:
+        _print_histogram(section.histogram, console)
+    if section.table is not None:
+        print_table(console, section.table)
+    for note in section.notes:
+        console.print(Text(visible(note), style="dim") if isinstance(note, str) else safe(note))
+
+
+def _print_pairs(pairs: Sequence[tuple[str, str]], console: Console) -> None:
+    """Print titles with a value under each, in as many lines as the width needs."""
+    cell = max(max(map(len, pair)) for pair in pairs) + 2
+    lines = math.ceil(len(pairs) / max(1, (console.width + 2) // cell))
+    step = math.ceil(len(pairs) / lines)
+    for start in range(0, len(pairs), step):
+        part = pairs[start : start + step]
+        for texts, style in zip(zip(*part, strict=True), ("dim", ""), strict=True):
+            line = "".join(f"{text:>{cell}}" for text in texts)[2:]
+            console.print(Text(line, style=style), soft_wrap=True)
+
+
+def bins(histogram: Histogram) -> list[tuple[str, int]]:
+    """Return the edges and the count of each bin."""
+    edges = zip(histogram.edges, histogram.edges[1:], strict=False)
+    names = [f"{short(low)} to {short(high)}" for low, high in edges]
+    zeros = [("zero", histogram.zeros)] if histogram.zeros else []
+    return [*zeros, *zip(names, histogram.counts, strict=True)]
+
+
+def _print_histogram(histogram: Histogram, console: Console) -> None:
+    """Print one line a bin: its edges, a bar, its count."""
+    rows = bins(histogram)
+    left = max((len(label) for label, _ in rows), default=0)
+    right = max((len(f"{n:,}") for _, n in rows), default=0)
+    width = max(1, min(_WIDEST_BAR, console.width - left - right - 4))
+    most = max((n for _, n in rows), default=1)
+    for label, n in rows:
+        line = Text(f"{label:>{left}}  {n:>{right},}  ")
+        line.append(_bar(n / most, width, console.options.ascii_only), style="cyan")
+        console.print(line, soft_wrap=True)
+
+
+def _bar(share: float, width: int, ascii_only: bool) -> str:
+    """Return a bar `share` (0 to 1) of `width` cells long; what is not zero can be seen."""
+    eighths = max(round(share * width * 8), 1 if share > 0 else 0)
+    if ascii_only:
+        return "#" * ((eighths + 7) // 8)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + (_EIGHTHS[rest] if rest else "")
+
+
+def _sparkline(spark: Spark, console: Console) -> Text:
+    width = min(_SPARK, max(8, console.width - 24))
+    return Text(sparkline(spark.values, width, console.options.ascii_only), style="cyan")
+
+
+def sparkline(values: Sequence[float | None], width: int, ascii_only: bool = False) -> str:
+    """Return one letter a value, from the least to the largest; evenly thinned to `width`.
+
+    What is unknown is a space.
+    """
+    levels = _PLAIN_LEVELS if ascii_only else _LEVELS
+    if len(values) > width > 1:
+        values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    step = (high - low) / (len(levels) - 1) or 1.0
+    return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)

@@ -1,0 +1,262 @@
+"""The memory budget: how many samples are computed at a time, and how much memory that takes.
+
+What a run takes is measured: a few small batches are computed and proved as a run does it, without
+a file. Sizes are doubled until the difference between two of them is clear of what libraries and
+the allocator keep and of tiles that are not full yet; from there on the peak grows with the size.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+
+from gradscope.config import memory_text, parse_memory
+from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
+from gradscope.engine import settled
+from gradscope.errors import SpecError
+from gradscope.run.execute import Run
+from gradscope.run.job import Job
+from gradscope.run.overlap import BatchSize
+from gradscope.storage import PART_BYTES, Rows, Scratch, States
+
+_FEW = 2  # samples that tell whether more has to be known
+_LARGEST = 4096  # larger batches gain nothing
+_MARGIN = 0.8  # of a budget is planned with
+_SHARE = 0.5  # of what there is, when no budget is given
+_CLEAR = 96 * 2**20
+_WRITER = 8 * 2**20  # HDF5 itself, and pieces on their way to the disk
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How a run uses memory.
+
+    Attributes:
+        samples: Computed at a time.
+        notes: Why, where it is not what one would expect.
+        peak: Bytes taken at the peak, above the loaded model and data, and above what was taken to
+            find out; None if unknown.
+        available: Bytes that there are for it; None if unknown.
+    """
+
+    samples: int
+    notes: tuple[str, ...] = ()
+    peak: int | None = None
+    available: int | None = None
+
+
+def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budget:
+    """Return the batch size that was asked for, or one that fits into memory.
+
+    Args:
+        job: What is computed.
+        measured: Find out the peak in any case, not only where the batch size depends on it.
+        there: Bytes of memory that there are; by default what the system tells.
+
+    Raises:
+        SpecError: The memory budget does not hold a single sample.
+        RefusedError: What the run would be refused for.
+    """
+    asked = job.spec.compute
+    there = available(job.scope.problem.device) if there is None else there
+    if asked.memory is not None:
+        with rehearsal(job) as rehearsed:
+            return _within(rehearsed, parse_memory(asked.memory), there)
+    given = asked.batch_size is not None or job.scope.settings.own_loss
+    if there is None and not given:
+        return Budget(min(job.batch_size, job.held_densely))
+    if given and not measured:
+        return Budget(job.batch_size, available=there)
+    with rehearsal(job) as rehearsed:
+        return _beside_others(rehearsed, there, fixed=given, measured=measured)
+
+
+def _within(job: Job, memory: int, there: int | None) -> Budget:
+    """Choose by a given budget."""
+    most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
+    found = Rehearsals(job).footprint(most, budget)
+    if found is None:
+        return Budget(job.batch_size, ("how much memory is taken is not known here",), None, there)
+    samples = found.most(budget, most)
+    if not samples:
+        raise SpecError(
+            f"a single sample at a time takes about {memory_text(found.peak(1))}",
+            where=f"memory {job.spec.compute.memory}",
+            remedy="Give more, or compute fewer --parameters at a time.",
+        )
+    note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
+    note += f" of the {memory_text(memory)} of --memory"
+    return Budget(samples, (note,), max(found.largest, found.peak(samples)), there)
+
+
+def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) -> Budget:
+    """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
+    samples = job.batch_size
+    most, rehearsals = min(samples, len(job.rows)), Rehearsals(job)
+    limit = inf if there is None else there
+    budget = limit if fixed else _SHARE * limit
+    if not measured:
+        few = min(_FEW, most)
+        small = rehearsals.peak(few)
+        if small is None or small * most <= budget * few:
+            return Budget(samples, available=there)
+    found = rehearsals.footprint(most, budget)
+    if found is None:
+        return Budget(samples, available=there)
+    notes: tuple[str, ...] = ()
+    if not fixed and found.most(budget, most) < most:
+        most = samples = max(1, found.most(budget, most))
+        note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
+        notes = (f"{note}: half of the memory there is is {memory_text(budget)}",)
+    peak = found.peak(most)
+    if peak > limit:
+        note = f"batches of {most:,} samples take about {memory_text(peak)}, and there is"
+        fits = found.most(limit, most)
+        notes += (f"{note} {memory_text(limit)}: {fits:,} would fit",)
+    elif measured:
+        peak = max(found.largest, rehearsals.peak(most) or peak)
+    return Budget(samples, notes, peak, there)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Peak memory as a function of the batch size.
+
+    Attributes:
+        points: (samples, bytes), with growing sizes, at least one.
+        clear: Larger sizes take as much more a sample as the last two of them.
+    """
+
+    points: tuple[tuple[int, int], ...]
+    clear: bool
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that were measured."""
+        return max(size for _, size in self.points)
+
+    def peak(self, n: int) -> int:
+        """Return the bytes for batches of n samples, on the line through the nearest two points."""
+        above = next((k for k, (size, _) in enumerate(self.points) if size >= n), -1)
+        if len(self.points) == 1 or above == 0:
+            return self.points[0][1]
+        (left, low), (right, high) = self.points[above - 1], self.points[above]
+        return round(low + (n - left) * max(0, high - low) / (right - left))
+
+    def most(self, budget: float, limit: int) -> int:
+        """Return the largest of `limit` and the powers of two below whose peak fits, or 0.
+
+        Powers of two, since what is measured differs a little from run to run.
+        """
+        sizes = [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
+        known = [n for n in sizes if self.clear or n <= self.points[-1][0]]
+        return next((n for n in known if self.peak(n) <= budget), 0)
+
+
+class Rehearsals:
+    """Measures a job's peak memory above what is taken when this is made.
+
+    What the first rehearsal leaves behind for good (code that is loaded when it is first used) so
+    counts in every later one, as it does in a run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._device = job, job.scope.problem.device
+        gc.collect()  # a peak is above what is in use
+        release_freed_memory()
+        self._base = taken(self._device)
+
+    def peak(self, n: int) -> int | None:
+        """Return the peak bytes with batches of n samples; None if unknown, or too much.
+
+        Raises:
+            RefusedError: What a run would be refused for.
+        """
+        with peak_memory(self._device) as above:
+            start = taken(self._device)
+            fits = rehearse(self._job, n)
+        if self._base is None or start is None or not above or not fits:
+            return None
+        return _WRITER + start + above[0] - self._base
+
+    def footprint(self, most: int, budget: float) -> Footprint | None:
+        """Measure small batches; None where the system does not tell how much memory is taken.
+
+        Args:
+            most: The largest batch of interest.
+            budget: Bytes; no batch is tried that would seem to take more.
+        """
+        self.peak(1)  # what is loaded now is not the samples'
+        first = self.peak(1)
+        if first is None:
+            return None
+        points, rise = [(1, first)], 0
+        while points[-1][0] < most and rise < _CLEAR:
+            n, last = points[-1]
+            might = last + max(2 * rise, last - first)
+            peak = self.peak(min(2 * n, most)) if might <= budget else None
+            if peak is None:
+                return Footprint(tuple(points), clear=False)
+            points.append((min(2 * n, most), peak))
+            rise = max(0, peak - last)
+        return Footprint(tuple(points), clear=True)
+
+
+class Nowhere:
+    """Stands in for a writer that holds the rows of one batch until the next has been computed.
+
+    That is as long as a writer can hold them, so that their memory shows with that of the next
+    batch and of its audit, whichever thread is the slower in a run.
+    """
+
+    completed = 0
+
+    def __init__(self) -> None:
+        self._kept: Any = None
+        self._scratch = Scratch()
+
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+        """Let go of the last rows, and make these in their dense form, a part at a time."""
+        self._kept = None
+        copies = [t.clone() for state in (states or {}).values() for t in state.values()]
+        self._kept = rows, copies
+        for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
+            if block.held is not None:
+                continue
+            step = max(1, PART_BYTES // max(1, prod(block.shape) * block.dtype.itemsize))
+            for start in range(0, block.n, step):
+                part = block.select(slice(start, start + step))
+                part.dense(self._scratch.take((part.n, *block.shape), block.dtype, block.device))
+
+    def go_back(self) -> tuple[int, dict[str, Any]]:
+        """Begin again: nothing was written."""
+        return 0, {}
+
+
+def rehearse(job: Job, n: int) -> bool:
+    """Compute the first n samples twice, as a run does; return whether memory sufficed for all.
+
+    Raises:
+        RefusedError: What a run would be refused for.
+    """
+    batch, size = job.load(0, n), BatchSize(n)
+    chains = settled(job.scope, job.chains, lambda: [batch])
+    run = Run(job, chains, Path(), Nowhere(), size)
+    for done in (0, len(job.rows) - n):  # the first batch is proved, the last one audited
+        run.done = done
+        run.add(batch)
+    return size.samples == n
+
+
+@contextmanager
+def rehearsal(job: Job) -> Iterator[Job]:
+    """Yield the job with a session of its own, which compiles nothing and is closed afterwards."""
+    session = job.scope.rehearsal()
+    try:
+        yield replace(job, scope=session)
+    finally:
+        session.close()
+        release_freed_memory()  # or the run would come on top of it

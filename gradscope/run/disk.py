@@ -1,0 +1,241 @@
+"""The disk: how many bytes a run will write, whether they fit, and how long it computes."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Evaluation, Tuner
+from gradscope.config import memory_text
+from gradscope.core.batch import Batch
+from gradscope.engine import settled, usable
+from gradscope.errors import OutputError
+from gradscope.run.budget import rehearsal
+from gradscope.run.execute import keeps_states, rows_of
+from gradscope.run.job import Job, file_plan
+from gradscope.run.overlap import BatchSize
+from gradscope.stages.chain import Chain, bind
+from gradscope.storage import Layout, file_bytes
+
+if sys.platform != "win32":
+    import resource
+
+LARGE = 10**9  # bytes of a file worth a word beforehand
+_FEW = 32  # samples that tell the structure of all
+_PROJECTED = 256
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a result file takes, and what there is for it.
+
+    Attributes:
+        layout: The one asked for.
+        layouts: Bytes of the file in each layout.
+        smaller: Bytes of the file by what else would make it smaller, as an option.
+        kept: Bytes of an unfinished file, which are on the disk already.
+        free: Bytes free on the disk, or within the quota where the file system tells it.
+        limit: Bytes that the system lets a file have; None if any.
+        seconds: What computing takes, without waiting for the disk.
+        compressed: Whether rows will be compressed: the bytes are then the most it may take.
+    """
+
+    layout: str
+    layouts: dict[str, int]
+    smaller: dict[str, int]
+    kept: int
+    free: int
+    limit: int | None
+    seconds: float
+    compressed: bool
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the file."""
+        return self.layouts[self.layout]
+
+    def holds(self, size: int) -> bool:
+        """Whether a file of `size` bytes fits."""
+        return size <= self.free + self.kept and (self.limit is None or size <= self.limit)
+
+    def require(self, path: Path) -> None:
+        """Check that the file fits; a compressed one may, whatever it takes otherwise.
+
+        Raises:
+            OutputError: It does not; what would is said.
+        """
+        if self.compressed or self.holds(self.bytes):
+            return
+        if self.limit is not None and self.bytes > self.limit:
+            there = f"a file may have {memory_text(self.limit)} here (ulimit -f)"
+        else:
+            there = f"the disk has {memory_text(self.free)} free"
+            if self.kept:
+                there += f", besides {memory_text(self.kept)} of the unfinished file"
+        found = [f"{k} ({memory_text(v)})" for k, v in self.smaller.items() if self.holds(v)]
+        raise OutputError(
+            f"the file would take {memory_text(self.bytes)}, and {there}",
+            where=str(path),
+            remedy=f"Store less: {', '.join(found)}; or choose another disk."
+            if found
+            else "Choose another disk, or compute fewer --samples or --parameters.",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"bytes": self.bytes, "fits": self.holds(self.bytes)}
+
+
+def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
+    """Return what a run needs whose file may be `LARGE`, None for any other.
+
+    A few samples are computed, and forgotten again.
+
+    Raises:
+        OutputError: The file does not fit.
+        RefusedError: No backend has an exact, proved answer.
+    """
+    folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
+    refused = not folder or (there and not overwrite)
+    n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
+    most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
+    if refused or most <= LARGE:  # unless a chain makes rows larger
+        return None  # opening the file says why, or that nothing is left to do
+    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
+    with Tuner(measures=False).active(), rehearsal(job) as rehearsed:
+        found = size.fitting(partial(tried, rehearsed, path), len(job.rows))
+    found.require(path)
+    return found if found.bytes > LARGE else None
+
+
+def tried(job: Job, path: Path | None, n: int) -> Room:
+    """Evaluate the first n samples twice: the second time tells how long it takes.
+
+    Raises:
+        RefusedError: No backend has an exact, proved answer.
+    """
+    batch = job.load(0, n)
+    passes = 1
+
+    def once_more() -> list[Batch]:
+        nonlocal passes
+        passes += 1
+        return [batch]
+
+    left = -(-len(job.rows) // n)
+    chains = settled(job.scope, job.chains, once_more, left)
+    job.scope.evaluate(batch, job.request(left))
+    begun = time.perf_counter()
+    evaluation = job.scope.evaluate(batch, job.request(left))
+    for gradients in rows_of(job, chains, batch, evaluation).chains:
+        for block in (gradients or {}).values():
+            for _ in block.tiles():
+                pass
+    seconds = (time.perf_counter() - begun) * passes * len(job.rows) / n
+    return _room(job, path, chains, batch, evaluation, seconds)
+
+
+def _room(
+    job: Job,
+    path: Path | None,
+    chains: Sequence[Chain],
+    batch: Batch,
+    evaluation: Evaluation,
+    seconds: float,
+) -> Room:
+    """Return what the result file takes, by how one batch is structured.
+
+    Of a file in the working directory where `path` is None; the chains have had earlier passes.
+    """
+    plan, rows = file_plan(job), rows_of(job, chains, batch, evaluation)
+    more = _aggregate_shapes(job, chains, batch, evaluation)
+
+    def size(layout: Layout, dtype: torch.dtype) -> int:
+        return sum(file_bytes(replace(plan, layout=layout, dtype=dtype), rows, *more))
+
+    layouts = {name: size(name, plan.dtype) for name in get_args(Layout)}
+    smaller = {"--layout factored": layouts["factored"]}
+    if layouts["auto"] < 0.9 * layouts["factored"]:
+        smaller["--layout auto"] = layouts["auto"]
+    if plan.dtype.itemsize > 2:
+        smaller["--dtype float16"] = size(plan.layout, torch.float16)
+    none = replace(rows, chains=tuple(None for _ in chains))
+    table = sum(file_bytes(plan, none, *more))
+    projected = plan.n * _PROJECTED * plan.dtype.itemsize
+    smaller[f'a projection (-t "project:dim={_PROJECTED}")'] = table + projected
+    mean = sum(p.nbytes for p in job.scope.problem.parameters.values())
+    smaller['a reducer (such as -t "mean")'] = table + mean
+    folder = Path.cwd() if path is None else path.absolute().parent
+    return Room(
+        layout=plan.layout,
+        layouts=layouts,
+        smaller={k: v for k, v in smaller.items() if v < layouts[plan.layout]},
+        kept=0 if path is None else _allocated(path.with_name(path.name + ".part")),
+        free=shutil.disk_usage(folder).free if folder.is_dir() else 0,
+        limit=_file_limit(),
+        seconds=seconds,
+        compressed=job.compression is not None,
+    )
+
+
+def _aggregate_shapes(
+    job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
+) -> tuple[list[Shapes], list[Shapes]]:
+    """Return the shapes of what the file holds besides rows: results, and the states it keeps.
+
+    Some grow with the number of samples: it is told by the difference that half of these makes.
+    """
+    kept = usable(job.scope, batch, evaluation)
+    if kept is None:
+        return [], []
+    gradients, problem, samples = kept
+    n, few, times = gradients.n, gradients.n // 2, 0.0
+    every = [job.scope.labels.chain(bind("mean"))]
+    every += [chain for chain in chains if chain.reducer is not None]
+    states = before = [dict(chain.update(None, gradients, problem, samples)) for chain in every]
+    if few and job.scope.labels.mode != "exact":  # which goes with sums only
+        part, times = slice(0, few), (len(job.rows) - n) / (n - few)
+        given = gradients.select(part), problem, samples.select(part)
+        before = [dict(chain.update(None, *given)) for chain in every]
+    stored = [_grown(a, b, times) for a, b in zip(states, before, strict=True)]
+    results = [
+        _grown(chain.result(a), chain.result(b), times)
+        for chain, a, b in zip(every[1:], states[1:], before[1:], strict=True)
+    ]
+    size = sum(prod(shape) * dtype.itemsize for one in stored for shape, dtype in one.values())
+    return results, stored if keeps_states(job, size) else []
+
+
+def _grown(found: Mapping[str, Tensor], half: Mapping[str, Tensor], times: float) -> Shapes:
+    """Return shapes that have grown by their difference to those of `half`, so many times."""
+
+    def shape(now: Tensor, before: Tensor) -> tuple[int, ...]:
+        pairs = zip(now.shape, before.shape, strict=True)
+        return tuple(a + round((a - b) * times) for a, b in pairs)
+
+    return {k: (shape(now, half[k]), now.dtype) for k, now in found.items() if k in half}
+
+
+def _allocated(part: Path) -> int:
+    try:
+        return 512 * getattr(part.stat(), "st_blocks", 0)
+    except OSError:  # mostly, it is not there
+        return 0
+
+
+def _file_limit() -> int | None:
+    if sys.platform == "win32":
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit

@@ -1,0 +1,376 @@
+"""A run under way: batches in, a result file out."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Evaluation
+from gradscope.core.batch import Batch
+from gradscope.engine import Audits, finite_samples, fold
+from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
+from gradscope.run.job import Job
+from gradscope.run.outcome import (
+    MEAN_GRADIENT,
+    NONFINITE,
+    mean_gradient_norms,
+    nonfinite_of_file,
+    nonfinite_of_rows,
+    refuse_nonfinite,
+    require_written,
+    results_of,
+    with_counts,
+)
+from gradscope.run.overlap import BatchSize, ahead
+from gradscope.stages.chain import Chain, bind
+from gradscope.stages.labels import mean
+from gradscope.stages.reducers import State, carried_state
+from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
+from gradscope.storage import GradientFile, Rows, open_file, writing
+
+PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
+ALIKE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 5e-2,
+}  # relative: numbers of a sample that is computed again
+_NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
+_FEW = 64  # samples of the first batch that a run going on has to find again
+_SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a stopped run that goes on keeps to, besides its rows and its reducers' states.
+
+    Attributes:
+        batch_size: How many samples were computed at a time.
+        certificate: The proof so far, with its audits.
+        first: Losses and norms of a few samples of the first batch, to be found again by whoever
+            goes on.
+    """
+
+    batch_size: int | None = None
+    certificate: Mapping[str, Any] | None = None
+    first: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+    def to_state(self) -> State:
+        """Return the whole as a tensor of bytes."""
+        text = json.dumps(asdict(self)).encode()
+        return {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+    def audits(self, done: int) -> Audits:
+        """Return what was audited of the samples so far, of which there are `done`."""
+        kept = (self.certificate or {}).get("audit")
+        if kept is not None:
+            return Audits.of_json(kept)
+        return Audits(batches=-(-done // self.batch_size) if self.batch_size else 0)
+
+    @classmethod
+    def of(cls, states: Mapping[str, State]) -> "Progress":
+        """Return what `to_state` gave, from among the states of an unfinished file."""
+        kept = states.get(PROGRESS)
+        return cls() if kept is None else cls(**json.loads(bytes(kept["json"].tolist())))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the finished file says of the run."""
+
+    parameters: tuple[ParameterRow, ...]
+    certificate: dict[str, Any]
+    nonfinite: int
+    chains_nonfinite: tuple[int, ...]
+
+    @classmethod
+    def of(cls, file: GradientFile, *, aggregates: bool = False) -> "_Seen":
+        finite = np.asarray(file.samples["finite"], dtype=bool)
+        rows = parameter_rows(file, finite)
+        chains = nonfinite_of_file(file, aggregates=aggregates)
+        return cls(rows, dict(file.certificate), int((~finite).sum()), chains)
+
+
+@dataclass
+class Run:
+    """A run under way.
+
+    Attributes:
+        job: What is computed.
+        chains: Its chains, after the earlier passes that some of them need.
+        path: The result file.
+        writer: The open file, in a thread of its own.
+        size: How many samples are computed at a time.
+        begun: When, on the performance counter.
+        notes: What was noticed before it began.
+        states: The reducers' states, by "chain:K" and "mean_gradient".
+        progress: What is kept of it besides.
+        done: How many samples are computed.
+        returns: How often it went back to what was proved, to go on with another backend.
+    """
+
+    job: Job
+    chains: tuple[Chain, ...]
+    path: Path
+    writer: Any  # a `Behind`
+    size: BatchSize
+    begun: float = 0.0
+    notes: tuple[str, ...] = ()
+    states: dict[str, State] = field(default_factory=dict)
+    progress: Progress = Progress()
+    done: int = 0
+    returns: int = 0
+
+    def remaining(self) -> Iterator[Batch]:
+        """Yield the batches that are not computed yet."""
+        while self.done < len(self.job.rows):
+            returns = self.returns
+            for batch in batches(self.job, self.size, self.done):
+                yield batch
+                if self.returns != returns:
+                    break
+
+    def add(self, batch: Batch) -> None:
+        """Compute one batch and append it, in parts where memory does not suffice for it.
+
+        Where an audit finds the backend wrong, and `auto` has another, the run goes back to what
+        was proved: `remaining` goes on from there.
+
+        Raises:
+            RefusedError: There is no other. What was proved is kept.
+        """
+        done, returns = 0, self.returns
+        while done < len(batch) and self.returns == returns:
+            part = partial(self._add, batch, done)
+            try:
+                done += self.size.fitting(part, len(batch) - done)
+            except RefusedError as error:
+                self._go_back(error)
+
+    def _go_back(self, error: RefusedError) -> None:
+        """Go back to the last batch that was proved whole; raise unless there is another way."""
+        if not self.done:
+            raise error
+        stopped = self.done
+        self.done, self.states = self.writer.go_back()
+        self.progress = replace(Progress.of(self.states), batch_size=self.size.samples)
+        self.states.pop(PROGRESS, None)
+        self.job.scope.auditor.audits = self.progress.audits(self.done)
+        self.returns += 1
+        if not (isinstance(error, CertificateError) and self.job.scope.has_others):
+            proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
+            error.remedy = f"{error.remedy}\n{proved}: what was proved before."
+            raise error
+        self.job.scope.notes.append(
+            f"{error}".partition("\n")[0]
+            + f"; from sample {self.done:,} on (of {stopped:,}) computed by another backend"
+        )
+
+    def finish(self) -> RunReport:
+        """Write the aggregates, verify the file and put it in its place.
+
+        Raises:
+            NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
+        """
+        seen: list[_Seen] = []
+        reduced = dict(enumerate(self.chains))
+        states = {k: self.states[f"chain:{k}"] for k in reduced if f"chain:{k}" in self.states}
+        results, counts = results_of(reduced, states)
+        self._judge(counts)
+        self.states = with_counts(self.states, counts)
+        self.writer.finish(
+            results=results,
+            certificate=self.progress.certificate or _NOT_VERIFIED,
+            norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
+            states=self._kept_states(),
+            look=lambda file: seen.append(self._seen(file)),
+        )
+        if not seen:  # it was complete before
+            with open_file(self.path) as file:
+                seen.append(_Seen.of(file, aggregates=True))
+        own = {int(k): int(n) for k, n in self.states.get(NONFINITE, {}).items()}
+        found = enumerate(seen[0].chains_nonfinite)
+        return self._report(
+            seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in found)
+        )
+
+    def _seen(self, file: GradientFile) -> _Seen:
+        """Look at the file before it gets to its place.
+
+        Raises:
+            OutputError: Its numbers do not belong together.
+        """
+        own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
+        counting = {owner: state for owner, state in self.states.items() if owner not in own}
+        kept = self.job.scope.settings.nonfinite == "keep"
+        require_written(file, self.job.rows, counting, kept=kept)
+        try:
+            require_consistent(file, self.job.scope.settings.seed)
+        except ResultFileError as error:
+            raise OutputError(
+                f"the file just written contradicts itself: {error.what}",
+                where=str(self.path),
+                remedy="Compute it anew, with --overwrite. If that does not help, please report "
+                "this: it is a bug in gradscope.",
+            ) from error
+        return _Seen.of(file)
+
+    def _add(self, batch: Batch, start: int, n: int) -> int:
+        """Compute and append n samples of a batch, or leave everything as it was."""
+        part = batch if n == len(batch) else batch.select(slice(start, start + n))
+        scope, last = self.job.scope, self.done + n == len(self.job.rows)
+        ordinal = self.done // (self.progress.batch_size or n)
+        made: list[tuple[Rows, State]] = []
+
+        def sink(batch: Batch, evaluation: Evaluation) -> None:
+            rows = rows_of(self.job, self.chains, batch, evaluation)
+            made.append((rows, self._made(rows)))
+
+        keys, reduced = zip(*self._reduced(), strict=True)
+        found = fold(
+            scope,
+            [part],
+            reduced,
+            sink,
+            states=[self.states.get(key) for key in keys],
+            request=self.job.request(left=-(-(len(self.job.rows) - self.done) // n)),
+            ordinal=ordinal,
+            count=1 if last else None,
+        )
+        ((rows, overflowed),) = made
+        carried = ((key, s) for key, s in zip(keys, found.states, strict=True) if s is not None)
+        states = self.states | {key: carried_state(state) for key, state in carried}
+        if overflowed:
+            states[NONFINITE] = overflowed
+        self.progress = Progress(
+            batch_size=self.size.samples,
+            certificate=self._proof(),
+            first=self.progress.first or first_of(rows),
+        )
+        progress = {PROGRESS: self.progress.to_state()}
+        self.writer.append(rows, states | progress, proved=scope.proved)
+        self.states, self.done = states, self.done + n
+        return n
+
+    def _made(self, rows: Rows) -> State:
+        """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""
+        found = dict(self.states.get(NONFINITE, {}))
+        for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
+            if made is not None and chain.before and chain.text != "identity":
+                count = nonfinite_of_rows(made, rows.finite)
+                if int(count):
+                    self._judge({k: int(count)})
+                    found[str(k)] = found.get(str(k), torch.tensor(0)) + count.cpu()
+        return found
+
+    def _judge(self, counts: Mapping[int, int]) -> None:
+        if self.job.spec.compute.nonfinite == "fail":
+            refuse_nonfinite(self.chains, counts)
+
+    def _proof(self) -> Mapping[str, Any] | None:
+        """Return the proof of the first batch that has a gradient, with the audits since."""
+        scope, before = self.job.scope, dict(self.progress.certificate or {})
+        proof, found = dict(before), scope.certificate
+        if found is not None and not before.get("proves"):
+            proof = found.to_json()
+            del proof["seconds"]  # the same run gives the same file
+        if not proof:
+            return None
+        used = dict.fromkeys((*before.get("backend", scope.backend).split(", "), scope.backend))
+        audit = {"verify": scope.settings.verify, **scope.auditor.audits.to_json()}
+        return {**proof, "backend": ", ".join(used), "audit": audit}
+
+    def _reduced(self) -> Iterator[tuple[str, Chain]]:
+        yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
+        for k, chain in enumerate(self.chains):
+            if chain.reducer is not None:
+                yield f"chain:{k}", chain
+
+    def _kept_states(self) -> dict[str, State]:
+        """Return the states that go into the file."""
+        size = sum(t.nbytes for state in self.states.values() for t in state.values())
+        if not keeps_states(self.job, size):
+            return {}
+        return {owner.removeprefix("chain:"): state for owner, state in self.states.items()}
+
+    def _report(self, seen: _Seen, chains_nonfinite: tuple[int, ...]) -> RunReport:
+        scope = self.job.scope
+        with writing(self.path):
+            size = self.path.stat().st_size
+        return RunReport(
+            parameters=seen.parameters,
+            certificate=seen.certificate,
+            backend=str(seen.certificate.get("backend", scope.backend)),
+            notes=tuple(
+                dict.fromkeys((*self.job.notes, *self.notes, *scope.notes, *self.size.notes))
+            ),
+            samples=len(self.job.rows),
+            nonfinite=seen.nonfinite,
+            chains_nonfinite=chains_nonfinite,
+            seconds=time.perf_counter() - self.begun,
+            path=str(self.path),
+            bytes=size,
+            chains=tuple(chain.text for chain in self.job.chains),
+            audits=scope.auditor.audits.text if scope.settings.verify == "audit" else None,
+        )
+
+
+def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
+    """Yield the batches after the first `done` samples; the next is loaded in the meantime."""
+
+    def loaded() -> Iterator[Batch]:
+        start = done
+        while start < len(job.rows):
+            batch = size.fitting(partial(job.load, start), len(job.rows) - start)
+            start += len(batch)
+            yield batch
+
+    return ahead(loaded(), job.scope.problem.device)
+
+
+def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
+    """Return what is stored of a batch, not computed where a block can do it later."""
+    gradients, problem = evaluation.gradients, job.scope.problem
+    shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
+    squared = gradients.squared_norms
+    return Rows(
+        index=batch.index,
+        loss=mean(evaluation.losses, shown),
+        norm=mean(gradients.norms, shown),
+        finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
+        target=_one_number(batch.targets),
+        id=job.dataset.ids(batch.index),
+        norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
+        chains=tuple(
+            None if chain.reducer is not None else chain.rows(gradients, problem, shown)
+            for chain in chains
+        ),
+    )
+
+
+def keeps_states(job: Job, size: int) -> bool:
+    """Whether a file keeps its reducers' states, of `size` bytes.
+
+    A shard does, and others where they are small; not where factors were chosen to save space.
+    """
+    return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
+
+
+def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return losses and norms of a few samples of a run's first batch."""
+    losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
+    return tuple(losses), tuple(norms)
+
+
+def _one_number(targets: object) -> Tensor | None:
+    """Return the targets (n,) when they are one number a sample."""
+    if isinstance(targets, Tensor) and targets.dim() and targets[0].numel() == 1:
+        return targets.flatten()
+    return None

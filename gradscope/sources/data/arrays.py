@@ -1,0 +1,253 @@
+"""Arrays that are read where they lie: .npz, .npy, folders of .npy files, safetensors."""
+
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gradscope.core.texts import listed
+from gradscope.errors import DatasetError
+from gradscope.sources.data.columns import (
+    NumberColumn,
+    Stored,
+    StoredArrays,
+    TextColumn,
+    from_numpy,
+    objects,
+    require_available,
+    torch_dtype,
+)
+from gradscope.sources.formats import dataset_readers, is_safetensors, is_zip, matching
+
+_IN_MEMORY = 2**26  # bytes up to which a compressed array is read as a whole
+_PIECE = 2**22
+_LONGEST = 2**24  # bytes of a header; a table of 40,000 fields has a million
+
+Rows = Callable[[int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a .npy file says of itself: its shape (N, ...), and where its numbers begin."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fortran: bool  # the first axis is the fastest
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all numbers."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether there are rows, each in one piece."""
+        return bool(self.shape) and not (self.fortran and len(self.shape) > 1)
+
+    def rows(self, opened: Callable[[], AbstractContextManager[IO[bytes]]]) -> Rows:
+        """Return what reads rows of a file; where none is in one piece, all are held."""
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+
+        def read(start: int, stop: int) -> np.ndarray:
+            with opened() as file:
+                file.seek(self.start + start * row)
+                return _array(replace(self, shape=(stop - start, *self.shape[1:])), file)
+
+        if self.sliceable:
+            return read
+        with opened() as file:
+            file.seek(self.start)
+            whole = _array(self, file)
+        return lambda start, stop: whole[start:stop] if self.shape else whole
+
+
+@dataset_readers.register("npy")
+@matching(lambda head: head.startswith(b"\x93NUMPY"))
+def open_npy(path: Path) -> StoredArrays:
+    """One array of numbers, or a table with named fields, as numpy.save writes it."""
+    with path.open("rb") as file:
+        header = _header(file, path.stat().st_size)
+    fields = header.dtype.names
+
+    @lru_cache(maxsize=1)
+    def rows() -> Rows:  # the fields share the rows of a batch
+        return lru_cache(maxsize=1)(header.rows(lambda: path.open("rb")))
+
+    return StoredArrays(
+        fields or (path.stem,), lambda name: _column(header, rows(), name if fields else None)
+    )
+
+
+def open_npy_folder(path: Path) -> StoredArrays:
+    """A folder of .npy files, one array each, called as its file is."""
+    files = {p.stem: p for p in sorted(path.glob("*.npy"))}
+
+    def load(name: str) -> Stored:
+        arrays = open_npy(files[name])
+        if arrays.names != (name,):
+            raise DatasetError(
+                "it is a table with named fields, not an array",
+                where=str(files[name]),
+                remedy="Give that file itself as the data set.",
+            )
+        return arrays.load(name)
+
+    return StoredArrays(tuple(files), load)
+
+
+@dataset_readers.register("npz")
+@matching(is_zip)
+def open_npz(path: Path) -> StoredArrays:
+    """Named arrays of numbers or texts, as numpy.savez writes them."""
+    archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long
+    every = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+    members = {info.filename.removesuffix(".npy"): info for info in every}
+    if len(members) < len(every):
+        names = Counter(info.filename for info in every)
+        twice = [name.removesuffix(".npy") for name, count in names.items() if count > 1]
+        raise DatasetError(
+            f"several arrays in it are called {listed(map(repr, twice), 3)}",
+            remedy="Write the data again, each array under a name of its own.",
+        )
+    if not members:
+        remedy = "Write the data with numpy.savez, one array a name."
+        raise DatasetError("this zip archive holds no numpy arrays", remedy=remedy)
+    notes = (
+        f"the array {name} of {info.file_size:,} bytes is compressed, so every pass over the data "
+        "inflates it anew; numpy.savez or numpy.save would let rows be read where they lie"
+        for name, info in members.items()
+        if info.compress_type != zipfile.ZIP_STORED and info.file_size > _IN_MEMORY
+    )
+
+    def load(name: str) -> Stored:
+        info = members[name]
+        with archive.open(info) as member:
+            header = _header(member, info.file_size)
+            if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
+                header = replace(header, start=_start_of(path, info) + header.start)
+                return _column(header, header.rows(lambda: path.open("rb")))
+            if header.nbytes <= _IN_MEMORY:
+                whole = _array(header, member)
+                return _column(header, lambda a, b: whole[a:b] if header.shape else whole)
+        inflated = cache(lambda: archive.open(info))  # to go back is to begin anew
+        return _column(header, header.rows(lambda: nullcontext(inflated())))
+
+    return StoredArrays(tuple(members), load, tuple(notes))
+
+
+def _header(file: IO[bytes], size: int) -> _Header:
+    """Read a header and check it against the bytes there are; the file stands behind it then."""
+    if file.read(6) != b"\x93NUMPY":
+        raise DatasetError(
+            "this part of the file is no numpy array",
+            remedy="Write the data with numpy.save or numpy.savez.",
+        )
+    file.seek(0)
+    version = np.lib.format.read_magic(file)
+    first = version == (1, 0)
+    form = np.lib.format
+    read = form.read_array_header_1_0 if first else form.read_array_header_2_0
+    shape, fortran, dtype = read(file, max_header_size=_LONGEST)
+    if version == (3, 0) and dtype.names is not None:  # read as if it were Latin-1
+        dtype.names = tuple(name.encode("latin-1").decode() for name in dtype.names)
+    header = _Header(tuple(map(int, shape)), dtype, bool(fortran), file.tell())
+    if dtype.hasobject:
+        raise objects()
+    if header.nbytes != size - header.start:
+        raise _cut_off(header, max(0, size - header.start))
+    return header
+
+
+def _cut_off(header: _Header, found: int) -> DatasetError:
+    return DatasetError(
+        f"its header claims {header.nbytes:,} bytes of numbers, there are {found:,}",
+        remedy="The file is damaged or cut off: write or download it again.",
+    )
+
+
+def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
+    """Read the numbers that come next in a file."""
+    require_available(header.nbytes)
+    values = np.empty(header.nbytes, np.uint8)
+    view, found = values.data, 0
+    while found < header.nbytes and (data := file.read(min(_PIECE, header.nbytes - found))):
+        view[found : found + len(data)] = data
+        found += len(data)
+    file.read(1)  # at its end, an archive compares the checksum
+    if found != header.nbytes:
+        raise _cut_off(header, found)
+    order: Literal["F", "C"] = "F" if header.fortran else "C"
+    shaped = values.view(header.dtype).reshape(header.shape, order=order)
+    return shaped if not header.fortran else np.ascontiguousarray(shaped)
+
+
+def _column(header: _Header, read: Rows, field: str | None = None) -> Stored:
+    """Return the array, or a field of it, whose rows `read` returns."""
+    inner = header.dtype if field is None else header.dtype[field]
+    shape = (*header.shape, *inner.shape)
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        found = read(start, stop)
+        return found if field is None else found[field].copy()
+
+    def texts(start: int, stop: int) -> list[str]:
+        return [t if isinstance(t, str) else t.decode() for t in rows(start, stop).tolist()]
+
+    if inner.base.kind in "US" and len(shape) == 1:
+        return TextColumn(shape[0], texts)
+    return NumberColumn(shape, torch_dtype(inner.base), lambda a, b: from_numpy(rows(a, b)))
+
+
+def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
+    """Return where a stored member's bytes begin, having checked them against their checksum."""
+    with path.open("rb") as file:
+        file.seek(info.header_offset)
+        local = file.read(30)
+        if local[:4] != b"PK\x03\x04":
+            raise zipfile.BadZipFile("a member is not where the directory says")
+        names = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        start = info.header_offset + 30 + names
+        file.seek(start)
+        left, crc = info.file_size, 0
+        while left:
+            data = file.read(min(_PIECE, left))
+            if not data:
+                raise zipfile.BadZipFile("the archive ends too early")
+            crc, left = zlib.crc32(data, crc), left - len(data)
+    if crc != info.CRC:
+        raise zipfile.BadZipFile(f"Bad CRC-32 for file {info.filename!r}")
+    return start
+
+
+@dataset_readers.register("safetensors")
+@matching(is_safetensors)
+def open_safetensors(path: Path) -> StoredArrays:
+    """Named tensors, as safetensors writes them."""
+    file: Any = safe_open(path, framework="pt")  # it stays open: its header takes long
+
+    def load(name: str) -> Stored:
+        part = file.get_slice(name)
+        shape = tuple(part.get_shape())
+        if not shape:
+            whole: Tensor = file.get_tensor(name)
+            return whole
+
+        def rows(start: int, stop: int) -> Tensor:
+            found: Tensor = file.get_slice(name)[start:stop]
+            return found.clone(memory_format=torch.contiguous_format)
+
+        return NumberColumn(shape, part[:0].dtype, rows)
+
+    return StoredArrays(tuple(file.keys()), load)

@@ -1,0 +1,402 @@
+"""What a dataset spec makes of stored columns: put together, encoded, padded, cast; and ids.
+
+Padding goes to the longest sequence of the whole data set, not of a batch: a sample's gradient
+must not depend on which others share its batch.
+"""
+
+import fnmatch
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.config import DatasetSpec
+from gradscope.core.locate import first_line
+from gradscope.core.registry import suggestion
+from gradscope.errors import DatasetError
+from gradscope.sources.data.columns import (
+    NumberColumn,
+    Numbers,
+    SequenceColumn,
+    Sizes,
+    Stored,
+    StoredArrays,
+    TextColumn,
+    dtype_name,
+    even,
+    length_of,
+    runs,
+)
+from gradscope.sources.formats import need
+
+MASK = "_mask"
+
+_CUT = re.compile(r"(?P<name>.*)\[(?P<start>\d{0,9})(?P<colon>:?)(?P<stop>\d{0,9})\]", re.DOTALL)
+_FORMS = "Accepted: NAME, NAME[A:B] along its second axis, [A:B] of all columns, globs."
+_TOKENS = 1024  # texts that are tokenized together
+_IDS = 2**14  # ids that are looked at together
+_OWN_ID = "Every sample needs an id of its own; or leave [dataset] id out."
+
+Convert = Callable[[Tensor], Tensor]
+
+
+def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
+    """Return the arrays of a file with those in front that [dataset] columns makes of them.
+
+    `columns = { inputs = ["age", "pixel*", "table[0:3]"], targets = "y" }`: a text names one
+    column; a list puts columns side by side, along axis 1.
+    """
+    known = frozenset(arrays.names)
+
+    def load(name: str) -> Stored:
+        recipe = spec.columns.get(name)
+        if recipe is None:
+            return arrays.load(name)
+        if not isinstance(recipe, str):
+            return _side_by_side(
+                [column for text in recipe for column in _named(arrays, known, text)]
+            )
+        found = _named(arrays, known, recipe)
+        if len(found) > 1:
+            raise DatasetError(
+                f"{recipe!r} names {len(found)} columns",
+                remedy=f"Write [{recipe!r}] to put them side by side.",
+            )
+        return found[0]
+
+    return StoredArrays(tuple(dict.fromkeys((*spec.columns, *arrays.names))), load)
+
+
+def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[Stored]:
+    """Return the columns that a name, a glob or a range names."""
+    names = arrays.names
+    if text in known:
+        return [arrays.load(text)]
+    cut = _CUT.fullmatch(text)
+    if cut and cut["name"] in known:
+        return [_cut(arrays.load(cut["name"]), cut)]
+    if cut and not cut["name"]:
+        chosen = names[_span(cut, len(names))]
+    else:
+        chosen = tuple(filter(re.compile(fnmatch.translate(text)).match, names))
+    if not chosen:
+        hint = suggestion(text, [*names[:20], "..."] if len(names) > 20 else list(names))
+        raise DatasetError(
+            f"there is no column {text!r} in the file",
+            remedy=f"{hint.replace('Supported', 'It holds')} {_FORMS}",
+        )
+    return [arrays.load(name) for name in chosen]
+
+
+def _cut(stored: Stored, cut: re.Match[str]) -> Stored:
+    """Return some columns of a table (N, k, ...), one alone without its axis."""
+    if not isinstance(stored, TextColumn):
+        stored = even(stored)
+    if isinstance(stored, TextColumn) or len(stored.shape) < 2:
+        raise DatasetError(f"{cut[0]!r} cuts a column that has no second axis", remedy=_FORMS)
+    table, span = stored, _span(cut, stored.shape[1])
+    kept = (span.stop - span.start,) if cut["colon"] else ()
+
+    def read(start: int, stop: int) -> Tensor:
+        rows = table[start:stop][:, span]
+        return rows if cut["colon"] else rows[:, 0]
+
+    return NumberColumn((table.shape[0], *kept, *table.shape[2:]), table.dtype, read)
+
+
+def _span(cut: re.Match[str], width: int) -> slice:
+    start = int(cut["start"] or 0)
+    stop = int(cut["stop"]) if cut["stop"] else width if cut["colon"] else start + 1
+    if not 0 <= start < stop <= width:
+        raise DatasetError(
+            f"{cut[0]!r} is out of range: there are {width} columns",
+            remedy=f"Columns are counted from 0; give A:B with A < B ≤ {width}.",
+        )
+    return slice(start, stop)
+
+
+def _side_by_side(columns: Sequence[Stored]) -> Numbers:
+    """Return columns (N,) and tables (N, k, ...) side by side, along axis 1."""
+    tables: list[Numbers] = []
+    for column in columns:
+        if isinstance(column, TextColumn):
+            raise DatasetError(
+                "a column of text cannot stand beside numbers",
+                remedy="Name it alone, as a text and not in a list.",
+            )
+        tables.append(even(column))
+    shapes = [(*t.shape, 1) if len(t.shape) == 1 else tuple(t.shape) for t in tables]
+    if len({(s[:1], s[2:]) for s in shapes}) > 1 or not shapes[0]:
+        raise DatasetError(
+            f"columns of the shapes {shapes} cannot stand side by side",
+            remedy="All axes but the second must agree.",
+        )
+    dtype = reduce(torch.promote_types, (t.dtype for t in tables))
+    shape = (shapes[0][0], sum(s[1] for s in shapes), *shapes[0][2:])
+
+    def read(start: int, stop: int) -> Tensor:
+        rows = [table[start:stop].to(dtype) for table in tables]
+        return torch.cat([r[:, None] if r.dim() == 1 else r for r in rows], 1)
+
+    return NumberColumn(shape, dtype, read)
+
+
+def encoded(
+    arrays: StoredArrays, spec: DatasetSpec
+) -> tuple[tuple[str, ...], Callable[[str], Numbers]]:
+    """Return the names of all arrays, and a function from a name to its numbers (N, ...).
+
+    Texts are numbered or tokenized, sequences padded; NAME_mask says what is a sample's own.
+    """
+    padded = dict.fromkeys((*spec.pad, *spec.length, *spec.tokenizer))
+    names = tuple(dict.fromkeys((*arrays.names, *(f"{name}{MASK}" for name in padded))))
+
+    @cache
+    def as_numbers(name: str) -> tuple[Stored, float | None]:
+        """Return a column, texts as numbers, and what it is padded with."""
+        stored, value = arrays.load(name), spec.pad.get(name)
+        if name not in spec.tokenizer and name not in spec.classes:
+            return stored, value
+        if not isinstance(stored, TextColumn):
+            remedy = f"Take {name} out of [dataset] tokenizer and classes."
+            raise DatasetError("it holds numbers, not texts", remedy=remedy)
+        if name in spec.classes and name not in spec.tokenizer:
+            return _numbered(stored, spec.classes[name]), value
+        ids, own = _tokenized(stored, spec.tokenizer[name])
+        return ids, own if value is None else value
+
+    def column(name: str) -> Numbers:
+        source = name.removesuffix(MASK)
+        if name in arrays.names or source not in padded:
+            source = name
+        stored, value = as_numbers(source)
+        if isinstance(stored, TextColumn):
+            raise _text(stored)
+        if source not in padded:
+            return even(stored)
+        found = _sequences(stored, source)
+        length = spec.length.get(source)
+        width = int(found.lengths.max()) if length is None else length
+        return _padded(found, width, value, name) if source == name else _mask(found, width)
+
+    return names, column
+
+
+def _text(stored: TextColumn) -> DatasetError:
+    some = ", ".join(map(repr, stored.read(0, min(3, stored.n))))
+    return DatasetError(
+        f"it holds text, such as {some}",
+        remedy="[dataset] classes lists the texts that stand for 0, 1, ...; [dataset] tokenizer "
+        "makes token ids of them.",
+    )
+
+
+def _numbered(stored: TextColumn, classes: Sequence[str]) -> NumberColumn:
+    numbers = {text: k for k, text in enumerate(classes)}
+
+    def read(start: int, stop: int) -> Tensor:
+        texts = stored.read(start, stop)
+        unknown = next((t for t in texts if t not in numbers), None)
+        if unknown is not None:
+            raise DatasetError(
+                f"it holds {unknown!r}, which is none of the classes",
+                remedy=suggestion(unknown, list(classes)),
+            )
+        return torch.tensor([numbers[text] for text in texts])
+
+    return NumberColumn((stored.n,), torch.int64, read)
+
+
+def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | None]:
+    """Return the token ids of texts, and the id that the tokenizer pads with, if it has one.
+
+    `path` is a tokenizer.json, or a folder with one, as `save_pretrained` writes it.
+    """
+    remedy = "Give a tokenizer.json, or the folder that save_pretrained wrote."
+    if not path.exists():
+        raise DatasetError("there is no such tokenizer", where=str(path), remedy=remedy)
+    library = need("transformers", "a tokenizer")
+    try:
+        if path.is_file():
+            tokenizer = library.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            tokenizer = library.AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # its parsers raise anything
+        what = f"the tokenizer cannot be read: {first_line(error)}"
+        raise DatasetError(what, where=str(path), remedy=remedy) from error
+
+    def read(start: int, stop: int) -> list[Tensor]:
+        found = tokenizer(list(texts.read(start, stop)))["input_ids"]
+        return [torch.tensor(row, dtype=torch.int64) for row in found]
+
+    def sizes() -> Sizes:
+        parts = (read(k, min(k + _TOKENS, texts.n)) for k in range(0, texts.n, _TOKENS))
+        return torch.tensor([len(row) for part in parts for row in part]), ()
+
+    own: Any = tokenizer.pad_token_id
+    return SequenceColumn(torch.int64, read, sizes), None if own is None else int(own)
+
+
+def _sequences(stored: Numbers | SequenceColumn, name: str) -> SequenceColumn:
+    if isinstance(stored, SequenceColumn):
+        return stored
+    if len(stored.shape) < 2:
+        raise DatasetError(
+            "its samples are no sequences, so there is nothing to pad",
+            remedy=f"Take {name} out of [dataset] pad and length.",
+        )
+    n, length, *row = stored.shape
+    sizes = torch.full((n,), length), tuple(row)
+    return SequenceColumn(stored.dtype, lambda a, b: list(stored[a:b]), lambda: sizes)
+
+
+def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -> NumberColumn:
+    """Return sequences (N, t, ...), cut or filled up to `width`."""
+    if value is None and bool((found.lengths < width).any()):
+        raise DatasetError(
+            f"some of its samples have fewer than {width:,} entries",
+            remedy=f"[dataset] pad = {{ {name} = 0 }} says what they are filled up with.",
+        )
+    wanted = torch.tensor(value or 0, dtype=torch.float64)
+    filler = wanted.to(found.dtype)  # never cut or wrapped:
+    rounded = found.dtype.is_floating_point or found.dtype.is_complex
+    if not (filler.isfinite() if rounded else filler.to(torch.float64) == wanted):
+        raise DatasetError(
+            f"it holds {dtype_name(found.dtype)}, which cannot be filled up with {value}",
+            remedy="Give [dataset] pad a number that they can be.",
+        )
+    shape = (len(found.lengths), width, *found.row)
+
+    def read(start: int, stop: int) -> Tensor:
+        rows = filler.expand(stop - start, *shape[1:]).clone()
+        for row, sequence in zip(rows, found.read(start, stop), strict=True):
+            row[: len(sequence)] = sequence[:width]
+        return rows
+
+    return NumberColumn(shape, found.dtype, read)
+
+
+def _mask(found: SequenceColumn, width: int) -> NumberColumn:
+    """Return which entries are a sample's own, (N, t) bool."""
+    return NumberColumn(
+        (len(found.lengths), width),
+        torch.bool,
+        lambda a, b: torch.arange(width) < found.lengths[a:b, None],
+    )
+
+
+def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.dtype) -> Convert:
+    """Return what makes stored rows (n, *shape) into a tensor (n, ...) of its own memory.
+
+    It is scaled, cast and reshaped as the spec says of `name`. Without a dtype, floating-point
+    numbers keep theirs and integers become int64, the one kind that class labels and embedding
+    indices may be; scaled integers become float32.
+    """
+    dtype, scale = spec.dtype.get(name), spec.scale.get(name)
+    if dtype is not None:
+        goal: torch.dtype = getattr(torch, dtype)
+    elif stored.is_floating_point or stored.is_complex or (scale is None and stored == torch.bool):
+        goal = stored
+    else:
+        goal = torch.int64 if scale is None else torch.float32
+    if stored.is_complex and not goal.is_complex:
+        remedy = "Give a complex dtype, or none."
+        raise DatasetError(f"complex numbers cannot be made {dtype}", remedy=remedy)
+    new = _new_shape(tuple(shape), spec.reshape.get(name))
+
+    def convert(rows: Tensor) -> Tensor:
+        values = rows.clone()  # the stored array is not the model's to write to
+        if scale is not None:
+            values = values.to(torch.promote_types(stored, torch.float64)) * scale
+        return _cast(values, goal).reshape(len(rows), *new)
+
+    return convert
+
+
+def _cast(values: Tensor, goal: torch.dtype) -> Tensor:
+    """Cast; a number that an integer dtype cannot hold is an error, never cut or wrapped."""
+    result = values.to(goal)
+    if goal.is_floating_point or goal.is_complex or goal == values.dtype:
+        return result
+    lost = result.to(values.dtype) != values
+    if lost.any():
+        first = values[lost][0].item()
+        raise DatasetError(
+            f"{int(lost.sum())} values cannot be made {dtype_name(goal)}, the first is {first}",
+            remedy="Give a dtype that holds them.",
+        )
+    return result
+
+
+def _new_shape(shape: tuple[int, ...], reshape: tuple[int, ...] | None) -> tuple[int, ...]:
+    if reshape is None:
+        return shape
+    size, known = prod(shape), prod(k for k in reshape if k != -1)
+    fits = size % known == 0 if -1 in reshape else size == known
+    if not fits:
+        raise DatasetError(
+            f"a sample of shape {shape} ({size} numbers) cannot be reshaped to {reshape}",
+            remedy="The numbers of entries must agree; -1 stands for what is left.",
+        )
+    return tuple(size // known if k == -1 else k for k in reshape)
+
+
+def ids_of(stored: Stored, n: int) -> Callable[[Tensor], Tensor]:
+    """Check the ids of n samples, and return a function from positions (m,) to their ids.
+
+    They are integers (m,) int64; or texts as UTF-8 (m, w) uint8, zeros behind a text, w for all.
+    """
+    if length_of(stored) != n:
+        raise DatasetError(f"there are {length_of(stored):,} ids for {n:,} samples", remedy=_OWN_ID)
+    if isinstance(stored, TextColumn):
+        return _text_ids(stored)
+    fractional = stored.dtype.is_floating_point or stored.dtype.is_complex
+    if isinstance(stored, SequenceColumn) or len(stored.shape) != 1 or fractional:
+        raise DatasetError("ids must be one integer or text a sample", remedy=_OWN_ID)
+    column = stored
+    _require_distinct(column[0:n].to(torch.int64).numpy(), lambda k: int(column[k : k + 1]))
+    return lambda index: torch.cat([column[a:b] for a, b in runs(index.tolist())]).long()
+
+
+def _text_ids(texts: TextColumn) -> Callable[[Tensor], Tensor]:
+    n = texts.n
+
+    def encoded_texts(start: int, stop: int) -> list[bytes]:
+        found = [text.encode("utf-8", "surrogatepass") for text in texts.read(start, stop)]
+        if any(b"\0" in text for text in found):
+            raise DatasetError("an id holds a NUL character", remedy=_OWN_ID)
+        return found
+
+    digests, width = np.empty(n, np.uint64), 1
+    for start in range(0, n, _IDS):
+        for k, text in enumerate(encoded_texts(start, min(start + _IDS, n)), start):
+            digests[k] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            width = max(width, len(text))
+    _require_distinct(digests, lambda k: repr(texts.read(k, k + 1)[0]))
+
+    def padded(index: Tensor) -> Tensor:
+        found = [text for a, b in runs(index.tolist()) for text in encoded_texts(a, b)]
+        content = b"".join(text.ljust(width, b"\0") for text in found)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(len(found), width)
+
+    return padded
+
+
+def _require_distinct(values: np.ndarray, shown: Callable[[int], Any]) -> None:
+    order = np.argsort(values, kind="stable")
+    same = np.flatnonzero(values[order][1:] == values[order][:-1])
+    if len(same):
+        first, second = (int(k) for k in order[same[0] : same[0] + 2])
+        raise DatasetError(
+            f"two samples have the same id: samples {first} and {second} are both {shown(first)}",
+            remedy=_OWN_ID,
+        )

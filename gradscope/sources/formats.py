@@ -1,0 +1,227 @@
+"""File formats: the registries of readers, which reader a file needs, and what its errors mean.
+
+A reader is found by a file's first bytes, not by its suffix. It executes nothing of the file.
+"""
+
+import errno
+import functools
+import hashlib
+import importlib
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from gradscope.core.locate import first_line
+from gradscope.core.registry import Registry
+from gradscope.core.shortage import is_shortage
+from gradscope.errors import DatasetError, GradscopeError, InputError
+
+if TYPE_CHECKING:
+    from gradscope.sources.data.columns import StoredArrays
+
+T = TypeVar("T")
+
+HEAD = 4096  # bytes that are looked at to tell what a file is
+AGAIN = "Write or download it again."
+
+
+class Reader(Generic[T]):
+    """What reads the files of one format.
+
+    Args:
+        matches: Whether a file that begins with these bytes, at most 4,096, is of the format.
+        read: Returns the content of a file: a `StoredArrays`, or a checkpoint's plain containers
+            of tensors. Whatever it raises is translated into an error that names the file. The
+            first line of its docstring is what `gradscope list formats` shows.
+    """
+
+    def __init__(self, matches: Callable[[bytes], bool], read: Callable[[Path], T]) -> None:
+        self.matches, self._read = matches, read
+        functools.update_wrapper(self, read)
+
+    def __call__(self, path: Path) -> T:
+        """Return the content of a file."""
+        return self._read(path)
+
+
+def matching(matches: Callable[[bytes], bool]) -> Callable[[Callable[[Path], T]], Reader[T]]:
+    """Return a decorator that makes a function the `Reader` of the files that match."""
+    return lambda read: Reader(matches, read)
+
+
+checkpoint_readers: Registry[Reader[Any]] = Registry("checkpoint format")
+dataset_readers: Registry[Reader["StoredArrays"]] = Registry("dataset format")
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file that begins like this is a zip archive."""
+    return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether a file that begins like this is a safetensors file: a length, then JSON."""
+    return head[8:9] == b"{"
+
+
+def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputError]) -> str:
+    """Return the name of the reader for a file, or raise `error` that says what it is instead."""
+    head = _head(path, error)
+    for name in registry:
+        if registry.get(name).matches(head):
+            return name
+    found, remedy = _description(head)
+    raise error(
+        f"this is {found}, no {registry.kind} that can be read",
+        where=str(path),
+        remedy=f"{remedy} Supported: {', '.join(registry)}.",
+    )
+
+
+def _head(path: Path, error: type[InputError]) -> bytes:
+    with reachable(path, error):
+        if path.is_dir():
+            raise error("this is a directory", where=str(path), remedy="Give a file in it.")
+        if not path.exists():
+            raise error("there is no such file", where=str(path), remedy="Check the path.")
+        if not path.is_file():
+            raise error("this is no regular file", where=str(path), remedy="Give a file on disk.")
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    if not head:
+        raise error("the file is empty", where=str(path), remedy=AGAIN)
+    return head
+
+
+_MAGIC = {
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a single numpy array (.npy)",
+    b"\x1f\x8b": "a gzip archive",
+    b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"\x80": "a Python pickle, which could execute code and is never loaded",
+    b"PK\x03\x04": "a zip archive",
+    b"PK\x05\x06": "an empty zip archive",
+    b"GGUF": "a GGUF file",
+}
+
+
+def _description(head: bytes) -> tuple[str, str]:
+    """Say what a file that begins like this is, and what to do."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer, not the file itself", "Run `git lfs pull`."
+    if re.match(rb"\s*<(!doctype|html|head|body|\?xml)", head, re.IGNORECASE):
+        return "an HTML page, as a failed download leaves it", "Download the file again."
+    if len(head) < 16:
+        return f"a file of {len(head)} bytes, probably cut off", AGAIN
+    if head[257:262] == b"ustar":
+        return "a tar archive", "Unpack it, and give the file in it."
+    for magic, what in _MAGIC.items():
+        if head.startswith(magic):
+            packed = what.endswith("archive")
+            return what, "Unpack it, and give the file in it." if packed else "Convert it."
+    try:
+        text = head[:-4].decode()  # not the last bytes: a character may be cut
+    except UnicodeDecodeError:
+        text = "\0"
+    if all(c.isprintable() or c.isspace() for c in text):
+        return "a text file", "Check that it is the right one."
+    return "a file of an unknown kind, or a damaged one", AGAIN
+
+
+@contextmanager
+def reachable(path: Path, error: type[InputError]) -> Iterator[None]:
+    """Translate what the system says of a path, such as that it is too long."""
+    try:
+        yield
+    except OSError as failure:
+        reason = f"cannot be read: {failure.strerror}"
+        remedy = "Check the path and its permissions."
+        raise error(reason, where=str(path), remedy=remedy) from failure
+
+
+@contextmanager
+def located(where: Path | str) -> Iterator[None]:
+    """Say where an error of ours is, if that is not known."""
+    try:
+        yield
+    except GradscopeError as error:
+        error.where = error.where or str(where)
+        raise
+
+
+@contextmanager
+def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
+    """Translate what libraries raise about a file into an error that says where it is."""
+    try:
+        with located(where):
+            yield
+    except GradscopeError:
+        raise
+    except Exception as failure:  # a damaged file can make a parser raise anything
+        what = f"the file is damaged or cut off: {_damage(failure)}"
+        remedy = AGAIN
+        if is_shortage(failure):
+            what = f"it needs more memory than there is: {first_line(failure)}"
+            remedy = "Split the file, or write it again if it should not be that large."
+        raise error(what, where=str(where), remedy=remedy) from failure
+
+
+def _damage(error: Exception) -> str:
+    """Return what a parser said of a damaged file, in words of the file."""
+    if isinstance(error, zipfile.BadZipFile) and "not a zip file" in str(error):
+        return "the directory at its end is missing"
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:
+        return "its directory points outside of it"
+    return first_line(error)
+
+
+_EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf"}
+
+
+def need(module: str, what: str) -> Any:
+    """Import a module of an optional library; the error says what needs it, and how to get it."""
+    library = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name is not None and error.name.partition(".")[0] != library:
+            raise
+        name = {"PIL": "Pillow"}.get(library, library)
+        raise DatasetError(
+            f"{what} needs {name}, which is not installed",
+            remedy=f"pip install 'torch-gradscope[{_EXTRAS[library]}]'",
+        ) from error
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_list(digests: Iterable[tuple[str, str]]) -> str:
+    """Return the SHA-256 of lines "DIGEST  NAME", as sha256sum prints them, of (name, digest)."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in digests)
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def sha256_of_sources(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 of one file; of several, or of a folder's, that of the list of theirs."""
+
+    def digest(path: Path) -> str:
+        if not path.is_dir():
+            return sha256(path)
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+        return sha256_of_list((p.relative_to(path).as_posix(), sha256(p)) for p in files)
+
+    digests = [(path.name, digest(path)) for path in paths]
+    return digests[0][1] if len(digests) == 1 else sha256_of_list(digests)

@@ -1,0 +1,285 @@
+"""Which state dict of a checkpoint is the model's, and whether it fits, tensor by tensor.
+
+Nothing is loaded here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.core.registry import suggestion
+from gradscope.core.texts import article, listed
+from gradscope.errors import CheckpointError
+from gradscope.sources.code import user_file
+
+_DEPTH = 3  # such as checkpoint["ema"]["module"]["state_dict"]
+_PREFIXES = ("module.", "_orig_mod.", "model.")  # DataParallel's, torch.compile's, Lightning's
+_COUNTER = "n_averaged"  # what torch's AveragedModel has beside the names that begin with module.
+_SAVE = "Save model.state_dict()."
+_CHECK = "Check that the factory and its kwargs build the model that was saved."
+
+State = Mapping[str, Any]  # {name: tensor}, a state dict
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A state dict that fits: found under `key`, without `prefix`, in the model's dtypes."""
+
+    state: dict[str, Any]  # all names of the model
+    key: str
+    prefix: str
+    tensors: int  # of the state that were in the checkpoint
+    notes: tuple[str, ...]
+
+
+def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str]) -> Fit:
+    """Return the state dict in what a checkpoint holds, if all of it fits the model.
+
+    `key` says where it is, otherwise it is the only one with the model's names; `ignore` are globs
+    of names that are left out where the model has no such name.
+    """
+    with user_file("the model's own state_dict"):
+        expected: State = model.state_dict()
+    key, state = _state_dict(content, expected, key)
+    odd = [repr(name) for name in state if not isinstance(name, str)]
+    if odd:
+        raise CheckpointError(
+            f"these names in the state dict are not text: {listed(odd)}",
+            remedy="Save model.state_dict() as it is.",
+        )
+    kept = _without(_without_counter(state, expected), expected, ignore)
+    prefix, named = _stripped(kept, expected)
+    values = _without(named, expected, ignore)
+    dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
+    values, tied = _with_tied(values, expected)
+    _check_names(values, expected)
+    _check_shapes(values, expected)
+    casts = _check_dtypes(values, expected)
+    cast = {
+        name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+    check_finite(cast, expected, {k for k, _ in model.named_parameters(remove_duplicate=False)})
+    notes = {
+        f"The weights are those under {key!r} of the checkpoint.": key,
+        f"Left out of the checkpoint, as not the model's: {listed(dropped)}.": dropped,
+        f"The prefix {prefix!r} was taken off all names in the checkpoint.": prefix,
+        f"Cast to the model's dtype: {listed(casts)}.": casts,
+        f"Not in the checkpoint, tied to others that are: {listed(tied)}.": tied,
+    }
+    told = tuple(note for note, done in notes.items() if done)
+    return Fit(cast, key, prefix, len(cast) - len(tied), told)
+
+
+def check_finite(values: State, expected: State, parameters: set[str]) -> None:
+    """Refuse values that are not finite, but for buffers that hold what the model's own hold."""
+    wrong = []
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        bad = ~torch.isfinite(value)
+        if name not in parameters:  # an attention mask holds -inf, as the new model's own does
+            bad &= value != expected[name].to(value.device)
+        if bad.any():
+            wrong.append(f"{name} ({int(bad.sum())} of {value.numel()})")
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors hold values that are not finite: {listed(wrong)}",
+            remedy="Take a checkpoint from before the training diverged.",
+        )
+
+
+def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
+    """Return everything in a checkpoint that may be a state dict, each with its dotted key."""
+    return list(_state_dicts(content, "", _DEPTH, set()))
+
+
+def _state_dicts(
+    content: Any, key: str, depth: int, seen: set[int]
+) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    if id(content) in seen:  # a pickled table may hold itself
+        return
+    seen.add(id(content))
+    if isinstance(content, nn.Module):
+        yield key, content.state_dict()
+    elif isinstance(content, Mapping):
+        if any(isinstance(value, Tensor) for value in content.values()):
+            yield key, content
+        for name, value in content.items():
+            if depth and isinstance(name, str):
+                yield from _state_dicts(value, f"{key}.{name}" if key else name, depth - 1, seen)
+
+
+def _state_dict(content: Any, expected: State, key: str | None) -> tuple[str, Mapping[Any, Any]]:
+    """Return the state dict under a key, otherwise the only one that has the most of the names."""
+    if isinstance(content, Tensor):
+        raise CheckpointError("it holds a single tensor, not a state dict", remedy=_SAVE)
+    if not isinstance(content, Mapping | nn.Module):
+        kind = article(type(content).__name__)
+        raise CheckpointError(f"it holds {kind}, not a state dict", remedy=_SAVE)
+    found = state_dicts(content)
+    if key is not None:
+        named = [state for name, state in found if name == key]
+        return key, named[0] if named else _at_key(content, key, [name for name, _ in found])
+    scores = [_shared(state, expected) for _, state in found]
+    best = max(scores, default=0)
+    chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
+    if not found or (not best and len(found) > 1):
+        keys = listed(repr(k) for k in content) if isinstance(content, Mapping) else ""
+        raise CheckpointError(
+            f"there is no state dict of the model in it; its keys are: {keys or 'none'}",
+            remedy=f"{_SAVE} It may stand under a key, such as 'model'; one that is deeper than "
+            "four is named with --key.",
+        )
+    if len(chosen) > 1:
+        keys = listed(name or "the top level" for name, _ in chosen)
+        raise CheckpointError(
+            f"there is a state dict that may be meant under each of {keys}",
+            remedy="Name the one you mean with --key, or `key` under [checkpoint].",
+        )
+    return chosen[0]
+
+
+def _at_key(content: Any, key: str, found: Sequence[str]) -> Mapping[Any, Any]:
+    """Return the state dict at a dotted key, which may lie deeper than is looked by itself."""
+    value = content
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
+        return value
+    keys = [each for each in found if each]
+    remedy = suggestion(key, keys).replace("Supported", "There are")
+    raise CheckpointError(
+        f"there is no state dict under {key!r} in it",
+        remedy=remedy if keys else "There is none under any key.",
+    )
+
+
+def _shared(state: Mapping[Any, Any], expected: State) -> int:
+    """Return how many of the model's names a mapping has, prefixes aside."""
+    if not all(isinstance(name, str) for name in state):
+        return 0
+    _, values = _stripped(_without_counter(state, expected), expected)
+    return len(expected.keys() & values.keys())
+
+
+def _without_counter(state: State, expected: State) -> State:
+    """Leave out the counter of averaged weights, where that is clearly what it is."""
+    others = [name for name in state if name != _COUNTER]
+    averaged = _COUNTER in state and _COUNTER not in expected and others
+    if not averaged or not all(name.startswith(_PREFIXES[0]) for name in others):
+        return state
+    return {name: state[name] for name in others}
+
+
+def _without(state: State, expected: State, ignore: Sequence[str]) -> State:
+    """Leave out what one of the globs names and the model has not, with or without prefixes."""
+
+    def known(name: str) -> bool:
+        while name not in expected and (found := [p for p in _PREFIXES if name.startswith(p)]):
+            name = name.removeprefix(found[0])
+        return name in expected
+
+    return {
+        name: value
+        for name, value in state.items()
+        if known(name) or not any(fnmatchcase(name, glob) for glob in ignore)
+    }
+
+
+def _stripped(state: State, expected: State) -> tuple[str, State]:
+    """Take prefixes off that every name has, as far as it makes more of the names fit."""
+    candidates = [("", state)]
+    while common := [
+        p for p in _PREFIXES if all(k.startswith(p) and k != p for k in candidates[-1][1])
+    ]:
+        prefix, current = candidates[-1]
+        shorter = {name.removeprefix(common[0]): value for name, value in current.items()}
+        candidates.append((prefix + common[0], shorter))
+    return max(candidates, key=lambda c: len(c[1].keys() & expected.keys()))
+
+
+def _with_tied(values: State, expected: State) -> tuple[dict[str, Any], list[str]]:
+    """Fill in names of a tensor that the checkpoint has under another of its names."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in expected.items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            groups.setdefault(memory, []).append(name)
+    result, tied = dict(values), []
+    for names in groups.values():
+        there = [name for name in names if isinstance(values.get(name), Tensor)]
+        for name in there[1:]:
+            first, other = values[there[0]], values[name]
+            if first.shape == other.shape and not torch.equal(first.to(other.dtype), other):
+                raise CheckpointError(
+                    f"{there[0]!r} and {name!r} are one tensor in the model, but differ here",
+                    remedy="Save the state dict of a model that ties them too.",
+                )
+        for name in names if there else []:
+            if name not in values:
+                result[name] = values[there[0]]
+                tied.append(name)
+    return result, tied
+
+
+def _check_names(values: State, expected: State) -> None:
+    missing = [name for name in expected if name not in values]
+    unexpected = [name for name in values if name not in expected]
+    if not missing and not unexpected:
+        return
+    sides = [
+        f"{len(names)} {what} ({listed(names)})"
+        for names, what in ((missing, "missing"), (unexpected, "unexpected"))
+        if names
+    ]
+    mixed = [p for p in _PREFIXES if any(name.startswith(p) for name in unexpected)]
+    remedy = _CHECK
+    if unexpected and not missing:
+        remedy += " --ignore GLOB leaves out what it does not have."
+    if mixed:
+        remedy += f" Not every name begins with {mixed[0]!r}, so it was not taken off."
+    what = f"the names do not fit the model's {len(expected)}: {'; '.join(sides)}"
+    raise CheckpointError(what, remedy=remedy)
+
+
+def _check_shapes(values: State, expected: State) -> None:
+    wrong = []
+    for name, want in expected.items():
+        got = values[name]
+        if not isinstance(want, Tensor):  # extra state, of whatever kind the module makes of it
+            continue
+        if not isinstance(got, Tensor):
+            wrong.append(f"{name}: a {type(got).__name__}, not a tensor")
+        elif got.is_meta:
+            wrong.append(f"{name}: a tensor of the meta device, without numbers")
+        elif got.layout != torch.strided or got.is_quantized:
+            wrong.append(f"{name}: a sparse or quantized tensor")
+        elif got.shape != want.shape:
+            wrong.append(f"{name}: {tuple(got.shape)} here, {tuple(want.shape)} in the model")
+    if wrong:
+        what = f"{len(wrong)} of {len(expected)} tensors do not fit: {listed(wrong)}"
+        raise CheckpointError(what, remedy=_CHECK)
+
+
+def _check_dtypes(values: State, expected: State) -> list[str]:
+    """Return what is to be cast: floating-point numbers to other floating-point numbers only."""
+    casts: list[str] = []
+    wrong: list[str] = []
+    for name, want in expected.items():
+        got = values[name]
+        if isinstance(want, Tensor) and got.dtype != want.dtype:
+            both = got.is_floating_point() and want.is_floating_point()
+            note = f"{name}: {got.dtype} -> {want.dtype}".replace("torch.", "")
+            (casts if both else wrong).append(note)
+    if wrong:
+        count = f"{len(wrong)} of {len(expected)} tensors"
+        raise CheckpointError(
+            f"{count} are of a kind that is not cast: {listed(wrong)}",
+            remedy="Only floating-point numbers are cast, and only to floating-point numbers.",
+        )
+    return casts

@@ -1,0 +1,315 @@
+"""How large a batch is worth: the gradient noise scale, tests of the batch size, CABS.
+
+McCandlish et al. 2018, appendix A (noise scale, with jackknife intervals); Byrd et al. 2012 (norm
+test); Bollapragada et al. 2018 (inner-product and orthogonality test); Balles et al. 2017 (CABS).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import atan2, cos, pi, sin, sqrt
+
+import numpy as np
+
+from gradscope.stats.records import Floats, Interval, Record, number, ratio
+from gradscope.stats.sections import Fact, Section, Styled, between, short
+from gradscope.stats.summary import Data, Summary, statistic
+
+TITLE = "How large a batch is worth"
+_Z = 1.959963984540054  # the 97.5th percentile of the normal distribution
+_ASYMPTOTIC = 200  # degrees of freedom from which on the expansion is exact to 10⁻⁹
+_SMALLEST, _LARGEST = 16, 2048  # batch sizes of CABS, as published
+
+
+class NoiseScale(Record):
+    """How large a batch is worth: B_simple = trΣ / |G|².
+
+    Attributes:
+        trace_covariance: trΣ, the variance of a sample's gradient summed over all entries.
+        gradient_norm_squared: |G|², unbiased, so it may be negative.
+        simple: Their ratio, in samples; None where `flag` says why.
+        trace_covariance_interval: 95%, from the jackknife; None without products with the mean.
+        gradient_norm_squared_interval: Likewise.
+        simple_interval: Fieller's, from the jackknife's covariance; without an upper end where
+            the interval of |G|² reaches zero.
+        flag: Why the ratio does not exist, or has no upper bound, or None.
+    """
+
+    trace_covariance: float | None = None
+    gradient_norm_squared: float | None = None
+    simple: float | None = None
+    trace_covariance_interval: Interval | None = None
+    gradient_norm_squared_interval: Interval | None = None
+    simple_interval: Interval | None = None
+    flag: str | None
+
+
+def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) -> NoiseScale:
+    """Estimate the noise scale; the ratio of averages, never the average of ratios.
+
+    Args:
+        norms: ‖gᵢ‖ (n,), finite.
+        big: ‖G‖² of the mean gradient of the same samples.
+        dots: ⟨gᵢ, G⟩ (n,), for the intervals.
+    """
+    n = norms.size
+    if n < 2:
+        return NoiseScale(flag="it needs at least two finite samples")
+    if big is None:
+        return NoiseScale(flag="the file has no finite mean gradient")
+    with np.errstate(over="ignore"):  # squares of huge norms: reported as undefined
+        small = float(np.mean(np.square(norms)))
+    trace, signal = estimates(n, small, big)
+    if trace is None or signal is None:
+        return NoiseScale(flag="the squared norms overflow float64")
+    simple = ratio(trace, signal)
+    spread = None if dots is None or n < 3 else _jackknife(np.square(norms), big, dots)
+    around: tuple[Interval | None, ...] = (None, None, None)
+    if spread is not None:
+        around = (
+            spread.around(trace, spread.trace),
+            spread.around(signal, spread.signal),
+            spread.ratio(trace, signal),
+        )
+    flag = None
+    if simple is None:
+        flag = f"|G|² is not positive: {n} samples do not tell the mean gradient from noise"
+    elif around[2] is not None and around[2].high is None:
+        flag = f"the interval of |G|² reaches zero: {n} samples do not bound the noise scale"
+    return NoiseScale(
+        trace_covariance=trace,
+        gradient_norm_squared=signal,
+        simple=simple,
+        trace_covariance_interval=around[0],
+        gradient_norm_squared_interval=around[1],
+        simple_interval=around[2],
+        flag=flag,
+    )
+
+
+def estimates(n: int, small: float, big: float) -> tuple[float | None, float | None]:
+    """Return trΣ and |G|² of n > 1 samples with mean‖gᵢ‖² `small` and ‖G‖² `big`."""
+    trace = max(small - big, 0.0) * n / (n - 1)  # below 0 only by rounding
+    return number(trace), number((n * big - small) / (n - 1))
+
+
+def signal_to_noise(n: int, small: float, big: float, rounding: float) -> float | None:
+    """Return ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), or None where the noise is no more than rounding."""
+    return ratio(big, small - big) if n > 1 and small - big > rounding * small else None
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """The jackknife's variances of trΣ and |G|², their covariance, and Student's t."""
+
+    trace: float
+    signal: float
+    both: float
+    t: float
+
+    def around(self, value: float, variance: float) -> Interval:
+        """Return value ± t · standard error."""
+        half = self.t * sqrt(variance)
+        return Interval(low=number(value - half), high=number(value + half))
+
+    def ratio(self, above: float, below: float) -> Interval | None:
+        """Return Fieller's interval: all B with |above − B·below| within t standard errors of 0."""
+        t2 = self.t**2
+        a = below**2 - t2 * self.signal
+        b = above * below - t2 * self.both
+        c = above**2 - t2 * self.trace
+        root = sqrt(max(b * b - a * c, 0.0))
+        if a > 0 and below <= 0:  # no positive B
+            return None
+        if a > 0:
+            return Interval(low=number(max((b - root) / a, 0.0)), high=number((b + root) / a))
+        # unbounded: all B from the positive root on, or all of them
+        return Interval(low=number((b - root) / a) if a < 0 < c else 0.0, high=None)
+
+
+def _jackknife(squares: Floats, big: float, dots: Floats) -> _Spread:
+    """Take each sample out once: ‖G₋ᵢ‖² = (n²‖G‖² − 2n⟨gᵢ, G⟩ + ‖gᵢ‖²) / (n − 1)²."""
+    n = squares.size
+    small = (squares.sum() - squares) / (n - 1)
+    left = (n * n * big - 2 * n * dots + squares) / (n - 1) ** 2
+    trace = (small - left) * (n - 1) / (n - 2)
+    signal = ((n - 1) * left - small) / (n - 2)
+    trace, signal = trace - trace.mean(), signal - signal.mean()
+    factor = (n - 1) / n
+    return _Spread(
+        trace=float(factor * (trace @ trace)),
+        signal=float(factor * (signal @ signal)),
+        both=float(factor * (trace @ signal)),
+        t=student(n - 1),
+    )
+
+
+def student(freedom: int) -> float:
+    """Return the 97.5th percentile of Student's t (Abramowitz & Stegun 26.7.3 to 26.7.5)."""
+    z, v = _Z, freedom
+    if freedom > _ASYMPTOTIC:
+        return (
+            z
+            + (z**3 + z) / (4 * v)
+            + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+            + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+        )
+    low, high = z, 13.0  # t of one degree is 12.7
+    while high - low > 1e-13 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, v) < 0.95 else (low, middle)
+    return low
+
+
+def _inside(t: float, freedom: int) -> float:
+    """Return the probability that |t| is no larger."""
+    angle = atan2(t, sqrt(freedom))
+    cosine, odd = cos(angle), freedom % 2
+    term = cosine if odd else 1.0
+    total = 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (k - 1) / k
+    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+
+
+def _within(interval: Interval | None) -> str:
+    return "" if interval is None else f" (95%: {between(interval)})"
+
+
+def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:
+    simple = "undefined" if noise.simple is None else f"{short(noise.simple)} samples"
+    trace, signal = short(noise.trace_covariance), short(noise.gradient_norm_squared)
+    rows: list[Fact] = [
+        ("noise scale", simple + _within(noise.simple_interval)),
+        ("trace of covariance", trace + _within(noise.trace_covariance_interval)),
+        ("gradient norm squared", signal + _within(noise.gradient_norm_squared_interval)),
+    ]
+    if noise.flag is not None:
+        rows.append(("", Styled(noise.flag, "yellow")))
+    formulas = [
+        "trΣ = (mean‖gᵢ‖² − ‖G‖²) · N/(N − 1)",
+        "|G|² = (N‖G‖² − mean‖gᵢ‖²)/(N − 1)",
+        "B_simple = trΣ / |G|² (McCandlish et al. 2018); 95%: jackknife, Fieller for the ratio",
+    ]
+    yield Section(TITLE, rows, formulas=formulas)
+
+
+def _noise_answer(noise: NoiseScale, summary: Summary) -> Iterator[tuple[str, str]]:
+    known = f"worth about {short(noise.simple)} samples{_within(noise.simple_interval)}"
+    yield "batch", f"unknown: {noise.flag}" if noise.simple is None else known
+
+
+@statistic("noise_scale", place=30, sections=_noise_section, answers=_noise_answer)
+def _noise_scale(data: Data) -> NoiseScale:
+    """Say how large a batch is worth."""
+    return noise_scale(data.samples.norm, data.mean_squared, data.products.dots)
+
+
+class BatchTests(Record):
+    """Variance of the mean gradient against its length; a batch passes with θ when it is ≤ θ².
+
+    Attributes:
+        norm: θ² of the norm test.
+        inner_product: θ² of the inner-product test; None without products with the mean.
+        orthogonality: ν² of the orthogonality test, likewise. norm = inner_product + orthogonality.
+        plug_in_noise_scale: N · norm, in samples: the batch that passes the norm test with θ = 1.
+    """
+
+    norm: float | None = None
+    inner_product: float | None = None
+    orthogonality: float | None = None
+    plug_in_noise_scale: float | None = None
+
+
+def _tests_section(tests: BatchTests, summary: Summary) -> Iterator[Section]:
+    rows = [("norm test", short(tests.norm))]
+    if tests.inner_product is not None:
+        rows.append(("inner-product test", short(tests.inner_product)))
+        rows.append(("orthogonality test", short(tests.orthogonality)))
+    formulas = [
+        "norm test θ² = (Σ‖gᵢ‖² − N‖G‖²) / (N(N − 1)‖G‖²)",
+        "inner-product test θ² = (Σ⟨gᵢ, G⟩² − N‖G‖⁴) / (N(N − 1)‖G‖⁴)",
+        "orthogonality test ν² = (Σ‖gᵢ‖² − Σ⟨gᵢ, G⟩²/‖G‖²) / (N(N − 1)‖G‖²)",
+    ]
+    yield Section(TITLE, rows, formulas=formulas)
+
+
+@statistic("batch_tests", place=31, sections=_tests_section)
+def batch_tests(data: Data) -> BatchTests:
+    """Test whether the n samples are a batch large enough."""
+    n, big, dots = data.samples.n, data.mean_squared, data.products.dots
+    if n < 2 or big is None:
+        return BatchTests()
+    squares = float(np.square(data.samples.norm).sum())
+    norm = ratio(squares - n * big, n * (n - 1) * big)
+    inner = orthogonal = None
+    if dots is not None and big > 0:
+        along = float(np.square(dots / big).sum())  # Σ⟨gᵢ, G⟩² / ‖G‖⁴
+        inner = number((along - n) / (n * (n - 1)))
+        orthogonal = number((squares / big - along) / (n * (n - 1)))
+    return BatchTests(
+        norm=norm,
+        inner_product=inner,
+        orthogonality=orthogonal,
+        plug_in_noise_scale=None if norm is None else number(n * norm),
+    )
+
+
+class Cabs(Record):
+    """The batch size that balances variance and descent for plain SGD.
+
+    Attributes:
+        variance: ξ = mean‖gᵢ‖² − ‖G‖².
+        loss: L, the mean loss.
+        per_learning_rate: ξ / L.
+        learning_rate: As given.
+        unclipped: learning rate · ξ / L.
+        batch_size: `unclipped`, rounded and clipped to [16, 2048]; None without a learning rate.
+        flag: Why there is none, or None.
+    """
+
+    variance: float | None
+    loss: float | None
+    per_learning_rate: float | None
+    learning_rate: float | None
+    unclipped: float | None
+    batch_size: int | None
+    flag: str | None
+
+
+def _cabs_section(found: Cabs, summary: Summary) -> Iterator[Section]:
+    text: str | Styled
+    if found.per_learning_rate is None:
+        text = Styled(f"undefined: {found.flag}", "yellow")
+    elif found.batch_size is None:
+        text = f"{short(found.per_learning_rate)} x learning rate; give --lr"
+    else:
+        asked = f"{short(found.unclipped)} at a learning rate of {short(found.learning_rate)}"
+        text = f"{found.batch_size:,} ({asked})"
+    formula = "CABS = learning rate · ξ / L, ξ = mean‖gᵢ‖² − ‖G‖² (Balles et al. 2017)"
+    yield Section(TITLE, [("CABS batch size", text)], formulas=[formula])
+
+
+@statistic("cabs", place=32, sections=_cabs_section)
+def cabs(data: Data) -> Cabs:
+    """Couple the batch size to the learning rate."""
+    big, rate = data.mean_squared, data.options.learning_rate
+    variance = loss = None
+    if data.samples.n and big is not None:
+        variance = number(max(np.mean(np.square(data.samples.norm)) - big, 0.0))
+        loss = number(data.samples.loss.mean())
+    each = None if variance is None or loss is None else ratio(variance, loss)
+    unclipped = None if each is None or rate is None else number(rate * each)
+    flag = None
+    if each is None:
+        flag = "the mean loss is not positive" if variance is not None else "no finite samples"
+    size = None if unclipped is None else min(max(round(unclipped), _SMALLEST), _LARGEST)
+    return Cabs(
+        variance=variance,
+        loss=loss,
+        per_learning_rate=each,
+        learning_rate=rate,
+        unclipped=unclipped,
+        batch_size=size,
+        flag=flag,
+    )

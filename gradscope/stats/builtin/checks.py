@@ -1,0 +1,169 @@
+"""Is anything wrong: samples that are not finite, identities that do not hold, what is missing."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gradscope.stats.builtin.signal import entries_of
+from gradscope.stats.records import Record, wide
+from gradscope.stats.sections import Section, count, short
+from gradscope.stats.source import finite_samples, in_half, labels_of, rows_of
+from gradscope.stats.summary import Data, Summary, statistic
+
+_TOLERANCE = 1e-4  # of float32 rows; what is wrong is wrong by far more
+_HALF = 0.02  # of rows in bfloat16, which has 8 bits
+
+
+class NonFinite(Record):
+    """Samples whose loss or gradient is not finite; all other statistics leave them out.
+
+    Attributes:
+        count: How many.
+        index: The first of them, as positions in the data set.
+    """
+
+    count: int
+    index: tuple[int, ...]
+
+
+def _left_out(found: NonFinite, summary: Summary) -> Iterator[str]:
+    if found.count:
+        listed = ", ".join(map(str, found.index)) + ", ..." * (found.count > len(found.index))
+        text = f"{count(found.count, 'sample')} not finite and left out below"
+        yield f"{text}: {listed}" if found.index else text
+
+
+def _broken(found: NonFinite, summary: Summary) -> Iterator[tuple[str, str]]:
+    yield "broken", f"{count(found.count, 'sample') if found.count else 'none'} not finite"
+
+
+@statistic("nonfinite", place=100, warnings=_left_out, answers=_broken)
+def nonfinite(data: Data) -> NonFinite:
+    """Count the samples that are left out, and name the first."""
+    rows = np.flatnonzero(~finite_samples(data.file))[: data.options.top]
+    index = data.file.samples["index"]
+    return NonFinite(
+        count=data.samples.total - data.samples.n, index=tuple(int(index[i]) for i in rows)
+    )
+
+
+class Check(Record):
+    """Two ways to the same number.
+
+    Attributes:
+        name: The identity.
+        left: Its left side.
+        right: Its right side.
+        error: |left − right| / max(|left|, |right|).
+        tolerance: 10⁻⁴; 0.02 where rows in half precision are compared with more exact norms.
+        passed: Whether the error is no larger.
+    """
+
+    name: str
+    left: float
+    right: float
+    error: float
+    tolerance: float
+    passed: bool
+
+
+def _violated(checks: Sequence[Check], summary: Summary) -> Iterator[str]:
+    for one in checks:
+        if not one.passed:
+            sides = f"{short(one.left)} and {short(one.right)}"
+            yield f"does not hold to {one.tolerance:g}: {one.name} ({sides})"
+
+
+def _failed(checks: Sequence[Check], summary: Summary) -> Iterator[tuple[str, str]]:
+    failed = sum(not one.passed for one in checks)
+    if failed:
+        yield "broken", f"{count(failed, 'check')} failed"
+
+
+@statistic("checks", place=140, warnings=_violated, answers=_failed)
+def checks(data: Data) -> tuple[Check, ...]:
+    """Compare what is known in two ways: the file and the arithmetic."""
+    samples, big, products = data.recorded, data.recorded_squared, data.products
+    if not samples.n or big is None:
+        return ()
+    tests, classes = data.result("batch_tests"), data.result("classes")
+    limit = _HALF if in_half(data.file) else _TOLERANCE
+    whole = float(np.square(samples.norm).sum())
+    found: list[tuple[str, float, float, float, float]] = []
+    if labels_of(data.file) != "exact":  # norms are then expectations over labels
+        norms = data.file.norms
+        parts = sum(float(np.square(wide(norms[name])[samples.rows]).sum()) for name in norms)
+        found.append(("‖gᵢ‖² = Σₚ ‖gᵢ,ₚ‖², all samples", whole, parts, 0.0, _TOLERANCE))
+    if None not in (tests.norm, tests.inner_product, tests.orthogonality):
+        both = tests.inner_product + tests.orthogonality
+        name = "norm test = inner-product + orthogonality test"
+        found.append((name, tests.norm, both, 0.0, _TOLERANCE))
+    if products.dots is not None:
+        scale = float(np.sqrt(whole / samples.n * big))  # of ‖gᵢ‖ ‖G‖, which bounds each product
+        found.append(("mean ⟨gᵢ, G⟩ = ‖G‖²", float(products.dots.mean()), big, scale, limit))
+    if products.walked is not None:
+        squares, mean = float(products.walked.squares.sum()), products.walked.mean_squared
+        found.append(("stored rows have the recorded norms", squares, whole, 0.0, limit))
+        size = whole / samples.n**2
+        found.append(("their mean has the recorded norm", mean, big, size, limit))
+    if classes is not None and None not in (classes.between, classes.within):
+        both, size = classes.between + classes.within, whole / samples.n
+        found.append(("between + within classes = variance", both, size - big, size, limit))
+    known = (one for one in found if math.isfinite(one[1]) and math.isfinite(one[2]))
+    return tuple(_check(*one) for one in known)
+
+
+def _check(name: str, left: float, right: float, scale: float, tolerance: float) -> Check:
+    """Compare two sides; `scale` is what a difference is small against."""
+    size = max(abs(left), abs(right), scale)
+    error = abs(left - right) / size if size else 0.0
+    passed = error <= tolerance
+    return Check(name=name, left=left, right=right, error=error, tolerance=tolerance, passed=passed)
+
+
+class Missing(Record):
+    """What could not be computed, in words, and what the file would have to hold."""
+
+    what: str
+    needs: str
+
+
+def _absent(found: Sequence[Missing], summary: Summary) -> Iterator[Section]:
+    if found:
+        yield Section("Not in this file", notes=[f"{one.what}: {one.needs}" for one in found])
+
+
+@statistic("missing", place=90, sections=_absent)
+def missing(data: Data) -> tuple[Missing, ...]:
+    """Say what could not be computed, and what it needs."""
+    found, every = data.products, "whatever needs every sample's gradient"
+    if found.unusable is not None:
+        return (Missing(what=every, needs=found.unusable),)
+    if not data.options.rows and rows_of(data.file) is not None:
+        return (Missing(what=every, needs="leave out --no-rows"),)
+    wants = [
+        (
+            found.dots is None,
+            "cosines with the mean gradient, opposed samples, intervals, inner-product test",
+            '-t identity, -t gram or -t "cosine:to=mean"',
+        ),
+        (
+            entries_of(data) is None,
+            "signal to noise by entry, early-stopping evidence",
+            "-t identity, or -t mean and -t second_moment",
+        ),
+        (
+            found.gram is None,
+            "spectrum, nearest samples",
+            "-t identity, -t gram or -t project:dim=256",
+        ),
+        (
+            data.groups is not None and found.group_squares is None,
+            "noise within and between classes",
+            "-t identity or -t gram",
+        ),
+    ]
+    return tuple(
+        Missing(what=what, needs=f"compute with {needs}") for absent, what, needs in wants if absent
+    )

@@ -1,0 +1,205 @@
+"""Duplicates: pairs of samples whose gradients are equal or nearly so."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gradscope.stats.records import Floats, Positions, Record
+from gradscope.stats.sections import Line, Section, Styled, count, short
+from gradscope.stats.source import Arrays, Samples, rows_of
+from gradscope.stats.summary import Data, Summary, statistic
+
+_SAME = 1e-4  # relative distance of what differs by rounding alone
+_NEAR = 0.02
+_MOST = 200  # pairs whose rows are compared
+_COMPARED = 5e7  # pairs of neighbours in the order of one number
+_PIECE = 2**21  # numbers of a parameter that are read at a time
+_SHOWN = 10
+
+
+class Pair(Record):
+    """Two samples.
+
+    Attributes:
+        first: The position in the data set of one.
+        second: Of the other.
+        first_id: The own name of one; None where none is stored. Likewise second_id.
+        distance: ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖); None where only norms are known.
+        same_target: Whether their targets are equal; None where none are stored.
+    """
+
+    first: int
+    second: int
+    first_id: int | str | None = None
+    second_id: int | str | None = None
+    distance: float | None
+    same_target: bool | None
+
+
+class Duplicates(Record):
+    """Pairs of samples whose gradients are equal or nearly so; zero gradients are left out.
+
+    Attributes:
+        source: "rows", "gram", or "norms": then equal norms in every parameter and equal losses,
+            which duplicates have and others may have too.
+        same: Distance at most 10⁻⁴, closest first; or the pairs found by norms.
+        near: Distance at most 0.02.
+        complete: Whether all pairs were looked at; of at most 200 the rows are compared.
+    """
+
+    source: str
+    same: tuple[Pair, ...]
+    near: tuple[Pair, ...]
+    complete: bool
+
+
+def _sections(found: Duplicates, summary: Summary) -> Iterator[Section]:
+    if not (found.same or found.near):
+        return
+    what = "with equal norms and losses" if found.source == "norms" else "of equal gradients"
+    notes = _listed(f"{count(len(found.same), 'pair')} {what}", found.same)
+    if found.near:
+        notes += _listed(f"{count(len(found.near), 'pair')} nearly so", found.near)
+    if not found.complete:
+        notes.append("There may be more: not all pairs were compared.")
+    formulas = ["distance = ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖)"]
+    yield Section("Duplicates", notes=notes, formulas=formulas)
+
+
+def _listed(title: str, pairs: Sequence[Pair]) -> list[Line]:
+    lines: list[Line] = [Styled(title)]
+    for pair in pairs[:_SHOWN]:
+        apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
+        ends = ((pair.first, pair.first_id), (pair.second, pair.second_id))
+        names = [str(index) if own is None else f"{index} ({own})" for index, own in ends]
+        other, style = "", ""
+        if pair.same_target is False:
+            other, style = ", different targets", "bold yellow"
+        lines.append(Styled(f"  {' and '.join(names)}{apart}{other}", style))
+    if len(pairs) > _SHOWN:
+        lines.append(Styled(f"  and {len(pairs) - _SHOWN:,} more (--json has all)"))
+    return lines
+
+
+def _answer(found: Duplicates, summary: Summary) -> Iterator[tuple[str, str]]:
+    pairs = f"{count(len(found.same), 'pair')} of duplicates"
+    yield "broken", pairs if found.same else "no duplicates"
+    other = sum(pair.same_target is False for pair in found.same)
+    if other:
+        yield "broken", f"{other} of them with different targets"
+
+
+@statistic("duplicates", place=110, sections=_sections, answers=_answer)
+def duplicates(data: Data) -> Duplicates | None:
+    """Find pairs by their rows, by all inner products, or by equal norms and losses."""
+    rows, samples, walked = rows_of(data.file), data.samples, data.products.walked
+    if samples.n < 2:
+        return None
+    if walked is not None and rows is not None:
+        return _by_rows(rows, samples, walked.sketch)
+    if data.products.whole is not None:
+        return _by_gram(data.products.whole, samples)
+    return _by_norms(data)
+
+
+def _by_rows(rows: Arrays, samples: Samples, sketch: Floats) -> Duplicates:
+    """Find candidates by their sketches (n, k), and compare their rows."""
+    pairs, complete = _close(sketch, samples.norm, 2 * _NEAR)  # χ² with 16 degrees: 4 × its mean
+    kept = pairs[:_MOST]
+    distances = np.sqrt(_squared_distances(rows, samples, kept))
+    lengths = samples.norm[kept].max(1, initial=0.0)
+    return _result("rows", samples, kept, distances / lengths, complete and len(pairs) <= _MOST)
+
+
+def _by_gram(gram: Floats, samples: Samples) -> Duplicates:
+    """Take the distances from all inner products (n, n)."""
+    squares = np.diag(gram)
+    distances = np.sqrt(np.clip(squares[:, None] + squares - 2 * gram, 0, None))
+    larger = np.sqrt(np.maximum(squares[:, None], squares))
+    first, second = np.nonzero(np.triu((distances <= _NEAR * larger) & (larger > 0), 1))
+    found = distances[first, second] / larger[first, second]
+    return _result("gram", samples, np.stack([first, second], 1), found, True)
+
+
+def _by_norms(data: Data) -> Duplicates:
+    """Find equal norms in every parameter, and equal losses, when nothing else is stored."""
+    samples, norms = data.samples, data.file.norms
+    columns = [np.asarray(norms[name], np.float64)[samples.rows] for name in data.file.parameters]
+    own = np.stack([*columns, samples.loss], 1)
+    sizes = np.maximum(samples.norm, np.abs(samples.loss))
+    pairs, complete = _close(own, sizes, _SAME / 10)
+    pairs = pairs[samples.norm[pairs].min(1, initial=np.inf) > 0][:_MOST]
+    result = _result("norms", samples, pairs, np.zeros(len(pairs)), complete)
+    unknown = tuple(pair.model_copy(update={"distance": None}) for pair in result.same)
+    return result.model_copy(update={"same": unknown})
+
+
+def _close(points: Floats, sizes: Floats, limit: float) -> tuple[Positions, bool]:
+    """Return pairs (k, 2) of points (n, d) nearer than limit · their larger size, closest first.
+
+    Neighbours in the order of one coordinate are compared, the nearest of them first. The second
+    result tells whether none can have been missed.
+    """
+    places = np.flatnonzero(sizes > 0)
+    along = points[places, np.argmax(points[places].std(0), axis=0)] if len(places) else np.empty(0)
+    places = places[np.argsort(along, kind="stable")]
+    axis = np.sort(along, kind="stable")
+    found = [(np.empty((0, 2), np.int64), np.empty(0))]
+    complete = True
+    for offset in range(1, len(places)):
+        a, b = places[:-offset], places[offset:]
+        reach = limit * np.maximum(sizes[a], sizes[b])
+        inside = axis[offset:] - axis[:-offset] <= reach
+        if not inside.any():
+            break
+        if offset * len(places) > _COMPARED:
+            complete = False
+            break
+        a, b, reach = a[inside], b[inside], reach[inside]
+        distance = np.linalg.norm(points[a] - points[b], axis=1) / reach
+        near = distance <= 1
+        found.append((np.stack([a[near], b[near]], 1), distance[near]))
+    pairs, distances = (np.concatenate(part) for part in zip(*found, strict=True))
+    return pairs[np.argsort(distances, kind="stable")], complete
+
+
+def _squared_distances(rows: Arrays, samples: Samples, pairs: Positions) -> Floats:
+    """Return ‖gᵢ − gⱼ‖² (k,), a parameter and a few pairs at a time."""
+    found = np.zeros(len(pairs))
+    for array in rows.values():
+        step = max(1, _PIECE // max(1, int(np.prod(array.shape[1:]))))
+        for start in range(0, len(pairs), step):
+            wanted = samples.rows[pairs[start : start + step]]
+            each = np.asarray(array[wanted.ravel()], dtype=np.result_type(array.dtype, np.float64))
+            both = each.reshape(len(wanted), 2, -1)
+            found[start : start + step] += np.square(np.abs(both[:, 0] - both[:, 1])).sum(1)
+    return found
+
+
+def _result(
+    source: str, samples: Samples, pairs: Positions, distances: Floats, complete: bool
+) -> Duplicates:
+    every = [
+        (float(distances[k]), _pair(samples, pairs[k], float(distances[k])))
+        for k in np.argsort(distances, kind="stable")
+    ]
+    return Duplicates(
+        source=source,
+        same=tuple(pair for distance, pair in every if distance <= _SAME),
+        near=tuple(pair for distance, pair in every if _SAME < distance <= _NEAR),
+        complete=complete,
+    )
+
+
+def _pair(samples: Samples, places: Positions, distance: float) -> Pair:
+    ends = sorted(map(int, places), key=lambda k: int(samples.index[k]))
+    first, second = map(samples.described, ends)
+    targets = None if samples.target is None else samples.target[ends]
+    return Pair(
+        first=first["index"],
+        second=second["index"],
+        first_id=first["id"],
+        second_id=second["id"],
+        distance=distance,
+        same_target=None if targets is None else bool(np.all(targets[0] == targets[1])),
+    )

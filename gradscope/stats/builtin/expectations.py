@@ -1,0 +1,111 @@
+"""Expectations: the trace of the Fisher, and the Jensen gap between E[T(g)] and T(E[g])."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from gradscope.stats.records import Floats, Record, number, ratio
+from gradscope.stats.sections import Fact, Section, percent, short
+from gradscope.stats.source import Samples, Source, aggregate_of, labels_of, stages_of
+from gradscope.stats.summary import Data, Summary, statistic
+
+_TITLE = "Expectations"
+_KINDS: dict[str, Literal["empirical", "sampled", "exact"]] = {
+    "data": "empirical",
+    "sampled": "sampled",
+    "exact": "exact",
+}
+
+
+class Fisher(Record):
+    """tr (1/N) Σ gᵢ gᵢᵀ.
+
+    Attributes:
+        kind: empirical with the data's labels; sampled or exact with the model's own.
+        trace: None for the exact one without a chain `second_moment`.
+    """
+
+    kind: Literal["empirical", "sampled", "exact"]
+    trace: float | None
+
+
+def fisher_of(file: Source, samples: Samples) -> Fisher:
+    """Return the trace: mean‖gᵢ‖², or the sum of a stored second moment with exact labels."""
+    kind = _KINDS.get(labels_of(file), "empirical")
+    if kind != "exact":
+        trace = number(np.square(samples.norm).mean()) if samples.n else None
+        return Fisher(kind=kind, trace=trace)
+    second = aggregate_of(file, "second_moment")  # norms are expectations over labels there
+    return Fisher(
+        kind=kind, trace=None if second is None else number(sum(v.sum() for v in second.values()))
+    )
+
+
+def _fisher_section(found: Fisher, summary: Summary) -> Iterator[Section]:
+    rows = [(f"{found.kind} Fisher, trace", short(found.trace))]
+    yield Section(_TITLE, rows, formulas=["Fisher trace = mean‖gᵢ‖²"])
+
+
+@statistic("fisher", place=80, sections=_fisher_section)
+def fisher(data: Data) -> Fisher:
+    """Return the trace of the Fisher, by whose labels the run was made with."""
+    return fisher_of(data.file, data.samples)
+
+
+class Gap(Record):
+    """Two chains of the same stages, once before and once after the mean.
+
+    Attributes:
+        transform: T.
+        inside: ‖E[T(g)]‖.
+        outside: ‖T(E[g])‖.
+        gap: ‖E[T(g)] − T(E[g])‖ / ‖T(E[g])‖.
+        cosine: Of the two.
+    """
+
+    transform: str
+    inside: float | None
+    outside: float | None
+    gap: float | None
+    cosine: float | None
+
+
+def _jensen_section(found: Sequence[Gap], summary: Summary) -> Iterator[Section]:
+    rows: list[Fact] = []
+    for gap in found:
+        share = "undefined" if gap.gap is None else percent(gap.gap)
+        text = f"{gap.transform}: E[T(g)] is {share} off T(E[g]), cosine {short(gap.cosine)}"
+        rows.append(("Jensen gap", text))
+    yield Section(_TITLE, rows, formulas=["Jensen gap = ‖E[T(g)] − T(E[g])‖ / ‖T(E[g])‖"])
+
+
+@statistic("jensen", place=81, sections=_jensen_section)
+def jensen(data: Data) -> tuple[Gap, ...]:
+    """Find all pairs `T | mean` and `mean | T`."""
+    inside: dict[str, dict[str, Floats]] = {}
+    outside: dict[str, dict[str, Floats]] = {}
+    for chain in data.file.chains:
+        words = [str(stage) for stage in stages_of(data.file, chain)] if chain.reduced else []
+        if words.count("mean") == 1 and len(words) > 1 and "mean" in (words[0], words[-1]):
+            side, stages = (inside, words[:-1]) if words[-1] == "mean" else (outside, words[1:])
+            side[" | ".join(stages)] = {k: np.asarray(v[...]) for k, v in chain.items()}
+    found = ((t, a, outside[t]) for t, a in inside.items() if t in outside)
+    return tuple(_gap(t, a, b) for t, a, b in found if _shapes(a) == _shapes(b))
+
+
+def _shapes(arrays: dict[str, Floats]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def _gap(transform: str, inside: dict[str, Floats], outside: dict[str, Floats]) -> Gap:
+    a, b = (np.concatenate([np.ravel(v) for v in side.values()]) for side in (inside, outside))
+    b = b.astype(np.result_type(b, np.float64))
+    norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    return Gap(
+        transform=transform,
+        inside=number(norm_a),
+        outside=number(norm_b),
+        gap=ratio(np.linalg.norm(a - b), norm_b),
+        cosine=ratio(np.vdot(b, a).real, norm_a * norm_b),
+    )

@@ -1,0 +1,183 @@
+"""One row a parameter: which layers learn and which are noise."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gradscope.stats.builtin.batch import estimates, signal_to_noise
+from gradscope.stats.builtin.signal import entries_of
+from gradscope.stats.products import Part
+from gradscope.stats.records import Mask, Record, number, ratio, rounding, wide
+from gradscope.stats.sections import (
+    BarPicture,
+    Column,
+    Picture,
+    Section,
+    Table,
+    count,
+    numbers,
+    percent,
+    shape_text,
+    short,
+    whole,
+)
+from gradscope.stats.source import Source, finite_samples, mean_gradient_norm
+from gradscope.stats.summary import Data, Summary, statistic
+
+_DRAWN = 40  # parameters in a picture
+
+
+class ParameterRow(Record):
+    """The gradients of one parameter over the finite samples.
+
+    Attributes:
+        name: As in the model.
+        shape: Of the parameter.
+        entries: The product of `shape`.
+        mean_norm: mean ‖gᵢ‖.
+        max_norm: max ‖gᵢ‖.
+        share: Σᵢ‖gᵢ‖² of this parameter over that of all parameters, between 0 and 1.
+        mean_gradient_norm: ‖G‖ with G = mean gᵢ.
+        signal_to_noise: ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), plug-in; None where the noise is not positive.
+        noise_scale: B_simple of this parameter alone, in samples; None where it does not exist.
+        entry_signal_to_noise: The mean over entries of Gⱼ² / (E[gⱼ²] − Gⱼ²); None without rows.
+        opposing: The share of samples with ⟨gᵢ, G⟩ < 0, likewise.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    entries: int
+    mean_norm: float | None
+    max_norm: float | None
+    share: float | None
+    mean_gradient_norm: float | None
+    signal_to_noise: float | None
+    noise_scale: float | None = None
+    entry_signal_to_noise: float | None = None
+    opposing: float | None = None
+
+
+def parameter_rows(
+    file: Source,
+    finite: Mask,
+    entry: Mapping[str, float | None] | None = None,
+    parts: Mapping[str, Part] | None = None,
+    exact: bool = False,
+) -> tuple[ParameterRow, ...]:
+    """Summarise every parameter of `file`, in the file's order.
+
+    Args:
+        file: The file.
+        finite: Which samples are taken (N,).
+        entry: The mean signal to noise of each parameter's entries, where known.
+        parts: What rows gave of each parameter.
+        exact: Whether these are more exact than the recorded norms.
+    """
+    parts, entry = parts or {}, entry or {}
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
+        total = float(np.square(wide(file.samples["norm"])[finite]).sum())
+        if exact:
+            total = float(finite.sum()) * sum(part.mean_square for part in parts.values())
+        rows = []
+        for name, shape in file.parameters.items():
+            part, norms = parts.get(name), wide(file.norms[name])[finite]  # they may be many
+            n, length = norms.size, mean_gradient_norm(file, name)
+            small, big = float(np.square(norms).mean()) if n else math.nan, length**2
+            if part is not None and exact:
+                small, big = part.mean_square, part.mean_squared
+            trace, signal = estimates(n, small, big) if n > 1 else (None, None)
+            resolved = 1e-12 if exact else rounding(file.norms[name])
+            row = ParameterRow(
+                name=name,
+                shape=tuple(int(d) for d in shape),
+                entries=math.prod(int(d) for d in shape),
+                mean_norm=number(norms.mean()) if n else None,
+                max_norm=number(norms.max()) if n else None,
+                share=ratio(n * small, total) if n else None,
+                mean_gradient_norm=number(length),
+                signal_to_noise=signal_to_noise(n, small, big, resolved),
+                noise_scale=None if trace is None or signal is None else ratio(trace, signal),
+                entry_signal_to_noise=entry.get(name),
+                opposing=None if part is None else part.opposing,
+            )
+            rows.append(row)
+        return tuple(rows)
+
+
+def parameter_table(rows: Sequence[ParameterRow]) -> Table:
+    """Return a row a parameter."""
+    columns = [
+        Column("shape", [shape_text(r.shape) for r in rows], rank=2),
+        whole("entries", [r.entries for r in rows], rank=6),
+        numbers("mean norm", [r.mean_norm for r in rows]),
+        numbers("largest norm", [r.max_norm for r in rows], rank=1),
+        numbers("norm of mean", [r.mean_gradient_norm for r in rows], rank=5),
+        numbers("share", [r.share for r in rows], rank=3, show=percent),
+        numbers("SNR", [r.signal_to_noise for r in rows]),
+        numbers("noise scale", [r.noise_scale for r in rows], rank=4),
+    ]
+    if any(r.opposing is not None for r in rows):
+        columns.append(numbers("opposed", [r.opposing for r in rows], rank=7, show=percent))
+    return Table(columns, "parameter", [r.name for r in rows])
+
+
+def _sections(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Section]:
+    n = summary.finite
+    formulas = [
+        "share = Σᵢ‖gᵢ,ₚ‖² / Σᵢ‖gᵢ‖²",
+        "SNR = ‖Gₚ‖² / (mean‖gᵢ,ₚ‖² − ‖Gₚ‖²)",
+        "noise scale: B_simple of the parameter alone",
+    ]
+    notes = [f"Noise alone gives an SNR of about 1/N = {short(1 / n)}."] if n > 1 else []
+    yield Section("Parameters", table=parameter_table(rows), notes=notes, formulas=formulas)
+
+
+def _answer(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[tuple[str, str]]:
+    """Say which parameters have a mean gradient larger than noise alone gives."""
+    known = sorted(
+        (row for row in rows if row.noise_scale is not None), key=lambda row: row.noise_scale or 0.0
+    )
+    text = f"{len(known)} of {count(len(rows), 'parameter')} above the noise"
+    most = f", most {known[0].name}" if known else ""
+    few = summary.finite < 2
+    yield "what learns", "unknown: it needs at least two finite samples" if few else text + most
+
+
+def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Picture]:
+    """Draw the parameters with the largest share, in the model's order."""
+    order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
+    some, n = [rows[k] for k in sorted(order[:_DRAWN])], summary.finite
+    which = f" ({len(some)} of {len(rows)}, largest share)" if len(some) < len(rows) else ""
+    names, height = [row.name for row in some], max(1.8, 1.0 + 0.2 * len(some))
+    yield BarPicture(
+        label="Mean gradient norm of each parameter",
+        title=f"Mean norm{which}",
+        names=names,
+        values=[row.mean_norm for row in some],
+        height=height,
+        place=30,
+    )
+    yield BarPicture(
+        label="Signal to noise of each parameter",
+        title=f"Signal to noise{which}" + (f"; dashed: noise alone, 1/{n:,}" if n > 1 else ""),
+        names=names,
+        values=[row.signal_to_noise for row in some],
+        mark=1 / n if n > 1 else None,
+        second=True,
+        height=height,
+        place=40,
+    )
+
+
+@statistic("parameters", place=50, sections=_sections, answers=_answer, pictures=_pictures)
+def parameters(data: Data) -> tuple[ParameterRow, ...]:
+    """Summarise every parameter."""
+    walked = data.products.walked
+    return parameter_rows(
+        data.file,
+        finite_samples(data.file),
+        {name: entries.mean_ratio for name, entries in (entries_of(data) or {}).items()},
+        None if walked is None else walked.parts,
+        data.products.exact,
+    )

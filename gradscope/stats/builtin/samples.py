@@ -1,0 +1,222 @@
+"""Which samples dominate, which are broken, and which are like one of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from gradscope.stats.records import Floats, Positions, Record, number, ratio
+from gradscope.stats.sections import (
+    POINTS,
+    Picture,
+    ScatterPicture,
+    Section,
+    Table,
+    numbers,
+    positions,
+    short,
+    targets,
+)
+from gradscope.stats.summary import Data, Summary, statistic
+
+_FORMULAS = ("times median = ‖gᵢ‖ / median‖g‖", "most opposed: the most negative ⟨gᵢ, G⟩")
+_ANSWERED = 3  # samples with the largest losses
+
+
+class SampleRow(Record):
+    """One sample.
+
+    Attributes:
+        index: Its position in the data set.
+        id: Its own name; None where none is stored.
+        loss: Its loss.
+        norm: ‖gᵢ‖ over all parameters.
+        target: Its target, when that is one number or text a sample.
+        times_median: norm over the median norm; None where that is zero.
+        cosine: With the mean gradient, or in a list of neighbours with theirs; None if unknown.
+    """
+
+    index: int
+    id: int | str | None = None
+    loss: float | None
+    norm: float
+    target: bool | int | float | str | None
+    times_median: float | None
+    cosine: float | None = None
+
+
+def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[SampleRow, ...]:
+    samples = data.samples
+    median = float(np.median(samples.norm)) if samples.n else 0.0
+    return tuple(
+        SampleRow(
+            **samples.described(int(k)),
+            loss=number(samples.loss[k]),
+            norm=float(samples.norm[k]),
+            times_median=ratio(samples.norm[k], median),
+            cosine=None if cosines is None else number(cosines[k]),
+        )
+        for k in places[: data.options.top]
+    )
+
+
+def _falling(values: Floats) -> Positions:
+    """Return places by falling value; equal ones keep their order, NaN comes last."""
+    return np.argsort(-np.where(np.isnan(values), -np.inf, values), kind="stable")
+
+
+def _table(rows: Sequence[SampleRow]) -> Table:
+    columns = [
+        *positions(rows),
+        numbers("norm", [r.norm for r in rows]),
+        numbers("times median", [r.times_median for r in rows], rank=1),
+        numbers("loss", [r.loss for r in rows]),
+    ]
+    if any(r.cosine is not None for r in rows):
+        columns.append(numbers("cosine", [r.cosine for r in rows], rank=3))
+    return Table([*columns, *targets(rows)])
+
+
+def _listed(title: str) -> Callable[[Sequence[SampleRow], Summary], Iterator[Section]]:
+    def sections(rows: Sequence[SampleRow], summary: Summary) -> Iterator[Section]:
+        if rows:
+            yield Section(title, table=_table(rows), formulas=_FORMULAS)
+
+    return sections
+
+
+def _check_labels(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
+    if rows:
+        listed = ", ".join(str(row.index) for row in rows[:_ANSWERED])
+        yield "check labels", f"largest losses: {listed}"
+
+
+@statistic(
+    "largest_losses",
+    place=130,
+    sections=_listed("Samples with the largest losses"),
+    answers=_check_labels,
+)
+def largest_losses(data: Data) -> tuple[SampleRow, ...]:
+    """List the samples with the largest losses, largest first."""
+    return _rows(data, _falling(data.samples.loss), data.cosines)
+
+
+@statistic("most_opposed", place=131, sections=_listed("Samples most opposed to the mean gradient"))
+def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
+    """List the samples with the most negative ⟨gᵢ, G⟩: a step along G costs them most."""
+    dots = data.products.dots
+    if dots is None:
+        return None
+    order = _falling(-dots)
+    return _rows(data, order[dots[order] < 0], data.cosines)
+
+
+def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
+    text = "not listed"
+    if rows:
+        times = rows[0].times_median
+        text = f"sample {rows[0].index}, {short(times)} times the median norm"
+        text = "no norm but zero" if times is None and not rows[0].norm else text
+    yield "who dominates", text
+
+
+@statistic(
+    "samples",
+    place=132,
+    sections=_listed("Samples with the largest gradients"),
+    answers=_dominates,
+)
+def samples(data: Data) -> tuple[SampleRow, ...]:
+    """List the samples with the largest norms, largest first."""
+    return _rows(data, _falling(data.samples.norm), data.cosines)
+
+
+class Points(Record):
+    """Loss and norm (k,) of `of` samples; thinned evenly, the largest always among them."""
+
+    loss: tuple[float, ...]
+    norm: tuple[float, ...]
+    of: int
+
+
+def _picture(found: Points, summary: Summary) -> Iterator[Picture]:
+    loss, norm = found.loss, found.norm
+    some = f" ({len(norm):,} of {found.of:,} samples)" if len(norm) < found.of else ""
+    yield ScatterPicture(
+        label="Gradient norm against loss, a point a sample, the largest labelled",
+        title=f"Norm against loss{some}",
+        across="loss",
+        up="norm",
+        empty="" if norm else "no finite sample",
+        x=loss,
+        y=norm,
+        named=[(r.loss, r.norm, r.index) for r in summary.samples if r.loss is not None],
+        place=20,
+    )
+
+
+@statistic("points", pictures=_picture, in_json=False)
+def points(data: Data) -> Points:
+    """Return at most 4,000 samples: half the largest norms, half evenly spread."""
+    samples = data.samples
+    rows = np.flatnonzero(np.isfinite(samples.loss))
+    of = int(rows.size)
+    if of > POINTS:
+        order, half = _falling(samples.norm[rows]), POINTS // 2
+        even = np.linspace(half, of - 1, POINTS - half).astype(np.int64)
+        rows = rows[np.concatenate([order[:half], order[even]])]
+    return Points(
+        loss=tuple(map(float, samples.loss[rows])),
+        norm=tuple(map(float, samples.norm[rows])),
+        of=of,
+    )
+
+
+class Nearest(Record):
+    """The samples most and least aligned with one.
+
+    Attributes:
+        index: The one.
+        source: What the products were taken from.
+        exact: Not so from projections.
+        aligned: Largest cosines first.
+        opposed: Smallest cosines first.
+    """
+
+    index: int
+    source: str
+    exact: bool
+    aligned: tuple[SampleRow, ...]
+    opposed: tuple[SampleRow, ...]
+
+
+def _neighbours(found: Nearest, summary: Summary) -> Iterator[Section]:
+    about = "" if found.exact else f", approximately, from {found.source}"
+    for word, rows in (("Most", found.aligned), ("Least", found.opposed)):
+        if rows:
+            title = f"{word} aligned with sample {found.index}{about}"
+            formulas = ["cosine = ⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖)"]
+            yield Section(title, table=_table(rows), formulas=formulas)
+
+
+@statistic("nearest", place=120, sections=_neighbours)
+def nearest(data: Data) -> Nearest | None:
+    """Rank all other samples by their cosine with the one asked for."""
+    place, dots, samples = data.place, data.products.probed, data.samples
+    if place is None or dots is None:
+        return None
+    squares = np.square(samples.norm)
+    lengths = np.sqrt(squares * squares[place])
+    found = np.divide(dots, lengths, out=np.full(samples.n, np.nan), where=lengths > 0)
+    found = np.clip(found, -1.0, 1.0)
+    found[place] = np.nan
+    order = _falling(found)
+    order = order[np.isfinite(found[order])]
+    source = data.products.pairs
+    return Nearest(
+        index=int(samples.index[place]),
+        source=source,
+        exact=source in ("rows", "gram"),
+        aligned=_rows(data, order, found),
+        opposed=_rows(data, order[::-1], found),
+    )

@@ -1,0 +1,233 @@
+"""What is recorded of a run: the facts of a file, and how far its numbers are proved."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from gradscope.stats.records import Json, Record
+from gradscope.stats.sections import Fact, Line, Styled, count, listed, size
+from gradscope.stats.source import Source, labels_of
+
+Span = tuple[int, int]  # first and last position in the data set
+
+_AUDIT = ("batches", "proved", "audited", "error", "parameter")
+_LISTED = 4  # ranges of samples, and parameters
+
+
+class MergedFiles(Record):
+    """The files that one was merged from.
+
+    Attributes:
+        count: How many.
+        verified: Of how many of them something was proved.
+        unverified: Samples of those of which nothing was proved.
+        first_only: Samples of those of which the first batch was proved, and no later one.
+    """
+
+    count: int
+    verified: int
+    unverified: tuple[Span, ...] = ()
+    first_only: tuple[Span, ...] = ()
+
+
+class Proof(Record):
+    """What was proved of a file's numbers, and of which batches.
+
+    Attributes:
+        verified: Whether anything was; None where that is not recorded.
+        verify: What was asked for; None where that is not recorded, "mixed" where merged files
+            differ.
+        positions: The first and last sample of the batch that the certificate is about; of merged
+            files None.
+        proves: Whether some gradient was not zero: zeros prove nothing of others.
+        batches: How many there were; None where that is not recorded.
+        proved: How many of them were proved whole.
+        audited: Their samples, neighbouring batches as one.
+        error: The largest relative error found in them.
+        parameter: Where it was.
+        unproved: Parameters whose gradient was too small to be told from rounding.
+        merged: What is particular to merged files.
+    """
+
+    verified: bool | None = None
+    verify: Literal["audit", "first", "always", "never", "mixed"] | None = None
+    positions: Span | None = None
+    proves: bool = True
+    batches: int | None = None
+    proved: int | None = None
+    audited: tuple[Span, ...] = ()
+    error: float | None = None
+    parameter: str | None = None
+    unproved: tuple[str, ...] = ()
+    merged: MergedFiles | None = None
+
+    @classmethod
+    def of(cls, certificate: Mapping[str, Any]) -> "Proof":
+        """Read it from a certificate of any version; a malformed one counts as not recorded."""
+        audit = certificate.get("audit")
+        audit = audit if isinstance(audit, Mapping) else {}
+        verified = certificate.get("verified")
+        lists = (document.get("unproved") for document in (certificate, audit))
+        names = [str(name) for found in lists if isinstance(found, list | tuple) for name in found]
+        found = {
+            "verified": verified,
+            "verify": audit.get("verify", "never" if verified is False else None),
+            "unproved": tuple(dict.fromkeys(names)),
+            **{k: certificate[k] for k in ("positions", "proves") if k in certificate},
+            **{k: audit[k] for k in _AUDIT if k in audit},
+        }
+        try:
+            return cls.model_validate(found | {"merged": certificate.get("merged")})
+        except ValidationError:
+            return cls(verified=verified if isinstance(verified, bool) else None)
+
+
+class ChainFacts(Record):
+    """One chain of the file."""
+
+    text: str
+    reduced: bool
+
+
+class FileFacts(Record):
+    """What the file is; `docs/statistics.md` explains the keys."""
+
+    path: str
+    bytes: int | None
+    samples: int
+    parameters: int
+    entries: int
+    chains: tuple[ChainFacts, ...]
+    backend: str | None
+    labels: str = "data"
+    certificate: Json
+    proof: Proof = Field(default_factory=Proof)
+    run: Json = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: Source) -> "FileFacts":
+        """Return what `file` is; the backend is the one proved, else the one asked for."""
+        path, run = Path(file.path), dict(file.run)
+        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in file.parameters.values()]
+        records = (dict(file.certificate), run, run.get("compute") or {})
+        backends = (record.get("backend") for record in records)
+        return cls(
+            path=str(path),
+            bytes=path.stat().st_size if path.is_file() else None,
+            samples=file.n,
+            parameters=len(sizes),
+            entries=sum(sizes),
+            chains=tuple(ChainFacts(text=c.text, reduced=c.reduced) for c in file.chains),
+            backend=next((name for name in backends if isinstance(name, str)), None),
+            labels=labels_of(file),
+            certificate=file.certificate,
+            proof=Proof.of(file.certificate),
+            run=file.run,
+        )
+
+    def shown(self) -> list[Fact]:
+        """Return them as labels with their values."""
+        return [
+            ("samples", f"{self.samples:,}"),
+            ("parameters", f"{self.parameters:,} ({self.entries:,} entries)"),
+            ("size", size(self.bytes)),
+            ("backend", self.backend or "not recorded"),
+            *certificate_facts(self.certificate),
+            *([("labels", self.labels)] if self.labels != "data" else []),
+            *listed("chain", [chain.text for chain in self.chains]),
+        ]
+
+
+def certificate_facts(certificate: Mapping[str, Any], audits: str | None = None) -> list[Fact]:
+    """Return what was proved, as labels with their values.
+
+    Args:
+        certificate: As recorded.
+        audits: What the run itself says of them: it also knows those that are not recorded.
+    """
+    proof = Proof.of(certificate)
+    rows = listed("certificate", _verdicts(certificate, proof))
+    rows += listed("audits", _audits(proof, audits))
+    if proof.unproved:
+        more = len(proof.unproved) - _LISTED
+        names = ", ".join(proof.unproved[:_LISTED]) + (f" and {more:,} more" if more > 0 else "")
+        rows.append(("not proved", f"{names}: too small to tell from rounding"))
+    return rows + unused_facts(certificate)
+
+
+def verdict(certificate: Mapping[str, Any]) -> Styled:
+    """Return what the proof of one batch came to."""
+    verified = certificate.get("verified")
+    if verified is None:
+        return Styled("not recorded", "yellow")
+    if not verified:
+        return Styled("NOT VERIFIED: verification was switched off", "bold yellow")
+    if certificate.get("proves") is False:
+        return Styled("nothing is proved: every gradient is zero", "yellow")
+    return Styled(str(certificate.get("verdict", "passed")), "green")
+
+
+def unused_facts(certificate: Mapping[str, Any]) -> list[Fact]:
+    """Return the parameters that no sample's loss reached, if there are any."""
+    names = certificate.get("unused")
+    known = isinstance(names, list | tuple) and names
+    return [("unused", ", ".join(map(str, names or ())))] if known else []
+
+
+def spans(found: Sequence[Span]) -> str:
+    """Return "samples 0 to 13, 1288 to 1301", of many the first and the last."""
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in found]
+    if len(words) > _LISTED:
+        words = [*words[:2], f"... ({len(words) - 3:,} more)", words[-1]]
+    one = len(found) == 1 and found[0][0] == found[0][1]
+    return f"{'sample' if one else 'samples'} {', '.join(words)}"
+
+
+def _verdicts(certificate: Mapping[str, Any], proof: Proof) -> list[Styled]:
+    """Return what is not verified, then the verdict with the batches that it is about."""
+    merged = proof.merged
+    if merged is None or merged.verified == 0:
+        which = "the first batch"
+        if proof.positions and proof.audited and proof.positions[0] != proof.audited[0][0]:
+            which = spans([proof.positions])  # those before have no gradient but zero
+        found = verdict(certificate)
+        return [_about(which, found) if proof.verified else found]
+    files = count(merged.count, "file")
+    which = f"each of {files}" if proof.verified else f"{merged.verified:,} of {files}"
+    passed = _about(f"the first batch of {which}", verdict({**certificate, "verified": True}))
+    lost = f"NOT VERIFIED: {spans(merged.unverified)} (verify = never)"
+    return [*([Styled(lost, "bold yellow")] if merged.unverified else []), passed]
+
+
+def _about(which: str, found: Styled) -> Styled:
+    return (
+        Styled(f"{which} {found.text}", found.style) if found.text.startswith("passed") else found
+    )
+
+
+def _audits(proof: Proof, audits: str | None) -> list[Line]:
+    """Return which batches were audited, and what was found."""
+    if not proof.batches or not proof.proved:
+        return []
+    batches = "1 batch" if proof.batches == 1 else f"{proof.batches:,} batches"
+    lines: list[Line] = []
+    if audits is not None:
+        lines.append(audits)
+    elif proof.verify == "first" and proof.batches > 1:
+        which = ", the first" if proof.proved == 1 else ""  # of merged files, that of each
+        said = f"{proof.proved:,} of {batches} proved{which} (verify = first)"
+        lines.append(Styled(said, "yellow"))
+    elif proof.batches == proof.proved:
+        lines.append(batches if proof.batches == 1 else f"all {batches} proved")
+    else:
+        lines.append(f"{proof.proved:,} of {batches} audited: {spans(proof.audited)}")
+    if proof.error is not None and proof.parameter:
+        where = f", in {proof.parameter}" if proof.error else ""
+        lines.append(f"largest error {proof.error:.0e}{where}")
+    if proof.merged is not None and proof.verify != "first" and proof.merged.first_only:
+        which = spans(proof.merged.first_only)
+        lines.append(Styled(f"of {which} the first batch alone (verify = first)", "bold yellow"))
+    return lines

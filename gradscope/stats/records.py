@@ -1,0 +1,109 @@
+"""What every result of this room is: a frozen record with a stable JSON form, in float64."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Positions = NDArray[np.int64]
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Json = Annotated[dict[str, JsonValue], BeforeValidator(_without_nan)]
+
+
+class Record(BaseModel):
+    """A frozen part of a result. JSON has no NaN: what is undefined is None, and null there."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_by_name=True,
+        serialize_by_alias=True,
+    )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a document of plain JSON values."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the record whose `to_json` is `document`."""
+        return cls.model_validate(document)
+
+
+def wide(values: Any) -> Floats:
+    """Return `values` as float64, in which all statistics are computed."""
+    return np.asarray(values, dtype=np.float64)
+
+
+def number(value: Any) -> float | None:
+    """Return `value` as a float, or None where it is not finite."""
+    result = float(value)
+    return result if math.isfinite(result) else None
+
+
+def ratio(above: Any, below: Any) -> float | None:
+    """Return above / below, or None where `below` is not positive or the ratio not finite."""
+    above, below = float(above), float(below)
+    return number(above / below) if below > 0 else None
+
+
+def average(values: Floats) -> float | None:
+    """Return the mean of the finite ones of `values` (n,), or None where there is none."""
+    known = values[np.isfinite(values)]
+    return number(known.mean()) if known.size else None
+
+
+def rounding(values: Any) -> float:
+    """Return the relative error of squares of `values` as stored: smaller differences are noise."""
+    dtype = np.asarray(values).dtype
+    return 4 * float(np.finfo(dtype).eps) if dtype.kind == "f" else 1e-12
+
+
+def plain(value: Any) -> bool | int | float | str | None:
+    """Return a target or a name as JSON has it; None for an array or what is not finite."""
+    if np.ndim(value):
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, bool | int | str) else None
+
+
+class Interval(Record):
+    """A confidence interval; an end is None where it has none."""
+
+    low: float | None
+    high: float | None
+
+
+class Histogram(Record):
+    """Counts of the positive values between edges.
+
+    Attributes:
+        scale: How the edges are spaced.
+        edges: One more than counts; a bin holds its lower edge, the last one both.
+        counts: Values in each bin.
+        zeros: Values equal to zero, which are in no bin.
+    """
+
+    scale: Literal["linear", "log"]
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    zeros: int

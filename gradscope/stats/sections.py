@@ -1,0 +1,304 @@
+"""How a result is shown, whatever shows it: sections of text, numbers, columns and pictures.
+
+Nothing here is made safe to show: the renderer escapes every string, names from files above all.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from gradscope.stats.records import Histogram, Interval
+
+NONE = "-"
+SYMBOLS = "gᵢ: gradient of sample i's own loss. G = (1/N) Σᵢ gᵢ over the N finite samples."
+POINTS = 4000  # samples in a picture
+_NAME = 24  # cells of a target or of a sample's own name
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+class Styled(NamedTuple):
+    """Text with a style, such as "yellow" or "bold red"; without one it stands out from notes."""
+
+    text: str
+    style: str = ""
+
+
+class Spark(NamedTuple):
+    """Numbers shown as a line of small bars where there is no picture."""
+
+    values: Sequence[float | None]
+
+
+Line = str | Styled
+Fact = tuple[str, Line | Spark]  # a label and its value; an empty label continues the one above
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: It may break at spaces.
+        cells: One a row.
+        rank: 0 always stays; the others are hidden highest first where the width is short.
+        justify: Numbers go right.
+        values: The numbers behind the cells, to sort by; None where they are words.
+        widest: The cells above which texts are cut in the middle; None where they wrap.
+    """
+
+    title: str
+    cells: Sequence[Line]
+    rank: int = 0
+    justify: Literal["left", "right"] = "right"
+    values: Sequence[float | None] | None = None
+    widest: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length; `names`, if not None, is one before them, headed `title`."""
+
+    columns: Sequence[Column]
+    title: str = ""
+    names: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A picture with two axes.
+
+    Attributes:
+        label: What it shows, for readers who cannot see it.
+        title: Printed above.
+        across: The label of the horizontal axis.
+        up: That of the vertical axis.
+        empty: What to say where there is nothing to draw.
+        place: Where it comes among the pictures.
+        height: In inches.
+    """
+
+    label: str
+    title: str
+    across: str = ""
+    up: str = ""
+    empty: str = ""
+    place: int = 100
+    height: float = 3.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarPicture(Picture):
+    """A bar a name; `mark` is a dashed line across them, `second` says which colour."""
+
+    names: Sequence[str]
+    values: Sequence[float | None]
+    mark: float | None = None
+    second: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistogramPicture(Picture):
+    """Counts between edges; `mark` is a value with its name, `split` colours either half."""
+
+    histogram: Histogram
+    mark: tuple[float, str] | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterPicture(Picture):
+    """Points; some (x, y, index) are named; `diagonal` draws the line of equal values."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    named: Sequence[tuple[float, float, int]] = ()
+    diagonal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePicture(Picture):
+    """Curves {name: [(x, y), ...]}; a band [(x, low, high or None for no upper end), ...]."""
+
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    band: Sequence[tuple[float, float, float | None]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixPicture(Picture):
+    """Numbers between -1 and 1, as colours."""
+
+    values: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question and its answer. A section of the same title as the one before continues it.
+
+    Attributes:
+        title: The question, in short.
+        facts: Labels with their values.
+        pairs: Short titles, each with a value under it.
+        histogram: Shown as bars on a terminal.
+        table: One row a parameter, class, sample or step.
+        notes: Lines that follow.
+        formulas: The formulas behind it; docs/statistics.md has them all, with units.
+    """
+
+    title: str
+    facts: Sequence[Fact] = ()
+    pairs: Sequence[tuple[str, str]] = ()
+    histogram: Histogram | None = None
+    table: Table | None = None
+    notes: Sequence[Line] = ()
+    formulas: Sequence[str] = ()
+
+    def continued(self, other: "Section") -> "Section":
+        """Return both as one."""
+        return replace(
+            self,
+            facts=[*self.facts, *other.facts],
+            notes=[*self.notes, *other.notes],
+            formulas=[*self.formulas, *other.formulas],
+        )
+
+
+@dataclass(frozen=True)
+class Overview:
+    """All that is shown of a result.
+
+    Attributes:
+        paths: The files it is about.
+        facts: What they are.
+        warnings: What is wrong with them.
+        sections: The rest.
+        pictures: In their order.
+        records: Documents shown as they are, by title.
+    """
+
+    paths: Sequence[str]
+    facts: Sequence[Fact]
+    sections: Sequence[Section]
+    pictures: Sequence[Picture]
+    warnings: Sequence[str] = ()
+    records: Mapping[str, Any] | None = None
+
+
+class Shown(Protocol):
+    """A result that can be shown."""
+
+    def overview(self) -> Overview:
+        """Return all that is shown of it."""
+
+
+def joined(sections: Sequence[Section]) -> list[Section]:
+    """Return the sections, neighbours of one title as one."""
+    found: list[Section] = []
+    for section in sections:
+        if found and found[-1].title == section.title:
+            found[-1] = found[-1].continued(section)
+        else:
+            found.append(section)
+    return found
+
+
+def listed(label: str, values: Sequence[Line]) -> list[Fact]:
+    """Return several values under one label."""
+    return [(label if not k else "", value) for k, value in enumerate(values)]
+
+
+def short(value: float | None) -> str:
+    """Return a number with three significant digits."""
+    if value is None:
+        return NONE
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    if 1e-3 <= abs(value) < 999.5:
+        return f"{value:#.3g}".rstrip(".")
+    if 999.5 <= abs(value) < 99999.5:
+        return f"{value:.0f}"
+    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def percent(share: float | None) -> str:
+    """Return a share of one as a percentage."""
+    if share is None:
+        return NONE
+    return "<0.1%" if 0 < share < 0.0005 else f"{100 * share:.1f}%"
+
+
+def count(n: int, noun: str) -> str:
+    """Return "1 sample", "1,797 samples"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def shape_text(dimensions: Sequence[int]) -> str:
+    """Return "64x3x7x7", or "scalar"."""
+    return "x".join(map(str, dimensions)) or "scalar"
+
+
+def size(n: int | None) -> str:
+    """Return a number of bytes, in powers of 1000."""
+    if n is None:
+        return NONE
+    power, value = 0, float(n)
+    while value >= 999.5 and power < len(_UNITS) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {_UNITS[power]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return "12.3 ms", "4.56 s", "2 min 03 s", "1 h 05 min"."""
+    if seconds is None:
+        return NONE
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def between(interval: Interval | None) -> str:
+    """Return "1.2 to 3.4", "1.2 or more"."""
+    if interval is None:
+        return NONE
+    high = "or more" if interval.high is None else f"to {short(interval.high)}"
+    return f"{short(interval.low)} {high}"
+
+
+def numbers(
+    title: str,
+    values: Sequence[float | None],
+    rank: int = 0,
+    show: Callable[[float | None], str] = short,
+) -> Column:
+    """Return a column of numbers, shown by `show`."""
+    return Column(title, [show(value) for value in values], rank, values=values)
+
+
+def whole(title: str, values: Sequence[int], rank: int = 0) -> Column:
+    """Return a column of whole numbers."""
+    return Column(title, [f"{value:,}" for value in values], rank, values=values)
+
+
+def positions(rows: Sequence[Any]) -> list[Column]:
+    """Return the columns of the rows' `index`, to be copied as it is, and `id` where known."""
+    index = [row.index for row in rows]
+    columns = [Column("index", [str(k) for k in index], values=index)]
+    if any(row.id is not None for row in rows):
+        cells = [NONE if row.id is None else str(row.id) for row in rows]
+        columns.append(Column("id", cells, rank=1, justify="left", widest=_NAME))
+    return columns
+
+
+def targets(rows: Sequence[Any]) -> list[Column]:
+    """Return the column of the rows' `target`, numbers among them to sort by; none if unknown."""
+    found = [row.target for row in rows]
+    if all(target is None for target in found):
+        return []
+    cells = [short(t) if t is None or isinstance(t, float) else str(t) for t in found]
+    known = [t if isinstance(t, int | float) else None for t in found]
+    values = None if all(value is None for value in known) else known
+    return [Column("target", cells, rank=2, values=values, widest=_NAME)]

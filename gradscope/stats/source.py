@@ -1,0 +1,201 @@
+"""What statistics read of a result file: its finite samples, and what its chains stored."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradscope.core.grammar import Stage, parse
+from gradscope.errors import ResultFileError, SpecError
+from gradscope.stats.records import Floats, Mask, Positions, number, plain, wide
+
+Arrays = Mapping[str, Any]
+
+
+class Source(Protocol):
+    """What statistics need of a result file; `gradscope.storage.GradientFile` has it.
+
+    `samples` holds index, loss, norm and finite, each (N,), and target and id where stored;
+    `norms` maps a parameter's name to ‖gᵢ‖ of that parameter, (N,); `norm_attributes` maps it
+    to {"mean_gradient_norm": ‖mean gᵢ‖ over the finite samples}. A chain has `text`, `reduced` and
+    its arrays by name.
+    """
+
+    path: Any
+    n: int
+    attributes: Any
+    run: Any
+    certificate: Any
+    parameters: Any
+    samples: Any
+    norms: Any
+    chains: Any
+
+    @property
+    def norm_attributes(self) -> Any:
+        """{parameter: {attribute: number}}."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The n finite samples of a file, in its order.
+
+    Attributes:
+        rows: Their rows in the file (n,).
+        total: How many samples the file has, finite or not.
+        index: Their positions in the data set (n,).
+        loss: Lᵢ (n,).
+        norm: ‖gᵢ‖ (n,).
+        target: (n, ...), or None where none is stored.
+        id: Their own names (n,), likewise.
+    """
+
+    rows: Positions
+    total: int
+    index: Positions
+    loss: Floats
+    norm: Floats
+    target: NDArray[Any] | None
+    id: NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, file: Source) -> "Samples":
+        """Read those of `file`."""
+        rows = np.flatnonzero(finite_samples(file))
+        target, own = file.samples.get("target"), file.samples.get("id")
+        return cls(
+            rows=rows,
+            total=file.n,
+            index=np.asarray(file.samples["index"])[rows],
+            loss=wide(file.samples["loss"])[rows],
+            norm=wide(file.samples["norm"])[rows],
+            target=None if target is None else np.asarray(target)[rows],
+            id=None if own is None else np.asarray(own)[rows],
+        )
+
+    @property
+    def n(self) -> int:
+        """The number of finite samples."""
+        return int(self.rows.size)
+
+    def described(self, place: int) -> dict[str, Any]:
+        """Return the index, own name and target of the sample at `place`."""
+        return {
+            "index": int(self.index[place]),
+            "id": None if self.id is None else plain(self.id[place]),
+            "target": None if self.target is None else plain(self.target[place]),
+        }
+
+    def place(self, index: int) -> int:
+        """Return where in the table the sample `index` of the data set is."""
+        found = np.flatnonzero(self.index == index)
+        if not found.size:
+            raise SpecError(
+                f"sample {index} is not among the finite samples of the file",
+                remedy="Samples are named by their position in the data set, as `stats` shows it.",
+            )
+        return int(found[0])
+
+
+def finite_samples(file: Source) -> Mask:
+    """Return which samples are finite (N,)."""
+    flags: Mask = np.asarray(file.samples["finite"], dtype=bool)
+    return flags & np.isfinite(wide(file.samples["norm"]))
+
+
+def mean_gradient_norm(file: Source, name: str) -> float:
+    """Return ‖G‖ of the parameter `name` as recorded."""
+    attributes: Mapping[str, Any] = file.norm_attributes.get(name, {})
+    if "mean_gradient_norm" not in attributes:
+        raise ResultFileError(
+            f"the norm of the mean gradient of {name!r} is not recorded",
+            where=str(file.path),
+            remedy="Compute the file again with this version of gradscope.",
+        )
+    return float(attributes["mean_gradient_norm"])
+
+
+def mean_gradient_squared(file: Source) -> float | None:
+    """Return ‖G‖² over all parameters, or None where it is not finite."""
+    return number(sum(mean_gradient_norm(file, name) ** 2 for name in file.parameters))
+
+
+def labels_of(file: Source) -> str:
+    """Return which labels the losses were computed with: data, sampled or exact."""
+    spec = dict(file.run).get("spec")
+    compute = spec.get("compute") if isinstance(spec, dict) else None
+    return str((compute or {}).get("labels") or "data")
+
+
+def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:
+    """Return the stages of a chain that a file holds."""
+    try:
+        return parse(chain.text)
+    except SpecError as error:
+        raise ResultFileError(
+            f"it holds a chain that is none: {error.what}",
+            where=str(file.path),
+            remedy=f"{error.remedy}\nIt was changed, or something else wrote it: compute it again.",
+        ) from error
+
+
+def chain_of(file: Source, text: str) -> Any:
+    """Return the chain `text`, a mapping from names to arrays, or None where it is not stored."""
+    return next((chain for chain in file.chains if chain.text == text), None)
+
+
+def rows_of(file: Source) -> Arrays | None:
+    """Return {name: (N, *shape)}, every sample's own gradient, or None where it is not stored."""
+    found: Arrays | None = chain_of(file, "identity")
+    return found
+
+
+def rows_unusable(file: Source) -> str | None:
+    """Say why the stored rows cannot be summed, or return None."""
+    rows = rows_of(file) or {}
+    lost = [name for name, array in rows.items() if getattr(array, "overflowed", 0)]
+    return f"stored rows of {lost[0]!r} overflowed; compute with --dtype float32" if lost else None
+
+
+def in_half(file: Source) -> bool:
+    """Return whether rows are in half precision: then the recorded norms are more exact."""
+    return dict(file.run).get("dtype") in ("float16", "bfloat16")
+
+
+def gram_of(file: Source, n: int) -> Floats | None:
+    """Return ⟨gᵢ, gⱼ⟩ (n, n) of the n finite samples, in their order, from a chain `gram`."""
+    found = chain_of(file, "gram")
+    if found is None or tuple(found["gram"].shape) != (n, n):
+        return None
+    index = np.asarray(file.samples["index"])[np.asarray(file.samples["finite"], dtype=bool)]
+    back = np.argsort(np.argsort(index, kind="stable"), kind="stable")  # it is sorted by index
+    return wide(np.real(found["gram"][...]))[np.ix_(back, back)]
+
+
+def projections_of(file: Source) -> tuple[str, Floats] | None:
+    """Return a chain `project:...` without reducer: its text and P gᵢ (N, dim)."""
+    for chain in file.chains:
+        stages = stages_of(file, chain)
+        alone = not chain.reduced and len(stages) == 1 and stages[0].name == "project"
+        if alone and "project" in chain and len(chain["project"].shape) == 2:
+            return chain.text, wide(chain["project"][...])
+    return None
+
+
+def aggregate_of(file: Source, text: str) -> dict[str, Floats] | None:
+    """Return {name: (*shape)} of the reduced chain `text`, or None where it is not stored."""
+    found = chain_of(file, text)
+    return None if found is None else {k: np.asarray(v[...]) for k, v in found.items()}
+
+
+def mean_of(file: Source) -> dict[str, Floats] | None:
+    """Return G, {name: (*shape)}, from a chain `mean`, or from the sums that small files keep."""
+    found = aggregate_of(file, "mean")
+    kept = getattr(file, "states", {}).get("mean_gradient", {})
+    if found is None and all(k in kept for k in ("n", *(f"sum:{p}" for p in file.parameters))):
+        n = float(kept["n"][...])
+        if n == np.count_nonzero(file.samples["finite"]) > 0:
+            return {name: np.asarray(kept[f"sum:{name}"][...]) / n for name in file.parameters}
+    return found

@@ -1,0 +1,335 @@
+"""Every loss against torch's own, one sample at a time, and against numpy where torch has none."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import gradscope
+from gradscope.config import parse_loss
+from gradscope.core.problem import model_loss
+from gradscope.errors import SpecError
+from gradscope.stages.losses import bound, losses, options, resolve
+from tests.oracle import per_sample_gradients
+
+N, C, T = 5, 4, 3
+
+
+def draw(*shape, seed=3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(high, *shape, seed=4):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gaps(targets):
+    """The first sample loses one entry, the second all of them."""
+    gapped = targets.clone()
+    gapped[0, -1] = -100
+    gapped[1] = -100
+    return gapped
+
+
+WEIGHT = (0.5, 2.0, 1.0, 3.0)
+W = torch.tensor(WEIGHT, dtype=torch.float64)
+LOGITS, CLASSES = draw(N, C), whole(C, N)
+MAPS, GRID = draw(N, C, T), whole(C, N, T)
+SHARES = draw(N, C, seed=9).softmax(1)
+WIDE, ANY = draw(N, T, 2), draw(N, T, 2, seed=6)
+COUNTS = whole(6, N, T, 2).double()
+BITS = whole(2, N, T, 2).double()
+WEIGHTED = 'weight="0.5,2,1,3"'
+
+
+def reduced(fn: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, targets: fn(outputs, targets, **options)
+
+
+BCE = F.binary_cross_entropy_with_logits
+POSITIVE = torch.tensor([3.0, 0.5])
+
+# name, outputs, targets, and torch's loss of one sample as a batch of one
+TABLE = [
+    ("cross_entropy", LOGITS, CLASSES, F.cross_entropy),
+    ("cross_entropy", LOGITS, SHARES, F.cross_entropy),
+    ("cross_entropy", MAPS, GRID, F.cross_entropy),
+    ("cross_entropy:per_sample=sum", MAPS, GRID, reduced(F.cross_entropy, reduction="sum")),
+    (
+        "cross_entropy:label_smoothing=0.2",
+        LOGITS,
+        CLASSES,
+        reduced(F.cross_entropy, label_smoothing=0.2),
+    ),
+    (
+        f"cross_entropy:{WEIGHTED}",
+        MAPS,
+        GRID,
+        lambda o, t: F.cross_entropy(o, t, W, reduction="sum") / T,
+    ),
+    (
+        f"cross_entropy:label_smoothing=0.3,{WEIGHTED}",
+        LOGITS,
+        SHARES,
+        reduced(F.cross_entropy, weight=W, label_smoothing=0.3, reduction="sum"),
+    ),
+    (
+        "cross_entropy:ignore_index=2,per_sample=sum",
+        MAPS,
+        GRID,
+        reduced(F.cross_entropy, ignore_index=2, reduction="sum"),
+    ),
+    ("nll", MAPS.log_softmax(1), GRID, F.nll_loss),
+    (f"nll:{WEIGHTED}", LOGITS, CLASSES, reduced(F.nll_loss, weight=W, reduction="sum")),
+    ("mse", WIDE, ANY, F.mse_loss),
+    ("mse:per_sample=sum", WIDE, ANY, reduced(F.mse_loss, reduction="sum")),
+    ("l1", WIDE, ANY, F.l1_loss),
+    ("huber:delta=0.3", WIDE, ANY, reduced(F.huber_loss, delta=0.3)),
+    ("bce_with_logits", WIDE, BITS, BCE),
+    (
+        "bce_with_logits:pos_weight=3",
+        WIDE[:, 0, 0],
+        BITS[:, 0, 0],
+        reduced(BCE, pos_weight=torch.tensor(3.0)),
+    ),
+    (
+        'bce_with_logits:pos_weight="3,0.5",per_sample=sum',
+        WIDE,
+        BITS,
+        reduced(BCE, pos_weight=POSITIVE, reduction="sum"),
+    ),
+    ("poisson_nll", WIDE, COUNTS, F.poisson_nll_loss),
+    (
+        "poisson_nll:log_input=false,full=true",
+        WIDE.exp(),
+        COUNTS,
+        reduced(F.poisson_nll_loss, log_input=False, full=True),
+    ),
+]
+
+
+SHOWN = [f"{k}-{row[0]}" for k, row in enumerate(TABLE)]
+
+
+@pytest.mark.parametrize(("name", "outputs", "targets", "alone"), TABLE, ids=SHOWN)
+def test_a_batch_is_its_samples_alone(name, outputs, targets, alone):
+    """Values, and gradients with respect to the outputs."""
+    outputs = outputs.detach().requires_grad_(True)
+    ours = resolve(name)(outputs, targets)
+    assert ours.shape == (len(outputs),)
+    right = torch.stack(
+        [alone(o[None], t[None]).sum() for o, t in zip(outputs, targets, strict=True)]
+    )
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
+    weights = torch.arange(1.0, N + 1, dtype=torch.float64)
+    found, wanted = (torch.autograd.grad((v * weights).sum(), outputs)[0] for v in (ours, right))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll"])
+def test_the_mean_is_over_what_counts(name):
+    outputs = MAPS.log_softmax(1).requires_grad_(True)
+    values = resolve(name)(outputs, gaps(GRID))
+    kept = F.nll_loss(outputs, gaps(GRID), reduction="none")
+    assert values[0].item() == pytest.approx(kept[0, :-1].mean().item(), rel=1e-12)
+    assert values[1].item() == 0
+    torch.testing.assert_close(values[2:], kept[2:].mean(1), rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(values.sum(), outputs)
+    assert torch.equal(gradient[1], torch.zeros(C, T, dtype=torch.float64))
+    assert gradient[0].abs().sum() > 0
+
+
+def test_causal_lm_is_shifted_and_counts_tokens():
+    """Against numpy, token by token."""
+    logits, tokens = draw(N, T + 2, C, seed=12).requires_grad_(True), whole(C, N, T + 2, seed=13)
+    tokens = gaps(tokens)
+    numbers = logits.detach().numpy()
+    logs = numbers - np.log(np.exp(numbers).sum(-1, keepdims=True))
+    for per_sample in ("mean", "sum"):
+        values = resolve(f"causal_lm:per_sample={per_sample}")(logits, tokens)
+        for i, row in enumerate(tokens.numpy()):
+            terms = [-logs[i, t, row[t + 1]] for t in range(T + 1) if row[t + 1] != -100]
+            right = sum(terms) / (max(len(terms), 1) if per_sample == "mean" else 1)
+            assert values[i].item() == pytest.approx(right, rel=1e-12)
+        (gradient,) = torch.autograd.grad(values.sum(), logits)
+        assert gradient.isfinite().all() and not gradient[1].any() and not gradient[:, -1].any()
+
+
+def test_the_options_of_causal_lm_are_those_of_cross_entropy():
+    logits, tokens = draw(N, T, C, seed=12), whole(C, N, T, seed=13)
+    named = f"label_smoothing=0.1,{WEIGHTED},ignore_index=3,per_sample=sum"
+    ours = resolve(f"causal_lm:{named}")(logits, tokens)
+    right = [
+        F.cross_entropy(o[:-1], t[1:], W, ignore_index=3, label_smoothing=0.1, reduction="sum")
+        for o, t in zip(logits, tokens, strict=True)
+    ]
+    torch.testing.assert_close(ours, torch.stack(right), rtol=1e-12, atol=0)
+
+
+def enumerated_ctc(probabilities, label):
+    """−log of the summed probability of every path that collapses to the label."""
+    t, c = probabilities.shape
+    total = 0.0
+    for path in itertools.product(range(c), repeat=t):
+        merged = [k for k, _ in itertools.groupby(path)]
+        if [k for k in merged if k != 0] == label:
+            total += np.prod([probabilities[s, k] for s, k in enumerate(path)])
+    return -np.log(total)
+
+
+def test_ctc_is_the_sum_over_all_paths():
+    outputs = draw(4, 5, 3, seed=20)
+    labels = torch.tensor([[1, 2, -1], [2, 2, -1], [1, -1, -1], [2, 1, 2]])
+    p = outputs.softmax(-1).numpy()
+    right = [enumerated_ctc(p[i], [k for k in labels[i].tolist() if k > 0]) for i in range(4)]
+    np.testing.assert_allclose(resolve("ctc")(outputs, labels).numpy(), right, rtol=1e-12)
+    per_label = resolve("ctc:per_sample=mean")(outputs, labels).numpy()
+    np.testing.assert_allclose(per_label, np.array(right) / [2, 2, 1, 3], rtol=1e-12)
+
+
+def test_ctc_with_lengths_and_its_gradient():
+    """Against numerical differentiation: torch's own gradient presumes normalised inputs."""
+    outputs = draw(3, 5, 3, seed=21).requires_grad_(True)
+    labels = torch.tensor([[1, 2], [2, 0], [1, 1]])
+    lengths, label_lengths = torch.tensor([5, 3, 4]), torch.tensor([2, 1, 2])
+    loss = resolve("ctc")
+    p = outputs.detach().softmax(-1).numpy()
+    right = [
+        enumerated_ctc(p[i, : lengths[i]], labels[i, : label_lengths[i]].tolist()) for i in range(3)
+    ]
+    values = loss(outputs, (labels, lengths, label_lengths))
+    np.testing.assert_allclose(values.detach().numpy(), right, rtol=1e-12)
+    assert torch.autograd.gradcheck(lambda o: loss(o, (labels, lengths, label_lengths)), outputs)
+
+
+def test_labels_that_do_not_fit():
+    outputs, labels = draw(2, 2, 3).requires_grad_(True), torch.tensor([[1, 2, 1], [1, -1, -1]])
+    assert resolve("ctc")(outputs, labels)[0] == torch.inf
+    values = resolve("ctc:zero_infinity=true")(outputs, labels)
+    assert values[0] == 0 and values[1] > 0
+    (gradient,) = torch.autograd.grad(values.sum(), outputs)
+    assert not gradient[0].any() and gradient[1].any()
+
+
+def test_every_loss_has_a_case():
+    tried = {name.partition(":")[0] for name, *_ in TABLE} | {"causal_lm", "ctc"}
+    assert tried == set(losses.names())
+
+
+def test_options_in_force():
+    assert options(resolve("mse")) == {"per_sample": "mean"}
+    assert options(resolve('cross_entropy:weight="1,2",label_smoothing=0.1')) == {
+        "label_smoothing": 0.1,
+        "weight": [1.0, 2.0],
+        "ignore_index": -100,
+        "per_sample": "mean",
+    }
+    assert options(lambda outputs, targets, tau=2: outputs) == {"tau": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cross_entropi", "'cross_entropy'"),
+        ("mse:per_sample=batch", "mean or sum"),
+        ("huber:delta=0", "positive"),
+        ("cross_entropy:label_smoothing=1.5", "from 0 to 1"),
+        ('cross_entropy:weight="1,x"', "numbers"),
+        ('cross_entropy:weight="1,-2"', "negative"),
+    ],
+)
+def test_names_that_do_not_resolve(name, words):
+    with pytest.raises(SpecError) as caught:
+        resolve(name)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "words"),
+    [
+        ('cross_entropy:weight="1,2"', LOGITS, CLASSES, "2 weights are given for 4 classes"),
+        ('bce_with_logits:pos_weight="1,2"', LOGITS[:, 0], LOGITS[:, 0], "for 1 classes"),
+        ("mse", LOGITS, LOGITS[:, :1], "broadcasting"),
+        ("causal_lm", MAPS, GRID, "(n, t, v)"),
+    ],
+)
+def test_shapes_that_do_not_fit(name, outputs, targets, words):
+    with pytest.raises(SpecError) as caught:
+        resolve(name)(outputs, targets)
+    assert words in str(caught.value)
+
+
+WEIGHT = 'weight="1,2,0.5,1,3,1"'
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+
+
+def tokens():
+    found = torch.randint(6, (N, 4), generator=torch.Generator().manual_seed(1))
+    wanted = found.clone()
+    wanted[1, 2:] = -100
+    wanted[2] = -100
+    return found, wanted
+
+
+@pytest.mark.parametrize("backend", ["loop", "hooks", "vmap", "expand"])
+@pytest.mark.parametrize(
+    "name", ["causal_lm", f"causal_lm:per_sample=sum,label_smoothing=0.1,{WEIGHT}"]
+)
+def test_a_language_model(backend, name):
+    model = net()
+    inputs, targets = tokens()
+    _, right = per_sample_gradients(model, resolve(name), inputs, targets)
+    scope = gradscope.Scope(model, name, backend=backend, verify="always")
+    found = scope.per_sample_gradients(inputs, targets)
+    for key, value in right.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
+        assert not found[key][2].any()  # every token is ignored
+
+
+@pytest.mark.parametrize("backend", ["loop", "hooks", "auto"])
+@pytest.mark.parametrize("per_sample", ["sum", "mean"])
+def test_ctc(backend, per_sample):
+    model, name = net(), f"ctc:per_sample={per_sample}"
+    inputs = tokens()[0]
+    targets = torch.tensor([[1, 2], [3, -1], [4, 5], [1, 1], [2, -1]])
+    _, right = per_sample_gradients(model, resolve(name), inputs, targets)
+    found = gradscope.per_sample_gradients(model, name, inputs, targets, backend=backend)
+    for key, value in right.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-13)
+
+
+def tempered(outputs, targets, *, tau: float = 1.0):
+    """A user's own loss with an option."""
+    return nn.functional.cross_entropy(outputs / tau, targets, reduction="none")
+
+
+def test_options_of_a_users_loss():
+    loss = bound(tempered, parse_loss("mine.py:tempered", {"tau": 2}))
+    outputs, targets = torch.randn(3, 4), torch.tensor([0, 1, 3])
+    assert torch.equal(loss(outputs, targets), tempered(outputs, targets, tau=2.0))
+    assert options(loss) == {"tau": 2.0} and loss.__name__ == "tempered"
+    with pytest.raises(SpecError, match="tau"):
+        bound(tempered, parse_loss("mine.py:tempered:temperature=2"))
+
+
+def test_a_model_loss_keeps_its_mark():
+    @model_loss
+    def decayed(model, inputs, targets, *, decay: float):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return (model(inputs) - targets).square().sum(1) + decay * penalty
+
+    model = nn.Linear(3, 2).double()
+    inputs, targets = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    loss = bound(decayed, parse_loss("mine.py:decayed:decay=0.5"))
+    found = gradscope.per_sample_gradients(model, loss, inputs, targets)
+    plain = gradscope.per_sample_gradients(model, "mse:per_sample=sum", inputs, targets)
+    torch.testing.assert_close(found["weight"], plain["weight"] + model.weight.detach())

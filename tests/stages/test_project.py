@@ -1,0 +1,218 @@
+"""Projections: one linear map for every kind of block; its matrix against its definition."""
+
+import hashlib
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from gradscope.blocks import DenseBlock, Gradients, OuterBlock
+from gradscope.stages.transforms import random
+from gradscope.stages.transforms.project import RandomMatrices, table
+from tests.stages.examples import compare, everything, flat, run
+
+FULL = ["gaussian", "rademacher", "sparse"]
+KINDS = [*FULL, "kronecker"]
+DIM = 6
+
+
+def matrix(kind: str, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> np.ndarray:
+    """The projection (dim, entries), read off the gradients that are one at one place."""
+    sizes = [int(np.prod(s)) for s in shapes.values()]
+    basis = torch.eye(sum(sizes), dtype=torch.float64)
+    blocks = {
+        name: DenseBlock(part.reshape(-1, *shape))
+        for (name, shape), part in zip(shapes.items(), basis.split(sizes, 1), strict=True)
+    }
+    return run(f"project:dim={DIM},kind={kind},seed={seed}", Gradients(blocks))["project"].numpy().T
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {name: block.shape for name, block in everything()[0].items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_sums(kind: str) -> None:
+    gradients, rows = everything()
+    text = f"project:dim={DIM},kind={kind}"
+    right = flat(rows) @ matrix(kind, shapes()).T
+    cuts = (1, 3)
+    compare(run(text, gradients), {"project": right})
+    compare(run(text, gradients, cuts), {"project": right})
+    compare(run(f"{text} | mean", gradients, cuts), {"project": right.mean(0)}, 1e-10)
+    compare(run(f"mean | {text}", gradients, cuts), {"project": right.mean(0)}, 1e-10)
+    compare(run(f"{text} | var", gradients, cuts), {"project": right.var(0, ddof=1)}, 1e-9)
+    centred = right - right.mean(0)
+    compare(run(f"center | {text}", gradients, cuts), {"project": centred}, 1e-10)
+    norms = np.linalg.norm(flat(rows), axis=1)
+    clipped = right * np.minimum(1, 0.5 / norms)[:, None]
+    compare(run(f"clip:max_norm=0.5 | {text}", gradients, cuts), {"project": clipped})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, _ = everything()
+    text = f"project:dim={DIM},kind={kind}"
+    whole = run(text, gradients)["project"]
+    for module in ("base", "outer", "scatter"):
+        monkeypatch.setattr(f"gradscope.blocks.{module}.TILE_BYTES", 1)
+    torch.testing.assert_close(run(text, gradients)["project"], whole, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_matrix_depends_on_seed_and_name_only(kind: str) -> None:
+    one, two = {"a": (3, 4)}, {"b": (2, 2), "a": (3, 4)}
+    alone = matrix(kind, one)
+    assert np.array_equal(alone, matrix(kind, two)[:, 4:])
+    assert not np.allclose(alone, matrix(kind, one, seed=1))
+    assert not np.allclose(alone, matrix(kind, {"c": (3, 4)}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inner_products_are_kept_on_average(kind: str) -> None:
+    gradients, rows = everything()
+    right = flat(rows) @ flat(rows).conj().T
+    found = []
+    for seed in range(100):
+        projected = run(f"project:dim=6,kind={kind},seed={seed}", gradients)["project"].numpy()
+        found.append(projected @ projected.conj().T)
+    stack = np.stack(found)
+    for part in (np.real, np.imag):
+        error = np.abs(part(stack).mean(0) - part(right))
+        spread = part(stack).std(0, ddof=1) / len(stack) ** 0.5
+        assert np.all(error <= 5 * spread + 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_float32_are_near_those_in_float64(kind: str) -> None:
+    torch.manual_seed(2)
+    left, right = torch.randn(3, 5, 90), torch.randn(3, 5, 1000)
+    found = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        block = OuterBlock.matrix(left.bfloat16().to(dtype), right.bfloat16().to(dtype))
+        found[dtype] = run(f"project:dim=20,kind={kind}", Gradients({"w": block}))["project"]
+        assert found[dtype].dtype == torch.float64
+    size = float(found[torch.float64].abs().max())
+    torch.testing.assert_close(found[torch.float32], found[torch.float64], rtol=0, atol=2e-6 * size)
+    assert torch.equal(found[torch.bfloat16], found[torch.float32])
+
+
+def test_two_sided_never_forms_an_outer_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of 10^10 entries a sample, from its factors."""
+    big = OuterBlock.matrix(torch.randn(2, 3, 100_000), torch.randn(2, 3, 100_000))
+
+    def refuse(self: object, out: object = None) -> torch.Tensor:
+        raise AssertionError("formed")
+
+    monkeypatch.setattr(OuterBlock, "dense", refuse)
+    gradients = Gradients({"w": big}, torch.arange(2))
+    found = run("project:dim=4,kind=kronecker", gradients)["project"]
+    assert found.shape == (2, 4) and bool(found.isfinite().all())
+
+
+def test_dim_is_split_as_evenly_as_it_divides() -> None:
+    gradients, _ = everything()
+    for dim in (1, 2, 7, 12, 36):
+        assert run(f"project:dim={dim},kind=kronecker", gradients)["project"].shape == (5, dim)
+
+
+CPU = torch.device("cpu")
+WIDE = 9001  # columns: two tiles of 4,096, and a rest
+USE = "a use"
+
+
+def defined(kind: str, rows: int, columns: int, name: str = "w", seed: int = 3) -> np.ndarray:
+    """The matrix, a stream of raw bits for each 16 rows and 4,096 columns."""
+    found = np.empty((rows, columns))
+    for top in range(0, rows, 16):
+        for first in range(0, columns, 4096):
+            width = min(4096, columns - first)
+            text = "\0".join(map(str, (seed, USE, name, top, first))).encode()
+            key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+            raw = np.random.SFC64(key).random_raw(16 * width).astype("<u8").tobytes()
+            stream = values(kind, raw, 16 * width).reshape(16, width)
+            found[top : top + 16, first : first + width] = stream[: rows - top]
+    return found
+
+
+def values(kind: str, raw: bytes, count: int) -> np.ndarray:
+    if kind == "rademacher":  # the highest bit of a byte first
+        bits = [byte >> k & 1 for byte in raw[: (count + 7) // 8] for k in range(7, -1, -1)]
+        return 2.0 * np.array(bits[:count]) - 1
+    draws = np.frombuffer(raw, "<u2")[:count].astype(int)
+    if kind == "sparse":
+        sixth = 10923
+        sign = 1.0 * (draws >= 65536 - sixth) - 1.0 * (draws < sixth)
+        return sign * (65536 / (2 * sixth)) ** 0.5
+    quantiles = np.array([NormalDist().inv_cdf((k + 0.5) / 65536) for k in range(65536)])
+    quantiles[32768:] = -quantiles[:32768]
+    return (quantiles / (quantiles**2).mean() ** 0.5)[draws]
+
+
+@pytest.mark.parametrize("columns", [1, 7, WIDE])
+@pytest.mark.parametrize("kind", FULL)
+def test_definition(kind: str, columns: int) -> None:
+    ours = RandomMatrices(37, kind, 3, USE, tile_rows=32).whole("w", columns, CPU)
+    assert ours.dtype == torch.float32
+    np.testing.assert_allclose(ours, defined(kind, 37, columns), rtol=3e-7)
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_moments_of_the_table(kind: str) -> None:
+    """What independent entries have, exactly and not on average."""
+    entries = table(kind).astype(float)
+    assert entries.mean() == 0
+    assert abs((entries**2).mean() - 1) < 1e-7
+    assert abs((entries**4).mean() - {"gaussian": 3, "rademacher": 1, "sparse": 3}[kind]) < 1e-3
+    together = entries.T @ entries / len(entries)
+    np.testing.assert_allclose(together, np.eye(len(together)), atol=1e-7)
+
+
+@pytest.mark.parametrize("part", [slice(0, 10), slice(4090, 4100), slice(100, WIDE)])
+def test_parts(part: slice) -> None:
+    drawn = RandomMatrices(37, "gaussian", 3, USE)
+    found = torch.full((37, WIDE), torch.nan)
+    for rows, columns, entries in drawn.tiles("w", WIDE, part, CPU):
+        found[rows, columns] = entries
+    whole = drawn.whole("w", WIDE, CPU)
+    assert torch.equal(found[:, part], whole[:, part])
+    assert int(found.isnan().sum()) == 37 * (WIDE - (part.stop - part.start))
+
+
+def test_fewer_rows_are_the_first() -> None:
+    for kind in FULL:
+        many, few = (RandomMatrices(r, kind, 3, USE).whole("w", 4099, CPU) for r in (50, 19))
+        assert torch.equal(many[:19], few)
+
+
+def test_threads_change_nothing() -> None:
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(RandomMatrices(100, "gaussian", 3, USE).whole("w", WIDE, CPU))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_what_fits_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept tiles stay within the budget; the others are drawn again, and are the same."""
+    drawn: list[tuple[str, int, int]] = []
+    words = random.words
+
+    def counted(seed: int, use: str, name: str, row: int, column: int, count: int) -> np.ndarray:
+        drawn.append((name, row, column))
+        return words(seed, use, name, row, column, count)
+
+    monkeypatch.setattr(random, "words", counted)
+    kept = 4 * 16 * 4096 + 4 * 16 * 10
+    matrices = RandomMatrices(16, "gaussian", 3, USE, kept_bytes=kept)
+    first = [matrices.whole(name, size, CPU) for name, size in (("big", WIDE), ("small", 10))]
+    assert drawn == [("big", 0, 0), ("big", 0, 4096), ("big", 0, 8192), ("small", 0, 0)]
+    drawn.clear()
+    again = [matrices.whole(name, size, CPU) for name, size in (("big", WIDE), ("small", 10))]
+    assert all(map(torch.equal, first, again))
+    assert drawn == [("big", 0, 4096), ("big", 0, 8192)]
