@@ -100,7 +100,7 @@ def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
         found = json.loads(texts.get(key, "{}"))
         if isinstance(found, dict):
             return found
-    raise ResultFileError(f"the attribute {key!r} is not a JSON document")
+    raise ResultFileError(f"the attribute {key!r} is not a JSON document", remedy=REMEDY)
 
 
 def _file(path: Path) -> tuple[h5py.File, Seal | None]:

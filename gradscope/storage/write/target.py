@@ -204,23 +204,28 @@ class Target:
         return self._datasets[path]
 
     def _opened(self) -> h5py.File:
-        if self._file is None:
-            self._reserve = bytearray(RESERVE)
-            self._behind = _HeldBack(self._descriptor)
-            access = h5p.create(h5p.FILE_ACCESS)
-            access.set_fclose_degree(h5f.CLOSE_STRONG)
-            access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
-            access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
-            slots, _, _, preemption = access.get_cache()
-            access.set_cache(slots, 0, 0, preemption)
-            access.set_fileobj_driver(fileobj_driver, self._behind)
+        if self._file is not None:
+            return self._file
+        self._reserve, behind = bytearray(RESERVE), _HeldBack(self._descriptor)
+        access = h5p.create(h5p.FILE_ACCESS)
+        access.set_fclose_degree(h5f.CLOSE_STRONG)
+        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
+        access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
+        slots, _, _, preemption = access.get_cache()
+        access.set_cache(slots, 0, 0, preemption)
+        access.set_fileobj_driver(fileobj_driver, behind)
+        creation = h5p.create(h5p.FILE_CREATE)
+        creation.set_obj_track_times(False)  # the same run gives the same bytes
+        try:
             if os.fstat(self._descriptor).st_size:
                 made = h5f.open(b"result", h5f.ACC_RDWR, fapl=access)
             else:
-                creation = h5p.create(h5p.FILE_CREATE)
-                creation.set_obj_track_times(False)  # the same run gives the same bytes
                 made = h5f.create(b"result", h5f.ACC_TRUNC, creation, access)
-            self._file = h5py.File(made)
+        except BaseException:
+            behind.leave()
+            behind.check()  # which says more than HDF5
+            raise
+        self._file, self._behind = h5py.File(made), behind
         return self._file
 
     def _pack(self, dataset: h5py.Dataset, first: tuple[int, ...], data: np.ndarray) -> int:
