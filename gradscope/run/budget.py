@@ -20,10 +20,7 @@ from gradscope.errors import SpecError
 from gradscope.run.execute import Run
 from gradscope.run.job import Job
 from gradscope.run.overlap import BatchSize
-from gradscope.storage import Rows
-from gradscope.storage.columns import PART_BYTES
-from gradscope.storage.plan import States
-from gradscope.storage.scratch import Scratch
+from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
 _FEW = 2  # samples that tell whether more has to be known
 _LARGEST = 4096  # larger batches gain nothing

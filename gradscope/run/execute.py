@@ -33,8 +33,7 @@ from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
 from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
-from gradscope.storage import GradientFile, Rows, open_file
-from gradscope.storage.trouble import writing
+from gradscope.storage import GradientFile, Rows, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
 ALIKE = {

@@ -47,13 +47,13 @@ from gradscope.storage import (
     Part,
     Parts,
     check_parts,
+    differences,
+    named,
     open_file,
     open_joiner,
     require_free,
+    writing,
 )
-from gradscope.storage.formats import named
-from gradscope.storage.resume import differences
-from gradscope.storage.trouble import writing
 
 _USUAL_BATCH = 256
 

@@ -23,9 +23,7 @@ from gradscope.core.locate import first_line
 from gradscope.core.memory import release_freed_memory
 from gradscope.core.shortage import is_shortage, started
 from gradscope.errors import OutputError, RefusedError
-from gradscope.storage import Rows, Writer
-from gradscope.storage.plan import States
-from gradscope.storage.signals import deferred
+from gradscope.storage import Rows, States, Writer, deferred
 
 T = TypeVar("T")
 

@@ -16,8 +16,7 @@ from gradscope.errors import ResultFileError
 from gradscope.run.execute import ALIKE, rows_of
 from gradscope.run.job import Job, file_plan, prepare
 from gradscope.stats import Floats, few, require_consistent, tolerances, wide
-from gradscope.storage import Part, Parts, open_file
-from gradscope.storage.resume import differences
+from gradscope.storage import Part, Parts, differences, open_file
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
 _ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have

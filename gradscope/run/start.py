@@ -26,8 +26,7 @@ from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
 from gradscope.stats import RunReport
-from gradscope.storage import LONGEST, Writer, open_writer, require_place
-from gradscope.storage.trouble import writing
+from gradscope.storage import LONGEST, Writer, open_writer, require_place, writing
 
 
 @contextmanager

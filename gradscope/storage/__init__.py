@@ -1,39 +1,49 @@
 """Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
-from gradscope.storage.arrays import StoredArray
-from gradscope.storage.compression import require as require_compression
-from gradscope.storage.contents import StoredChain
 from gradscope.storage.export import Exported, export
-from gradscope.storage.merge import Joiner, open_joiner, require_free
-from gradscope.storage.merge_parts import Part, Parts, check_parts
-from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows
-from gradscope.storage.reader import GradientFile, open_file
-from gradscope.storage.sidecar import LONGEST
-from gradscope.storage.sizes import file_bytes
-from gradscope.storage.trouble import require_place
-from gradscope.storage.writer import Writer, open_writer
+from gradscope.storage.format.files import deferred, require_place, writing
+from gradscope.storage.format.layout import require_compression
+from gradscope.storage.format.numbers import named
+from gradscope.storage.merge.joiner import Joiner, open_joiner, require_free
+from gradscope.storage.merge.parts import Part, Parts, check_parts
+from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
+from gradscope.storage.read.arrays import StoredArray, StoredChain
+from gradscope.storage.read.file import GradientFile, open_file
+from gradscope.storage.write.create import file_bytes
+from gradscope.storage.write.finish import Look
+from gradscope.storage.write.journal import LONGEST
+from gradscope.storage.write.region import PART_BYTES, Scratch
+from gradscope.storage.write.writer import Writer, open_writer
 
 __all__ = [
     "LONGEST",
+    "PART_BYTES",
     "ChainPlan",
     "Exported",
     "FilePlan",
     "GradientFile",
     "Joiner",
     "Layout",
+    "Look",
     "Part",
     "Parts",
     "Rows",
+    "Scratch",
+    "States",
     "StoredArray",
     "StoredChain",
     "Writer",
     "check_parts",
+    "deferred",
+    "differences",
     "export",
     "file_bytes",
+    "named",
     "open_file",
     "open_joiner",
     "open_writer",
     "require_compression",
     "require_free",
     "require_place",
+    "writing",
 ]

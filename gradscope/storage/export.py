@@ -1,28 +1,45 @@
 """Taking numbers out of a result file: to .npy, .safetensors, .parquet and .csv.
 
 Whatever the size, a few rows at a time are in memory. A file is complete, or it is not there.
+
+Source: `numpy.lib.format`; https://github.com/huggingface/safetensors#format.
 """
 
+import csv
+import fnmatch
+import io
+import json
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
+
+from gradscope.core.registry import suggestion
+from gradscope.core.texts import printable
 from gradscope.errors import OutputError, SpecError
-from gradscope.storage.export_arrays import (
-    safetensors_bytes,
-    write_npy,
-    write_safetensors,
-)
-from gradscope.storage.export_table import TABLES, Table, table_of
-from gradscope.storage.names import escape
-from gradscope.storage.reader import GradientFile
-from gradscope.storage.replacing import SUFFIX, check_free, replacing, reported
-from gradscope.storage.selection import Part, find_chain, find_parts
-from gradscope.storage.trouble import excess, require_short
+from gradscope.storage.format.files import excess, locked, require_place, require_short
+from gradscope.storage.format.numbers import escape
+from gradscope.storage.read.arrays import StoredArray, StoredChain
+from gradscope.storage.read.file import GradientFile
 
-FORMATS = (".npy", ".safetensors", *TABLES)
+FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
+
+_TABLES = (".parquet", ".csv")
+_SUFFIX = ".part"  # of what is not complete
+_BLOCK_BYTES = 2**25  # of dense numbers in memory at a time
+_TABLE_ROWS = 2**16  # at a time
+_DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64"}
+_DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
+_ALIGNED = 8
+
+Write = Callable[[BinaryIO], None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,37 @@ class Exported:
     names: tuple[str, ...]
     shape: tuple[int, ...] | None
     bytes: int
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """Some rows of one array, by their positions in it; None: all of an aggregate."""
+
+    array: StoredArray
+    rows: np.ndarray | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape if self.rows is None else (len(self.rows), *self.array.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * int(self.array.dtype.itemsize)
+
+    def write(self, out: BinaryIO) -> None:
+        """Write the numbers, little-endian, in C order, some rows at a time."""
+        for block in self._blocks():
+            out.write(np.ascontiguousarray(block, block.dtype.newbyteorder("<")).data)
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        if not self.shape:
+            yield self.array[...].reshape(1)
+            return
+        rows = np.arange(self.shape[0]) if self.rows is None else self.rows
+        row = max(1, prod(self.shape[1:]) * self.array.dtype.itemsize)
+        step = max(1, _BLOCK_BYTES // row)
+        for at in range(0, len(rows), step):
+            yield self.array[rows[at : at + step]]
 
 
 def export(
@@ -67,36 +115,99 @@ def export(
         ResultFileError: The data are damaged; nothing is written then.
         OutputError: A file cannot be written.
     """
-    require_short(path, SUFFIX if path.suffix else "")
+    require_short(path, _SUFFIX if path.suffix else "")
     suffix = path.suffix.lower()
-    with reported(path):
+    with _reported(path):
         is_same = path.exists() and path.samefile(file.path)
+        is_folder = path.is_dir()
     if is_same:
         raise OutputError(
             "the export would replace the result that it is taken from",
             where=str(path),
             remedy="Choose another name.",
         )
-    if suffix in TABLES and not path.is_dir():
+    if suffix in _TABLES and not is_folder:
         if chain is not None:
             raise SpecError("the sample table belongs to no chain", remedy="Leave out --chain.")
-        return [_table(table_of(file, parameters, samples), path, overwrite)]
-    parts = find_parts(file, find_chain(file, chain or "0"), parameters, samples)
-    if suffix == ".npy" and not path.is_dir():
-        return [_array(_only(parts), path, overwrite)]
-    if suffix == ".safetensors" and not path.is_dir():
-        return [_arrays(file, chain or "0", parts, path, overwrite)]
-    if suffix and not path.is_dir():
+        return [_table(file, parameters, samples, path, overwrite)]
+    found = _find_chain(file, chain or "0")
+    selected = _select(file, found, parameters, samples)
+    if suffix == ".npy" and not is_folder:
+        if len(selected) > 1:
+            names = ", ".join(one.array.name for one in selected[:8])
+            more = ", …" if len(selected) > 8 else ""
+            raise SpecError(
+                f"a .npy file holds one array, and {len(selected)} parameters are selected",
+                remedy=f"Choose one with --parameter ({names}{more}), export .safetensors, or give "
+                "a folder.",
+            )
+        return [_array(selected[0], path, overwrite)]
+    if suffix == ".safetensors" and not is_folder:
+        return [_arrays(file, found, selected, path, overwrite)]
+    if suffix and not is_folder:
         raise SpecError(
             f"there is no export to {suffix!r}",
             where=str(path),
             remedy=f"Supported: {', '.join(FORMATS)}, and a folder of .npy files.",
         )
-    return _folder(parts, path, overwrite)
+    return _folder(selected, path, overwrite)
 
 
-def _folder(parts: Sequence[Part], path: Path, overwrite: bool) -> list[Exported]:
-    names = [f"{escape(part.array.name)}.npy" for part in parts]
+def _find_chain(file: GradientFile, name: str) -> StoredChain:
+    """Return the chain of that number or text."""
+    plain = "".join(name.split())
+    for k, chain in enumerate(file.chains):
+        if plain in (str(k), "".join(chain.text.split())):
+            return chain
+    known = ", ".join(f"{k} ({chain.text})" for k, chain in enumerate(file.chains))
+    raise SpecError(
+        f"there is no chain {name!r}",
+        where=str(file.path),
+        remedy=f"Give the number or the text of one of: {known}.",
+    )
+
+
+def _select(
+    file: GradientFile, chain: StoredChain, globs: Sequence[str], samples: slice | None
+) -> list[_Selected]:
+    """Return the parameters of a chain that match a glob (all without any), and their samples."""
+    if chain.reduced and samples is not None:
+        raise SpecError(
+            f"the chain {chain.text!r} is an aggregate and has no samples",
+            where=str(file.path),
+            remedy="Leave out --samples, or choose a chain of rows.",
+        )
+    rows = None if chain.reduced else _find_rows(file, samples)
+    return [_Selected(chain[name], rows) for name in _matching(list(chain), globs)]
+
+
+def _matching(names: list[str], globs: Sequence[str]) -> list[str]:
+    """Return the names that match a glob, all without any."""
+    for glob in globs:
+        if not fnmatch.filter(names, glob):
+            raise SpecError(
+                f"no parameter of the file matches {glob!r}", remedy=suggestion(glob, names)
+            )
+    return [n for n in names if not globs or any(fnmatch.fnmatchcase(n, g) for g in globs)]
+
+
+def _find_rows(file: GradientFile, samples: slice | None) -> np.ndarray:
+    """Return where the samples with these positions in their data set are, (m,) int64."""
+    index = file.samples["index"]
+    start = 0 if samples is None else samples.start or 0
+    stop = None if samples is None else samples.stop
+    chosen = (index >= start) & (True if stop is None else index < stop)
+    if not chosen.any():
+        raise SpecError(
+            f"the file has no sample from {start} up to, not with, {stop}",
+            where=str(file.path),
+            remedy=f"Its samples are from {index.min()} to {index.max()}.",
+        )
+    return np.flatnonzero(chosen)
+
+
+def _folder(selected: Sequence[_Selected], path: Path, overwrite: bool) -> list[Exported]:
+    names = [f"{escape(one.array.name)}.npy" for one in selected]
     if len({name.casefold() for name in names}) < len(names):
         raise SpecError(
             "parameters differ in small and capital letters only, which not every disk tells apart",
@@ -104,7 +215,7 @@ def _folder(parts: Sequence[Part], path: Path, overwrite: bool) -> list[Exported
             remedy="Choose one of them with --parameter, or export .safetensors.",
         )
     for name in names:
-        if excess(name + SUFFIX, path.absolute().parent):
+        if excess(name + _SUFFIX, path.absolute().parent):
             raise SpecError(
                 f"the name of the parameter {name[:40]}… is too long for a file of its own",
                 where=str(path),
@@ -121,45 +232,181 @@ def _folder(parts: Sequence[Part], path: Path, overwrite: bool) -> list[Exported
             ) from error
     places = [path / name for name in names]
     for place in places:
-        check_free(place, sum(part.nbytes for part in parts), overwrite=overwrite)
-    return [_array(part, place, overwrite) for part, place in zip(parts, places, strict=True)]
+        _check_free(place, sum(one.nbytes for one in selected), overwrite)
+    return [_array(one, place, overwrite) for one, place in zip(selected, places, strict=True)]
 
 
-def _array(part: Part, path: Path, overwrite: bool) -> Exported:
-    check_free(path, part.nbytes, overwrite=overwrite)
-    size = _written(path, lambda out: write_npy(out, part))
-    return Exported(str(path), (part.array.name,), part.shape, size)
+def _array(selected: _Selected, path: Path, overwrite: bool) -> Exported:
+    """Write one array as numpy's own format, version 1.0."""
+    _check_free(path, selected.nbytes, overwrite)
+
+    def write(out: BinaryIO) -> None:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(selected.array.dtype),
+            "fortran_order": False,
+            "shape": selected.shape,
+        }
+        np.lib.format.write_array_header_1_0(out, header)
+        selected.write(out)
+
+    return Exported(str(path), (selected.array.name,), selected.shape, _written(path, write))
 
 
 def _arrays(
-    file: GradientFile, chain: str, parts: Sequence[Part], path: Path, overwrite: bool
+    file: GradientFile,
+    chain: StoredChain,
+    selected: Sequence[_Selected],
+    path: Path,
+    overwrite: bool,
 ) -> Exported:
-    facts = {"chain": find_chain(file, chain).text, "result": file.path.name}
-    check_free(path, safetensors_bytes(parts, facts), overwrite=overwrite)
-    size = _written(path, lambda out: write_safetensors(out, parts, facts))
-    return Exported(str(path), tuple(part.array.name for part in parts), None, size)
+    """Write arrays by their parameters' names as .safetensors."""
+    table: dict[str, Any] = {"__metadata__": {"chain": chain.text, "result": file.path.name}}
+    at = 0
+    for one in selected:
+        name, dtype = one.array.name, one.array.dtype.name
+        odd = name in table or printable(name) != name
+        if dtype not in _DTYPES or odd:
+            what = f"has no array {name!r}" if odd else f"holds no {dtype}"
+            raise SpecError(f"safetensors itself {what}", remedy="Export .npy files to a folder.")
+        place = [at, at + one.nbytes]
+        table[name] = {"dtype": _DTYPES[dtype], "shape": one.shape, "data_offsets": place}
+        at += one.nbytes
+    text = json.dumps(table, ensure_ascii=True).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    _check_free(path, 8 + len(text) + at, overwrite)
 
+    def write(out: BinaryIO) -> None:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for one in selected:
+            one.write(out)
 
-def _table(table: Table, path: Path, overwrite: bool) -> Exported:
-    check_free(path, 0, overwrite=overwrite)
-    write = TABLES[path.suffix.lower()]()
-    size = _written(path, lambda out: write(out, table))
-    return Exported(str(path), table.names, (len(table.rows), len(table.names)), size)
-
-
-def _written(path: Path, write: Callable[[BinaryIO], None]) -> int:
-    with replacing(path) as out:
-        write(out)
-    with reported(path):
-        return path.stat().st_size
-
-
-def _only(parts: Sequence[Part]) -> Part:
-    if len(parts) == 1:
-        return parts[0]
-    names = ", ".join(part.array.name for part in parts[:8])
-    raise SpecError(
-        f"a .npy file holds one array, and {len(parts)} parameters are selected",
-        remedy=f"Choose one with --parameter ({names}{', …' if len(parts) > 8 else ''}), export "
-        ".safetensors, or give a folder.",
+    return Exported(
+        str(path), tuple(one.array.name for one in selected), None, _written(path, write)
     )
+
+
+def _table(
+    file: GradientFile,
+    globs: Sequence[str],
+    samples: slice | None,
+    path: Path,
+    overwrite: bool,
+) -> Exported:
+    """Write the sample table, and as `norm:NAME` the norms of parameters that match a glob."""
+    columns = dict(file.samples)
+    if globs:
+        names = _matching([*file.norms], globs)
+        columns |= {f"norm:{printable(name)}": file.norms[name] for name in names}
+    rows = _find_rows(file, samples)
+    parts = np.split(rows, range(_TABLE_ROWS, len(rows), _TABLE_ROWS))
+    blocks = ({name: values[part] for name, values in columns.items()} for part in parts)
+    _check_free(path, 0, overwrite)
+    write = _parquet(blocks) if path.suffix.lower() == ".parquet" else _csv(blocks, list(columns))
+    size = _written(path, write)
+    return Exported(str(path), tuple(columns), (len(rows), len(columns)), size)
+
+
+def _parquet(blocks: Iterator[Mapping[str, np.ndarray]]) -> Write:
+    """Return what writes a table as Parquet.
+
+    Raises:
+        SpecError: pyarrow is not installed.
+    """
+    try:
+        arrow, parquet = map(import_module, ("pyarrow", "pyarrow.parquet"))
+    except ImportError as error:
+        raise SpecError(
+            "Parquet needs pyarrow, which is not installed",
+            remedy="pip install 'torch-gradscope[data]', or export .csv.",
+        ) from error
+
+    def write(out: BinaryIO) -> None:
+        first = arrow.table(next(blocks))
+        with parquet.ParquetWriter(out, first.schema) as writer:
+            writer.write_table(first)
+            for block in blocks:
+                writer.write_table(arrow.table(block))
+
+    return write
+
+
+def _csv(blocks: Iterator[Mapping[str, np.ndarray]], names: list[str]) -> Write:
+    """Return what writes a table as CSV: UTF-8, shortest numbers that come back, true and false."""
+
+    def texts(column: np.ndarray) -> list[Any]:
+        if column.dtype.kind == "b":
+            return ["true" if value else "false" for value in column.tolist()]
+        if column.dtype.kind in "fc":  # numpy's own text: the shortest that comes back
+            return [str(value) for value in column]
+        found: list[Any] = column.tolist()
+        return found
+
+    def write(out: BinaryIO) -> None:
+        text = io.TextIOWrapper(out, encoding="utf-8", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(names)
+        for block in blocks:
+            writer.writerows(zip(*map(texts, block.values()), strict=True))
+        text.flush()
+        text.detach()
+
+    return write
+
+
+def _check_free(path: Path, size: int, overwrite: bool) -> None:
+    """Refuse a file of `size` bytes that may not be written or does not fit."""
+    require_place(path, _SUFFIX)
+    with _reported(path):
+        is_folder, is_there = path.is_dir(), path.exists()
+        free = shutil.disk_usage(path.absolute().parent).free
+    if is_folder:
+        raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
+    if is_there and not overwrite:
+        raise OutputError(
+            "the file exists already",
+            where=str(path),
+            remedy="Choose another name, or give --overwrite.",
+        )
+    if size > free:
+        raise OutputError(
+            f"the file would take {size:,} bytes, the disk has {free:,}",
+            where=str(path),
+            remedy="Choose another disk, or export fewer samples or parameters.",
+        )
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file that is to be written into an `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="Check the place, and the space on its disk; nothing was left there.",
+        ) from error
+
+
+def _written(path: Path, write: Write) -> int:
+    """Write `path`.part, which is synced and becomes `path` when it is complete; return its size.
+
+    Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
+    killed leaves the `.part`, which the next one clears.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    part = path.with_name(path.name + _SUFFIX)
+    with _reported(path), locked(part) as descriptor:
+        try:
+            os.ftruncate(descriptor, 0)
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                write(file)
+            os.fsync(descriptor)
+            part.replace(path)
+        except BaseException:
+            with suppress(OSError):  # what went wrong first is said
+                part.unlink(missing_ok=True)
+            raise
+        return path.stat().st_size

@@ -1,7 +1,7 @@
 """What the pipeline tells the writer: what to store, and the rows of each batch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from gradscope.blocks import Gradients
 from gradscope.config import Compression
 from gradscope.core.texts import printable
-from gradscope.storage.formats import name_of
 
 Layout = Literal["auto", "dense", "factored"]
 States = Mapping[str, Mapping[str, Tensor]]
@@ -65,7 +64,7 @@ class FilePlan:
                 "samples": self.n,
                 "parameters": self.parameters,
                 "chains": [chain.text for chain in self.chains],
-                "dtype": name_of(self.dtype),
+                "dtype": str(self.dtype).removeprefix("torch."),
                 "layout": self.layout,
                 "compression": None if self.compression is None else str(self.compression),
             },
@@ -116,3 +115,16 @@ def to_json(value: Any) -> str:
     Half of a surrogate pair, which UTF-8 does not have, is escaped as in JSON.
     """
     return printable(json.dumps(value, default=str, ensure_ascii=False))
+
+
+def differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
+    """Yield what differs between two runs' identities, by dotted key: there, here."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in {**found, **wanted}:
+            inner = f"{key}.{name}" if key else name
+            yield from differences(found.get(name), wanted.get(name), inner)
+    elif found != wanted and key.startswith("digests."):
+        there, here = (str(digest)[:12] for digest in (found, wanted))
+        yield f"{key.removeprefix('digests.')} has changed (SHA-256 {there}… there, {here}… here)"
+    elif found != wanted:
+        yield f"{key} is {found!r} there, {wanted!r} here"

@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.facts import facts_of
-from gradscope.backends.expand.fallback import sample_by_sample
-from gradscope.backends.expand.mode import Interpreter
-from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.signals import Differ, Own, SharedWrite
-from gradscope.backends.expand.tensor import PerSample, Samples
+from gradscope.backends.expand.facts import facts_of, rules
+from gradscope.backends.expand.mode import Interpreter, sample_by_sample
+from gradscope.backends.expand.tensor import Differ, Own, PerSample, Samples, SharedWrite
 from gradscope.errors import UnsupportedError
 from tests.backends.expand_axes import AXES
 from tests.backends.expand_layers import LAYERS

@@ -11,7 +11,8 @@ from gradscope.blocks import DenseBlock, Gradients
 from gradscope.cli import main
 from gradscope.cli.app import show_error
 from gradscope.errors import GradscopeError
-from gradscope.storage import FilePlan, commits
+from gradscope.storage import FilePlan
+from gradscope.storage.write import journal
 from tests.cli import forked
 from tests.run import project
 from tests.storage.example import PLAN, gradients, with_layout, write
@@ -46,7 +47,7 @@ class Job:
 def load() -> None:
     """Import everything, once for all forks, and let every batch be committed."""
     forked.load()
-    vars(commits).update(COMMIT_SECONDS=0.0, COMMIT_SHARE=0)
+    vars(journal).update(COMMIT_SECONDS=0.0, COMMIT_SHARE=0)
     torch.set_num_threads(1)
 
 

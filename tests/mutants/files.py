@@ -13,9 +13,11 @@ from torch import Tensor
 from gradscope.blocks import Gradients
 from gradscope.run import execute
 from gradscope.run.merging import Merge
-from gradscope.storage import Rows, Writer, columns, complete, disk, factors, integrity
-from gradscope.storage.packer import Packer
-from gradscope.storage.stream import Stream
+from gradscope.storage import Rows, Writer
+from gradscope.storage.format import forms, seal
+from gradscope.storage.write import finish, region
+from gradscope.storage.write.region import Region
+from gradscope.storage.write.target import Target
 from tests.mutants.base import Install, after, around, before, mutant
 from tests.mutants.written import Written
 
@@ -64,9 +66,9 @@ _caught(
 )
 
 
-def _rounded(stream: Stream, values: Tensor) -> tuple[Stream, Tensor]:
+def _rounded(region: Region, values: Tensor, target: Target) -> tuple[Any, ...]:
     wide = values.is_floating_point()
-    return stream, values.half().to(values.dtype) if wide else values
+    return region, values.half().to(values.dtype) if wide else values, target
 
 
 _caught(
@@ -74,14 +76,13 @@ _caught(
     "numbers go through half precision on their way to the file",
     PLAIN,
     "completion",
-    around(Stream, "add", before(_rounded)),
+    around(Region, "add", before(_rounded)),
 )
 
 
-def _row_late(stream: Stream, start: int, data: np.ndarray) -> tuple[Any, ...]:
-    row = stream.place.size // stream.shape[0] if stream.shape else 0
-    there = start + row + len(data) <= stream.place.size
-    return stream, start + row if there else start, data
+def _row_late(region: Region, start: int, data: np.ndarray, target: Target) -> tuple[Any, ...]:
+    there = start + region.row + len(data) <= region.chunks.size
+    return region, start + region.row if there else start, data, target
 
 
 _caught(
@@ -89,26 +90,21 @@ _caught(
     "batches are written one row further into the file than they belong",
     PLAIN,
     "completion",
-    around(Stream, "_piece", before(_row_late)),
+    around(Region, "_write", before(_row_late)),
 )
 _caught(
     "checksum not kept",
     "the checksum of a piece is not taken when it is written",
     PLAIN,
     "completion",
-    around(
-        disk,
-        "_write_run",
-        before(lambda d, pieces: (d, [replace(p, sums=None) for p in pieces])),
-    ),
+    around(Target, "write_chunk", after(lambda found, *_: (*found[:2], 0))),
 )
 
 
 def _without_tail(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add(self: Stream, values: Tensor) -> Any:
-        found = original(self, values)
+    def add(self: Region, values: Tensor, target: Target) -> None:
+        original(self, values, target)
         self.mark = replace(self.mark, tail=np.zeros_like(self.mark.tail))
-        return found
 
     return add
 
@@ -118,7 +114,7 @@ _caught(
     "rows that wait until their chunk is full are zeros when it is",
     PLAIN,
     "completion",
-    around(Stream, "add", _without_tail),
+    around(Region, "add", _without_tail),
 )
 
 
@@ -137,7 +133,7 @@ _caught(
     "the seal is taken over the file without its last bytes",
     PLAIN,
     "completion",
-    around(integrity, "_digest", _short_once),
+    around(seal, "_digest", _short_once),
 )
 
 
@@ -154,7 +150,7 @@ def _written_late(path: Path) -> None:
 
 
 def _then(change: Callable[[Path], None]) -> Install:
-    return around(complete, "sync_folder", after(lambda _, path: change(path)))
+    return around(finish, "sync_folder", after(lambda _, path: change(path)))
 
 
 _caught(
@@ -185,12 +181,12 @@ _caught(
     "one of the two factors that a row is stored as is that of the next sample",
     Written("factored"),
     "completion",
-    around(factors, "factors_of", after(_next_left), columns),
+    around(forms, "factors_of", after(_next_left), region),
 )
 
 
-def _next_chunk(packer: Packer, piece: Any) -> tuple[Any, ...]:
-    return packer, replace(piece, start=0)
+def _first_chunk(target: Target, path: str, start: int, data: np.ndarray) -> tuple[Any, ...]:
+    return target, path, 0 if path.startswith("/chains") else start, data
 
 
 _caught(
@@ -198,13 +194,13 @@ _caught(
     "every compressed chunk is written where the first one is",
     Written("packed"),
     "completion",
-    around(Packer, "_write", before(_next_chunk)),
+    around(Target, "write_chunk", before(_first_chunk)),
 )
 
 
 def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Writer, *args: Any) -> None:
-        original(self, *args)
+    def init(self: Writer, *args: Any, **more: Any) -> None:
+        original(self, *args, **more)
         self.states = {k: v for k, v in self.states.items() if k == execute.PROGRESS}
 
     return init

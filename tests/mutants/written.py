@@ -52,8 +52,8 @@ class Written:
             path = folder / "out.h5"
             with (
                 suppress(GradscopeError),
-                patch("gradscope.storage.complete.require_intact"),
-                patch("gradscope.storage.complete._verify"),
+                patch("gradscope.storage.write.finish.require_intact"),
+                patch("gradscope.storage.write.finish._verify"),
             ):
                 self._write(folder, path, verify="never")
             return _plainly(path)

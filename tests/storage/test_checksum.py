@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from gradscope.storage.checksum import fletcher32
+from gradscope.storage.write.target import fletcher32
 
 LENGTHS = [1, 2, 3, 4, 7, 359, 720, 721, 4095, 4096, 4097, 262_143, 262_144, 300_001, 1_048_576]
 

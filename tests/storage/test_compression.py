@@ -22,9 +22,9 @@ import xarray
 from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock
 from gradscope.config import Compression, parse_compression
 from gradscope.errors import OutputError, ResultFileError, SpecError
-from gradscope.storage import FilePlan, Writer, integrity, open_file, open_writer
-from gradscope.storage.checks import NONE
-from gradscope.storage.editing import editing
+from gradscope.storage import FilePlan, Writer, open_file, open_writer
+from gradscope.storage.format.seal import NO_RECORDS, write_seal
+from gradscope.storage.write.target import Target
 from tests.storage.example import (
     BATCH,
     PLAN,
@@ -162,7 +162,7 @@ _KILLED = """
 import sys, random, os, signal, time
 from pathlib import Path
 from gradscope.config import parse_compression
-from gradscope.storage import commits
+from gradscope.storage.write import journal as commits
 from tests.storage.example import with_layout, write, gradients
 commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0
 def make(start, stop):
@@ -202,7 +202,7 @@ class _StoppedError(Exception):
 
 @pytest.mark.parametrize(
     "step",
-    ["complete.add_results", "scales.attach_all", "integrity.write_seal", "complete._verify"],
+    ["create_results", "attach_scales", "write_seal", "_verify"],
 )
 def test_a_stop_while_finishing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -213,10 +213,10 @@ def test_a_stop_while_finishing_loses_nothing(
         raise _StoppedError
 
     with monkeypatch.context() as patch:
-        patch.setattr("gradscope.storage.commits.COMMIT_SECONDS", 0.0)
-        patch.setattr("gradscope.storage.commits.COMMIT_SHARE", 0)
-        patch.setattr(Writer, "close", lambda writer: writer._disk.close())
-        patch.setattr(f"gradscope.storage.{step}", stop)
+        patch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", 0.0)
+        patch.setattr("gradscope.storage.write.journal.COMMIT_SHARE", 0)
+        patch.setattr(Writer, "close", lambda writer: writer._target.close())
+        patch.setattr(f"gradscope.storage.write.finish.{step}", stop)
         with pytest.raises(_StoppedError):
             write(tmp_path / "o.h5", _plan())
     with open_writer(tmp_path / "o.h5", _plan(), resume=True) as writer:
@@ -344,9 +344,9 @@ def test_what_is_no_name(text: str) -> None:
 def _sealed(path: Path, change: Callable[[h5py.File], None]) -> None:
     path.write_bytes(unsealed(path.read_bytes()))
     with path.open("r+b") as raw:
-        with editing(raw.fileno()) as file:
+        with Target(raw.fileno()).editing() as file:
             change(file)
-        integrity.write_seal(raw.fileno(), NONE)
+        write_seal(raw.fileno(), NO_RECORDS)
 
 
 def _large_chunks(file: h5py.File) -> None:
@@ -426,7 +426,7 @@ def test_bytes_that_are_no_compressed_ones(tmp_path: Path) -> None:
     write(tmp_path / "o.h5", _plan("gzip", "dense"))
 
     def change(file: h5py.File) -> None:
-        from gradscope.storage.checksum import fletcher32
+        from gradscope.storage.write.target import fletcher32
 
         body = np.arange(500, dtype=np.uint8)
         file["chains/0/w"].id.write_direct_chunk((0, 0, 0), body.tobytes() + fletcher32(body, 500))

@@ -15,28 +15,9 @@ import pytest
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import OutputError
-from gradscope.storage import Writer, integrity, open_file, open_writer
-from gradscope.storage.places import datasets, place_of
-from gradscope.storage.slots import bind
+from gradscope.storage import Writer, open_file, open_writer
+from gradscope.storage.format.layout import ChunkOffsets, datasets
 from tests.storage.example import BATCH, DATA, PLAN, N, gradients, load, names, rows, same, write
-
-
-def test_appending_changes_no_structure(tmp_path: Path) -> None:
-    """Between the first row and the last only data bytes change: a kill finds a sound file."""
-
-    def structure() -> list[bytes]:
-        part = tmp_path / "o.h5.part"
-        with h5py.File(part, "r", locking=False) as file:
-            taken = integrity.joined(stream.place for stream in bind(file).streams.values())
-        data = part.read_bytes()
-        return [data[a:b] for a, b in integrity.gaps(taken, len(data))]
-
-    with open_writer(tmp_path / "o.h5", PLAN) as writer:
-        writer.append(rows(0, 16))
-        first = structure()
-        for start in range(16, 96, BATCH):
-            writer.append(rows(start, start + BATCH))
-        assert structure() == first and len(b"".join(first)) > 10_000
 
 
 @pytest.mark.parametrize("size", [BATCH, 7])
@@ -49,7 +30,10 @@ def test_only_whole_chunks_of_complete_rows_are_needed(tmp_path: Path, size: int
     data, kept = part.read_bytes(), []
     with h5py.File(part, "r", locking=False) as file:
         for _, dataset in datasets(file):
-            place, row = place_of(dataset), dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
+            place, row = (
+                ChunkOffsets.of(dataset),
+                dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])),
+            )
             if place.checked:
                 count = 32 // dataset.chunks[0] if dataset.chunks[0] > 1 else len(place.offsets)
                 kept += place.extents[:count].tolist()
@@ -74,7 +58,7 @@ class _StoppedError(Exception):
 
 @pytest.mark.parametrize(
     "step",
-    ["complete.add_results", "scales.attach_all", "integrity.write_seal", "complete._verify"],
+    ["create_results", "attach_scales", "write_seal", "_verify"],
 )
 @pytest.mark.parametrize("cleanly", [True, False])
 def test_a_stop_while_finishing_loses_nothing(
@@ -84,8 +68,8 @@ def test_a_stop_while_finishing_loses_nothing(
     with monkeypatch.context() as patch:
         if not cleanly:
             _commit_always(patch)
-            patch.setattr(Writer, "close", lambda writer: writer._disk.close())
-        patch.setattr(f"gradscope.storage.{step}", _raise)
+            patch.setattr(Writer, "close", lambda writer: writer._target.close())
+        patch.setattr(f"gradscope.storage.write.finish.{step}", _raise)
         with pytest.raises(_StoppedError):
             write(tmp_path / "o.h5")
     with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
@@ -100,8 +84,8 @@ def _raise(*_: object, **__: object) -> None:
 
 
 def _commit_always(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("gradscope.storage.commits.COMMIT_SECONDS", 0.0)
-    patch.setattr("gradscope.storage.commits.COMMIT_SHARE", 0)
+    patch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", 0.0)
+    patch.setattr("gradscope.storage.write.journal.COMMIT_SHARE", 0)
 
 
 def test_a_stop_after_a_change_of_layout(tmp_path: Path) -> None:
@@ -121,7 +105,7 @@ _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from gradscope.blocks import DenseBlock
-from gradscope.storage import commits
+from gradscope.storage.write import journal as commits
 from tests.storage.example import gradients, write
 
 commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0
@@ -166,7 +150,8 @@ _FULL = """
 import os, resource, signal, sys
 from pathlib import Path
 from gradscope.errors import OutputError
-from gradscope.storage import commits as module, open_writer
+from gradscope.storage import open_writer
+from gradscope.storage.write import journal as module
 from tests.storage.example import PLAN, batches, rows, write
 
 module.COMMIT_SECONDS, module.COMMIT_SHARE = 0.0, 0
@@ -212,7 +197,8 @@ def test_too_little_space_is_known_with_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "gradscope.storage.trouble.shutil.disk_usage", lambda _: type("Usage", (), {"free": 100})
+        "shutil.disk_usage",
+        lambda _: type("Usage", (), {"free": 100}),
     )
     with pytest.raises(OutputError, match="more bytes, the disk has 100"):
         write(tmp_path / "o.h5")
@@ -221,7 +207,7 @@ def test_too_little_space_is_known_with_the_first_batch(
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize(
-    "call", ["preadv", "pwritev", "unlink", "stat", "fstat", "ftruncate", "fsync"]
+    "call", ["preadv", "pwrite", "unlink", "stat", "fstat", "ftruncate", "fsync"]
 )
 def test_a_disk_that_died_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
@@ -236,7 +222,7 @@ def test_a_disk_that_died_is_told_of_once(
 
     monkeypatch.setattr(os, call, dead)
     if call == "unlink":
-        monkeypatch.setattr(os, "pwritev", dead)
+        monkeypatch.setattr(os, "pwrite", dead)
     with pytest.raises(OutputError, match=r"Input/output error|disk is full") as caught:
         write(tmp_path / "o.h5")
     assert "o.h5" in str(caught.value)
@@ -256,7 +242,7 @@ def test_what_hdf5_cannot_read_of_an_unfinished_file_is_told(
     def unreadable(file: h5py.File) -> None:
         file["chains/9"]
 
-    monkeypatch.setattr("gradscope.storage.writer.bind", unreadable)
+    monkeypatch.setattr("gradscope.storage.write.writer.Regions.of", unreadable)
     with pytest.raises(OutputError, match="writing failed"):
         write(tmp_path / "o.h5", resume=True)
 

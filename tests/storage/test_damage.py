@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from gradscope.errors import ResultFileError
-from gradscope.storage import integrity, open_file
-from gradscope.storage.checks import NONE
-from gradscope.storage.editing import editing
+from gradscope.storage import open_file
+from gradscope.storage.format.seal import NO_RECORDS, write_seal
+from gradscope.storage.write.target import Target
 from tests.storage.example import load, same, unsealed, write
 
 
@@ -260,9 +260,9 @@ def test_a_hostile_file_is_refused(
     path = tmp_path / "o.h5"
     path.write_bytes(unsealed(good))
     with path.open("r+b") as raw:
-        with editing(raw.fileno()) as file:
+        with Target(raw.fileno()).editing() as file:
             change(file)
-        integrity.write_seal(raw.fileno(), NONE)
+        write_seal(raw.fileno(), NO_RECORDS)
     with pytest.raises(ResultFileError, match=what), open_file(path) as opened:
         for chain in opened.chains:
             for array in chain.values():

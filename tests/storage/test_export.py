@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
 from gradscope.errors import OutputError, ResultFileError, SpecError
-from gradscope.storage import GradientFile, export, open_file, open_writer
+from gradscope.storage import GradientFile, StoredArray, export, open_file, open_writer
 from tests.storage.example import (
     PLAN,
     SHAPES,
@@ -255,7 +255,7 @@ def test_an_interrupted_export_leaves_nothing(
     def stop(*given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradscope.storage.selection.StoredArray.__getitem__", stop)
+    monkeypatch.setattr(StoredArray, "__getitem__", stop)
     with pytest.raises(KeyboardInterrupt):
         export(result, tmp_path / "x.npy", parameters=["w"])
     assert names(tmp_path) == ["o.h5"]
@@ -290,7 +290,7 @@ def test_a_killed_export_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 MB of dense rows, stored as factors, with blocks of 1 MB."""
-    monkeypatch.setattr("gradscope.storage.selection.BLOCK_BYTES", 2**20)
+    monkeypatch.setattr(sys.modules["gradscope.storage.export"], "_BLOCK_BYTES", 2**20)
     left, right = torch.randn(100, 1, 1, 400), torch.randn(100, 1, 1, 250)
     made = Gradients({"w": OuterBlock(left, right, (400, 250))})
     plan = with_layout("factored", n=100, parameters={"w": (400, 250)}, chains=PLAN.chains[:1])

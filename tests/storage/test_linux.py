@@ -9,7 +9,8 @@ import h5py
 import pytest
 
 from gradscope.errors import OutputError
-from gradscope.storage import linux, open_file
+from gradscope.storage import open_file
+from gradscope.storage.format import files
 from tests.storage.example import load, same, write
 
 SIZE = 2**21 + 4096 + 7
@@ -19,7 +20,7 @@ def _answers(number: int) -> Callable[..., Callable[..., int]]:
     """Return what takes the place of a function of the C library: it fails with `number`."""
 
     def call(*given: int) -> int:
-        linux.ctypes.set_errno(number)
+        files.ctypes.set_errno(number)
         return -1
 
     return lambda *named: call
@@ -30,8 +31,7 @@ def test_reserved_space_is_taken_and_reads_as_before(tmp_path: Path) -> None:
     with path.open("w+b") as file:
         os.ftruncate(file.fileno(), SIZE)
         os.pwrite(file.fileno(), b"kept", 4096)
-        linux.reserve(file.fileno())
-        linux.begin_writeback(file.fileno(), 4096, 8192)
+        files._reserve(file.fileno())
     expected = bytes(4096) + b"kept" + bytes(SIZE - 4100)
     assert path.read_bytes() == expected
     with (tmp_path / "other").open("w+b") as other:  # what the same disk does for the standard call
@@ -43,9 +43,9 @@ def test_reserved_space_is_taken_and_reads_as_before(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_left(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linux, "function", _answers(number))
+    monkeypatch.setattr(files, "function", _answers(number))
     write(tmp_path / "failing.h5")
-    monkeypatch.setattr(linux, "function", lambda *named: None)  # another system
+    monkeypatch.setattr(files, "function", lambda *named: None)  # another system
     write(tmp_path / "absent.h5")
     for name in ("failing.h5", "absent.h5"):
         with open_file(tmp_path / name) as file:
@@ -57,7 +57,7 @@ def test_what_cannot_be_done_is_left(
 def test_a_disk_that_will_be_full_is_refused_at_once(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linux, "function", _answers(number))
+    monkeypatch.setattr(files, "function", _answers(number))
     with pytest.raises(OutputError, match="disk is full") as refusal:
         write(tmp_path / "out.h5")
     assert refusal.value.remedy is not None
@@ -69,7 +69,7 @@ def test_all_rows_have_their_space_before_the_first_comes(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        "gradscope.storage.trouble.reserve", lambda d: asked.append(os.fstat(d).st_size)
+        "gradscope.storage.format.files._reserve", lambda d: asked.append(os.fstat(d).st_size)
     )
     write(tmp_path / "out.h5")
     ends = []

@@ -20,12 +20,11 @@ from gradscope.storage import (
     FilePlan,
     Rows,
     check_parts,
-    integrity,
     open_file,
     open_joiner,
     open_writer,
 )
-from gradscope.storage.checks import NONE
+from gradscope.storage.format.seal import NO_RECORDS, write_seal
 from tests.storage.example import (
     BATCH,
     PLAN,
@@ -129,28 +128,6 @@ def test_the_whole_run(tmp_path: Path, cuts: tuple[int, ...], layout: Any) -> No
         for path in ("chains/0/w", "samples/loss", "chains/0/layer.weight"):
             if isinstance(file[path], h5py.Dataset):
                 assert file[path].chunks == single[path].chunks
-
-
-def test_chunks_that_fit_are_copied_with_their_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No checksum is made but for the small data sets, whose chunks hold several batches."""
-    made: list[int] = []
-    base = replace(PLAN, layout="dense")
-    files = shards(tmp_path, SHARES["two"], base)
-
-    def counted(data: np.ndarray, length: int) -> bytes:
-        made.append(length)
-        return original(data, length)
-
-    from gradscope.storage.checksum import fletcher32 as original
-
-    monkeypatch.setattr("gradscope.storage.disk.fletcher32", counted)
-    merge(files, tmp_path / "o.h5", base)
-    with h5py.File(tmp_path / "o.h5") as file:
-        chunk = file["chains/0/layer.weight"].chunks
-        assert chunk == (16, 40, 30) and max(made) < 16 * 40 * 30 * 4
-    np.testing.assert_array_equal(load(tmp_path / "o.h5")["chains/0/w"], expected()["w"])
 
 
 @pytest.mark.parametrize("cuts", SHARES.values(), ids=SHARES)
@@ -340,7 +317,9 @@ def test_an_unfinished_run_is_not_given_up(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load(path)["chains/0/w"], expected()["w"])
 
 
-@pytest.mark.parametrize("step", ["merge.create_columns", "merge.copied", "complete.add_results"])
+@pytest.mark.parametrize(
+    "step", ["merge.joiner.create_columns", "merge.joiner._copied", "write.finish._verify"]
+)
 def test_a_stop_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -362,7 +341,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("gradscope.storage.disk.write", full)
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(OutputError, match="the disk is full"):
         merge(files, tmp_path / "o.h5")
     assert names(tmp_path) == before
@@ -441,7 +420,7 @@ def _resealed(path: Path, change: Callable[[h5py.File], None]) -> None:
     with h5py.File(path, "r+") as file:
         change(file)
     with path.open("r+b") as raw:
-        integrity.write_seal(raw.fileno(), NONE)
+        write_seal(raw.fileno(), NO_RECORDS)
 
 
 @pytest.mark.parametrize(

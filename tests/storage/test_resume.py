@@ -11,7 +11,7 @@ import torch
 
 from gradscope.errors import OutputError
 from gradscope.storage import FilePlan, open_file, open_writer
-from gradscope.storage.resume import locked
+from gradscope.storage.format.files import locked
 from tests.storage.example import BATCH, DATA, PLAN, N, load, names, rows, same, write
 
 
@@ -44,12 +44,12 @@ def test_states_changed_after_append_are_kept_as_they_were(tmp_path: Path) -> No
 def test_states_too_large_to_copy_are_kept_from_the_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradscope.storage.writer.KEEP_BYTES", 4)
+    monkeypatch.setattr("gradscope.storage.write.writer.KEEP_BYTES", 4)
     path, total = tmp_path / "o.h5", torch.zeros(3)
     with pytest.raises(KeyboardInterrupt), open_writer(path, PLAN) as writer:
         for start, seconds in ((0, 0.0), (16, 60.0)):  # the second batch is not committed
-            monkeypatch.setattr("gradscope.storage.commits.COMMIT_SECONDS", seconds)
-            monkeypatch.setattr("gradscope.storage.commits.COMMIT_SHARE", 0)
+            monkeypatch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", seconds)
+            monkeypatch.setattr("gradscope.storage.write.journal.COMMIT_SHARE", 0)
             writer.append(rows(start, start + 16), {"chain:1": {"n": total}})
             total += 1
         raise KeyboardInterrupt
@@ -237,7 +237,7 @@ def test_a_file_that_another_process_finished_meanwhile_is_not_replaced(
         with plain(part) as descriptor:
             yield descriptor
 
-    monkeypatch.setattr("gradscope.storage.resume.locked", late)
+    monkeypatch.setattr("gradscope.storage.write.writer.locked", late)
     with pytest.raises(OutputError, match="another process has just written this file"):
         write(tmp_path / "o.h5", resume=resume)
     assert (tmp_path / "o.h5").read_bytes() == old

@@ -11,8 +11,9 @@ import xarray
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock
 from gradscope.errors import SpecError
-from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer, scales
-from gradscope.storage.names import escape, unescape
+from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
+from gradscope.storage.format.numbers import escape, unescape
+from gradscope.storage.write.create import attach_scales
 from tests.storage.example import (
     DATA,
     PLAN,
@@ -188,7 +189,7 @@ def test_empty_and_large_parameters(tmp_path: Path) -> None:
 def test_computed_blocks_are_written_by_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradscope.storage.columns.PART_BYTES", 400)  # two rows and some
+    monkeypatch.setattr("gradscope.storage.write.region.PART_BYTES", 400)  # two rows and some
 
     def make(start: int, stop: int) -> Gradients:
         return Gradients({"w": MappedBlock(DenseBlock(DATA["w"][start:stop].double()), torch.sin)})
@@ -249,7 +250,7 @@ def test_many_parameters_share_the_sample_axis(tmp_path: Path) -> None:
             file.create_group(name)
         for k in range(4100):
             file.create_dataset(f"norms/p{k}", (2,), "f4")
-        scales.attach_all(file)
+        attach_scales(file)
         assert len(file["sample"].attrs["REFERENCE_LIST"]) == 4100
         assert file["norms/p4099"].dims[0][0] == file["sample"]
 

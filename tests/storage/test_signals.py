@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.storage import disk, open_writer
-from gradscope.storage.signals import deferred
-from gradscope.storage.stream import Piece
+from gradscope.storage import deferred, open_writer
 from tests.storage.example import PLAN, load, rows, same, write
 
 
@@ -45,18 +43,18 @@ def test_ctrl_c_within_a_write_keeps_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "whole.h5")
-    plain = disk._write_run
+    plain = os.pwrite
 
-    def interrupted(descriptor: int, run: list[Piece]) -> None:
+    def interrupted(descriptor: int, data: memoryview, at: int) -> int:
         os.kill(os.getpid(), signal.SIGINT)
-        plain(descriptor, run)
+        return plain(descriptor, data, at)
 
     with (
         pytest.raises(KeyboardInterrupt),
         open_writer(tmp_path / "o.h5", PLAN) as writer,
         monkeypatch.context() as patch,
     ):
-        patch.setattr(disk, "_write_run", interrupted)
+        patch.setattr(os, "pwrite", interrupted)
         writer.append(rows(0, 16), writer.states)
     with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
         assert writer.completed == 16

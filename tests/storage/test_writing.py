@@ -76,16 +76,12 @@ def test_the_operating_system_may_take_and_give_less_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int | None
 ) -> None:
     write(tmp_path / "whole.h5")
-    take, take_one, give = os.pwritev, os.pwrite, os.preadv
-
-    def some(descriptor: int, parts: Sequence[Any], offset: int) -> int:
-        return take(descriptor, [b"".join(parts)[:1000]], offset)
+    take, give = os.pwrite, os.preadv
 
     def few(descriptor: int, parts: Sequence[Any], offset: int) -> int:
         return give(descriptor, [memoryview(parts[0])[:700]], offset)
 
-    monkeypatch.setattr("os.pwritev", some)
-    monkeypatch.setattr("os.pwrite", lambda d, data, at: take_one(d, data[:1500], at))
+    monkeypatch.setattr("os.pwrite", lambda d, data, at: take(d, data[:1500], at))
     monkeypatch.setattr("os.preadv", few)
     if stop_at is not None:
         with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ Shapes: n sample, b batch, p row, k contracted, q column.
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.rules import rules
+from gradscope.backends.expand.facts import rules
 from gradscope.backends.expand.tensor import Samples, fold, is_shared, unfold
 
 Scalar = int | float | complex

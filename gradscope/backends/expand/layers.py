@@ -1,0 +1,251 @@
+"""Layers: convolutions, normalisation, fused attention.
+
+Convolutions by shared weights take the samples as more images, others take them as groups.
+
+Shapes: n sample, b row or image, c channel, then the spatial axes; in attention h head, t query
+position, s key position, d feature.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from gradscope.backends.expand.facts import aten, named, rules
+from gradscope.backends.expand.tensor import Samples, fold, is_shared, leaves, unfold
+
+
+def as_groups(images: Tensor) -> Tensor:
+    """Reshape (n, b, c, ...) to (b, n·c, ...)."""
+    return images.transpose(0, 1).flatten(1, 2)
+
+
+def from_groups(images: Tensor, n: int) -> Tensor:
+    """Reshape (b, n·c, ...) to (n, b, c, ...)."""
+    b, channels, *spatial = images.shape
+    return images.reshape(b, n, channels // n, *spatial).transpose(0, 1)
+
+
+def _channels(affine: Tensor, like: Tensor) -> Tensor:
+    """Align (n, c) with `like` (n, b, c, ...)."""
+    return affine[(slice(None), None, slice(None), *[None] * (like.dim() - 3))]
+
+
+def _trailing(affine: Tensor, like: Tensor) -> Tensor:
+    """Align (n, *shape) with `like` (n, ..., *shape)."""
+    return affine[(slice(None), *[None] * (like.dim() - affine.dim()))]
+
+
+@rules.register("convolution.default")
+def convolution(
+    s: Samples, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
+    """Convolve, transposed or not; geometry ends with the number of groups."""
+    px, pw = s.of(x), s.of(weight)
+    if is_shared(pw):
+        out: Tensor = unfold(aten.convolution(fold(px), pw[0], None, *geometry), s.n)
+    else:
+        *rest, groups = geometry
+        out = aten.convolution(as_groups(px), fold(pw), None, *rest, groups * s.n)
+        out = from_groups(out, s.n)
+    if bias is None:
+        return out
+    return out + _channels(s.of(bias), out)
+
+
+@rules.register("convolution_backward.default")
+def convolution_backward(
+    s: Samples,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    *geometry: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the images, the weight and the bias, those the mask asks for."""
+    *rest, groups, mask = geometry
+    pg, px, pw = s.of(grad), s.of(x), s.of(weight)
+    to_x = to_weight = to_bias = None
+    if mask[0] and is_shared(pw):
+        folded = (fold(pg), fold(px), pw[0], None)
+        to_x = aten.convolution_backward(*folded, *rest, groups, [True, False, False])[0]
+        to_x = unfold(to_x, s.n)
+    if mask[1] or (mask[0] and to_x is None):
+        wanted = [mask[0] and to_x is None, mask[1], False]
+        grouped = (as_groups(pg), as_groups(px), fold(pw), None)
+        found = aten.convolution_backward(*grouped, *rest, groups * s.n, wanted)
+        to_x = from_groups(found[0], s.n) if wanted[0] else to_x
+        to_weight = unfold(found[1], s.n) if mask[1] else None
+    if mask[2]:
+        to_bias = pg.sum([1, *range(3, pg.dim())])
+    return to_x, to_weight, to_bias
+
+
+@rules.register("native_layer_norm.default")
+def layer_norm(
+    s: Samples, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise over the trailing axes `shape`; the affine map is applied on its own."""
+    out, mean, rstd = aten.native_layer_norm(s.of(x), shape, None, None, eps)
+    if weight is not None:
+        out = out * _trailing(s.of(weight), out)
+    if bias is not None:
+        out = out + _trailing(s.of(bias), out)
+    return out, mean, rstd
+
+
+@rules.register("native_layer_norm_backward.default")
+def layer_norm_backward(
+    s: Samples,
+    grad: Tensor,
+    x: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the input, the weight and the bias, those the mask asks for."""
+    pg, px, pm, pr = s.of(grad), s.of(x), s.of(mean), s.of(rstd)
+    rows = list(range(1, px.dim() - len(shape)))
+    to_x = to_weight = to_bias = None
+    if mask[0]:
+        scaled = pg if weight is None else pg * _trailing(s.of(weight), pg)
+        inner = (scaled, px, shape, pm, pr, None, None, [True, False, False])
+        to_x = aten.native_layer_norm_backward(*inner)[0]
+    if mask[1]:
+        to_weight = pg * (px - pm) * pr
+        to_weight = to_weight.sum(rows) if rows else to_weight
+    if mask[2]:
+        to_bias = pg.sum(rows) if rows else pg
+    return to_x, to_weight, to_bias
+
+
+@rules.register("native_group_norm.default")
+def group_norm(
+    s: Samples,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    b: int,
+    c: int,
+    spatial: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise groups of channels; the samples are rows."""
+    px = s.of(x)
+    folded = fold(px).contiguous()
+    out, mean, rstd = aten.native_group_norm(folded, None, None, s.n * b, c, spatial, groups, eps)
+    out = unfold(out, s.n)
+    if weight is not None:
+        out = out * _channels(s.of(weight), out)
+    if bias is not None:
+        out = out + _channels(s.of(bias), out)
+    return out, unfold(mean, s.n), unfold(rstd, s.n)
+
+
+@rules.register("native_group_norm_backward.default")
+def group_norm_backward(
+    s: Samples,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    b: int,
+    c: int,
+    spatial: int,
+    groups: int,
+    mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the input, the weight and the bias, those the mask asks for."""
+    pg, px, pm, pr = s.of(grad), s.of(x), s.of(mean), s.of(rstd)  # pm, pr: (n, b, groups)
+    to_x = to_weight = to_bias = None
+    if mask[0]:
+        scaled = pg if weight is None else pg * _channels(s.of(weight), pg)
+        first = [fold(t).contiguous() for t in (scaled, px, pm, pr)]
+        sizes = (s.n * b, c, spatial, groups)
+        found = aten.native_group_norm_backward(*first, None, *sizes, [True, False, False])
+        to_x = unfold(found[0], s.n)
+    per_channel = pg.reshape(s.n, b, c, spatial)
+    if mask[1]:
+        grouped = px.reshape(s.n, b, groups, c // groups, spatial)
+        normal = (grouped - pm[..., None, None]) * pr[..., None, None]
+        to_weight = (per_channel * normal.reshape_as(per_channel)).sum((1, 3))
+    if mask[2]:
+        to_bias = per_channel.sum((1, 3))
+    return to_x, to_weight, to_bias
+
+
+def _flat(s: Samples, t: Tensor | None) -> Tensor | None:
+    """Return (n, c) as (n·c,), a view where it is written to."""
+    return None if t is None else s.of(t).reshape(-1)
+
+
+def _saved(s: Samples, t: Tensor) -> Tensor:
+    """Return saved statistics (n·c,), or (0,) in eval mode, as (n, c) or (n, 0)."""
+    return t.reshape(s.n, -1) if t.numel() else t.new_empty(s.n, 0)
+
+
+@rules.register("native_batch_norm.default")
+def batch_norm(
+    s: Samples,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise each sample's channels by its own or by running statistics."""
+    flat = [_flat(s, t) for t in (weight, bias, mean, var)]
+    out, *saved = aten.native_batch_norm(as_groups(s.of(x)), *flat, training, *rest)
+    return from_groups(out, s.n), _saved(s, saved[0]), _saved(s, saved[1])
+
+
+@rules.register("native_batch_norm_backward.default")
+def batch_norm_backward(
+    s: Samples,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    saved_mean: Tensor | None,
+    saved_rstd: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the input, the weight and the bias, those the mask asks for."""
+    flat = [_flat(s, t) for t in (weight, mean, var, saved_mean, saved_rstd)]
+    groups = (as_groups(s.of(grad)), as_groups(s.of(x)))
+    to_x, *affine = aten.native_batch_norm_backward(*groups, *flat, *rest)
+    to_affine = [None if t is None else t.reshape(s.n, -1) for t in affine]
+    return (None if to_x is None else from_groups(to_x, s.n)), to_affine[0], to_affine[1]
+
+
+def _mask(s: Samples, mask: Tensor | None, b: int) -> Tensor | None:
+    """Return a mask of shape (t, s) or (b or 1, h or 1, t, s) for the rows n·b."""
+    if mask is None:
+        return None
+    physical = s.of(mask)
+    if mask.dim() == 2:
+        physical = physical[:, None, None]
+    n, _, h, *last = physical.shape
+    return fold(physical.expand(n, b, h, *last))
+
+
+def _attention(key: str) -> None:
+    """Fused attention and its backward pass: the samples are rows."""
+    func = named(key)
+
+    @rules.register(key)
+    def rule(s: Samples, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        mine = leaves(lambda t: fold(s.of(t)), args)
+        mask = _mask(s, attn_mask, args[0].shape[0])
+        return leaves(lambda t: unfold(t, s.n), func(*mine, attn_mask=mask, **kwargs))
+
+
+_attention("_scaled_dot_product_flash_attention_for_cpu.default")
+_attention("_scaled_dot_product_flash_attention_for_cpu_backward.default")

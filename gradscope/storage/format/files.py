@@ -1,0 +1,267 @@
+"""Files on the disk: reading, writing and locking them, and errors of the system in our words."""
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from gradscope.core.libc import function
+from gradscope.core.shortage import is_shortage
+from gradscope.errors import OutputError, ResultFileError
+
+if sys.platform != "win32":
+    import fcntl
+
+_SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
+_NAME_BYTES = 255
+
+
+def read_into(descriptor: int, out: memoryview, offset: int) -> int:
+    """Fill `out` with the bytes of a file from `offset` on; return how many there were."""
+    done = 0
+    while done < len(out) and (count := os.preadv(descriptor, [out[done:]], offset + done)):
+        done += count
+    return done
+
+
+def read(descriptor: int, size: int, offset: int) -> np.ndarray:
+    """Return the bytes (m,) uint8 of a file from `offset` on, up to its end."""
+    found = np.empty(size, np.uint8)
+    return found[: read_into(descriptor, found.data, offset)]
+
+
+def write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data`: the system may take less at a time."""
+    view = memoryview(data)
+    while len(view):
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def sync_folder(path: Path) -> None:
+    """Make the name of a file durable, which is another sync than that of its bytes."""
+    if os.name != "posix":
+        return
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _reserve(descriptor: int) -> None:
+    """Have the disk keep space for all of a file, where it can: holes read as zeros as before.
+
+    Raises:
+        OSError: There is not enough space.
+    """
+    call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    size = os.fstat(descriptor).st_size
+    if call is None or not size or call(descriptor, 0, 0, size) == 0:
+        return
+    number = ctypes.get_errno()
+    if number in _FULL:
+        raise OSError(number, os.strerror(number))
+
+
+def secure_space(part: Path, descriptor: int) -> None:
+    """Refuse a file that is laid out but will not fit on its disk; take the space where that works.
+
+    Raises:
+        OutputError: The disk has less space than the file still needs.
+        OSError: The same, said by the system.
+    """
+    status = part.stat()
+    missing = status.st_size - 512 * getattr(status, "st_blocks", 0)
+    free = shutil.disk_usage(part.parent).free
+    if missing > free:
+        raise OutputError(
+            f"the file needs {missing:,} more bytes, the disk has {free:,}",
+            where=str(part),
+            remedy=f"Choose another disk, {_SMALLER}.",
+        )
+    _reserve(descriptor)
+
+
+@contextmanager
+def locked(part: Path) -> Iterator[int]:
+    """Open a `.part` for this process alone, and yield its descriptor.
+
+    Raises:
+        OutputError: Another process is writing it.
+    """
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, part)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, part: Path) -> None:
+    busy = OutputError(
+        "another process is writing this file",
+        where=str(part),
+        remedy="Wait for it to end, or choose another name.",
+    )
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise busy from error
+    with suppress(FileNotFoundError):
+        if os.path.samestat(part.stat(), os.fstat(descriptor)):
+            return
+    raise busy  # the other process finished between our opening and our locking
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let the handlers of SIGINT and SIGTERM run after the body: one that raises breaks HDF5."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                handlers[number] = signal.signal(number, lambda *s: arrived.append(s))
+        yield
+    finally:
+        for known, handler in handlers.items():
+            signal.signal(known, handler)
+        for came, frame in arrived:
+            handlers[came](came, frame)
+
+
+@contextmanager
+def writing(path: Path, *, again: bool = False) -> Iterator[None]:
+    """Turn what is raised while `path` is written into an `OutputError` with its remedy.
+
+    A signal that arrives meanwhile is handled afterwards.
+
+    Args:
+        path: The file.
+        again: Raise a shortage of memory as it is: the caller tries again with smaller parts.
+    """
+    try:
+        with deferred():
+            yield
+    except (OSError, RuntimeError, MemoryError, KeyError, ValueError) as error:
+        if isinstance(error, KeyError | ValueError) and not _is_of_hdf5(error):
+            raise
+        if again and is_shortage(error) and not isinstance(error, OSError):
+            raise
+        number = _number(error)
+        if is_shortage(error):
+            what, remedy = f"memory ran out: {_line(error)}", "Free some, and give --resume."
+        elif number in _FULL:
+            what = "the disk is full, or a limit on the file's size is reached"
+            remedy = f"Free space and go on with --resume, {_SMALLER}."
+        elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what, remedy = "the folder cannot be written to", "Choose another place."
+        elif number == errno.EAGAIN:
+            what, remedy = "another process has the file open", "Close it, and give --resume."
+        else:
+            what = f"writing failed: {_line(error)}"
+            remedy = "Check the path and the disk; what is complete is kept for --resume."
+        raise OutputError(what, where=str(path), remedy=remedy) from error
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Turn what HDF5 raises while `where` is read into a `ResultFileError`."""
+    try:
+        yield
+    except ResultFileError as error:
+        raise error if error.where else error.at(where) from error.__cause__
+    except (OSError, RuntimeError, KeyError, ValueError, MemoryError) as error:
+        if is_shortage(error):
+            raise ResultFileError(
+                f"memory does not suffice for what is to be read ({_line(error)})",
+                where=where,
+                remedy="Read fewer rows at a time. If one is too much, the file may claim more "
+                "than any run has written.",
+            ) from error
+        closed = "identifier" in str(error)
+        raise ResultFileError(
+            "the file is closed" if closed else f"its data are damaged ({_line(error)})",
+            where=where,
+            remedy=(
+                "Read it inside the with statement that opened it."
+                if closed
+                else "A checksum or the structure does not match what was written; take another "
+                "copy of the file, or compute it again."
+            ),
+        ) from error
+
+
+def require_place(path: Path, suffix: str = "") -> None:
+    """Refuse a file whose folder is not there, or whose name is too long for it.
+
+    Args:
+        path: The file.
+        suffix: What is put behind its name while it is written.
+
+    Raises:
+        OutputError: It cannot be there.
+    """
+    folder = path.absolute().parent
+    if not os.path.isdir(folder):  # noqa: PTH112 (which raises where a name is too long)
+        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+    require_short(path, suffix)
+
+
+def require_short(path: Path, suffix: str = "") -> None:
+    """Refuse a file whose name is too long, with what is put behind it while it is written."""
+    over = excess(path.name + suffix, path.absolute().parent)
+    if over > 0:
+        behind = f", since {suffix} is put behind it while it is written" if suffix else ""
+        raise OutputError(
+            f"the name is {over} bytes too long for the disk{behind}",
+            where=str(path),
+            remedy="Choose a shorter one.",
+        )
+
+
+def excess(name: str, folder: Path) -> int:
+    """Return by how many bytes a name is too long for a file in a folder."""
+    most = _NAME_BYTES
+    with suppress(AttributeError, OSError):  # elsewhere than on Unix, or there is no such folder
+        most = os.pathconf(folder, "PC_NAME_MAX")
+    return max(0, len(os.fsencode(name)) - most)
+
+
+def _is_of_hdf5(error: Exception) -> bool:
+    """Whether h5py raised it: what HDF5 cannot read becomes an error of any of these kinds."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith("h5py/")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _number(error: Exception) -> int | None:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = re.search(r"errno = (\d+)", str(error))
+    return int(found[1]) if found else None

@@ -1,0 +1,203 @@
+"""The form in which a parameter's rows are stored: dense, or as the factors of their blocks.
+
+kind "outer": left (N, k, t, r) and right (N, k, t, c); kind "scatter": index (N, t) and
+rows (N, t, d). Half precision would round twice, so such factors are kept in float32, except those
+that are bfloat16 themselves: they lose nothing, and everyone reads them as float32.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
+from gradscope.config import Compression
+from gradscope.storage.format.layout import (
+    KINDS,
+    TABLES,
+    Array,
+    Shape,
+    compression_of,
+    rows_array,
+    set_compression,
+)
+from gradscope.storage.format.numbers import (
+    format_of,
+    h5_type,
+    name_of,
+    named,
+    stored_dtype,
+    text_type,
+    unescape,
+)
+from gradscope.storage.plan import FilePlan
+
+DENSE = ""  # the name of the only data set of a dense column
+
+_TEXT = h5py.string_dtype()
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a column's rows are stored, apart from how many they are.
+
+    Attributes:
+        shape: Of one row.
+        dtype: Of dense rows.
+        kind: Of its factors; None for dense rows.
+        factors: The row shape and the format of each factor, by its name in the group.
+        text: The bytes of each entry where they are texts.
+        compression: Of all its data sets.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    kind: str | None = None
+    factors: Mapping[str, tuple[Shape, torch.dtype]] = field(default_factory=dict)
+    text: int | None = None
+    compression: Compression | None = None
+
+    @property
+    def dense(self) -> "Form":
+        """The form of the same rows without factors."""
+        return replace(self, kind=None, factors={})
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Shape, torch.dtype]]:
+        """The row shape and the format of each data set."""
+        return self.factors if self.kind else {DENSE: (self.shape, self.dtype)}
+
+    def arrays(self, n: int, batch: int) -> dict[str, Array]:
+        """Return the data sets of n rows that come `batch` at a time."""
+        return {
+            part: rows_array((n, *shape), dtype, batch, self.compression)
+            for part, (shape, dtype) in self.parts.items()
+        }
+
+
+def form_of(block: Block, plan: FilePlan) -> Form:
+    """Return in what form a parameter's rows will be stored, by the first batch's block."""
+    dtype = stored_dtype(block.dtype, plan.dtype)
+    dense = Form(block.shape, dtype, compression=plan.compression)
+    found = None if plan.layout == "dense" else factors_of(block)  # patches need not be made
+    if found is None:
+        return dense
+    kind, factors = found
+    stored = {k: (tuple(f.shape[1:]), _factor_dtype(f, plan.dtype)) for k, f in factors.items()}
+    size = sum(prod(shape) * kept.itemsize for shape, kept in stored.values())
+    if plan.layout == "auto" and size >= prod(block.shape) * dtype.itemsize:
+        return dense
+    return replace(dense, kind=kind, factors=stored)
+
+
+def stored_form(item: h5py.HLObject) -> Form:
+    """Return in what form a column of a file is."""
+    if isinstance(item, h5py.Dataset):
+        text = item.dtype.itemsize if item.dtype.kind == "S" else None
+        shape = tuple(item.shape[1:])
+        return Form(shape, format_of(item), text=text, compression=compression_of(item))
+    kind = str(item.attrs["kind"])
+    return Form(
+        shape=tuple(int(s) for s in item.attrs["shape"]),
+        dtype=named(str(item.attrs["dtype"])),
+        kind=kind,
+        factors={k: (tuple(item[k].shape[1:]), format_of(item[k])) for k in KINDS[kind]},
+        compression=compression_of(item[KINDS[kind][0]]),
+    )
+
+
+def factors_of(block: Block) -> tuple[str, dict[str, Tensor]] | None:
+    """Return the kind and the factors (n, ...) of a block that has some, else None."""
+    if isinstance(block, ConvolutionBlock):
+        block = block.outer
+    if isinstance(block, OuterBlock):
+        return "outer", {"left": block.left, "right": block.right}
+    if isinstance(block, ScatterBlock):
+        return "scatter", {"index": block.index, "rows": block.rows}
+    return None
+
+
+def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
+    """Create a data set whose chunks have checksums; allocated at once unless it is compressed."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_obj_track_times(False)  # the same run gives the same bytes
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    if array.chunks is not None:
+        plist.set_chunk(array.chunks)
+        if array.compression is not None:
+            plist.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR)  # chunk sizes are not known yet
+            set_compression(plist, array.compression)
+        plist.set_fletcher32()
+    shape = array.shape
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    kind = h5_type(array.dtype) if array.text is None else text_type(array.text)
+    made = h5py.h5d.create(group.id, name.encode(), kind, space, plist, utf8_links())
+    return h5py.Dataset(made)
+
+
+@cache
+def utf8_links() -> h5py.h5p.PropLCID:
+    """Return how names are stored."""
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return links
+
+
+def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.dtype) -> None:
+    """Write a new attribute: as `item.attrs` does, in a third of its time."""
+    scalar = h5py.h5s.create(h5py.h5s.SCALAR)
+    space = h5py.h5s.create_simple(values.shape) if values.shape else scalar
+    made = h5py.h5a.create(item.id, name.encode(), h5py.h5t.py_create(kind, logical=True), space)
+    made.write(values, h5py.h5t.py_create(kind))
+
+
+def create_column(file: h5py.File, path: str, form: Form, n: int, batch: int) -> None:
+    """Create the place for n rows of a table or a parameter."""
+    place, _, escaped = path.rpartition("/")
+    group, name = file[place], unescape(escaped)
+    if in_table(path):
+        made = create(group, escaped, Array((n,), form.dtype, None, form.text))
+        if place == "/norms":
+            describe(made, name, "dense")
+    elif form.kind is None:
+        describe(create(group, escaped, form.arrays(n, batch)[DENSE]), name, "dense")
+    else:
+        factors = factors_group(group, escaped, form)
+        for part, array in form.arrays(n, batch).items():
+            create(factors, part, array)
+
+
+def factors_group(chain: h5py.Group, escaped: str, form: Form) -> h5py.Group:
+    """Create the group for a parameter's factors."""
+    group = chain.create_group(escaped)
+    describe(group, unescape(escaped), "factored")
+    group.attrs["kind"] = form.kind
+    group.attrs["shape"] = np.array(form.shape, np.int64)
+    group.attrs["dtype"] = name_of(form.dtype)
+    return group
+
+
+def describe(item: h5py.HLObject, name: str, representation: str) -> None:
+    """Record the parameter's own name, unless HDF5 text cannot hold it, and the structure."""
+    if "\0" not in name and not any("\ud800" <= c <= "\udfff" for c in name):
+        put_attribute(item, "name", np.array(name, object), _TEXT)
+    put_attribute(item, "representation", np.array(representation, object), _TEXT)
+
+
+def in_table(path: str) -> bool:
+    """Whether a column is one of the light tables, not of a chain."""
+    return path.split("/")[1] in TABLES
+
+
+def _factor_dtype(factor: Tensor, wanted: torch.dtype) -> torch.dtype:
+    """Return the number format a factor is stored in."""
+    if not factor.is_floating_point() and not factor.is_complex():
+        return torch.int64
+    dtype = stored_dtype(factor.dtype, wanted)
+    kept = dtype.itemsize > 2 or dtype == factor.dtype == torch.bfloat16
+    return dtype if kept else torch.float32

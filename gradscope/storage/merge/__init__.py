@@ -1,0 +1,1 @@
+"""Joining the files of one run."""

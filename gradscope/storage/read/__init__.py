@@ -1,0 +1,1 @@
+"""Reading a result file, which is checked before anything of it is used."""

@@ -1,0 +1,270 @@
+"""Arrays of a result file, read by row when asked, whichever way they are stored."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from types import EllipsisType
+
+import h5py
+import numpy as np
+import torch
+
+from gradscope.blocks import Block, OuterBlock, ScatterBlock
+from gradscope.errors import ResultFileError
+from gradscope.storage.format.files import reading
+from gradscope.storage.format.layout import AXES, KEYS, KINDS
+from gradscope.storage.format.numbers import as_numpy, named, numpy_dtype, unescape
+from gradscope.storage.read.checks import REMEDY, Checks
+
+Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
+
+
+class StoredArray:
+    """One parameter's array in the file.
+
+    Attributes:
+        name: The parameter's name.
+        representation: "dense" or "factored".
+        shape: (N, *shape) for rows, (*shape) for an aggregate.
+        dtype: The dtype of what is returned: float32 also where bfloat16 is stored.
+    """
+
+    def __init__(self, name: str, item: h5py.HLObject, checks: Checks) -> None:
+        self.name = name
+        self._item, self._checks = item, checks
+        self._where = f"{item.file.filename}: {item.name}"
+        if isinstance(item, h5py.Dataset):
+            self.representation = "dense"
+            self.shape = tuple(int(s) for s in item.shape)
+            self.dtype = item.dtype
+        else:
+            with reading(self._where):
+                self.representation = "factored"
+                self.shape = _factored_shape(item, self._where)
+                self.dtype = numpy_dtype(named(str(item.attrs["dtype"])))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes it takes in the file."""
+        is_dense = isinstance(self._item, h5py.Dataset)
+        own = [self._item] if is_dense else [self._item[k] for k in self._item if k in AXES]
+        return sum(int(dataset.id.get_storage_size()) for dataset in own)
+
+    @property
+    def overflowed(self) -> int:
+        """How many of its numbers were finite, but are infinite in the stored format."""
+        with reading(self._where):
+            return int(self._item.attrs.get("overflowed", 0))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Selection) -> np.ndarray:
+        """Return the entries `rows` of the first axis: all the others are whole.
+
+        Raises:
+            ResultFileError: The data are damaged.
+            IndexError: A row does not exist.
+        """
+        if not self.shape:
+            with reading(self._where):
+                return self._checks.whole(self._item)
+        if isinstance(rows, EllipsisType):
+            return self._read(0, self.shape[0])
+        if isinstance(rows, int | np.integer):
+            position = range(self.shape[0])[rows]
+            one: np.ndarray = self._read(position, position + 1)[0]
+            return one
+        if not isinstance(rows, slice):
+            return self._listed(np.asarray(rows))
+        chosen = range(self.shape[0])[rows]
+        if len(chosen) == 0:
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        if abs(chosen.step) > 1:
+            return self._listed(np.array(chosen))
+        found = self._read(min(chosen), max(chosen) + 1)
+        return found if chosen.step == 1 else found[::-1]
+
+    def _listed(self, rows: np.ndarray) -> np.ndarray:
+        """Read each run of neighbouring rows once, then put them in the order asked for."""
+        positions = np.arange(self.shape[0])[rows.astype(int) if rows.size == 0 else rows]
+        wanted, order = np.unique(positions, return_inverse=True)
+        with reading(self._where):
+            found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+        at = 0
+        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1):
+            if len(run):
+                found[at : at + len(run)] = self._read(int(run[0]), int(run[-1]) + 1)
+                at += len(run)
+        return found[order]
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        with reading(self._where):
+            if isinstance(self._item, h5py.Group):
+                return dense_rows(self._item, slice(start, stop), self._checks)
+            return self._checks.rows(self._item, start, stop)
+
+    def __repr__(self) -> str:
+        return f"<StoredArray {self.name!r} {self.shape} {self.dtype} {self.representation}>"
+
+
+Make = Callable[[str, h5py.HLObject, Checks], StoredArray]
+
+
+class ArraysByName(Mapping[str, StoredArray]):
+    """Arrays of a group by parameter name, in the model's order."""
+
+    def __init__(
+        self, group: h5py.Group, checks: Checks, order: list[str], make: Make = StoredArray
+    ) -> None:
+        found = {unescape(name): name for name in group}
+        known = set(order)
+        names = [*(n for n in order if n in found), *(n for n in found if n not in known)]
+        self._make, self._group, self._checks = make, group, checks
+        self._keys = {name: found[name] for name in names}
+        self._arrays: dict[str, StoredArray] = {}
+
+    def __getitem__(self, name: str) -> StoredArray:
+        key = self._keys[name]
+        if name not in self._arrays:
+            with reading(f"{self._group.file.filename}: {self._group.name}"):
+                self._arrays[name] = self._make(name, self._group[key], self._checks)
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class StoredChain(ArraysByName):
+    """One chain: {name: StoredArray}.
+
+    Attributes:
+        text: The chain's canonical spelling.
+        reduced: Whether its arrays are aggregates rather than rows.
+    """
+
+    def __init__(
+        self, group: h5py.Group, checks: Checks, order: list[str], make: Make = StoredArray
+    ) -> None:
+        super().__init__(group, checks, order, make)
+        self.text = str(group.attrs["chain"])
+        self.reduced = bool(group.attrs["reduced"])
+
+
+class Norms(Mapping[str, np.ndarray]):
+    """{parameter: (N,)}, each read and checked when asked for."""
+
+    def __init__(self, group: h5py.Group, checks: Checks, order: list[str]) -> None:
+        self._checks = checks
+        self._group, self._keys = group, {unescape(name): name for name in group}
+        self._names = [n for n in order if n in self._keys]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return column(self._group[self._keys[name]], self._checks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class StoredStates(Mapping[str, np.ndarray]):
+    """The state of one reducer: {key: tensor}, each read when asked for.
+
+    Raises:
+        ResultFileError: The list of its keys is none.
+    """
+
+    def __init__(self, group: h5py.Group, checks: Checks) -> None:
+        self._group, self._checks = group, checks
+        self._places: dict[str, tuple[str, int | None, tuple[int, ...]]] = {
+            unescape(name): (name, None, ())
+            for name in group  # as in the first version
+        }
+        if KEYS in group.attrs:
+            self._places, ends = {}, dict.fromkeys(group, 0)
+            for key, name, shape in json.loads(group.attrs[KEYS]):
+                self._places[key] = name, ends[name], tuple(shape)
+                ends[name] += prod(shape)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        name, start, shape = self._places[key]
+        with reading(f"{self._group.file.filename}: {self._group.name}"):
+            dataset = self._group[name]
+            if start is None:
+                return self._checks.whole(dataset)
+            return self._checks.rows(dataset, start, start + prod(shape)).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.ndarray:
+    """Return a column (N,) of a table; texts as text, or as stored without `decode`.
+
+    Raises:
+        ResultFileError: It is damaged.
+    """
+    where = f"{dataset.file.filename}: {dataset.name}"
+    with reading(where):
+        values = checks.whole(dataset)
+        wanted = dataset.attrs.get("sha256")  # of files of the first version
+    digest = wanted and hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()
+    if digest != wanted:
+        raise ResultFileError(
+            "the column's data are damaged: its checksum does not match",
+            where=where,
+            remedy=REMEDY,
+        )
+    return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
+
+
+def dense_rows(group: h5py.Group, rows: slice, checks: Checks) -> np.ndarray:
+    """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype.
+
+    Raises:
+        ResultFileError: The factors are damaged, or a scatter's index points outside its table.
+    """
+    kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
+    read = (checks.rows(group[name], rows.start, rows.stop) for name in KINDS[kind])
+    first, second = (torch.from_numpy(factor) for factor in read)
+    block: Block
+    if kind == "outer":
+        block = OuterBlock(first, second, shape)
+    else:
+        if first.numel() and not 0 <= int(first.min()) <= int(first.max()) < shape[0]:
+            raise ResultFileError(
+                f"an index points outside the table of {shape[0]} rows",
+                where=f"{group.file.filename}: {group.name}",
+                remedy="The file is damaged; compute it again.",
+            )
+        block = ScatterBlock(first, second, shape[0])
+    return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
+
+
+def _factored_shape(group: h5py.Group, where: str) -> tuple[int, ...]:
+    """Return (N, *shape), having checked that the factors make up such an array."""
+    shape = tuple(int(s) for s in group.attrs["shape"])
+    first, second = (group[name] for name in KINDS[str(group.attrs["kind"])])
+    n, t = first.shape[0], first.shape[-2] if first.ndim == 4 else first.shape[-1]
+    if first.ndim == 4:  # outer
+        fits = second.ndim == 4 and second.shape[:3] == (n, first.shape[1], t)
+        fits = fits and first.shape[1] * first.shape[3] * second.shape[3] == prod(shape)
+    else:
+        fits = first.ndim == 2 and second.ndim == 3 and second.shape[:2] == (n, t)
+        fits = fits and len(shape) == 2 and second.shape[2] == shape[1]
+    if not fits or min(shape, default=1) < 0:
+        raise ResultFileError(
+            f"factors of {first.shape} and {second.shape} do not make an array of {shape}",
+            where=where,
+            remedy="The file is damaged; compute it again.",
+        )
+    return (n, *shape)

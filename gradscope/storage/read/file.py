@@ -1,0 +1,315 @@
+"""Result files, open for reading; also virtual ones, whose rows stay in other files.
+
+HDF5 reads a missing source of a virtual data set as fill values and says nothing. So rows are not
+read through it here: each source is opened as a result file of its own, with all its checks.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+
+from gradscope.errors import ResultFileError, SpecError
+from gradscope.storage.format.files import reading
+from gradscope.storage.format.layout import SOURCES
+from gradscope.storage.format.numbers import escape, unescape
+from gradscope.storage.format.seal import seal_of
+from gradscope.storage.read.arrays import Norms, StoredArray, StoredChain, StoredStates, column
+from gradscope.storage.read.checks import Checks
+from gradscope.storage.read.opening import Opened, document, opened, opened_again
+
+_BATCH_BYTES = 2**28  # of dense rows, unless the caller says how many
+_MOST_ROWS = 256
+_OPEN = 4  # sources that are kept open
+
+
+class GradientFile:
+    """An open result file.
+
+    Attributes:
+        path: Where it is.
+        hdf5: The open HDF5 file, for what has no name here.
+        attributes: The root's short attributes: versions and hashes.
+        run: The resolved run.
+        certificate: The proof of the numbers.
+        identity: What must be equal for a run to be resumed.
+        parameters: {name: shape}, in the model's order.
+        n: The number of samples.
+        samples: The sample table: index, loss, norm, finite; target and id where stored; each (N,).
+        norms: {parameter: (N,)}, L2 norms of the raw gradients.
+        chains: The chains, in the order given.
+        states: {owner: {key: tensor}}, what the aggregates were made from, where kept.
+        sources: The files that the rows of a virtual file are in, else None.
+    """
+
+    def __init__(self, path: Path, file: h5py.File, checks: Checks) -> None:
+        self.path = path
+        self.hdf5, self._checks = file, checks
+        texts = {key: value for key, value in file.attrs.items() if isinstance(value, str)}
+        documents = ("run", "certificate", "identity", "parameters")
+        self.run, self.certificate, self.identity, shapes = (
+            document(texts, key) for key in documents
+        )
+        self.attributes = {k: v for k, v in texts.items() if k not in documents}
+        self.parameters: dict[str, tuple[int, ...]] = {k: tuple(s) for k, s in shapes.items()}
+        order = list(self.parameters)
+        self.samples = {name: column(item, checks) for name, item in file["samples"].items()}
+        self.n = len(self.samples["index"])
+        self.norms: Mapping[str, np.ndarray] = Norms(file["norms"], checks, order)
+        self.sources: Sources | None = None
+        if SOURCES in texts:
+            self.sources = _sources_of(self.attributes.pop(SOURCES), path.parent)
+        self.chains = tuple(self._chain(k, order) for k in range(len(file["chains"])))
+        kept = file.get("states", {})
+        self.states: Mapping[str, Mapping[str, np.ndarray]] = {
+            owner: StoredStates(group, checks) for owner, group in kept.items()
+        }
+
+    @cached_property
+    def norm_attributes(self) -> dict[str, dict[str, float]]:
+        """{parameter: {attribute: number}}."""
+        with reading(str(self.path)):
+            norms = self.hdf5["norms"]
+            return {unescape(name): _number_attributes(norms[name]) for name in norms}
+
+    def iterate(
+        self, chain: int = 0, batch_size: int | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield {name: rows (n, *shape)}, batch by batch.
+
+        Args:
+            chain: Its number.
+            batch_size: Rows at a time; as many as a moderate amount of memory holds if None.
+
+        Raises:
+            SpecError: There is no such chain, or it has no rows.
+        """
+        if not 0 <= chain < len(self.chains):
+            raise SpecError(
+                f"there is no chain {chain}",
+                where=str(self.path),
+                remedy=f"The file has {len(self.chains)} chains, counted from 0.",
+            )
+        stored = self.chains[chain]
+        if stored.reduced:
+            raise SpecError(
+                f"chain {chain} ({stored.text}) is an aggregate and has no rows",
+                where=str(self.path),
+                remedy=f"Read file.chains[{chain}][name][...].",
+            )
+        row = sum(prod(array.shape[1:]) * array.dtype.itemsize for array in stored.values())
+        step = batch_size or min(_MOST_ROWS, max(1, _BATCH_BYTES // max(1, row)))
+        for start in range(0, self.n, step):
+            rows = slice(start, start + step)
+            yield {name: array[rows] for name, array in stored.items()}
+
+    def _chain(self, k: int, order: list[str]) -> StoredChain:
+        group = self.hdf5["chains"][str(k)]
+        if self.sources is None or group.attrs["reduced"]:
+            return StoredChain(group, self._checks, order)
+        make = partial(VirtualArray, chain=k, sources=self.sources)
+        return StoredChain(group, self._checks, order, make)
+
+    def close(self) -> None:
+        """Close the file; what was read stays valid."""
+        if self.sources is not None:
+            self.sources.close()
+        self.hdf5.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_file(path: str | Path) -> GradientFile:
+    """Open a result file; use it in a `with` statement.
+
+    The structure is checked before anything is read from it: see docs/format.md.
+
+    Raises:
+        ResultFileError: The file is absent, unfinished, damaged, not a result file, newer than
+            this gradscope, or reaches outside itself.
+    """
+    found = opened(Path(path))
+    try:
+        with reading(str(path)):
+            try:
+                return GradientFile(Path(path), found.file, found.checks)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ResultFileError(
+                    f"groups or attributes are not those of a result file ({error})",
+                    remedy="Give the file that gradscope compute -o wrote.",
+                ) from error
+    except BaseException:
+        found.file.close()
+        raise
+
+
+def _number_attributes(dataset: h5py.Dataset) -> dict[str, float]:
+    """Return the attributes that are floating-point numbers."""
+    found = {}
+    for k in range(h5py.h5a.get_num_attrs(dataset.id)):
+        attribute = h5py.h5a.open(dataset.id, index=k)
+        if attribute.dtype.kind == "f" and attribute.shape == ():
+            value = np.empty((), attribute.dtype)
+            attribute.read(value)
+            found[attribute.name.decode(errors="replace")] = float(value)
+    return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that holds some of the rows of a virtual one.
+
+    Attributes:
+        path: Where it is.
+        seal: The SHA-256 of its seal when it was merged.
+        start: The first of its rows.
+        stop: One beyond the last.
+    """
+
+    path: Path
+    seal: bytes
+    start: int
+    stop: int
+
+    def require_unchanged(self) -> None:
+        """Check that the file is there, and is the one that was merged.
+
+        Raises:
+            ResultFileError: It is missing or has changed.
+        """
+        state = "is missing"
+        if self.path.is_file():
+            seal = seal_of(self.path)
+            if seal is not None and seal.intact and seal.digest == self.seal:
+                return
+            state = "has changed"
+        raise ResultFileError(
+            f"this file, which holds rows of a virtual one, {state}",
+            where=str(self.path),
+            remedy="Put it back as it was, or merge the files again.",
+        )
+
+
+class Sources:
+    """The files that a virtual one takes its rows from, in their order; opened when needed."""
+
+    def __init__(self, files: tuple[Source, ...]) -> None:
+        self.files = files
+        self._open: OrderedDict[int, Opened] = OrderedDict()
+        self._sound: set[int] = set()  # those that were opened before
+
+    def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> np.ndarray:
+        """Return rows start:stop (n, *shape) of one parameter's array.
+
+        Raises:
+            ResultFileError: A source is missing, changed, damaged or of another kind.
+        """
+        pieces = []
+        for k, source in enumerate(self.files):
+            first, last = max(start, source.start), min(stop, source.stop)
+            if first < last:
+                array = self._array(k, chain, name)
+                if (len(array), *array.shape[1:]) != (source.stop - source.start, *like.shape[1:]):
+                    raise _other(source, f"its {name!r} has the shape {array.shape}")
+                pieces.append(array[first - source.start : last - source.start])
+        return np.concatenate(pieces) if pieces else np.empty((0, *like.shape[1:]), like.dtype)
+
+    def close(self) -> None:
+        """Close them."""
+        while self._open:
+            self._open.popitem()[1].file.close()
+
+    def _array(self, k: int, chain: int, name: str) -> StoredArray:
+        source = self._opened(k)
+        group = source.file["chains"].get(str(chain))
+        if group is None or group.attrs["reduced"] or escape(name) not in group:
+            raise _other(self.files[k], f"it has no rows of {name!r} in chain {chain}")
+        return StoredArray(name, group[escape(name)], source.checks)
+
+    def _opened(self, k: int) -> Opened:
+        """Open a source, and close the one that was not used for longest."""
+        if k not in self._open:
+            source = self.files[k]
+            source.require_unchanged()
+            known = k in self._sound
+            self._open[k] = opened_again(source.path, source.seal) if known else opened(source.path)
+            self._sound.add(k)
+            if SOURCES in self._open[k].file.attrs:
+                raise _other(source, "it is a virtual file itself")
+            if len(self._open) > _OPEN:
+                self._open.popitem(last=False)[1].file.close()
+        self._open.move_to_end(k)
+        return self._open[k]
+
+
+class VirtualArray(StoredArray):
+    """One parameter's rows, in several files."""
+
+    def __init__(
+        self, name: str, item: h5py.HLObject, checks: Checks, chain: int, sources: Sources
+    ) -> None:
+        super().__init__(name, item, checks)
+        self._chain, self._sources = chain, sources
+        rows = sources.files[-1].stop if sources.files else 0
+        if not self.shape or self.shape[0] != rows:
+            raise ResultFileError(
+                f"an array of {self.shape} does not fit the {rows:,} rows of the other files",
+                where=self._where,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes it takes in this file: none."""
+        return 0
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        return self._sources.read(self._chain, self.name, self, start, stop)
+
+
+def _sources_of(text: str, folder: Path) -> Sources:
+    """Return the sources that a virtual file in `folder` names, each checked.
+
+    Raises:
+        ResultFileError: The list is not one, or a file is missing or has changed.
+    """
+    try:
+        files = tuple(_source(record, folder) for record in json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResultFileError(f"the attribute {SOURCES!r} is not a list of files") from error
+    ends = [0, *(file.stop for file in files)]
+    if not files or any(s.start != end for s, end in zip(files, ends, strict=False)):
+        raise ResultFileError(f"the files of the attribute {SOURCES!r} leave gaps")
+    for file in files:
+        file.require_unchanged()
+    return Sources(files)
+
+
+def _source(record: Any, folder: Path) -> Source:
+    path = Path(str(record["path"]))
+    if path.is_absolute() or "\0" in str(path):
+        raise ValueError(record)
+    start, stop = (int(row) for row in record["rows"])
+    return Source(folder / path, bytes.fromhex(record["seal"]), start, stop)
+
+
+def _other(source: Source, what: str) -> ResultFileError:
+    return ResultFileError(
+        what, where=str(source.path), remedy="Merge the files again, without --virtual."
+    )

@@ -1,0 +1,406 @@
+"""Opening a result file that comes from somewhere else: everything is checked before it is used.
+
+The seal comes first, before HDF5 sees the file. HDF5 can be made to read other files (external
+storage, virtual data sets, links), to claim petabytes, and to load plugins. A result file needs
+none of this, so none of it is accepted; except virtual rows of a file that says so, which are
+never read through HDF5. A file may also be whole and sealed and still not be a result: that its
+parts fit together is told here by names, shapes and types alone.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import h5py
+import numpy as np
+
+from gradscope.core.chunks import index_is_sound
+from gradscope.errors import ResultFileError
+from gradscope.storage.format.files import reading
+from gradscope.storage.format.layout import (
+    AXES,
+    CHUNK_BYTES,
+    FORMAT,
+    FORMAT_VERSION,
+    SOURCES,
+    TABLES,
+    filters_of,
+    is_compressed,
+    is_known,
+)
+from gradscope.storage.format.numbers import unescape
+from gradscope.storage.format.seal import Seal, seal_of
+from gradscope.storage.read.checks import REMEDY, Checks
+
+_DEPTH = 4  # /chains/0/NAME/left
+_CHUNK_BYTES = 2 * CHUNK_BYTES
+_KINDS = "biufc"
+_ATTRIBUTE_BYTES = 2**16
+_PLAIN = ("identity", "mean")  # chains of gradients as they are
+_COLUMNS = {"index": "iu", "loss": "f", "norm": "f", "finite": "b"}  # always there
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open result file; close it, or use it in a `with` statement.
+
+    Attributes:
+        file: Its structure, which was checked.
+        checks: Its data.
+        seal: The SHA-256 of its seal.
+    """
+
+    file: h5py.File
+    checks: Checks
+    seal: bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def opened(path: Path) -> Opened:
+    """Open a result file and check everything but its rows.
+
+    Raises:
+        ResultFileError: It is absent, unfinished, damaged, not a result file, newer than this
+            gradscope, or reaches outside itself.
+    """
+    try:
+        with reading(str(path)):
+            file, seal = _file(path)
+            try:
+                return _checked(file, path.stat().st_size, seal)
+            except BaseException:
+                file.close()
+                raise
+    except ResultFileError as error:
+        raise error if error.where else error.at(str(path)) from error.__cause__
+
+
+def opened_again(path: Path, digest: bytes) -> Opened:
+    """Open a file whose structure was checked when it had this seal.
+
+    Raises:
+        ResultFileError: It has changed, or cannot be read.
+    """
+    with reading(str(path)):
+        seal = seal_of(path) if _is_file(path) else None
+        if seal is None or not seal.intact or seal.digest != digest:
+            raise ResultFileError(
+                "it is no longer what it was when it was opened first",
+                where=str(path),
+                remedy="Wait until nobody changes it, and try again.",
+            )
+        file = h5py.File(path, "r", locking=False)
+        return Opened(file, Checks(file.id.get_vfd_handle, seal.table), digest)
+
+
+def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a JSON document among attributes.
+
+    Raises:
+        ResultFileError: It is none.
+    """
+    with suppress(ValueError):
+        found = json.loads(texts.get(key, "{}"))
+        if isinstance(found, dict):
+            return found
+    raise ResultFileError(f"the attribute {key!r} is not a JSON document")
+
+
+def _file(path: Path) -> tuple[h5py.File, Seal | None]:
+    """Open the file, having checked its seal, and return that."""
+    if not _is_file(path):
+        part = path.with_name(path.name + ".part")
+        raise ResultFileError(
+            "there is no such file",
+            remedy=f"{part.name} is there: the run is not finished; give --resume."
+            if _is_file(part)
+            else "Check the path.",
+        )
+    seal = seal_of(path)
+    if seal is not None and not seal.intact:
+        raise ResultFileError("its structure was changed after it was written", remedy=REMEDY)
+    if not h5py.is_hdf5(path):
+        raise ResultFileError(
+            "this is not an HDF5 file", remedy="Give the file that gradscope compute -o wrote."
+        )
+    try:
+        return h5py.File(path, "r", locking=False), seal
+    except OSError as error:
+        if "truncated" not in str(error):
+            raise
+        raise ResultFileError(
+            "the file is cut short", remedy="Take another copy of it, or compute it again."
+        ) from error
+
+
+def _checked(file: h5py.File, size: int, seal: Seal | None) -> Opened:
+    """Check the structure of a file of `size` bytes."""
+    _attributes(file, size)
+    found = file.attrs.get("format")
+    if not isinstance(found, str) or found != FORMAT:
+        raise ResultFileError(
+            "this HDF5 file was not written by gradscope",
+            remedy="Give the file that gradscope compute -o wrote.",
+        )
+    version = file.attrs.get("format_version")
+    if not isinstance(version, int | np.integer) or version > FORMAT_VERSION:
+        raise ResultFileError(
+            f"the file has format version {version}, this gradscope reads {FORMAT_VERSION}",
+            remedy="Install a newer gradscope.",
+        )
+    if file.attrs.get("status") != "complete":
+        raise ResultFileError(
+            "the file is not finished: its run was stopped, or is still going on",
+            remedy="Go on with it: the same command and --resume.",
+        )
+    if seal is None:
+        raise ResultFileError(
+            "its seal is missing: it was cut short, or changed after it was written", remedy=REMEDY
+        )
+    _Contents(file, dict(_group(file, "", size, seen=set(), depth=0))).check()
+    return Opened(file, Checks(file.id.get_vfd_handle, seal.table), seal.digest)
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113 (which raises where a name is too long)
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is in a file at one path.
+
+    Attributes:
+        shape: Of a data set; None for a group.
+        kind: numpy's letter for the kind of its numbers.
+        attributes: The names of its attributes.
+    """
+
+    shape: tuple[int, ...] | None
+    kind: str
+    attributes: frozenset[str]
+
+
+def _attributes(item: h5py.HLObject, size: int) -> frozenset[str]:
+    """Check that attributes are texts, or short; return their names."""
+    names = set()
+    for k in range(h5py.h5a.get_num_attrs(item.id)):
+        attribute = h5py.h5a.open(item.id, index=k)
+        name = attribute.name.decode(errors="replace")
+        if name in ("DIMENSION_LIST", "REFERENCE_LIST") and isinstance(item, h5py.Dataset):
+            continue  # never read here
+        dtype, shape = attribute.dtype, attribute.shape
+        known = dtype.kind in _KINDS or h5py.check_string_dtype(dtype)
+        known = known and shape is not None
+        if not known or prod(shape) * dtype.itemsize > min(size, _ATTRIBUTE_BYTES):
+            raise _refused(item, f"has an attribute {name!r} that is not a text or a short list")
+        names.add(name)
+    return frozenset(names)
+
+
+def _group(
+    group: h5py.Group, path: str, size: int, seen: set[int], depth: int
+) -> Iterator[tuple[str, Item]]:
+    """Check a group and all that is in it; yield each with its path."""
+    address = h5py.h5o.get_info(group.id).addr
+    if address in seen or depth >= _DEPTH:
+        raise _refused(group, "is linked in a loop or nested too deep")
+    seen.add(address)
+    yield path, Item(None, "", _attributes(group, size))
+    for link in group.id:
+        name = link.decode("utf-8", "surrogateescape")
+        if group.id.links.get_info(link).type != h5py.h5l.TYPE_HARD:
+            raise _refused(group, f"has a link {name!r} to somewhere else")
+        item, inner = h5py.h5o.open(group.id, link), f"{path}/{name}"
+        if isinstance(item, h5py.h5g.GroupID):
+            yield from _group(h5py.Group(item), inner, size, seen, depth + 1)
+        elif isinstance(item, h5py.h5d.DatasetID):
+            yield inner, _dataset(h5py.Dataset(item), inner, size)
+        else:
+            raise _refused(group, f"holds {name!r}, which is no array")
+
+
+def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
+    """Check a data set."""
+    attributes, plist = _attributes(dataset, size), dataset.id.get_create_plist()
+    layout, dtype, shape = plist.get_layout(), dataset.id.dtype, dataset.id.shape
+    found = Item(shape, dtype.kind, attributes)
+    if layout == h5py.h5d.VIRTUAL and dtype.kind in _KINDS and _is_row(dataset):
+        return found
+    if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
+        raise _refused(dataset, "takes its data from other files")
+    is_text = path == "/samples/id" and dtype.kind == "S"
+    if not (is_text or dtype.kind in _KINDS) or shape is None:
+        raise _refused(dataset, f"holds {dtype}, not numbers")
+    if _is_axis(path):
+        return found  # only a name and a size; its data are never read
+    filters, item = filters_of(plist), dataset.id.get_type().get_size()  # not numpy's: bfloat16
+    codes = [code for code, _ in filters]
+    if not is_known(filters, path):
+        raise _refused(dataset, f"needs the filters {codes}, which are not known here")
+    if layout == h5py.h5d.CHUNKED and not index_is_sound(dataset, size):
+        raise _refused(dataset, "has an index of chunks that is wrong")
+    if layout == h5py.h5d.CHUNKED and h5py.h5z.FILTER_FLETCHER32 not in codes:
+        raise _refused(dataset, "has chunks without checksums")
+    if dataset.id.get_space().get_simple_extent_dims(True) != shape:
+        raise _refused(dataset, "can grow, and its chunks may claim anything")
+    claimed = prod(shape) * item
+    if layout != h5py.h5d.CHUNKED and claimed != dataset.id.get_storage_size():
+        raise _refused(dataset, f"claims {claimed:,} bytes that are not stored")
+    if is_compressed(filters):
+        _check_compressed(dataset, item)
+    elif claimed > size:
+        raise _refused(dataset, f"claims {claimed:,} bytes in a file of {size:,}")
+    return found
+
+
+def _check_compressed(dataset: h5py.Dataset, item: int) -> None:
+    """Check that each chunk is there and no larger than ours: so no more is claimed than that."""
+    chunk = prod(dataset.chunks) * item
+    if chunk > _CHUNK_BYTES:
+        raise _refused(dataset, f"has chunks that claim {chunk:,} bytes each")
+    grid = prod(-(-s // c) for s, c in zip(dataset.shape, dataset.chunks, strict=True))
+    if dataset.id.get_num_chunks() != grid:
+        raise _refused(dataset, f"claims {grid:,} chunks that are not all stored")
+
+
+def _is_row(dataset: h5py.Dataset) -> bool:
+    """Whether a data set holds rows, and its file says that they are in other files."""
+    room, *parts = dataset.name.strip("/").split("/")
+    if room != "chains" or len(parts) < 2 or SOURCES not in dataset.file.attrs:
+        return False
+    return not dataset.file[f"chains/{parts[0]}"].attrs["reduced"]
+
+
+def _is_axis(name: str) -> bool:
+    """Whether a dimension scale belongs here: at the root, or beside a group's factors."""
+    parts = name.strip("/").split("/")
+    return len(parts) == 1 or (len(parts) == _DEPTH and parts[-1] not in AXES)
+
+
+def _refused(item: h5py.HLObject, what: str) -> ResultFileError:
+    return ResultFileError(
+        f"{item.name} {what}",
+        remedy="A file that gradscope wrote has nothing of the kind; it is not opened.",
+    )
+
+
+class _Contents:
+    """The parts of a file: whether they are all there, and every row belongs to a sample."""
+
+    def __init__(self, file: h5py.File, items: Mapping[str, Item]) -> None:
+        self._file, self._items = file, items
+        self._inside: dict[str, list[str]] = {
+            path: [] for path, item in items.items() if item.shape is None
+        }
+        for path in items:
+            if path:
+                self._inside[path.rpartition("/")[0]].append(path)
+        for group, paths in self._inside.items():
+            names = {unescape(path.rpartition("/")[2]) for path in paths}
+            _require(len(names) == len(paths), f"{group} names a parameter twice")
+
+    def check(self) -> None:
+        """Check the tables, the chains and the states.
+
+        Raises:
+            ResultFileError: Something is missing, or is of another shape or type.
+        """
+        items, inside = self._items, self._inside
+        for name in (*TABLES, "chains"):
+            found = items.get(f"/{name}")
+            _require(found is not None and found.shape is None, f"there is no group /{name}")
+        for name, kinds in _COLUMNS.items():
+            column = items.get(f"/samples/{name}")
+            sound = column is not None and column.kind in kinds and len(column.shape or ()) == 1
+            _require(sound, f"the column /samples/{name} is missing or of another type")
+        n = (items["/samples/index"].shape or ())[0]
+        for path in (path for table in TABLES for path in inside[f"/{table}"]):
+            _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
+            self._require_attributes(path, {"sha256": _is_text}, always=False)
+        for k in range(len(inside["/chains"])):
+            chain = items.get(f"/chains/{k}")
+            _require(chain is not None and chain.shape is None, f"there is no chain {k}")
+            self._check_chain(f"/chains/{k}", n)
+        for owner in inside.get("/states", []):
+            _require(items[owner].shape is None, f"{owner} is no group")
+            for path in inside[owner]:
+                self._check_array(path, None)
+
+    def _check_chain(self, path: str, n: int) -> None:
+        """Check a chain: of gradients as they are, that its arrays are the parameters'.
+
+        There is no mean where no sample was finite.
+        """
+        self._require_attributes(path, {"chain": _is_text, "reduced": _is_flag})
+        attributes, arrays = self._file[path].attrs, self._inside[path]
+        front = () if attributes["reduced"] else (n,)
+        for array in arrays:
+            self._check_array(array, None if attributes["reduced"] else n)
+        if attributes["chain"] not in _PLAIN:
+            return
+        document = json.loads(str(self._file.attrs.get("parameters")))
+        sound = isinstance(document, dict) and all(isinstance(s, list) for s in document.values())
+        _require(sound, "the attribute 'parameters' does not hold shapes")
+        wanted = {name: (*front, *shape) for name, shape in document.items()}
+        found = {unescape(a.rpartition("/")[2]): self._shape(a, front) for a in arrays}
+        none = not found and not front
+        _require(none or wanted == found, f"the arrays of {path} are not the parameters'")
+
+    def _check_array(self, path: str, n: int | None) -> None:
+        """Check an array, or a group of factors, with one row for each of n samples if given."""
+        self._require_attributes(path, {"overflowed": _is_count}, always=False)
+        shape = self._items[path].shape
+        if shape is not None:
+            _require(n is None or shape[:1] == (n,), f"{path} has not {n} rows")
+            return
+        self._require_attributes(path, {"kind": _is_text, "dtype": _is_text, "shape": _is_shape})
+        for factor in self._inside[path]:
+            _require(bool(self._items[factor].shape), f"{factor} is no factor")
+
+    def _shape(self, path: str, front: tuple[int, ...]) -> tuple[int, ...]:
+        shape = self._items[path].shape
+        own = self._file[path].attrs["shape"] if shape is None else ()
+        return (*front, *(int(s) for s in own)) if shape is None else shape
+
+    def _require_attributes(
+        self, path: str, tests: Mapping[str, Callable[[Any], bool]], *, always: bool = True
+    ) -> None:
+        """Check attributes by name; those that need not be there `always`, where they are."""
+        for name, test in tests.items():
+            there = name in self._items[path].attributes
+            sound = test(self._file[path].attrs[name]) if there else not always
+            _require(sound, f"the attribute {name!r} of {path} is missing or of another type")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and bool(value >= 0)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ResultFileError(
+            f"{what}: this is no result file, or a damaged one",
+            remedy="Give the file that gradscope compute -o wrote.",
+        )

@@ -1,0 +1,1 @@
+"""Writing a result file: regions of rows, the journal of what is committed, the target file."""

@@ -1,0 +1,321 @@
+"""The journal beside `OUT.h5.part`: which rows are committed, after an fsync of them.
+
+`OUT.h5.part.progress` holds everything a run needs to go on that is not in whole chunks of rows:
+how many rows are complete, those of them that do not fill a chunk yet, the reducers' states, the
+file's structure, and the checksums of the chunks. It is replaced as a whole: there is the old or
+the new. It is, little-endian,
+
+    "gradprog" · bytes of the header int64 · header, JSON · arrays, one behind the other · CRC-32C
+
+where the header has the type and the shape of each array, and the checksum is of all before it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from crc32c import crc32c
+from torch import Tensor
+
+from gradscope.core.shortage import is_shortage
+from gradscope.errors import OutputError
+from gradscope.storage.format.files import read, sync_folder, write, writing
+from gradscope.storage.format.numbers import as_numpy
+from gradscope.storage.format.seal import damaged, gaps, joined
+from gradscope.storage.plan import FilePlan, States, differences
+from gradscope.storage.read.checks import damage_text
+from gradscope.storage.write.region import Mark, Regions
+
+COMMIT_SECONDS = 1.0
+COMMIT_SHARE = 20  # a commit may take one part in so many of the time
+LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
+
+_MAGIC, _SUM_BYTES = b"gradprog", 4
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The final file and what lies beside it while it is written."""
+
+    final: Path
+
+    @property
+    def part(self) -> Path:
+        """The unfinished file."""
+        return self.final.with_name(f"{self.final.name}.part")
+
+    @property
+    def progress(self) -> Path:
+        """The journal."""
+        return self.final.with_name(f"{self.final.name}.part.progress")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A copy of all bytes of an unfinished file that are not rows.
+
+    Appending rows never changes them, unless these are compressed. What does (completing the file,
+    giving a parameter another layout) can be stopped halfway: then the copy is put back.
+
+    Attributes:
+        size: The file's bytes.
+        pieces: (m, 2) int64, where each piece of it begins and ends in the file.
+        data: uint8, the pieces one behind the other.
+    """
+
+    size: int
+    pieces: np.ndarray
+    data: np.ndarray
+
+    @classmethod
+    def of(cls, descriptor: int, regions: Regions) -> "Structure":
+        """Copy what lies between the rows of a file that is not open in HDF5."""
+        size = os.fstat(descriptor).st_size
+        pieces = list(gaps(joined(regions.extents), size))
+        data = b"".join(read(descriptor, stop - start, start).data for start, stop in pieces)
+        return cls(size, np.array(pieces, np.int64), np.frombuffer(data, np.uint8))
+
+    def put_back(self, descriptor: int) -> None:
+        """Make the file's structure what it was."""
+        position = 0
+        for start, stop in self.pieces.tolist():
+            write(descriptor, self.data[position : position + stop - start].data, start)
+            position += stop - start
+        os.ftruncate(descriptor, self.size)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The file as it was after a batch.
+
+    Attributes:
+        completed: The rows that are there.
+        states: A copy of the reducers' states after them; None where they are too large to copy.
+        marks: Where every region stood, by path.
+    """
+
+    completed: int = 0
+    states: States | None = field(default_factory=dict)
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a journal says of a stopped run.
+
+    Attributes:
+        point: How far it had come. Of its marks, tail and overflowed alone are right.
+        identity: `FilePlan.identity` of the run.
+        structure: The file's structure.
+        records: (m, 3) int64: offset, size and CRC-32C of what is complete, by offset.
+        replaces: Whether the run was told to replace the final file that is there.
+    """
+
+    point: Point
+    identity: dict[str, Any]
+    structure: Structure
+    records: np.ndarray
+    replaces: bool = False
+
+    @classmethod
+    def load(cls, path: Path) -> "Entry | None":
+        """Read a journal; None when there is none.
+
+        Raises:
+            OutputError: The file is damaged.
+        """
+        try:
+            data = bytearray(path.read_bytes())  # arrays in it can be written to
+        except FileNotFoundError:
+            return None
+        view, at = memoryview(data), len(_MAGIC) + 8
+        sum_ = crc32c(view[:-_SUM_BYTES]).to_bytes(_SUM_BYTES, "little")
+        if data[: len(_MAGIC)] != _MAGIC or data[-_SUM_BYTES:] != sum_:
+            raise OutputError(
+                "the record of what is complete is damaged, or of another version of gradscope",
+                where=str(path),
+                remedy="Start again with --overwrite, or put back a copy of it.",
+            )
+        start = at + int.from_bytes(view[at - 8 : at], "little")
+        header, arrays = json.loads(data[at:start]), []
+        for kind, shape in header["arrays"]:
+            arrays.append(np.frombuffer(data, kind, prod(shape), start).reshape(shape))
+            start += arrays[-1].nbytes
+        states: dict[str, dict[str, Tensor]] = {owner: {} for owner in header["owners"]}
+        for owner, key in header["keys"]:
+            states[owner][key] = torch.from_numpy(arrays.pop(0))
+        marks = {
+            path: Mark(tail=arrays.pop(0), overflowed=lost)
+            for path, lost in header["marks"].items()
+        }
+        structure = Structure(header["size"], arrays[0], arrays[1])
+        point = Point(header["completed"], states, marks)
+        return cls(point, header["identity"], structure, arrays[2], header["replaces"])
+
+    def save(self, path: Path) -> None:
+        """Write the journal to `path`, which is replaced only when it is on the disk."""
+        point, states = self.point, self.point.states or {}
+        kept = {p: m for p, m in point.marks.items() if len(m.tail) or m.overflowed}
+        keys = [(owner, key) for owner, state in states.items() for key in state]
+        arrays = [as_numpy(states[owner][key]) for owner, key in keys]
+        arrays += [mark.tail for mark in kept.values()]
+        arrays += [self.structure.pieces, self.structure.data, self.records]
+        header = {
+            "completed": point.completed,
+            "identity": self.identity,
+            "replaces": self.replaces,
+            "owners": list(states),
+            "keys": keys,
+            "marks": {path: mark.overflowed for path, mark in kept.items()},
+            "size": self.structure.size,
+            "arrays": [(a.dtype.str, a.shape) for a in arrays],
+        }
+        text = json.dumps(header).encode()
+        parts: list[bytes | memoryview] = [_MAGIC, len(text).to_bytes(8, "little"), text]
+        parts += (np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays)
+        temporary = path.with_name(path.name + ".tmp")
+        checksum = 0
+        try:
+            with temporary.open("wb") as file:
+                for part in parts:
+                    file.write(part)
+                    checksum = crc32c(part, checksum)
+                file.write(checksum.to_bytes(_SUM_BYTES, "little"))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path)  # what is written next may not fit to the record before
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class Journal:
+    """The commits of one file.
+
+    Attributes:
+        completed: The rows that the last one made durable.
+        trusted: Whether the disk has kept what it was given. Once it failed, a second try may
+            succeed without having written what the first one lost.
+    """
+
+    def __init__(self, paths: Paths, descriptor: int, plan: FilePlan, replaces: bool) -> None:
+        self.completed, self.trusted = 0, True
+        self._paths, self._descriptor, self._plan = paths, descriptor, plan
+        self._replaces = replaces
+        self._last, self._cost = time.monotonic(), 0.0
+
+    def is_due(self) -> bool:
+        """Whether the last commit was long ago, measured by what it cost."""
+        return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * self._cost)
+
+    def commit(self, point: Point, structure: Structure, records: np.ndarray) -> None:
+        """Make the rows durable, then say so."""
+        begin = time.monotonic()
+        with self.trusting():
+            os.fsync(self._descriptor)
+            entry = Entry(point, self._plan.identity, structure, records, self._replaces)
+            entry.save(self._paths.progress)
+        self.completed = point.completed
+        self._last = time.monotonic()
+        self._cost = self._last - begin
+
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        """Report what goes wrong in the body, and trust the disk no more."""
+        try:
+            with writing(self._paths.final):
+                yield
+        except OutputError as error:
+            cause = error.__cause__
+            self.trusted = cause is not None and is_shortage(cause)  # the disk is not to blame
+            raise
+
+
+def recover(
+    paths: Paths, descriptor: int, plan: FilePlan, *, overwrite: bool, resume: bool
+) -> Entry | None:
+    """Bring the locked `.part` into the state to go on from; None: begin with an empty file.
+
+    Raises:
+        OutputError: An unfinished run is there and nothing was said about it, or it is another.
+    """
+    unfinished = os.fstat(descriptor).st_size > 0
+    if unfinished and not (overwrite or resume):
+        raise OutputError(
+            "an unfinished file of a stopped run is there",
+            where=str(paths.part),
+            remedy="Give --resume to go on with it, or --overwrite to start again.",
+        )
+    found = Entry.load(paths.progress) if unfinished and resume else None
+    if overwrite and found is not None and found.identity != plan.identity:
+        found = None
+    require_not_there(
+        paths, descriptor, overwrite=overwrite or (found is not None and found.replaces)
+    )
+    if found is None:
+        paths.progress.unlink(missing_ok=True)
+        os.ftruncate(descriptor, 0)
+        return None
+    require_same(found.identity, plan.identity, paths.part)
+    found.structure.put_back(descriptor)
+    require_intact(paths.part, descriptor, found.records)
+    return found
+
+
+def require_not_there(paths: Paths, descriptor: int, *, overwrite: bool) -> None:
+    """Check, with the `.part` locked, that nobody has put the final file in its place meanwhile.
+
+    Raises:
+        OutputError: Another process has.
+    """
+    if overwrite or not paths.final.exists():
+        return
+    if os.fstat(descriptor).st_size == 0:
+        paths.part.unlink(missing_ok=True)  # it was made by being opened
+    raise OutputError(
+        "another process has just written this file",
+        where=str(paths.final),
+        remedy="Choose another name, or give --overwrite.",
+    )
+
+
+def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
+    """Check that what is complete in an unfinished file is as `records` (m, 3) say.
+
+    Raises:
+        OutputError: Something has changed.
+    """
+    offsets = damaged(descriptor, records)
+    if len(offsets):
+        with h5py.File(part, "r", locking=False) as file:
+            places = damage_text(file, offsets)
+        raise OutputError(
+            f"the unfinished file is damaged: {places} changed after they were written",
+            where=str(part),
+            remedy="Look after the disk. Then start again with --overwrite, or put back a copy of "
+            f"{part.name} and {part.name}.progress, and give --resume.",
+        )
+
+
+def require_same(found: Any, wanted: Any, path: Path) -> None:
+    """Check that a file is of this run.
+
+    Raises:
+        OutputError: It is of another.
+    """
+    different = list(differences(found, wanted))
+    if different:
+        raise OutputError(
+            "this is another run: " + "; ".join(different),
+            where=str(path),
+            remedy="Repeat the first run's options to resume it, or give --overwrite.",
+        )

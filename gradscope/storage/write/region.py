@@ -1,0 +1,304 @@
+"""Regions: the rows of a data set as they come, cut into the chunks that the file has for them.
+
+Rows that do not fill a chunk yet are held back: on the disk a chunk is either missing or whole,
+and what is held back is saved with the journal.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import h5py
+import numpy as np
+import torch
+from crc32c import crc32c
+from torch import Tensor
+
+from gradscope.blocks import Block, DenseBlock
+from gradscope.errors import OutputError
+from gradscope.storage.format.forms import DENSE, factors_of
+from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets, Shape, datasets
+from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
+from gradscope.storage.format.seal import NO_RECORDS
+from gradscope.storage.plan import Rows
+from gradscope.storage.write.target import Target
+
+PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches
+ASIDE = "replaced"  # a group of factors that have become dense, until the file is complete
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a region stands.
+
+    Attributes:
+        position: Bytes it has taken.
+        tail: (m,) uint8, those of them that do not fill a chunk yet.
+        overflowed: Numbers so far that were finite but are too large for the stored format.
+        sum: The CRC-32C of these bytes, where they lie in one piece.
+    """
+
+    position: int = 0
+    tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    overflowed: int = 0
+    sum: int = 0
+
+
+class Region:
+    """One data set that is written from its beginning to its end.
+
+    Attributes:
+        path: Of the data set.
+        shape: (N, *shape).
+        dtype: The stored format.
+        chunks: Where the bytes lie.
+        mark: Where it stands; set it to go back.
+    """
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self.path = str(dataset.name)
+        self.shape: Shape = tuple(int(s) for s in dataset.shape)
+        self.dtype: torch.dtype = format_of(dataset)
+        self.chunks, self.mark = ChunkOffsets.of(dataset), Mark()
+        self._table = np.zeros((self.chunks.count, RECORD), np.int64)  # offset, size, CRC-32C
+        self._table[: len(self.chunks.offsets), :2] = self.chunks.extents
+
+    @property
+    def row(self) -> int:
+        """The bytes of a row."""
+        return self.chunks.size // self.shape[0] if self.shape and self.shape[0] else 0
+
+    @property
+    def together(self) -> int:
+        """The rows that share a chunk."""
+        return max(1, self.chunks.chunk // self.row) if self.row else 1
+
+    @property
+    def extents(self) -> np.ndarray:
+        """Offset and size of all chunks that have a place, (m, 2) int64."""
+        return self._table[self._table[:, 1] > 0, :2]
+
+    def add(self, values: Tensor, target: Target) -> None:
+        """Write the next rows (n, *shape), in the stored format, as far as they fill chunks."""
+        data, mark = as_bytes(values), self.mark
+        if not (self.chunks.checked or self.chunks.packed):
+            if len(data):
+                target.write_bytes(self.path, mark.position, data)
+            sum_ = crc32c(data.data, mark.sum)
+            self.mark = replace(mark, position=mark.position + len(data), sum=sum_)
+            return
+        position, tail = mark.position, mark.tail
+        while len(data):
+            room = self.chunks.room(position)
+            part, data = data[:room], data[room:]
+            whole = np.concatenate([tail, part]) if len(tail) else part
+            if len(part) == room:
+                self._write(position - len(tail), whole, target)
+                tail = whole[:0]
+            else:
+                tail = whole.copy()
+            position += len(part)
+        self.mark = replace(mark, position=position, tail=tail)
+
+    def write_tail(self, target: Target) -> None:
+        """Write what does not fill a chunk yet, for those who read before it does."""
+        if len(self.mark.tail):
+            self._write(self.mark.position - len(self.mark.tail), self.mark.tail, target)
+
+    def records(self, mark: Mark, *, tail: bool = False) -> np.ndarray:
+        """Return offset, size and CRC-32C of what is complete at a mark, (k, 3) int64."""
+        if not mark.position:
+            return NO_RECORDS
+        if not (self.chunks.checked or self.chunks.packed):
+            return np.array([[self.chunks.offsets[0], mark.position, mark.sum]], np.int64)
+        count = self.chunks.number(mark.position - len(mark.tail))
+        return self._table[: count + (tail and len(mark.tail) > 0)]
+
+    def start_at(self, mark: Mark, records: np.ndarray) -> None:
+        """Go on from a mark; `records` (m, 3) has the checksums of what is complete, by offset."""
+        known = np.append(records, [[np.iinfo(np.int64).max, 0, 0]], 0)
+        found = known[np.searchsorted(records[:, 0], self._table[:, 0])]
+        self._table[:, 2] = np.where(found[:, 0] == self._table[:, 0], found[:, 2], 0)
+        whole = int(self._table[0, 2]) if len(self._table) == 1 else 0
+        self.mark = replace(mark, sum=whole)
+
+    def take_over(self, other: "Region") -> None:
+        """Go on where another region of the same data set stands."""
+        self.mark, self._table = other.mark, other._table
+
+    def _write(self, start: int, data: np.ndarray, target: Target) -> None:
+        self._table[self.chunks.number(start)] = target.write_chunk(self.path, start, data)
+
+
+class Scratch:
+    """Memory that is used again for each format: fresh pages cost five times as much."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of any content, which is given out again by the next call."""
+        buffer, size = self._held.get((dtype, device)), prod(shape)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._held[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size].view(shape)
+
+
+@dataclass(frozen=True)
+class Column:
+    """The regions of one parameter's rows: one of them if dense, else one for each factor."""
+
+    kind: str | None
+    shape: Shape
+    regions: Mapping[str, Region]
+    scratch: Scratch
+
+    def fits(self, block: Block) -> bool:
+        """Whether it can hold this block: of its shape, with factors of the same kind and sizes."""
+        if self.kind is None:
+            return block.shape == self.shape
+        found = factors_of(block)
+        if found is None or found[0] != self.kind or block.shape != self.shape:
+            return False
+        return all(
+            tuple(factor.shape[1:]) == self.regions[name].shape[1:]
+            and factor.is_complex() == self.regions[name].dtype.is_complex
+            for name, factor in found[1].items()
+        )
+
+    def add(self, block: Block, target: Target) -> None:
+        """Write a block's rows."""
+        if self.kind is None:
+            for tile in self._tiles(block, self.regions[DENSE]):
+                self._add(self.regions[DENSE], tile, target)
+            return
+        found = factors_of(block)
+        assert found is not None  # it fits
+        for name, factor in found[1].items():
+            self._add(self.regions[name], factor, target)
+
+    def _tiles(self, block: Block, region: Region) -> Iterator[Tensor]:
+        """Yield the dense rows (m, *shape); some at a time, unless they need no conversion."""
+        if isinstance(block, DenseBlock) and block.dtype == region.dtype:
+            yield block.values
+            return
+        if block.dtype in _HALVES and not isinstance(block, DenseBlock):
+            block = block.to(torch.float32)  # rounded once, and what overflows is counted
+        row = max(1, prod(block.shape) * block.dtype.itemsize)
+        step = max(1, PART_BYTES // row // region.together) * region.together
+        for at in range(0, block.n, step):
+            tile = block.select(slice(at, at + step))
+            if isinstance(tile, DenseBlock):
+                yield tile.values
+            else:
+                out = self.scratch.take((tile.n, *tile.shape), tile.dtype, tile.device)
+                yield tile.dense(out)
+
+    def _add(self, region: Region, values: Tensor, target: Target) -> None:
+        """Write `values` in the stored format, having counted what is too large for it."""
+        if values.dtype != region.dtype:
+            made = self.scratch.take(tuple(values.shape), region.dtype, values.device)
+            made.copy_(values)
+            lost = int((made.isinf() & values.isfinite()).sum())
+            region.mark = replace(region.mark, overflowed=region.mark.overflowed + lost)
+            values = made
+        region.add(values, target)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """All regions of a file: where the parts of a batch go.
+
+    Attributes:
+        by_path: Every data set that is written.
+        tables: The columns of /samples and of /norms.
+        chains: {parameter: Column} for each chain; empty for a reduced one.
+    """
+
+    by_path: dict[str, Region]
+    tables: tuple[dict[str, Region], ...]
+    chains: tuple[dict[str, Column], ...]
+
+    @classmethod
+    def of(cls, file: h5py.File) -> "Regions":
+        """Return the regions of a file that is laid out."""
+        found = {path: Region(dataset) for path, dataset in datasets(file)}
+        scratch, chains = Scratch(), file["chains"]
+
+        def column(path: str) -> Column:
+            if path in found:
+                return Column(None, found[path].shape[1:], {DENSE: found[path]}, scratch)
+            kind = str(file[path].attrs["kind"])
+            shape = tuple(int(s) for s in file[path].attrs["shape"])
+            return Column(kind, shape, {k: found[f"{path}/{k}"] for k in KINDS[kind]}, scratch)
+
+        return cls(
+            found,
+            tuple({unescape(k): found[f"/{table}/{k}"] for k in file[table]} for table in TABLES),
+            tuple(
+                {unescape(name): column(f"/chains/{k}/{name}") for name in chains[str(k)]}
+                for k in range(len(chains))
+            ),
+        )
+
+    @property
+    def packed(self) -> bool:
+        """Whether some rows are compressed."""
+        return any(region.chunks.packed for region in self.by_path.values())
+
+    @property
+    def without_aside(self) -> "Regions":
+        """The same, but for factors that have become dense."""
+        own = {k: r for k, r in self.by_path.items() if not k.startswith(f"/{ASIDE}/")}
+        return replace(self, by_path=own)
+
+    @property
+    def extents(self) -> list[np.ndarray]:
+        """Offset and size (m, 2) of all chunks of each."""
+        return [region.extents for region in self.by_path.values()]
+
+    @property
+    def marks(self) -> dict[str, Mark]:
+        """Where every region stands."""
+        return {path: region.mark for path, region in self.by_path.items()}
+
+    def return_to(self, marks: Mapping[str, Mark]) -> None:
+        """Go back to where regions stood."""
+        for path, mark in marks.items():
+            self.by_path[path].mark = mark
+
+    def records(self, marks: Mapping[str, Mark], *, tails: bool = False) -> np.ndarray:
+        """Return offset, size and CRC-32C of what is complete at `marks`, by offset (m, 3)."""
+        found = (r.records(marks[path], tail=tails) for path, r in self.by_path.items())
+        table = np.concatenate([NO_RECORDS, *found])
+        return table[np.argsort(table[:, 0])]
+
+    def misfits(self, rows: Rows) -> list[str]:
+        """Return the paths of columns that cannot hold their blocks."""
+        return [
+            f"/chains/{k}/{escape(name)}"
+            for k, gradients in enumerate(rows.chains)
+            for name, block in (gradients or {}).items()
+            if not self.chains[k][name].fits(block)
+        ]
+
+    def add(self, rows: Rows, target: Target) -> None:
+        """Write one batch, and return when it is written.
+
+        Raises:
+            OutputError: It has other columns than the first batch.
+            OSError: It cannot be written.
+        """
+        for table, columns in zip(self.tables, (rows.samples, rows.norms), strict=True):
+            if set(table) != set(columns):
+                raise OutputError(
+                    f"this batch has the columns {sorted(columns)}, the first {sorted(table)}"
+                )
+            for name, values in columns.items():
+                table[name].add(values.to(table[name].dtype), target)
+        for chain, gradients in zip(self.chains, rows.chains, strict=True):
+            for name, block in (gradients or {}).items():
+                chain[name].add(block, target)
+        target.flush()

@@ -1,0 +1,330 @@
+"""The unfinished file: HDF5 writes it, through a file object of ours.
+
+HDF5 does not recover from a failure: it keeps the file open, tries again when the process ends,
+and crashes. So it is never told of one: the error is held back and raised when HDF5 is done. Some
+memory is kept for it to come to an end with. And it fills what it allocates with zeros, which would
+double the work: they become a hole in a sparse file, which reads the same, and is a valid chunk.
+
+A chunk that was allocated when the file was laid out is given to HDF5 with its checksum: it goes
+to its place as it is, and the structure of the file stays as it was. Chunks that are to be
+compressed go through HDF5's filters, and the structure changes with every one of them.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+
+import h5py
+import numpy as np
+from crc32c import crc32c
+from h5py import h5f, h5p, h5s
+from h5py.h5fd import fileobj_driver
+
+from gradscope.core.shortage import RESERVE, require_memory
+from gradscope.storage.format.files import read_into, write
+from gradscope.storage.format.layout import CHECKSUM_BYTES
+
+_HOLE = 4096  # shorter runs of zeros are written
+_ROW = 1024  # 32-bit numbers a row of a table, two words each
+_TILE = 64  # rows at a time: they and their parts stay in the cache
+_LOW, _HALF = np.uint32(0xFFFF), np.uint32(16)
+_PLACES = np.arange(2 * _ROW, dtype=np.int64)
+_own = threading.local()
+
+
+class _HeldBack:
+    """A file object for h5py over a descriptor, which raises nothing.
+
+    Attributes:
+        error: The first thing that went wrong; nothing is written after it.
+        sums: CRC-32C of what was written, by its offset, where it is asked for.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.error: BaseException | None = None
+        self.sums: dict[int, int] | None = None
+        self._descriptor, self._position = descriptor, 0
+        self._end = os.fstat(descriptor).st_size
+        self._closed = False
+
+    def check(self) -> None:
+        """Raise the error that was held back."""
+        if self.error is not None:
+            raise self.error
+
+    def leave(self) -> None:
+        """Have nothing to do with the file any more, whatever HDF5 still asks for."""
+        self._closed = True
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.error = self.error or error
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position."""
+        if whence == os.SEEK_END:
+            with self._holding():
+                self._end = os.fstat(self._descriptor).st_size
+        self._position = offset + (0, self._position, self._end)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill `buffer`; beyond the end everything is zero."""
+        with self._holding():
+            count = 0 if self._closed else read_into(self._descriptor, buffer, self._position)
+            buffer[count:] = bytes(len(buffer) - count)
+        self._position += len(buffer)
+        return len(buffer)
+
+    def read(self, size: int) -> bytes:
+        """Return `size` bytes; h5py tells by this method that it is given a file."""
+        found = bytearray(size)
+        self.readinto(memoryview(found))
+        return bytes(found)
+
+    def write(self, data: memoryview) -> int:
+        """Write `data`, or leave a hole of zeros; nothing where something went wrong before."""
+        with self._holding():
+            if self.sums is not None:
+                self.sums[self._position] = crc32c(data)
+            beyond = self._position >= self._end and len(data) >= _HOLE
+            if not (self.error or self._closed or (beyond and _is_zero(data))):
+                write(self._descriptor, data, self._position)
+                self._end = max(self._end, self._position + len(data))
+        self._position += len(data)
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the file's length."""
+        size = self._position if size is None else size
+        with self._holding():
+            if not (self.error or self._closed) and size != os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, size)
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: every write has already gone to the descriptor."""
+
+
+class Target:
+    """The HDF5 file behind a descriptor, opened when it is written to.
+
+    Attributes:
+        failed: Whether something was not written: what is on the disk is not all that HDF5 knew.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.failed = False
+        self._descriptor = descriptor
+        self._behind: _HeldBack | None = None
+        self._file: h5py.File | None = None
+        self._datasets: dict[str, h5py.Dataset] = {}
+        self._reserve = bytearray()
+
+    @contextmanager
+    def editing(self) -> Iterator[h5py.File]:
+        """Open the file for changes of its structure, or begin one in an empty file; close it.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        self.close()
+        try:
+            yield self._opened()
+        finally:
+            self.close()
+
+    def write_chunk(self, path: str, start: int, data: np.ndarray) -> tuple[int, int, int]:
+        """Write the chunk that begins at byte `start` of a data set.
+
+        Args:
+            path: Of the data set.
+            start: Which of its bytes, in their order.
+            data: (m,) uint8, up to the end of the chunk or of the data.
+
+        Returns:
+            The offset, the size and the CRC-32C of what is in the file.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        with self._guarded():
+            dataset = self._dataset(path)
+            kind, chunks = dataset.id.get_type(), dataset.chunks
+            at = np.unravel_index(start // kind.get_size(), dataset.shape)
+            first = tuple(int(k) for k in at)
+            if dataset.id.get_create_plist().get_nfilters() > 1:
+                sum_ = self._pack(dataset, first, data)
+            else:
+                length = prod(chunks) * kind.get_size()
+                whole = np.zeros(length + CHECKSUM_BYTES, np.uint8)
+                whole[: len(data)] = data
+                whole[length:] = np.frombuffer(fletcher32(data, length), np.uint8)
+                sum_ = crc32c(whole.data)
+                dataset.id.write_direct_chunk(first, whole)
+            info = dataset.id.get_chunk_info_by_coord(first)
+            return info.byte_offset, info.size, sum_
+
+    def write_bytes(self, path: str, start: int, data: np.ndarray) -> None:
+        """Write `data` (m,) uint8 at byte `start` of a data set that lies in one piece.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        with self._guarded():
+            dataset = self._dataset(path)
+            kind, inside = dataset.id.get_type(), dataset.id.get_space()
+            count = len(data) // kind.get_size()
+            if dataset.shape:
+                inside.select_hyperslab((start // kind.get_size(),), (count,))
+            memory = h5s.create_simple((count,)) if dataset.shape else h5s.create(h5s.SCALAR)
+            dataset.id.write(memory, inside, data, kind)
+
+    def flush(self) -> None:
+        """Return when everything is with the operating system.
+
+        Raises:
+            OSError: Something could not be written; the file is closed.
+        """
+        if self._file is not None:
+            with self._guarded():
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        file, behind, self._file, self._behind = self._file, self._behind, None, None
+        self._reserve = bytearray()
+        self._datasets.clear()
+        if file is None or behind is None:
+            return
+        try:
+            file.close()
+            behind.check()
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            behind.leave()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Close the file where something goes wrong: HDF5 may need the memory that is kept."""
+        try:
+            yield
+            assert self._behind is not None  # it is open
+            self._behind.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _dataset(self, path: str) -> h5py.Dataset:
+        if path not in self._datasets:
+            self._datasets[path] = self._opened()[path]
+        require_memory()
+        return self._datasets[path]
+
+    def _opened(self) -> h5py.File:
+        if self._file is None:
+            self._reserve = bytearray(RESERVE)
+            self._behind = _HeldBack(self._descriptor)
+            access = h5p.create(h5p.FILE_ACCESS)
+            access.set_fclose_degree(h5f.CLOSE_STRONG)
+            access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
+            access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
+            slots, _, _, preemption = access.get_cache()
+            access.set_cache(slots, 0, 0, preemption)
+            access.set_fileobj_driver(fileobj_driver, self._behind)
+            if os.fstat(self._descriptor).st_size:
+                made = h5f.open(b"result", h5f.ACC_RDWR, fapl=access)
+            else:
+                creation = h5p.create(h5p.FILE_CREATE)
+                creation.set_obj_track_times(False)  # the same run gives the same bytes
+                made = h5f.create(b"result", h5f.ACC_TRUNC, creation, access)
+            self._file = h5py.File(made)
+        return self._file
+
+    def _pack(self, dataset: h5py.Dataset, first: tuple[int, ...], data: np.ndarray) -> int:
+        """Have HDF5 compress a chunk and find a place for it; return the CRC-32C of the result."""
+        assert self._behind is not None  # it is open
+        kind, inside = dataset.id.get_type(), dataset.id.get_space()
+        chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
+        count = tuple(min(c, size - at) for at, c, size in chunk)
+        whole = np.zeros(prod(count) * kind.get_size(), np.uint8)
+        whole[: len(data)] = data
+        inside.select_hyperslab(first, count)
+        self._behind.sums = {}
+        dataset.id.write(h5s.create_simple(count), inside, whole, kind)
+        sums, self._behind.sums = self._behind.sums, None
+        return sums[dataset.id.get_chunk_info_by_coord(first).byte_offset]
+
+
+def _is_zero(data: memoryview) -> bool:
+    cut = len(data) // 8 * 8
+    return not (np.frombuffer(data[:cut], np.uint64).any() or any(data[cut:]))
+
+
+def fletcher32(data: np.ndarray, length: int) -> bytes:
+    """Return HDF5's Fletcher-32 checksum of a chunk, many words at a time.
+
+    Over the n 16-bit words wᵢ of a chunk, it is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5 adds one
+    word after the other; here the words are a table, and the sums over its columns and rows give
+    both.
+
+    Args:
+        data: (m,) uint8, contiguous; at most 128 MiB, so that no sum overflows.
+        length: The chunk's bytes, m or more: zeros follow the data.
+
+    Source: Fletcher 1982, doi:10.1109/TCOM.1982.1095369; `H5_checksum_fletcher32` of HDF5.
+    """
+    columns = np.zeros((2, _ROW), np.uint32)  # of the even words, and of the odd ones
+    rows = [np.zeros(0, np.uint32)]
+    if not hasattr(_own, "scratch"):  # of this thread: fresh pages would take most of the time
+        _own.scratch = np.empty((2, _TILE, _ROW), np.uint32)
+    for tile in _tiles(data):
+        even, odd = _own.scratch[:, : len(tile)]
+        np.bitwise_and(tile, _LOW, out=even)
+        np.right_shift(tile, _HALF, out=odd)
+        columns[0] += np.add.reduce(even, 0, np.uint32)
+        columns[1] += np.add.reduce(odd, 0, np.uint32)
+        even += odd
+        rows.append(np.add.reduce(even, 1, np.uint32))
+    along = np.concatenate(rows).astype(np.int64)
+    total = int(along.sum())
+    placed = 2 * _ROW * int(np.arange(len(along)) @ along) + int(_PLACES @ columns.T.ravel())
+    first, second = _folded(total), _folded(-(-length // 2) * total - placed)
+    return (second << 16 | first).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _tiles(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield `data` (m,) as tables of 32-bit numbers; zeros fill up the last row."""
+    cut = len(data) // (4 * _ROW) * 4 * _ROW
+    whole = data[:cut] if data.ctypes.data % 4 == 0 else data[:cut].copy()
+    table = whole.view("<u4").reshape(-1, _ROW)
+    for at in range(0, len(table), _TILE):
+        yield table[at : at + _TILE]
+    if cut < len(data):
+        last = np.zeros(4 * _ROW, np.uint8)
+        last[: len(data) - cut] = data[cut:]
+        yield last.view("<u4").reshape(1, _ROW)
+
+
+def _folded(value: int) -> int:
+    """Return a sum modulo 65535 of words that HDF5 reads the other way round.
+
+    Swapping a word's bytes is a product with 256 modulo 65535. HDF5 folds carries in and so ends
+    with 65535 instead of 0, unless all words are 0.
+    """
+    return value and (value * 256 % 65535 or 65535)
