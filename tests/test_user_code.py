@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients
@@ -179,33 +180,43 @@ def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
     assert transforms.summary("cubed") == "T(g) = times · g³."
 
 
-REFUSED = [  # the scope, the function, what stands behind its name in the chain, and why
-    ("elementwise", "f(g): return g / g.norm()", "", "its own entry only"),
-    ("elementwise", "f(g): return g + torch.rand_like(g)", "", "nothing random"),
-    ("elementwise", "f(g): return g.sum()", "", "one value for each"),
-    ("elementwise", "f(g): return g > 0", "", "torch.bool"),
-    ("elementwise", "f(g): return g.abs_()", "", "in place"),
-    ("elementwise", "f(g): return g.nothing()", "", "AttributeError"),
-    ("factor", "f(norms): return norms / norms.sum()", "", "its own sample only"),
-    ("factor", "f(norms): return 2.0", "", "float"),
-    ("factor", "f(norms, c: float): return norms", "", "needs c"),
-    ("factor", "f(norms, c=1): return norms", ":c=x", "int"),
-    ("factor", "f(norms, c=1): return norms", ":d=1", "'d'"),
-    ("factor", "f(norms, c: float): raise ValueError('c < 0')", ":c=-1", "c < 0"),
-    ("whole", "f(g): return g", "", "not a scope"),
-]
-BODIES = [(f'@gradscope.transform("{s}")\ndef {f}', f"f{rest}", why) for s, f, rest, why in REFUSED]
-BODIES += [
-    ("def f(g): return g", "f", "@gradscope.transform"),
-    ("@gradscope.transform\ndef f(g): return g", "f", "not a scope"),
-    ("@gradscope.reducer\ndef f(): return 3", "f", "int, not a reducer"),
-]
-
-
-@pytest.mark.parametrize(("body", "chain", "words"), BODIES)
-def test_what_does_not_bind(tmp_path, body, chain, words):
+@pytest.mark.parametrize(
+    ("scope", "body", "chain", "words"),
+    [
+        ("elementwise", "(g): return g / g.norm()", "f", "its own entry only"),
+        ("elementwise", "(g): return g + torch.rand_like(g)", "f", "nothing random"),
+        ("elementwise", "(g): return g * torch.arange(g.numel()).view_as(g)", "f", "own entry"),
+        ("elementwise", "(g): return g.sum()", "f", "one value for each"),
+        ("elementwise", "(g): return g > 0", "f", "torch.bool"),
+        ("elementwise", "(g): return g.abs_()", "f", "in place"),
+        ("elementwise", "(g): return g.nothing()", "f", "AttributeError"),
+        ("factor", "(norms): return norms / norms.sum()", "f", "its own sample only"),
+        ("factor", "(norms): return 2.0", "f", "float"),
+        ("factor", "(norms, c: float): assert c > 0, 'c < 0'", "f:c=-1", "c < 0"),
+        ("factor", "(norms, c: float): return norms", "f", "needs c"),
+        ("factor", "(norms, c=1): return norms", "f:c=x", "int"),
+        ("factor", "(norms, c=1): return norms", "f:d=1", "'d'"),
+        ("whole", "(g): return g", "f", "not a scope"),
+    ],
+)
+def test_what_does_not_bind(tmp_path, scope, body, chain, words):
+    path = written(tmp_path, f'@gradscope.transform("{scope}")\ndef f{body}')
     with pytest.raises(GradscopeError) as caught:
-        bind(f"{written(tmp_path, body)}:{chain}")
+        bind(f"{path}:{chain}")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def f(g): return g", "@gradscope.transform"),
+        ("@gradscope.transform\ndef f(g): return g", "not a scope"),
+        ("@gradscope.reducer\ndef f(): return 3", "int, not a reducer"),
+    ],
+)
+def test_what_is_no_stage(tmp_path, code, words):
+    with pytest.raises(GradscopeError) as caught:
+        bind(f"{written(tmp_path, code)}:f")
     assert words in str(caught.value)
 
 
@@ -270,3 +281,15 @@ def test_changed_code_is_another_run(tmp_path, mine):
     assert fingerprint() != before
     spec = resolve(SAMPLES / "digits_mlp" / "run.toml", {"compute": {"samples": ":10"}})
     assert prepare(spec).digests["stages"] == {}
+
+
+def test_in_python(mine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    inputs, targets = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    rows = gradscope.per_sample_gradients(model, "cross_entropy", inputs, targets)
+    chain = f"{mine}:soft_threshold:level=0.05"
+    found = gradscope.expectation(model, "cross_entropy", chain, inputs, targets)
+    for name, value in rows.items():
+        right = (value.sign() * (value.abs() - 0.05).clamp_min(0)).mean(0)
+        torch.testing.assert_close(found[name], right, rtol=1e-12, atol=1e-15)
