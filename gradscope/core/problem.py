@@ -323,7 +323,7 @@ def differentiable_inputs(batch: Batch) -> Batch:
         differentiable = t.is_floating_point() or t.is_complex()
         return t.detach().requires_grad_(True) if differentiable else t
 
-    return batch.with_inputs(leaf)
+    return replace(batch, inputs=map_tensors(leaf, batch.inputs))
 
 
 def _contiguous_copy(t: Tensor) -> Tensor:

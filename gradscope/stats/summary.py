@@ -146,6 +146,10 @@ class Statistic:
     pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None
     in_json: bool = True
 
+    def __call__(self, data: Data) -> Any:
+        """Return what it finds."""
+        return self.compute(data)
+
     @cached_property
     def form(self) -> TypeAdapter[Any]:
         """How the result is written to JSON and read back."""
@@ -164,7 +168,7 @@ def statistic(
     warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None,
     pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None,
     in_json: bool = True,
-) -> Callable[[Callable[[Data], Any]], Callable[[Data], Any]]:
+) -> Callable[[Callable[[Data], Any]], Statistic]:
     """Register a function of `Data` as the statistic `name`: its key in JSON and in a `Summary`.
 
     Args:
@@ -180,10 +184,9 @@ def statistic(
         SpecError: The name is taken.
     """
 
-    def add(compute: Callable[[Data], Any]) -> Callable[[Data], Any]:
+    def add(compute: Callable[[Data], Any]) -> Statistic:
         found = Statistic(compute, place, sections, answers, warnings, pictures, in_json)
-        statistics.register(name)(found)
-        return compute
+        return statistics.register(name)(found)
 
     return add
 

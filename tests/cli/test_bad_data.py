@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradscope
 from tests.cli.forked import Forked, Outcome
 
 N = 12
@@ -216,22 +217,6 @@ def test_rows_that_are_not_finite_are_flagged_alone(
         assert np.flatnonzero(~file["samples/finite"][:].astype(bool)).tolist() == rows
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-@pytest.mark.parametrize("kind", ["U", "S"])
-def test_texts_of_numpy(forked: Forked, folder: Path, save: Callable, kind: str) -> None:
-    names = np.char.encode([f"é {k}" for k in range(N)], "utf-8")
-    keys = names if kind == "S" else np.char.decode(names, "utf-8")
-    save(folder / "data.npz", inputs=X, label=np.array(["a", "b", "c"])[Y], key=keys)
-    (folder / "dataset.toml").write_text(
-        SPEC + 'id = "key"\ntargets = ["label"]\nclasses = { label = ["a", "b", "c"] }\n'
-    )
-    done = compute(forked, folder, "dataset.toml", "--batch-size", "5")
-    assert done.code == 0, done.err
-    with h5py.File(folder / "out.h5") as file:
-        assert file["samples/id"].asstr()[:].tolist() == [f"é {k}" for k in range(N)]
-        assert file["samples/target"][:].tolist() == Y.tolist()
-
-
 def test_data_that_changed_before_resume(forked: Forked, folder: Path) -> None:
     good(folder)
     assert compute(forked, folder, "data.npz").code == 0
@@ -245,28 +230,28 @@ def test_data_that_changed_before_resume(forked: Forked, folder: Path) -> None:
     assert (folder / "out.h5").read_bytes() == before
 
 
-@pytest.mark.parametrize(("text", "expected"), [('"name"', None), ('"key"', None)])
-def test_ids_are_stored(forked: Forked, folder: Path, text: str, expected: None) -> None:
+@pytest.mark.parametrize("key", ["name", "key"])
+@pytest.mark.parametrize("form", ["csv", "U", "S"])
+def test_ids_and_texts_are_stored(forked: Forked, folder: Path, form: str, key: str) -> None:
     names = [f"sample {k} {'é' * (k % 3)}" for k in range(N)]
-    lines = ["a,b,c,d,label,name,key"]
-    lines += [
-        f"{','.join(map(str, x))},{y},{name},{10 * k}"
-        for k, (x, y, name) in enumerate(zip(X.tolist(), Y, names, strict=True))
-    ]
-    (folder / "data.csv").write_text("\n".join(lines))
-    (folder / "dataset.toml").write_text(
-        f'path = "data.csv"\nid = {text}\ncolumns = {{ inputs = ["[0:4]"], targets = "label" }}\n'
-    )
+    labels = np.array(["a", "b", "c"])[Y]
+    text = f'path = "data.{"csv" if form == "csv" else "npz"}"\nid = "{key}"\n'
+    text += 'targets = ["label"]\nclasses = { label = ["a", "b", "c"] }\n'
+    if form == "csv":
+        rows = zip(X.tolist(), labels, names, range(N), strict=True)
+        lines = [f"{','.join(map(str, x))},{y},{name},{10 * k}" for x, y, name, k in rows]
+        (folder / "data.csv").write_text("\n".join(["a,b,c,d,label,name,key", *lines]))
+        text += 'columns = { inputs = ["[0:4]"] }\n'
+    else:
+        kept = np.char.encode(names, "utf-8") if form == "S" else np.array(names)
+        np.savez(folder / "data.npz", inputs=X, label=labels, name=kept, key=np.arange(N) * 10)
+    (folder / "dataset.toml").write_text(text)
     done = compute(forked, folder, "dataset.toml", "--batch-size", "5", "--samples", "1:12")
     assert done.code == 0, done.err
     with h5py.File(folder / "out.h5") as file:
-        found = file["samples/id"]
-        if text == '"name"':
-            assert [t.decode() for t in found[:]] == names[1:]
-            assert found.asstr()[0] == names[1]
-        else:
-            assert found[:].tolist() == [10 * k for k in range(1, N)]
-    import gradscope
-
+        assert file["samples/target"][:].tolist() == Y[1:].tolist()
+        ids = file["samples/id"]
+        found = ids.asstr()[:].tolist() if key == "name" else ids[:].tolist()
+    assert found == (names if key == "name" else list(range(0, 10 * N, 10)))[1:]
     with gradscope.open(folder / "out.h5") as result:
-        assert str(result.samples["id"][0]) == (names[1] if text == '"name"' else "10")
+        assert str(result.samples["id"][0]) == (names[1] if key == "name" else "10")
