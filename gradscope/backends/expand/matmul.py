@@ -67,7 +67,7 @@ def addmm(
         n, p, k = pa.shape
         rows = torch.addmm(pc[0], pa.reshape(n * p, k), pb[0], beta=beta, alpha=alpha)
         return rows.reshape(n, p, pb.shape[2])
-    found = bmm(s, a, b) if a.dim() == 3 else mm(s, a, b)
+    found: Tensor = bmm(s, a, b) if a.dim() == 3 else mm(s, a, b)
     if alpha != 1:
         found = found * alpha
     if beta == 0:  # torch ignores NaN in `c` then
