@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
+    from gradscope.stages.declared import reducer, transform
     from gradscope.stages.reducers.base import Reducer
-    from gradscope.stages.reducers.declared import reducer
-    from gradscope.stages.transforms.declared import transform
     from gradscope.storage import GradientFile
     from gradscope.storage import open_file as open
 
@@ -51,8 +50,8 @@ _HOMES = {
     "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
-    "reducer": ("gradscope.stages.reducers.declared", "reducer"),
-    "transform": ("gradscope.stages.transforms.declared", "transform"),
+    "reducer": ("gradscope.stages.declared", "reducer"),
+    "transform": ("gradscope.stages.declared", "transform"),
 }
 
 

@@ -1,7 +1,7 @@
 """`Scope`: a model and a loss, bound once, asked about many batches; and the same in one call."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -126,17 +126,7 @@ class Scope:
         ordinal: int | None = None,
         last: bool = False,
     ) -> Evaluation:
-        """Return the losses (n,) and the gradients of a batch as blocks, one a sample and label.
-
-        Args:
-            batch: The samples.
-            request: What the gradients will be asked for.
-            ordinal: The number of the batch in its run, from 0; counted when not given.
-            last: Whether it is known to be the last: it is then audited.
-
-        Raises:
-            RefusedError: No candidate backend has an exact, proved answer.
-        """
+        """Return losses (n,) and gradients of a batch as blocks; see `engine.Session.evaluate`."""
         return self.session.evaluate(batch, request, ordinal=ordinal, last=last)
 
     def per_sample_gradients(
@@ -183,8 +173,12 @@ class Scope:
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
         batch = Batch.of(inputs, targets)
+        parts, request = self._parts(batch), Request(rows=False)
         found = self.session.repeated(
-            lambda: [evaluation.gradients for evaluation in self._without_rows(batch)]
+            lambda: [
+                self.evaluate(part, request, last=k == len(parts) > 1).gradients
+                for k, part in enumerate(parts, start=1)  # of several, the last is audited
+            ]
         )
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
@@ -192,12 +186,6 @@ class Scope:
             name: torch.cat([g.squared_norms[name].sqrt() for g in found])
             for name in self.problem.parameters
         }
-
-    def _without_rows(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield the evaluations of a batch's parts; of several, the last is audited."""
-        parts = self._parts(batch)
-        for k, part in enumerate(parts, start=1):
-            yield self.evaluate(part, Request(rows=False), last=k == len(parts) > 1)
 
     def expectation(self, chain: str, inputs: Any, targets: Any = None) -> dict[str, Tensor]:
         """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.

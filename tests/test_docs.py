@@ -26,6 +26,7 @@ from gradscope.stages.losses import losses
 from gradscope.stages.losses import options as options_of
 from gradscope.stages.reducers import reducers
 from gradscope.stages.transforms import transforms
+from gradscope.stats import statistics
 from tests.pages import (
     FENCE,
     ROOT,
@@ -46,7 +47,12 @@ LISTED: dict[str, list[Registry[Any]]] = {
     "losses": [losses],
     "formats": [checkpoint_readers, dataset_readers],
 }
-REGISTRIES = [node_rules, own_loss_backends, *(r for group in LISTED.values() for r in group)]
+REGISTRIES = [
+    node_rules,
+    own_loss_backends,
+    statistics,
+    *(r for group in LISTED.values() for r in group),
+]
 
 
 @pytest.fixture

@@ -70,8 +70,24 @@ def read_rows(path):
 def read_json(path):
     """Nested lists of numbers by parameter name."""
     return {name: torch.tensor(value) for name, value in json.loads(path.read_text()).items()}
+
+
+class Kurtosis(extend.Record):
+    excess: float
+
+
+def shown(found, summary):
+    return [extend.Section("Tail of the norms", [("excess kurtosis", f"{found.excess:.6f}")])]
+
+
+@extend.statistic("kurtosis", place=35, sections=shown)
+def kurtosis(data: extend.Data) -> Kurtosis:
+    """The excess kurtosis of the norms."""
+    x = data.samples.norm - data.samples.norm.mean()
+    return Kurtosis(excess=(x**4).mean() / (x**2).mean() ** 2 - 3)
 '''
 GROUPS = {
+    "statistics": "kurtosis = extension:kurtosis",
     "transforms": "damped = extension:damped",
     "reducers": "rms = extension:rms",
     "losses": "fourth = extension:fourth",
@@ -127,8 +143,11 @@ for words in sys.argv[1:]:
 """
 
 
+Done = tuple[Path, list[dict], str]  # the folder, the JSON documents, what `stats` printed
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Install the package in a folder, list, compute and show statistics in a fresh process."""
     folder = tmp_path_factory.mktemp("extended")
     (folder / "extension.py").write_text(EXTENSION)
@@ -147,6 +166,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     kinds = ["transforms", "reducers", "losses", "formats"]
     commands = [f"list {kind} --json" for kind in kinds]
     commands += ["compute --config run.toml -o out.h5 --json", "stats out.h5 --json"]
+    commands.append("stats out.h5")
     here = str(Path(gradscope.__file__).parents[1])
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, *commands],
@@ -158,11 +178,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     )
     assert found.returncode == 0, found.stderr
     decoder, documents, rest = json.JSONDecoder(), [], found.stdout.strip()
-    while rest:
+    while rest.startswith("{"):
         document, end = decoder.raw_decode(rest)
         documents.append(document)
         rest = rest[end:].lstrip()
-    return folder, documents
+    return folder, documents, rest
 
 
 def rows(folder: Path) -> np.ndarray:
@@ -182,7 +202,7 @@ def rows(folder: Path) -> np.ndarray:
     return np.stack(found)
 
 
-def test_what_is_added_is_listed(done: tuple[Path, list[dict]]) -> None:
+def test_what_is_added_is_listed(done: Done) -> None:
     shown = [{row["name"]: row["summary"] for row in d["entries"]} for d in done[1][:4]]
     assert shown[0]["damped"] == "g / (norm + gamma)."
     assert shown[1]["rms"] == "The root of the mean square."
@@ -191,8 +211,8 @@ def test_what_is_added_is_listed(done: tuple[Path, list[dict]]) -> None:
     assert shown[3]["plain json"] == "Nested lists of numbers by parameter name."
 
 
-def test_what_is_added_computes(done: tuple[Path, list[dict]]) -> None:
-    folder, _ = done
+def test_what_is_added_computes(done: Done) -> None:
+    folder, *_ = done
     right = rows(folder)
     assert (folder / "used").exists()  # the rule, instead of the masked fallback
     with gradscope.open(folder / "out.h5") as file:
@@ -204,3 +224,12 @@ def test_what_is_added_computes(done: tuple[Path, list[dict]]) -> None:
         root = np.sqrt(((factors * right) ** 2).mean(0))
         reduced = np.concatenate([file.chains[0][k][:].ravel() for k in names])
         np.testing.assert_allclose(reduced, root, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_added_is_a_section_of_the_statistics(done: Done) -> None:
+    folder, documents, printed = done
+    x = np.linalg.norm(rows(folder), axis=1)
+    x -= x.mean()
+    right = (x**4).mean() / (x**2).mean() ** 2 - 3
+    assert documents[-1]["kurtosis"]["excess"] == pytest.approx(right, rel=1e-6)
+    assert "Tail of the norms" in printed and f"{right:.4f}" in printed

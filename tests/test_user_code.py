@@ -181,60 +181,42 @@ def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "chain", "words"),
+    ("scope", "body", "chain", "words"),
     [
-        ("def plain(g): return g", "plain", "@gradscope.transform"),
-        (
-            '@gradscope.transform("elementwise")\ndef f(g): return g / g.norm()',
-            "f",
-            "its own entry only",
-        ),
-        (
-            '@gradscope.transform("elementwise")\ndef f(g): return g + torch.rand_like(g)',
-            "f",
-            "nothing random",
-        ),
-        (
-            '@gradscope.transform("elementwise")\n'
-            "def f(g): return g * torch.arange(g.shape[-1]) if g.dim() else g",
-            "f",
-            "its own entry only",
-        ),
-        (
-            '@gradscope.transform("elementwise")\ndef f(g): return g.sum()',
-            "f",
-            "one value for each",
-        ),
-        ('@gradscope.transform("elementwise")\ndef f(g): return g > 0', "f", "torch.bool"),
-        ('@gradscope.transform("elementwise")\ndef f(g): return g.abs_()', "f", "in place"),
-        (
-            '@gradscope.transform("elementwise")\ndef f(g): return g.nothing()',
-            "f",
-            "AttributeError",
-        ),
-        (
-            '@gradscope.transform("factor")\ndef f(norms): return norms / norms.sum()',
-            "f",
-            "its own sample only",
-        ),
-        ('@gradscope.transform("factor")\ndef f(norms): return 2.0', "f", "float"),
-        (
-            '@gradscope.transform("factor")\n'
-            "def f(norms, c: float):\n    if c < 0: raise ValueError('c < 0')\n    return norms",
-            "f:c=-1",
-            "c < 0",
-        ),
-        ('@gradscope.transform("factor")\ndef f(norms, c: float): return norms', "f", "needs c"),
-        ('@gradscope.transform("factor")\ndef f(norms, c=1): return norms', "f:c=x", "int"),
-        ('@gradscope.transform("factor")\ndef f(norms, c=1): return norms', "f:d=1", "'d'"),
-        ('@gradscope.transform("whole")\ndef f(g): return g', "f", "not a scope"),
-        ("@gradscope.transform\ndef f(g): return g", "f", "not a scope"),
-        ("@gradscope.reducer\ndef f(): return 3", "f", "int, not a reducer"),
+        ("elementwise", "(g): return g / g.norm()", "f", "its own entry only"),
+        ("elementwise", "(g): return g + torch.rand_like(g)", "f", "nothing random"),
+        ("elementwise", "(g): return g * torch.arange(g.numel()).view_as(g)", "f", "own entry"),
+        ("elementwise", "(g): return g.sum()", "f", "one value for each"),
+        ("elementwise", "(g): return g > 0", "f", "torch.bool"),
+        ("elementwise", "(g): return g.abs_()", "f", "in place"),
+        ("elementwise", "(g): return g.nothing()", "f", "AttributeError"),
+        ("factor", "(norms): return norms / norms.sum()", "f", "its own sample only"),
+        ("factor", "(norms): return 2.0", "f", "float"),
+        ("factor", "(norms, c: float): assert c > 0, 'c < 0'", "f:c=-1", "c < 0"),
+        ("factor", "(norms, c: float): return norms", "f", "needs c"),
+        ("factor", "(norms, c=1): return norms", "f:c=x", "int"),
+        ("factor", "(norms, c=1): return norms", "f:d=1", "'d'"),
+        ("whole", "(g): return g", "f", "not a scope"),
     ],
 )
-def test_what_does_not_bind(tmp_path, body, chain, words):
+def test_what_does_not_bind(tmp_path, scope, body, chain, words):
+    path = written(tmp_path, f'@gradscope.transform("{scope}")\ndef f{body}')
     with pytest.raises(GradscopeError) as caught:
-        bind(f"{written(tmp_path, body)}:{chain}")
+        bind(f"{path}:{chain}")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def f(g): return g", "@gradscope.transform"),
+        ("@gradscope.transform\ndef f(g): return g", "not a scope"),
+        ("@gradscope.reducer\ndef f(): return 3", "int, not a reducer"),
+    ],
+)
+def test_what_is_no_stage(tmp_path, code, words):
+    with pytest.raises(GradscopeError) as caught:
+        bind(f"{written(tmp_path, code)}:f")
     assert words in str(caught.value)
 
 

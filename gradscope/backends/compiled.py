@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from math import hypot, nan
 from types import FunctionType
 from typing import Any
@@ -121,20 +122,9 @@ def _quiet() -> Iterator[None]:
 
 
 class Program:
-    """A compiled program, for batches of the shape of one.
+    """What is requested of a batch, compiled for batches of its shape; `plain` does the rest.
 
-    Args:
-        problem: What is evaluated.
-        batch: Samples to compile it on.
-        request: What it computes.
-        plain: What evaluates a batch where more is asked for than the program computes.
-
-    Attributes:
-        keys: Of the reductions that are part of it.
-        outside: {key: why not} of the others.
-
-    Raises:
-        NotCompiledError: It cannot be compiled.
+    `keys` are the reductions that are part of it, `outside` says why others are not.
     """
 
     def __init__(self, problem: Problem, batch: Batch, request: Request, plain: Evaluate) -> None:
@@ -191,28 +181,22 @@ class _Computed(Gradients):
         self, index: Tensor, squared_norms: dict[str, Tensor], rows: Callable[[], Gradients]
     ) -> None:
         super().__init__({}, index)
-        self._squared_norms, self._rows = squared_norms, rows
-        self._found: Gradients | None = None
+        self._squared, self._rows = squared_norms, rows
 
     def __getitem__(self, name: str) -> Block:
         return self._all[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._squared_norms)
+        return iter(self.squared_norms)
 
     def __len__(self) -> int:
-        return len(self._squared_norms)
+        return len(self.squared_norms)
 
     @property
     def n(self) -> int:
         """The number of samples."""
         assert self.index is not None
         return len(self.index)
-
-    @property
-    def squared_norms(self) -> dict[str, Tensor]:
-        """‖gᵢ‖² (n,) for each parameter."""
-        return self._squared_norms
 
     def bounded(self) -> bool:
         """Whether the norms show that every gradient is finite."""
@@ -222,11 +206,9 @@ class _Computed(Gradients):
         """Return the gradients, told which sums over samples will be asked for."""
         return self._all.asked(powers)
 
-    @property
+    @cached_property
     def _all(self) -> Gradients:
-        if self._found is None:
-            self._found = Gradients(dict(self._rows()), self.index)
-        return self._found
+        return Gradients(dict(self._rows()), self.index)
 
 
 class _Traced(Gradients):
@@ -350,13 +332,8 @@ def not_compiled(backend: str, verify: str, coupling: str) -> str | None:
 class Compiled:
     """A backend that answers by compiled programs where it has them, else by the plain one.
 
-    Args:
-        problem: What is evaluated.
-        plain: The uncompiled backend.
-        notes: Takes what was done and why.
-        faster: Keep only programs that are measured to be faster, and where there is time to gain.
-        check: Hold a program's first answer against the plain one.
-        clock: Returns seconds.
+    `notes` takes what was done and why. With `faster`, only programs are kept that are measured to
+    be so, where there is time to gain; with `check`, their first answers are compared.
     """
 
     def __init__(

@@ -17,14 +17,9 @@ _CANCELS = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class CenteredBlock(DerivedBlock):
-    """gᵢ − μ, the difference taken in float64.
+    """gᵢ − μ, the difference taken in float64."""
 
-    Attributes:
-        base: The gradients gᵢ.
-        mean: μ (*shape), float64 or complex128.
-    """
-
-    mean: Tensor
+    mean: Tensor  # μ (*shape), float64 or complex128
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         if self.base.held is not None:
@@ -75,14 +70,9 @@ class CenteredBlock(DerivedBlock):
 
 @dataclass(frozen=True, eq=False)
 class PreconditionedBlock(DerivedBlock):
-    """d ∘ gᵢ: every entry times a fixed number.
+    """d ∘ gᵢ: every entry times a fixed number."""
 
-    Attributes:
-        base: The gradients gᵢ.
-        diagonal: d (*shape), real, float64.
-    """
-
-    diagonal: Tensor
+    diagonal: Tensor  # d (*shape), real, float64
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         if self.base.held is not None:
@@ -120,16 +110,10 @@ class PreconditionedBlock(DerivedBlock):
 
 @dataclass(frozen=True, eq=False)
 class KroneckerBlock(DerivedBlock):
-    """L Gᵢ Rᵀ, with the gradient read as k matrices Gᵢ (r, c).
+    """L Gᵢ Rᵀ, with the gradient of k·r·c entries read as k matrices Gᵢ (r, c)."""
 
-    Attributes:
-        base: The gradients gᵢ, k·r·c entries.
-        left: L (k, r, r), float64 or complex128.
-        right: R (k, c, c).
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # L (k, r, r), float64 or complex128
+    right: Tensor  # R (k, c, c)
 
     @classmethod
     def of(cls, base: Block, left: Tensor, right: Tensor) -> Block:

@@ -293,15 +293,10 @@ def _summed(values: Tensor, weights: Tensor | None, part: slice) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TensorBlock(Block):
-    """A block of tensors (n, ...), which are its first fields.
+    """A block of tensors (n, ...), which are its first fields."""
 
-    Attributes:
-        numbers: Names of the fields whose product is the gradient.
-        places: Names of those that say where it goes.
-    """
-
-    numbers: ClassVar[tuple[str, ...]]
-    places: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]]  # names of the fields whose product is the gradient
+    places: ClassVar[tuple[str, ...]] = ()  # names of those that say where it goes
 
     @property
     def n(self) -> int:
@@ -334,13 +329,9 @@ class TensorBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(TensorBlock):
-    """Gradients without structure, held as they are.
+    """Gradients without structure, held as they are."""
 
-    Attributes:
-        values: (n, *shape).
-    """
-
-    values: Tensor
+    values: Tensor  # (n, *shape)
     numbers = ("values",)
 
     @property

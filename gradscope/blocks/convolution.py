@@ -69,19 +69,12 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionBlock(TensorBlock):
-    """The kernel's gradient of a (transposed) convolution.
+    """The kernel's gradient of a (transposed) convolution."""
 
-    Attributes:
-        inputs: (n, f, c, *space), f frames a sample.
-        gradients: (n, f, o, *out space), of the output.
-        parameter_shape: The kernel's shape.
-        geometry: How the convolution walks.
-    """
-
-    inputs: Tensor
-    gradients: Tensor
-    parameter_shape: tuple[int, ...]
-    geometry: Geometry
+    inputs: Tensor  # (n, f, c, *space), f frames a sample
+    gradients: Tensor  # (n, f, o, *out space), of the output
+    parameter_shape: tuple[int, ...]  # the kernel's shape
+    geometry: Geometry  # how the convolution walks
     numbers = ("inputs", "gradients")
     kind = "outer"
 

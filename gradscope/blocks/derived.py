@@ -15,13 +15,9 @@ from gradscope.blocks.outer import OuterBlock
 
 @dataclass(frozen=True, eq=False)
 class DerivedBlock(Block):
-    """What blocks that are made from another one have in common.
+    """What blocks that are made from another one have in common."""
 
-    Attributes:
-        base: The block it is made from, of the same n and shape.
-    """
-
-    base: Block
+    base: Block  # the block it is made from, of the same n and shape
 
     @property
     def n(self) -> int:
@@ -70,14 +66,9 @@ class DerivedBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class ScaledBlock(DerivedBlock):
-    """fᵢ gᵢ, for a base that has no factor to put fᵢ into.
+    """fᵢ gᵢ, for a base that has no factor to put fᵢ into."""
 
-    Attributes:
-        base: The gradients gᵢ.
-        by: The factors fᵢ (n,).
-    """
-
-    by: Tensor
+    by: Tensor  # the factors fᵢ (n,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,10 +131,8 @@ def _product(factors: Tensor, weights: Tensor | None) -> Tensor:
 class MappedBlock(DerivedBlock):
     """f(gᵢ), entry by entry: dense when asked, never before.
 
-    Attributes:
-        base: The block that f is applied to.
-        fn: A function of a tensor that acts on each entry alone.
-        grows: From a number (0-d) that no ‖gᵢ‖ exceeds to one that no ‖f(gᵢ)‖ does, if known.
+    `fn` acts on each entry of a tensor alone; `grows`, if known, takes a number (0-d) that no ‖gᵢ‖
+    exceeds to one that no ‖f(gᵢ)‖ does.
     """
 
     fn: Callable[[Tensor], Tensor]
@@ -183,15 +172,10 @@ class RandomBlock(DerivedBlock):
     """f(gᵢ, keyᵢ), where f draws the random numbers that belong to the key.
 
     However often and in whatever tiles it is made dense, a sample's row is the same.
-
-    Attributes:
-        base: The block that f is applied to.
-        keys: (n,) int64, what each sample draws by.
-        fn: From gradients (m, *shape) and keys (m,) to (m, *shape), row by row.
     """
 
-    keys: Tensor
-    fn: Callable[[Tensor, Tensor], Tensor]
+    keys: Tensor  # (n,) int64, what each sample draws by
+    fn: Callable[[Tensor, Tensor], Tensor]  # from (m, *shape) and keys (m,) to (m, *shape)
 
     def select(self, rows: slice | Tensor) -> "RandomBlock":
         keys = self.keys[rows.to(self.keys.device) if isinstance(rows, Tensor) else rows]
@@ -205,12 +189,10 @@ class RandomBlock(DerivedBlock):
 class ExpectedBlock(DerivedBlock):
     """Σ_c w[i, c] b[i·C + c] for each sample i; what is linear in it never forms it.
 
-    Attributes:
-        base: n·C rows, the C of one sample next to each other.
-        weights: (n, C).
+    The base has n·C rows, the C of one sample next to each other.
     """
 
-    weights: Tensor
+    weights: Tensor  # (n, C)
 
     @property
     def n(self) -> int:

@@ -37,17 +37,11 @@ KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms
 
 @dataclass(frozen=True, eq=False)
 class OuterBlock(TensorBlock):
-    """A sum of outer products over positions.
+    """A sum of outer products over positions."""
 
-    Attributes:
-        left: (n, k groups, t, r rows).
-        right: (n, k, t, c columns).
-        parameter_shape: Any shape of k·r·c entries.
-    """
-
-    left: Tensor
-    right: Tensor
-    parameter_shape: tuple[int, ...]
+    left: Tensor  # (n, k groups, t, r rows)
+    right: Tensor  # (n, k, t, c columns)
+    parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
     numbers = ("left", "right")
     kind = "outer"
     has_shortcuts = True

@@ -23,17 +23,11 @@ from gradscope.blocks.base import (
 
 @dataclass(frozen=True, eq=False)
 class ScatterBlock(TensorBlock):
-    """Rows added into a table (v, d): gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :].
+    """Rows added into a table (v, d): gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :]."""
 
-    Attributes:
-        index: (n, t) int64, which row of the table.
-        rows: (n, t, d), what is added to it.
-        size: v, the number of rows of the table.
-    """
-
-    index: Tensor
-    rows: Tensor
-    size: int
+    index: Tensor  # (n, t) int64, which row of the table
+    rows: Tensor  # (n, t, d), what is added to it
+    size: int  # v, the number of rows of the table
     numbers, places = ("rows",), ("index",)
     kind = "scatter"
     has_shortcuts = True

@@ -43,13 +43,9 @@ def _joined(factors: list[Tensor], axis: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TotalBlock(Block):
-    """A sum of blocks of different kinds.
+    """A sum of blocks of different kinds."""
 
-    Attributes:
-        parts: Two blocks or more, of one n and one shape.
-    """
-
-    parts: tuple[Block, ...]
+    parts: tuple[Block, ...]  # two blocks or more, of one n and one shape
     has_shortcuts = True
 
     @property

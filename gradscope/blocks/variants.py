@@ -29,15 +29,10 @@ _FLOPS, _BYTES, _CALL = 1e11, 1e10, 2e-5  # of a typical machine: a second's, a 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute an answer.
+    """One way to compute an answer."""
 
-    Attributes:
-        seconds: What the cost model predicts.
-        run: Computes the answer.
-    """
-
-    seconds: float
-    run: Callable[[], Tensor]
+    seconds: float  # what the cost model predicts
+    run: Callable[[], Tensor]  # computes the answer
 
 
 @dataclass(frozen=True)

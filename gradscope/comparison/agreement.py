@@ -1,8 +1,7 @@
 """The float64 loop, and whether one parameter's per-sample gradients are the loop's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,22 +11,18 @@ from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
 from gradscope.comparison.diagnosis import Mistake, Pair, cosine, diagnose, factor, wrong_shape
 from gradscope.comparison.result import ParameterAgreement
-from gradscope.core.batch import Batch, tensors
+from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY
 from gradscope.core.problem import Problem
 from gradscope.errors import CoupledSamplesError, ModelError
 
 
 class Precision(NamedTuple):
-    """How exact gradients of one dtype must be.
+    """How exact gradients of one dtype must be."""
 
-    Attributes:
-        tolerance: The largest relative error of a sample that agrees.
-        floor: The share of the sample's whole gradient below which a parameter's norm is
-            rounding noise (a gradient that is zero but for rounding: a key's bias in attention).
-    """
-
-    tolerance: float
+    tolerance: float  # the largest relative error of a sample that agrees
+    # the share of the sample's whole gradient below which a parameter's norm is rounding noise (a
+    # gradient that is zero but for rounding: a key's bias in attention)
     floor: float
 
 
@@ -45,19 +40,11 @@ _SAME_LOSS = 1e-8
 
 @dataclass(frozen=True)
 class Oracle:
-    """The loop's gradients.
+    """The loop's gradients."""
 
-    Attributes:
-        gradients: {name: (n, *shape)}.
-        norms: (n,), ‖gᵢ‖ over all parameters; zero where not finite.
-        sizes: What has which size in the batch: a mean within a sample may have divided by it.
-        coupled: Whether the batch's losses differ from those of batches of one.
-    """
-
-    gradients: Mapping[str, Tensor]
-    norms: Tensor
-    sizes: Mapping[int, str] = field(default_factory=dict)
-    coupled: bool = False
+    gradients: Mapping[str, Tensor]  # {name: (n, *shape)}
+    norms: Tensor  # (n,), ‖gᵢ‖ over all parameters; zero where not finite
+    coupled: bool = False  # the batch's losses differ from those of batches of one
 
     @classmethod
     def of(cls, problem: Problem, batch: Batch) -> "Oracle":
@@ -83,21 +70,8 @@ class Oracle:
         return cls(
             gradients=gradients,
             norms=torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0),
-            sizes=_sizes(batch),
             coupled=not same,
         )
-
-
-def _sizes(batch: Batch) -> dict[int, str]:
-    sizes: dict[int, str] = {}
-    for what, tree in (("targets", batch.targets), ("inputs", batch.inputs)):
-        for t in tensors(tree):
-            shape = tuple(t.shape[1:])
-            for axis, size in enumerate(shape, start=1):
-                sizes.setdefault(size, f"the size of axis {axis} of the {what}")
-            if len(shape) > 1:
-                sizes.setdefault(prod(shape), f"the number of entries a sample of the {what}")
-    return sizes
 
 
 def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgreement, ...]:
@@ -131,7 +105,6 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
                 samples=torch.arange(n, device=a.device)[seen],
                 n=n,
                 tolerance=precision.tolerance,
-                sizes=oracle.sizes,
                 coupled=oracle.coupled,
             )
         )

@@ -5,8 +5,8 @@ and another layout of the parameter. Where none fits all samples, the ones that 
 alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from math import prod, sqrt
@@ -27,27 +27,15 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """One parameter's gradients as found and as the loop has them, both real and in float64.
+    """One parameter's gradients as found and as the loop has them, both real and in float64."""
 
-    Attributes:
-        found: (m, *shape), the rows looked at.
-        loop: (m, *shape), what they should be.
-        errors: (m,), ‖foundᵢ − loopᵢ‖ over the scale of sample i; infinite where not finite.
-        samples: (m,) int64, the rows' positions in the batch.
-        n: The number of samples of the whole batch.
-        tolerance: The largest error that agrees.
-        sizes: What has which size in the batch, to name an integer factor.
-        coupled: Whether the batch's losses differ from those of batches of one.
-    """
-
-    found: Tensor
-    loop: Tensor
-    errors: Tensor
-    samples: Tensor
-    n: int
-    tolerance: float
-    sizes: Mapping[int, str] = field(default_factory=dict)
-    coupled: bool = False
+    found: Tensor  # (m, *shape), the rows looked at
+    loop: Tensor  # (m, *shape), what they should be
+    errors: Tensor  # (m,), relative to the scale of each sample; infinite where not finite
+    samples: Tensor  # (m,) int64, positions in the batch
+    n: int  # samples of the whole batch
+    tolerance: float  # the largest error that agrees
+    coupled: bool = False  # the batch's losses differ from those of batches of one
 
     @property
     def slack(self) -> float:
@@ -166,22 +154,17 @@ def _explained(c: float, pair: Pair) -> Mistake:
         )
     ratio = max(c, 1 / c)
     k = round(ratio)
-    if k < 2 or not pair.near(ratio, k):
+    if k >= 2 and pair.near(ratio, k):
+        name = f"k = {k}" if c > 1 else f"1/k with k = {k}"
         return Mistake(
             "factor",
-            f"c = {_number(c)}: every gradient is off by this one factor; look for a weight or a "
-            "temperature of the loss, or a loss scale that was not taken out",
+            f"c = {name}: a mean in place of a sum over {k} of something, or the reverse "
+            "(positions, classes, heads, devices, uses of the parameter, steps of accumulation)",
         )
-    name = f"k = {k}" if c > 1 else f"1/k with k = {k}"
-    size, more = (k, "") if k in pair.sizes else (k // n, f" = {n} samples times {k // n}")
-    if size in pair.sizes and k in (size, n * size):
-        way = "sum here, mean in the loss" if c > 1 else "mean here, sum in the loss"
-        text = f"{pair.sizes[size]}: the loss within a sample is normalised differently: {way}"
-        return Mistake("positions", f"c = {name}{more}, {text}")
     return Mistake(
         "factor",
-        f"c = {name}: a mean in place of a sum over {k} of something, or the reverse (positions, "
-        "classes, heads, devices, uses of the parameter, steps of accumulation)",
+        f"c = {_number(c)}: every gradient is off by this one factor; look for a weight or a "
+        "temperature of the loss, or a loss scale that was not taken out",
     )
 
 
@@ -269,25 +252,18 @@ def _readings(found: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mistake:
     """Say what a shape that is not (n, *shape) most likely is."""
-    if found == shape:
+    if found in (shape, (1, *shape)):
         cause = "there is no sample axis, so it is already summed or averaged over the batch"
     elif found == (*shape, n):
         cause = "the sample axis is last and must be first"
-    elif found == (1, *shape):
-        cause = "one row for all samples, so it is already summed or averaged over the batch"
-    elif found[1:] == shape and found[0] and found[0] % n == 0:
-        cause = f"{found[0]} rows are {found[0] // n} a sample: sum them for each sample"
     elif found[1:] == shape:
-        cause = f"{found[0]} rows for {n} samples: other samples, or an incomplete last batch"
-    elif found == (n,):
-        cause = "one number a sample: a norm or a loss rather than a gradient"
+        cause = f"{found[0]} rows for {n} samples: other samples, or several rows a sample to sum"
     elif found[:1] == (n,) and sorted(found[1:]) == sorted(shape):
         cause = "the parameter's axes are in another order (transposed)"
     elif prod(found) == n * prod(shape):
         cause = "the right number of entries in another shape: reshape it"
-    elif found[:1] == (n,) and prod(found[1:]) > prod(shape) > 0 == prod(found[1:]) % prod(shape):
-        k = prod(found[1:]) // prod(shape)
-        cause = f"{k} times too many entries: an axis of size {k} (positions?) was not summed over"
+    elif found[:1] == (n,) and len(found) > len(shape) + 1:
+        cause = "an axis (positions?) was not summed over"
     else:
         cause = "it belongs to another parameter, or other samples"
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")

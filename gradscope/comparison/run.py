@@ -15,7 +15,7 @@ from gradscope.backends import Backend, Evaluate, backends
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
-from gradscope.core.batch import Batch, detached, map_tensors
+from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory
 from gradscope.core.problem import Loss, Problem, double_precision
@@ -83,7 +83,7 @@ def compare(
     others = dict(against or {})
     chosen = _chosen(backends, others)
     problem = Problem.of(model, resolve(loss), parameters)
-    batch = detached(Batch.of(inputs, targets)).to(problem.device, None)
+    batch = Batch.of(inputs, targets).detached().to(problem.device, None)
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))

@@ -6,7 +6,7 @@ without axes is a constant that all samples share.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,17 +57,11 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples.
+    """Some samples."""
 
-    Attributes:
-        inputs: A tensor, tuple or dict of tensors (n, ...).
-        targets: Likewise, or None.
-        index: (n,) int64, the position of each sample in its data set.
-    """
-
-    inputs: Any
-    targets: Any
-    index: Tensor
+    inputs: Any  # a tensor, tuple or dict of tensors (n, ...)
+    targets: Any  # likewise, or None
+    index: Tensor  # (n,) int64, the position of each sample in its data set
 
     @classmethod
     def of(cls, inputs: Any, targets: Any = None, index: Tensor | None = None) -> "Batch":
@@ -89,9 +83,13 @@ class Batch:
 
     def select(self, rows: slice | Tensor) -> "Batch":
         """Return the samples `rows` (a slice, or a tensor of positions or a mask) of this batch."""
-        return Batch(
-            self._rows(self.inputs, rows), self._rows(self.targets, rows), self.index[rows]
-        )
+
+        def chosen(t: Tensor) -> Tensor:
+            if not t.dim():
+                return t
+            return t[rows.to(t.device) if isinstance(rows, Tensor) else rows]
+
+        return replace(self.map(chosen), index=self.index[rows])
 
     def one(self, position: int) -> "Batch":
         """Return the sample at `position` as a batch of one; the model sees the axis n = 1."""
@@ -101,13 +99,16 @@ class Batch:
         """Return a batch of `n` samples made of this one's, repeated from the first if need be."""
         return self.select(torch.arange(n) % len(self))
 
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with `fn` applied to every tensor among inputs and targets."""
+        inputs, targets = map_tensors(fn, (self.inputs, self.targets))
+        return Batch(inputs, targets, self.index)
+
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Batch":
         """Move to `device`; cast floating-point tensors (not integers, not complex) to `dtype`."""
-
-        def move(t: Tensor) -> Tensor:
-            return t.to(device=device, dtype=dtype if t.is_floating_point() else None)
-
-        return Batch(map_tensors(move, self.inputs), map_tensors(move, self.targets), self.index)
+        return self.map(
+            lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None)
+        )
 
     def in_double_precision(self) -> "Batch":
         """Return the batch with floating-point and complex tensors widened."""
@@ -117,25 +118,8 @@ class Batch:
                 return t.to(torch.complex128)
             return t.double() if t.is_floating_point() else t
 
-        inputs, targets = map_tensors(widened, (self.inputs, self.targets))
-        return Batch(inputs, targets, self.index)
+        return self.map(widened)
 
-    def with_inputs(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return the batch with `fn` applied to every input tensor."""
-        return Batch(map_tensors(fn, self.inputs), self.targets, self.index)
-
-    @staticmethod
-    def _rows(tree: Any, rows: slice | Tensor) -> Any:
-        return map_tensors(
-            lambda t: t[rows.to(t.device) if isinstance(rows, Tensor) else rows] if t.dim() else t,
-            tree,
-        )
-
-
-def detached(batch: Batch) -> Batch:
-    """Return the batch with every tensor cut from any graph it came with."""
-    return Batch(
-        map_tensors(lambda t: t.detach(), batch.inputs),
-        map_tensors(lambda t: t.detach(), batch.targets),
-        batch.index,
-    )
+    def detached(self) -> "Batch":
+        """Return the batch with every tensor cut from any graph it came with."""
+        return self.map(Tensor.detach)

@@ -27,17 +27,11 @@ Way = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Folded:
-    """What a pass over batches has found.
+    """What a pass over batches has found."""
 
-    Attributes:
-        states: The state of each chain, None where no sample was usable.
-        skipped: How many samples without a finite gradient were left out.
-        dtypes: Of each chain, those of the first batch's own sums.
-    """
-
-    states: Sequence[State | None]
-    skipped: int = 0
-    dtypes: Sequence[dict[str, torch.dtype]] = ()
+    states: Sequence[State | None]  # of each chain, None where no sample was usable
+    skipped: int = 0  # samples without a finite gradient, which were left out
+    dtypes: Sequence[dict[str, torch.dtype]] = ()  # of each chain's sums of the first batch
 
 
 def fold(

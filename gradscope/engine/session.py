@@ -20,7 +20,7 @@ from gradscope.backends import (
 )
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
-from gradscope.core.batch import Batch, detached
+from gradscope.core.batch import Batch
 from gradscope.core.independence import same
 from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
@@ -181,7 +181,7 @@ class Session:
             RefusedError: No candidate backend has an exact, proved answer.
         """
         now = self._follow()
-        batch = detached(self.labels.of(batch))
+        batch = self.labels.of(batch).detached()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         before = self.certificate
         try:

@@ -32,20 +32,12 @@ _WRITER = 8 * 2**20  # HDF5 itself, and pieces on their way to the disk
 
 @dataclass(frozen=True)
 class Budget:
-    """How a run uses memory.
+    """How a run uses memory."""
 
-    Attributes:
-        samples: Computed at a time.
-        notes: Why, where it is not what one would expect.
-        peak: Bytes taken at the peak, above the loaded model and data, and above what was taken to
-            find out; None if unknown.
-        available: Bytes that there are for it; None if unknown.
-    """
-
-    samples: int
-    notes: tuple[str, ...] = ()
-    peak: int | None = None
-    available: int | None = None
+    samples: int  # computed at a time
+    notes: tuple[str, ...] = ()  # why, where it is not what one would expect
+    peak: int | None = None  # bytes beside model and data, with what finding out takes
+    available: int | None = None  # bytes that there are
 
 
 def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budget:
@@ -123,15 +115,10 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peak memory as a function of the batch size.
+    """Peak memory as a function of the batch size."""
 
-    Attributes:
-        points: (samples, bytes), with growing sizes, at least one.
-        clear: Larger sizes take as much more a sample as the last two of them.
-    """
-
-    points: tuple[tuple[int, int], ...]
-    clear: bool
+    points: tuple[tuple[int, int], ...]  # (samples, bytes), with growing sizes, at least one
+    clear: bool  # larger sizes take as much more a sample as the last two of them
 
     @property
     def largest(self) -> int:
@@ -170,11 +157,7 @@ class Rehearsals:
         self._base = taken(self._device)
 
     def peak(self, n: int) -> int | None:
-        """Return the peak bytes with batches of n samples; None if unknown, or too much.
-
-        Raises:
-            RefusedError: What a run would be refused for.
-        """
+        """Return the peak bytes with batches of n samples; None if unknown, or too much."""
         with peak_memory(self._device) as above:
             start = taken(self._device)
             fits = rehearse(self._job, n)
@@ -183,11 +166,9 @@ class Rehearsals:
         return _WRITER + start + above[0] - self._base
 
     def footprint(self, most: int, budget: float) -> Footprint | None:
-        """Measure small batches; None where the system does not tell how much memory is taken.
+        """Measure small batches, up to `most` samples and to what would seem to take `budget`.
 
-        Args:
-            most: The largest batch of interest.
-            budget: Bytes; no batch is tried that would seem to take more.
+        None where the system does not tell how much memory is taken.
         """
         self.peak(1)  # what is loaded now is not the samples'
         first = self.peak(1)
@@ -206,10 +187,9 @@ class Rehearsals:
 
 
 class Nowhere:
-    """Stands in for a writer that holds the rows of one batch until the next has been computed.
+    """A writer that holds the rows of one batch until the next has been computed and audited.
 
-    That is as long as a writer can hold them, so that their memory shows with that of the next
-    batch and of its audit, whichever thread is the slower in a run.
+    That is as long as a slow writer holds them, so that the peak of a run cannot be higher.
     """
 
     completed = 0
@@ -237,11 +217,7 @@ class Nowhere:
 
 
 def rehearse(job: Job, n: int) -> bool:
-    """Compute the first n samples twice, as a run does; return whether memory sufficed for all.
-
-    Raises:
-        RefusedError: What a run would be refused for.
-    """
+    """Compute the first n samples twice, as a run does; return whether memory sufficed for all."""
     batch, size = job.load(0, n), BatchSize(n)
     chains = settled(job.scope, job.chains, lambda: [batch])
     run = Run(job, chains, Path(), Nowhere(), size)

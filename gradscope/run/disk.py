@@ -38,27 +38,16 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Room:
-    """What a result file takes, and what there is for it.
+    """What a result file takes, and what there is for it."""
 
-    Attributes:
-        layout: The one asked for.
-        layouts: Bytes of the file in each layout.
-        smaller: Bytes of the file by what else would make it smaller, as an option.
-        kept: Bytes of an unfinished file, which are on the disk already.
-        free: Bytes free on the disk, or within the quota where the file system tells it.
-        limit: Bytes that the system lets a file have; None if any.
-        seconds: What computing takes, without waiting for the disk.
-        compressed: Whether rows will be compressed: the bytes are then the most it may take.
-    """
-
-    layout: str
-    layouts: dict[str, int]
-    smaller: dict[str, int]
-    kept: int
-    free: int
-    limit: int | None
-    seconds: float
-    compressed: bool
+    layout: str  # the one asked for
+    layouts: dict[str, int]  # bytes of the file in each layout
+    smaller: dict[str, int]  # bytes of the file by options that would make it smaller
+    kept: int  # bytes of an unfinished file, which are on the disk already
+    free: int  # bytes on the disk, or within the quota where the file system tells it
+    limit: int | None  # bytes that the system lets a file have
+    seconds: float  # of computing, without waiting for the disk
+    compressed: bool  # whether rows are: the bytes are then the most it may take
 
     @property
     def bytes(self) -> int:
@@ -70,11 +59,7 @@ class Room:
         return size <= self.free + self.kept and (self.limit is None or size <= self.limit)
 
     def require(self, path: Path) -> None:
-        """Check that the file fits; a compressed one may, whatever it takes otherwise.
-
-        Raises:
-            OutputError: It does not; what would is said.
-        """
+        """Refuse a file that does not fit, and say what would; a compressed one may fit."""
         if self.compressed or self.holds(self.bytes):
             return
         if self.limit is not None and self.bytes > self.limit:
@@ -120,11 +105,7 @@ def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
 
 
 def tried(job: Job, path: Path | None, n: int) -> Room:
-    """Evaluate the first n samples twice: the second time tells how long it takes.
-
-    Raises:
-        RefusedError: No backend has an exact, proved answer.
-    """
+    """Evaluate the first n samples twice: the second time tells how long it takes."""
     batch = job.load(0, n)
     passes = 1
 

@@ -32,7 +32,7 @@ from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
-from gradscope.stats import ParameterRow, RunReport, parameter_rows, require_consistent
+from gradscope.stats import RunReport, parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
@@ -49,18 +49,11 @@ _SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to b
 
 @dataclass(frozen=True)
 class Progress:
-    """What a stopped run that goes on keeps to, besides its rows and its reducers' states.
-
-    Attributes:
-        batch_size: How many samples were computed at a time.
-        certificate: The proof so far, with its audits.
-        first: Losses and norms of a few samples of the first batch, to be found again by whoever
-            goes on.
-    """
+    """What a stopped run that goes on keeps to, besides its rows and its reducers' states."""
 
     batch_size: int | None = None
-    certificate: Mapping[str, Any] | None = None
-    first: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    certificate: Mapping[str, Any] | None = None  # the proof so far, with its audits
+    first: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see `first_of`
 
     def to_state(self) -> State:
         """Return the whole as a tensor of bytes."""
@@ -81,52 +74,21 @@ class Progress:
         return cls() if kept is None else cls(**json.loads(bytes(kept["json"].tolist())))
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What the finished file says of the run."""
-
-    parameters: tuple[ParameterRow, ...]
-    certificate: dict[str, Any]
-    nonfinite: int
-    chains_nonfinite: tuple[int, ...]
-
-    @classmethod
-    def of(cls, file: GradientFile, *, aggregates: bool = False) -> "_Seen":
-        finite = np.asarray(file.samples["finite"], dtype=bool)
-        rows = parameter_rows(file, finite)
-        chains = nonfinite_of_file(file, aggregates=aggregates)
-        return cls(rows, dict(file.certificate), int((~finite).sum()), chains)
-
-
 @dataclass
 class Run:
-    """A run under way.
-
-    Attributes:
-        job: What is computed.
-        chains: Its chains, after the earlier passes that some of them need.
-        path: The result file.
-        writer: The open file, in a thread of its own.
-        size: How many samples are computed at a time.
-        begun: When, on the performance counter.
-        notes: What was noticed before it began.
-        states: The reducers' states, by "chain:K" and "mean_gradient".
-        progress: What is kept of it besides.
-        done: How many samples are computed.
-        returns: How often it went back to what was proved, to go on with another backend.
-    """
+    """A run under way; leaving it before `finish` keeps what is written."""
 
     job: Job
-    chains: tuple[Chain, ...]
+    chains: tuple[Chain, ...]  # after the earlier passes that some of them need
     path: Path
-    writer: Any  # a `Behind`
+    writer: Any  # the open file: a `Behind`
     size: BatchSize
-    begun: float = 0.0
-    notes: tuple[str, ...] = ()
-    states: dict[str, State] = field(default_factory=dict)
+    begun: float = 0.0  # on the performance counter
+    notes: tuple[str, ...] = ()  # before it began
+    states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
     progress: Progress = Progress()
-    done: int = 0
-    returns: int = 0
+    done: int = 0  # samples computed
+    returns: int = 0  # how often it went back to what was proved, to go on with another backend
 
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not computed yet."""
@@ -159,9 +121,9 @@ class Run:
         if not self.done:
             raise error
         stopped = self.done
-        self.done, self.states = self.writer.go_back()
-        self.progress = replace(Progress.of(self.states), batch_size=self.size.samples)
-        self.states.pop(PROGRESS, None)
+        self.done, kept = self.writer.go_back()
+        self.states = without_progress(kept)
+        self.progress = replace(Progress.of(kept), batch_size=self.size.samples)
         self.job.scope.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
         if not (isinstance(error, CertificateError) and self.job.scope.has_others):
@@ -179,35 +141,33 @@ class Run:
         Raises:
             NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
         """
-        seen: list[_Seen] = []
-        reduced = dict(enumerate(self.chains))
-        states = {k: self.states[f"chain:{k}"] for k in reduced if f"chain:{k}" in self.states}
-        results, counts = results_of(reduced, states)
+        seen: list[RunReport] = []
+        results, counts = results_of(dict(enumerate(self.chains)), self.states)
         self._judge(counts)
         self.states = with_counts(self.states, counts)
+        size = sum(t.nbytes for state in self.states.values() for t in state.values())
         self.writer.finish(
             results=results,
             certificate=self.progress.certificate or _NOT_VERIFIED,
             norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
-            states=self._kept_states(),
-            look=lambda file: seen.append(self._seen(file)),
+            states=self.states if keeps_states(self.job, size) else {},
+            look=lambda file: seen.append(self._checked(file)),
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
-                seen.append(_Seen.of(file, aggregates=True))
-        own = {int(k): int(n) for k, n in self.states.get(NONFINITE, {}).items()}
-        found = enumerate(seen[0].chains_nonfinite)
-        return self._report(
-            seen[0], tuple(max(n, counts.get(k, 0), own.get(k, 0)) for k, n in found)
-        )
+                seen.append(self._report(file, aggregates=True))
+        with writing(self.path):
+            size = self.path.stat().st_size
+        more = {"bytes": size, "seconds": time.perf_counter() - self.begun}
+        return seen[0].model_copy(update=more)
 
-    def _seen(self, file: GradientFile) -> _Seen:
-        """Look at the file before it gets to its place.
+    def _checked(self, file: GradientFile) -> RunReport:
+        """Hold the file against itself before it gets to its place.
 
         Raises:
             OutputError: Its numbers do not belong together.
         """
-        own = {f"chain:{k}" for k, chain in enumerate(self.chains) if ".py:" in chain.text}
+        own = {str(k) for k, chain in enumerate(self.chains) if ".py:" in chain.text}
         counting = {owner: state for owner, state in self.states.items() if owner not in own}
         kept = self.job.scope.settings.nonfinite == "keep"
         require_written(file, self.job.rows, counting, kept=kept)
@@ -220,33 +180,55 @@ class Run:
                 remedy="Compute it anew, with --overwrite. If that does not help, please report "
                 "this: it is a bug in gradscope.",
             ) from error
-        return _Seen.of(file)
+        return self._report(file, aggregates=False)
+
+    def _report(self, file: GradientFile, *, aggregates: bool) -> RunReport:
+        scope, certificate = self.job.scope, dict(file.certificate)
+        finite = np.asarray(file.samples["finite"], dtype=bool)
+        notes = (*self.job.notes, *self.notes, *scope.notes, *self.size.notes)
+        own = {int(k): int(n) for k, n in self.states.get(NONFINITE, {}).items()}
+        found = enumerate(nonfinite_of_file(file, aggregates=aggregates))
+        return RunReport(
+            parameters=parameter_rows(file, finite),
+            certificate=certificate,
+            backend=str(certificate.get("backend", scope.backend)),
+            notes=tuple(dict.fromkeys(notes)),
+            samples=len(self.job.rows),
+            nonfinite=int((~finite).sum()),
+            chains_nonfinite=tuple(max(n, own.get(k, 0)) for k, n in found),
+            seconds=0.0,
+            path=str(self.path),
+            chains=tuple(chain.text for chain in self.job.chains),
+            audits=scope.auditor.audits.text if scope.settings.verify == "audit" else None,
+        )
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
-        scope, last = self.job.scope, self.done + n == len(self.job.rows)
-        ordinal = self.done // (self.progress.batch_size or n)
+        left = len(self.job.rows) - self.done
         made: list[tuple[Rows, State]] = []
 
         def sink(batch: Batch, evaluation: Evaluation) -> None:
             rows = rows_of(self.job, self.chains, batch, evaluation)
-            made.append((rows, self._made(rows)))
+            made.append((rows, self._overflowed(rows)))
 
-        keys, reduced = zip(*self._reduced(), strict=True)
+        reduced = {
+            str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None
+        }
+        reduced[MEAN_GRADIENT] = self.job.scope.labels.chain(bind("mean"))
         found = fold(
-            scope,
+            self.job.scope,
             [part],
-            reduced,
+            [*reduced.values()],
             sink,
-            states=[self.states.get(key) for key in keys],
-            request=self.job.request(left=-(-(len(self.job.rows) - self.done) // n)),
-            ordinal=ordinal,
-            count=1 if last else None,
+            states=[self.states.get(key) for key in reduced],
+            request=self.job.request(left=-(-left // n)),
+            ordinal=self.done // (self.progress.batch_size or n),
+            count=1 if n == left else None,
         )
         ((rows, overflowed),) = made
-        carried = ((key, s) for key, s in zip(keys, found.states, strict=True) if s is not None)
-        states = self.states | {key: carried_state(state) for key, state in carried}
+        carried = zip(reduced, found.states, strict=True)
+        states = self.states | {k: carried_state(s) for k, s in carried if s is not None}
         if overflowed:
             states[NONFINITE] = overflowed
         self.progress = Progress(
@@ -255,11 +237,11 @@ class Run:
             first=self.progress.first or first_of(rows),
         )
         progress = {PROGRESS: self.progress.to_state()}
-        self.writer.append(rows, states | progress, proved=scope.proved)
+        self.writer.append(rows, states | progress, proved=self.job.scope.proved)
         self.states, self.done = states, self.done + n
         return n
 
-    def _made(self, rows: Rows) -> State:
+    def _overflowed(self, rows: Rows) -> State:
         """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""
         found = dict(self.states.get(NONFINITE, {}))
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
@@ -287,39 +269,10 @@ class Run:
         audit = {"verify": scope.settings.verify, **scope.auditor.audits.to_json()}
         return {**proof, "backend": ", ".join(used), "audit": audit}
 
-    def _reduced(self) -> Iterator[tuple[str, Chain]]:
-        yield MEAN_GRADIENT, self.job.scope.labels.chain(bind("mean"))
-        for k, chain in enumerate(self.chains):
-            if chain.reducer is not None:
-                yield f"chain:{k}", chain
 
-    def _kept_states(self) -> dict[str, State]:
-        """Return the states that go into the file."""
-        size = sum(t.nbytes for state in self.states.values() for t in state.values())
-        if not keeps_states(self.job, size):
-            return {}
-        return {owner.removeprefix("chain:"): state for owner, state in self.states.items()}
-
-    def _report(self, seen: _Seen, chains_nonfinite: tuple[int, ...]) -> RunReport:
-        scope = self.job.scope
-        with writing(self.path):
-            size = self.path.stat().st_size
-        return RunReport(
-            parameters=seen.parameters,
-            certificate=seen.certificate,
-            backend=str(seen.certificate.get("backend", scope.backend)),
-            notes=tuple(
-                dict.fromkeys((*self.job.notes, *self.notes, *scope.notes, *self.size.notes))
-            ),
-            samples=len(self.job.rows),
-            nonfinite=seen.nonfinite,
-            chains_nonfinite=chains_nonfinite,
-            seconds=time.perf_counter() - self.begun,
-            path=str(self.path),
-            bytes=size,
-            chains=tuple(chain.text for chain in self.job.chains),
-            audits=scope.auditor.audits.text if scope.settings.verify == "audit" else None,
-        )
+def without_progress(states: Mapping[str, State]) -> dict[str, State]:
+    """Return the reducers' states alone, by number: in older files, by "chain:NUMBER"."""
+    return {k.removeprefix("chain:"): state for k, state in states.items() if k != PROGRESS}
 
 
 def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:

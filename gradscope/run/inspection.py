@@ -18,30 +18,17 @@ from gradscope.stages.losses import options
 
 @dataclass(frozen=True)
 class Estimate:
-    """The plan of a run.
-
-    Attributes:
-        samples: N.
-        batch_size: Samples a batch.
-        backend: What was chosen on the first batch.
-        notes: Why.
-        chains: In canonical spelling.
-        room: What the file would take, what there is for it, and how long computing takes: from
-            the second evaluation of the first batch.
-        memory: Bytes taken at the peak, above the loaded model and data; None if unknown.
-        available: Bytes of memory that there are for it; None if unknown.
-        ways: Which kernel variant is taken where, with the seconds that were predicted.
-    """
+    """The plan of a run: what it would cost, found on its first batch."""
 
     samples: int
     batch_size: int
-    backend: str
+    backend: str  # chosen on the first batch
     notes: tuple[str, ...]
-    chains: tuple[str, ...]
-    room: Room
-    memory: int | None
-    available: int | None
-    ways: tuple[Chosen, ...]
+    chains: tuple[str, ...]  # in canonical spelling
+    room: Room  # on the disk; and seconds, from the second evaluation of the first batch
+    memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
+    available: int | None  # bytes that there are for it; None if unknown
+    ways: tuple[Chosen, ...]  # kernel variants, with the seconds that were predicted
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
@@ -53,41 +40,24 @@ class Estimate:
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """What the first batch gave.
-
-    Attributes:
-        samples: n.
-        loss: The smallest, the median and the largest loss; of those that are finite.
-        norm: The same of the gradients' norms.
-        nonfinite: How many samples have no finite gradient.
-    """
+    """What the first batch gave: the smallest, the median and the largest of what is finite."""
 
     samples: int
     loss: tuple[float, float, float]
     norm: tuple[float, float, float]
-    nonfinite: int
+    nonfinite: int  # samples without a finite gradient
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a run would compute, from what.
-
-    Attributes:
-        model: Its class, mode, and how many parameters and numbers are differentiated by.
-        checkpoint: File, format, tensors, digest.
-        dataset: File, format, samples, arrays.
-        loss: Name and options.
-        first: The first batch.
-        certificate: Its proof.
-        plan: What the whole would cost.
-    """
+    """What a run would compute, from what, and at what cost."""
 
     model: dict[str, Any]
     checkpoint: dict[str, Any]
     dataset: dict[str, Any]
     loss: dict[str, Any]
     first: FirstBatch
-    certificate: dict[str, Any]
+    certificate: dict[str, Any]  # the proof of the first batch
     plan: Estimate
 
     def to_json(self) -> dict[str, Any]:

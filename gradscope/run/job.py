@@ -45,32 +45,18 @@ _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be computed.
+    """What is to be computed."""
 
-    Attributes:
-        spec: The resolved run spec.
-        chains: Bound, in the order given.
-        scope: Model, loss and backend, with the proof of its answers.
-        checkpoint: What was loaded into the model.
-        dataset: Where the samples come from.
-        rows: The positions of the selected samples in it.
-        whole: Those of the run that this is a shard of; the same as `rows` if it is none.
-        batch_size: Samples a batch.
-        digests: SHA-256 of checkpoint and data; of the user's code and of stored vectors by file,
-            for what they are.
-        notes: What was noticed while loading.
-    """
-
-    spec: RunSpec
-    chains: tuple[Chain, ...]
-    scope: Session
-    checkpoint: CheckpointReport
+    spec: RunSpec  # resolved
+    chains: tuple[Chain, ...]  # bound, in the order given
+    scope: Session  # model, loss and backend, with the proof of its answers
+    checkpoint: CheckpointReport  # what was loaded into the model
     dataset: datasets.Dataset
-    rows: range
-    whole: range
-    batch_size: int
-    digests: dict[str, str | dict[str, str]]
-    notes: tuple[str, ...]
+    rows: range  # the positions of the selected samples in it
+    whole: range  # those of the run that this is a shard of; `rows` if it is none
+    batch_size: int  # samples a batch, if memory allows it
+    digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
+    notes: tuple[str, ...]  # what was noticed while loading
 
     @property
     def shard(self) -> Shard | None:
@@ -247,11 +233,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
 
 
 def require_one_pass(bound: Iterable[Chain]) -> None:
-    """Refuse chains that need the mean over all samples first: a part of a run has only its own.
-
-    Raises:
-        RefusedError: A chain is one of them.
-    """
+    """Refuse chains that need the mean over all samples first: a part of a run has only its own."""
     for chain in bound:
         first = chain.first_pass
         if first is not None:

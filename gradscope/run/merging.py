@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
 from gradscope.config import RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
@@ -59,65 +59,38 @@ _USUAL_BATCH = 256
 
 
 class MergeReport(Record):
-    """What one `gradscope merge` did, for its last words and its `--json`.
-
-    Attributes:
-        path: The file that was written.
-        bytes: Its size.
-        files: How many it was made from.
-        virtual: Whether the rows stay in them.
-        samples: N.
-        nonfinite: How many of them are not finite.
-        chains_nonfinite: For each chain, how many of its numbers are not finite, the rows of
-            such samples aside.
-        chains: In canonical spelling.
-        certificate: What was proved of the files, together.
-        recomputed: How many samples were computed anew, and gave the same numbers.
-        notes: Why no more of them were.
-        seconds: Wall time.
-    """
+    """What one `gradscope merge` did, for its last words and its `--json`."""
 
     schema_: Literal["gradscope.merge"] = Field(
         default="gradscope.merge", validation_alias="schema", serialization_alias="schema"
     )
     version: Literal[1] = 1
-    path: str
+    path: str  # of the file that was written
     bytes: int
-    files: int
-    virtual: bool
+    files: int  # that it was made from
+    virtual: bool  # whether the rows stay in them
     samples: int
-    nonfinite: int
-    chains_nonfinite: tuple[int, ...] = ()
+    nonfinite: int  # samples that are not finite
+    chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
     chains: tuple[str, ...]
-    certificate: Json
-    recomputed: int = 0
-    notes: tuple[str, ...] = ()
+    certificate: Json  # what was proved of the files, together
+    recomputed: int = 0  # samples that were computed anew and gave the same numbers
+    notes: tuple[str, ...] = ()  # why no more of them were
     seconds: float
 
 
 @dataclass
 class Merge:
-    """A merge under way.
+    """A merge under way."""
 
-    Attributes:
-        parts: The files, checked.
-        chains: The reduced chains, by number.
-        path: The file that is written.
-        joiner: The same, open.
-        begun: When, on the performance counter.
-        virtual: Whether rows stay in the files.
-        recomputed: What was computed anew of them.
-        states: The reducers' states so far, by chain number and "mean_gradient".
-    """
-
-    parts: Parts
-    chains: Mapping[int, Chain]
+    parts: Parts  # the files, checked
+    chains: Mapping[int, Chain]  # the reduced ones
     path: Path
-    joiner: Joiner
-    begun: float
+    joiner: Joiner  # the file that is written, open
+    begun: float  # on the performance counter
     virtual: bool = False
     recomputed: Recomputed = field(default_factory=Recomputed)
-    states: dict[str, State] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
 
     def remaining(self) -> Iterator[Part]:
         """Yield the files, in the order of their samples."""
@@ -131,8 +104,7 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        states = {k: self.states[str(k)] for k in self.chains if str(k) in self.states}
-        results, counts = results_of(self.chains, states)
+        results, counts = results_of(self.chains, self.states)
         self.states = with_counts(self.states, counts)
         certificate = combined(self.parts.files)
         self.joiner.finish(
@@ -270,21 +242,21 @@ def _reduced_chains(parts: Parts, code: Iterable[Path]) -> dict[int, Chain]:
 
     A file says which code its chains run, and a file comes from somewhere else: nothing is run
     unless it is among `code`.
-
-    Raises:
-        ResultFileError: What is to be a chain is none.
-        RefusedError: A chain takes the mean of each file only, or needs code that is not among
-            `code` or is not what the run had.
     """
     try:
         stages = [parse(text) for text, _ in parts.chains]
         if not parts.identity["shard"]:  # of a shard this is known
-            known = [tuple(s for s in chain if ".py:" not in s.name) for chain in stages]
-            require_one_pass([bind(_text(chain)) for chain in known if chain])
-        ends = {k: _end(stages[k]) for k, (_, reduced) in enumerate(parts.chains) if reduced}
+            known = [[s for s in chain if ".py:" not in s.name] for chain in stages]
+            require_one_pass([_bound(chain) for chain in known if chain])
+        ends = {}
+        for k, chain in enumerate(stages):
+            if parts.chains[k][1]:
+                # where the reducer is the user's own, all stages count
+                first = next((i for i, stage in enumerate(chain) if stage.name in reducers), 0)
+                ends[k] = chain[first:]
         if any(".py:" in stage.name for end in ends.values() for stage in end):
             _require_known_code(parts, stages, code)
-        return {k: bind(_text(end)) for k, end in ends.items()}
+        return {k: _bound(end) for k, end in ends.items()}
     except SpecError as error:  # the chain is the files' own, not what the user wrote
         raise ResultFileError(
             f"the files hold a chain that is none here: {error.what}",
@@ -294,19 +266,16 @@ def _reduced_chains(parts: Parts, code: Iterable[Path]) -> dict[int, Chain]:
         ) from error
 
 
-def _end(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return a chain's stages from its reducer on; all, where the reducer is the user's own."""
-    first = next((k for k, stage in enumerate(stages) if stage.name in reducers), 0)
-    return stages[first:]
+def _bound(stages: Sequence[Stage]) -> Chain:
+    return bind(" | ".join(map(str, stages)))
 
 
 def _require_known_code(
     parts: Parts, stages: Iterable[tuple[Stage, ...]], code: Iterable[Path]
 ) -> None:
     """Check that the user's own stages may be run, and are those of the run."""
-    named = {
-        Path(s.name.rpartition(":")[0]).resolve() for c in stages for s in c if ".py:" in s.name
-    }
+    own = [stage.name for chain in stages for stage in chain if ".py:" in stage.name]
+    named = {Path(name.rpartition(":")[0]).resolve() for name in own}
     missing = sorted(map(str, named - {path.resolve() for path in code}))
     if missing:
         raise RefusedError(
@@ -325,118 +294,120 @@ def _require_known_code(
         )
 
 
-def _text(stages: tuple[Stage, ...]) -> str:
-    return " | ".join(map(str, stages))
+class _Check(BaseModel, extra="allow"):
+    error: float = 0.0
+    tolerance: float = 0.0
+    parameter: str = ""
+
+    @property
+    def rank(self) -> float:
+        """How near it was to failing."""
+        return self.error / self.tolerance if self.tolerance else self.error
+
+
+class _FirstBatch(BaseModel):
+    """What a file's certificate says of its first batch; nothing, where that is malformed."""
+
+    verdict: str = ""
+    backend: str = ""
+    dtype: str = ""
+    samples: int = 0
+    nonfinite: int = 0
+    completeness: _Check | None = None
+    agreement: _Check | None = None
+    compared: list[int] = []
+    unused: list[str] = []
+
+    @classmethod
+    def of(cls, certificate: Mapping[str, Any]) -> "_FirstBatch":
+        try:
+            return cls.model_validate(certificate, strict=True)
+        except ValidationError:
+            return cls()
 
 
 def combined(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the certificate of files that become one.
+    """Return the certificate of files that become one, given in the order of their samples.
 
     The proofs of their first batches stand together: counts are sums, errors the largest. It is
     verified if all of them are; `merged` says of which samples nothing was proved.
-
-    Args:
-        parts: In the order of their samples.
     """
     if len(parts) == 1:
         return dict(parts[0].certificate)
-    proofs = [Proof.of(part.certificate) for part in parts]
-    proved = [part for part, proof in zip(parts, proofs, strict=True) if proof.verified]
+    proofs = [(part, Proof.of(part.certificate)) for part in parts]
+    proved = [(part, proof) for part, proof in proofs if proof.verified]
+    first_only = [
+        part
+        for part, proof in proved  # with batches after the first, none of which was audited
+        if proof.verify in ("first", None) and (proof.batches is None or proof.batches > 1)
+    ]
     merged = {
         "count": len(parts),
         "verified": len(proved),
-        "unverified": _spans(parts, (not proof.verified for proof in proofs)),
-        "first_only": _spans(parts, (_is_first_only(proof) for proof in proofs)),
+        "unverified": _spans(part for part, proof in proofs if not proof.verified),
+        "first_only": _spans(first_only),
     }
     if not proved:
         return {**parts[0].certificate, "merged": merged}
     return {
         "verified": len(proved) == len(parts),
-        **_first_batches([part.certificate for part in proved]),
-        "unproved": sorted(set(chained(*(proof.unproved for proof in proofs)))),
-        "proves": any(proof.proves for proof in proofs if proof.verified),
-        "audit": _audit(parts, proofs),
+        **_first_batches([_FirstBatch.of(part.certificate) for part, _ in proved]),
+        "unproved": sorted(set(chained(*(proof.unproved for _, proof in proofs)))),
+        "proves": any(proof.proves for _, proof in proved),
+        "audit": _audit(proofs),
         "merged": merged,
     }
 
 
-def _audit(parts: Sequence[Part], proofs: Sequence[Proof]) -> dict[str, Any]:
-    worst = max(
-        (p for p in proofs if p.error is not None), key=lambda p: p.error or 0, default=None
-    )
-    words = {proof.verify for proof in proofs}
-    counts = [
-        proof.batches or -(-len(part) // part.batch) if part.batch else proof.batches or 0
-        for part, proof in zip(parts, proofs, strict=True)
+def _audit(proofs: Sequence[tuple[Part, Proof]]) -> dict[str, Any]:
+    counted = [proof for _, proof in proofs if proof.error is not None]
+    worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
+    words = {proof.verify for _, proof in proofs}
+    batches = [
+        p.batches or (-(-len(part) // part.batch) if part.batch else 0) for part, p in proofs
     ]
     return {
         "verify": words.pop() if len(words) == 1 else "mixed",
-        "batches": sum(counts),
-        "proved": sum(proof.proved or int(bool(proof.verified)) for proof in proofs),
-        "audited": _joined(chained(*(proof.audited for proof in proofs))),
-        "error": 0.0 if worst is None else worst.error,
-        "parameter": "" if worst is None else worst.parameter,
+        "batches": sum(batches),
+        "proved": sum(proof.proved or int(bool(proof.verified)) for _, proof in proofs),
+        "audited": _joined(chained(*(proof.audited for _, proof in proofs))),
+        "error": worst.error or 0.0,
+        "parameter": worst.parameter or "",
     }
 
 
-def _first_batches(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _first_batches(found: Sequence[_FirstBatch]) -> dict[str, Any]:
     """Return what the proofs of several batches are together."""
-    completeness, agreement = (_worst(documents, key) for key in ("completeness", "agreement"))
-    compared = sorted(chained(*(_listed(document, "compared", int) for document in documents)))
-    counts = {key: sum(_number(d.get(key)) for d in documents) for key in ("samples", "nonfinite")}
-    unused = [_listed(document, "unused", str) for document in documents]
-    backends = (str(document.get("backend", "")).split(", ") for document in documents)
-    dtype = documents[0].get("dtype", "")
+    checks = {
+        key: max(
+            filter(None, (getattr(one, key) for one in found)),
+            key=lambda c: c.rank,
+            default=_Check(),
+        )
+        for key in ("completeness", "agreement")
+    }
+    counts = {key: sum(getattr(one, key) for one in found) for key in ("samples", "nonfinite")}
+    compared = sorted(chained(*(one.compared for one in found)))
+    names = dict.fromkeys(chained(*(one.backend.split(", ") for one in found)))
     verdict = (
         f"passed: sums of {counts['samples'] - counts['nonfinite']} samples to "
-        f"{_number(completeness['error']):.0e}, {len(compared)} of them alone to "
-        f"{_number(agreement['error']):.0e} ({dtype})"
+        f"{checks['completeness'].error:.0e}, {len(compared)} of them alone to "
+        f"{checks['agreement'].error:.0e} ({found[0].dtype})"
     )
-    scaled = [d for d in documents if _rank(d.get("completeness")) > 1]
+    scaled = [one for one in found if one.completeness and one.completeness.rank > 1]
     return {
-        "verdict": scaled[0].get("verdict", "") if scaled else verdict,
-        "backend": ", ".join(name for name in dict.fromkeys(chained(*backends)) if name),
-        "dtype": dtype,
+        "verdict": scaled[0].verdict if scaled else verdict,
+        "backend": ", ".join(name for name in names if name),
+        "dtype": found[0].dtype,
         **counts,
-        "completeness": completeness,
-        "agreement": agreement,
+        **{key: check.model_dump() for key, check in checks.items()},
         "compared": compared,
-        "unused": [name for name in unused[0] if all(name in names for names in unused)],
+        "unused": [name for name in found[0].unused if all(name in one.unused for one in found)],
     }
 
 
-def _worst(documents: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """Return the check that was nearest to failing."""
-    found = [document[key] for document in documents if isinstance(document.get(key), Mapping)]
-    return {"error": 0.0, "parameter": "", **(max(found, key=_rank) if found else {})}
-
-
-def _rank(check: Any) -> float:
-    if not isinstance(check, Mapping):
-        return 0.0
-    error, tolerance = _number(check.get("error")), _number(check.get("tolerance"))
-    return error / tolerance if tolerance else error
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) else 0
-
-
-def _listed(document: Mapping[str, Any], key: str, kind: type) -> list[Any]:
-    values = document.get(key)
-    return [v for v in values if isinstance(v, kind)] if isinstance(values, list) else []
-
-
-def _is_first_only(proof: Proof) -> bool:
-    """Whether there are batches after the first, and none of them was audited."""
-    several = proof.batches is None or proof.batches > 1
-    return bool(proof.verified) and several and proof.verify in ("first", None)
-
-
-def _spans(parts: Sequence[Part], chosen: Iterable[bool]) -> list[list[int]]:
-    """Return the samples of some files."""
-    pairs = zip(parts, chosen, strict=True)
-    return _joined((part.start, part.stop - 1) for part, wanted in pairs if wanted)
+def _spans(parts: Iterable[Part]) -> list[list[int]]:
+    return _joined((part.start, part.stop - 1) for part in parts)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:

@@ -42,24 +42,24 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 
 
 def results_of(
-    chains: Mapping[int, Chain], states: Mapping[int, State]
+    chains: Mapping[int, Chain], states: Mapping[str, State]
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, int]]:
     """Return the results of reduced chains, and how many numbers of each are not finite.
 
     Where all are, but some were not before the last stages, how many these were.
     """
     results, counts = {}, {}
-    for k, state in states.items():
-        reducer = chains[k].reducer
-        assert reducer is not None  # else there is no state
-        before = reducer.result(state)
-        results[k] = chains[k].finish(before)
-        after, ahead = (
-            sum(int((~value.isfinite()).sum()) for value in found.values())
-            for found in (results[k], before)
-        )
-        counts[k] = after or ahead
+    for k, chain in chains.items():
+        if chain.reducer is None or str(k) not in states:
+            continue
+        before = chain.reducer.result(states[str(k)])
+        results[k] = chain.finish(before)
+        counts[k] = _nonfinite_numbers(results[k]) or _nonfinite_numbers(before)
     return results, counts
+
+
+def _nonfinite_numbers(result: Mapping[str, Tensor]) -> int:
+    return sum(int((~value.isfinite()).sum()) for value in result.values())
 
 
 def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...]:
@@ -124,13 +124,8 @@ def require_written(
     """Hold a file that has just been written against itself before it takes its place.
 
     The checksums tell that the bytes are those that were handed over; this tells whether these were
-    the right ones. (`stats.require_consistent` tells whether rows have the norms stored of them.)
-
-    Args:
-        file: The file.
-        index: The samples that it is to be about.
-        states: Of gradscope's own reducers, by owner; those that count samples do so under "n".
-        kept: Whether samples count that are not finite.
+    the right ones: rows of the samples `index`, and states of reducers that have counted as many
+    samples as there are (all of them where `kept`, else the finite ones).
 
     Raises:
         OutputError: Its rows are of other samples, or its aggregates of more or fewer than it has.

@@ -31,12 +31,7 @@ T = TypeVar("T")
 class BatchSize:
     """The number of samples computed at a time; halved for good whenever memory runs out.
 
-    Args:
-        samples: To begin with.
-        fixed: The answer depends on who shares a batch, so that none may be split.
-
-    Attributes:
-        samples: Now.
+    It cannot be where it is `fixed`: where the answer depends on who shares a batch.
     """
 
     def __init__(self, samples: int, *, fixed: bool = False) -> None:
@@ -57,9 +52,6 @@ class BatchSize:
         """Return `action(n)` for the largest n up to `most` that memory suffices for.
 
         An action may be called again with a smaller n, so it keeps nothing unless it succeeds.
-
-        Raises:
-            RefusedError: Memory does not suffice for a single sample.
         """
         while True:
             n = min(self.samples, most)
@@ -75,20 +67,22 @@ class BatchSize:
                 torch.cuda.empty_cache()
 
     def _halve(self, n: int, error: Exception) -> None:
+        what = remedy = None
         if self._fixed:
-            raise RefusedError(
-                f"memory ran out with {n} samples: {first_line(error)}",
-                where="batch",
-                remedy="With own-loss coupling the answer depends on which samples share a batch, "
-                "so it is not split. Give a smaller --batch-size.",
-            ) from error
-        if n == 1:
-            raise RefusedError(
-                f"memory does not suffice for a single sample: {first_line(error)}",
-                where="batch",
-                remedy="Free memory and go on with --resume; or compute fewer --parameters at a "
-                "time, or in another --dtype.",
-            ) from error
+            what = f"memory ran out with {n} samples"
+            remedy = (
+                "With own-loss coupling the answer depends on which samples share a batch, so it "
+                "is not split. Give a smaller --batch-size."
+            )
+        elif n == 1:
+            what = "memory does not suffice for a single sample"
+            remedy = (
+                "Free memory and go on with --resume; or compute fewer --parameters at a time, or "
+                "in another --dtype."
+            )
+        if what is not None:
+            told = f"{what}: {first_line(error)}"
+            raise RefusedError(told, where="batch", remedy=remedy) from error
         self.samples = n // 2
 
 
@@ -112,12 +106,7 @@ class Behind:
     """A writer that writes in a thread of its own: in order, one batch while the next is computed.
 
     Leaving the context waits for what is being written. A batch that could not be written is
-    raised by the next call, or on leaving.
-
-    Args:
-        writer: Used by one thread at a time.
-        device: Where rows come from.
-        dense: Rows are stored in their dense form, so that they may be brought in it.
+    raised by the next call, or on leaving. From a GPU, `dense` rows are brought in dense form.
     """
 
     def __init__(self, writer: Writer, device: torch.device, *, dense: bool) -> None:
@@ -132,12 +121,9 @@ class Behind:
         return self._writer.completed
 
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Wait for the batch before, and begin to write this one.
+        """Wait for the batch before, and begin to write this one; `go_back` goes to one `proved`.
 
-        Args:
-            rows: The batch's rows; they may be made dense only now.
-            states: The reducers' states after it, which nobody changes any more.
-            proved: Whether `go_back` may go back to it.
+        Its rows may be made dense only now, and the reducers' states after it do not change.
         """
         self._wait()
         alike = copy_context().run  # a thread has no context of its own caller's

@@ -15,7 +15,7 @@ from gradscope.engine import drawn
 from gradscope.errors import ResultFileError
 from gradscope.run.execute import ALIKE, rows_of
 from gradscope.run.job import Job, file_plan, prepare
-from gradscope.stats import Floats, few, require_consistent, tolerances, wide
+from gradscope.stats import few, require_consistent, tolerances, wide
 from gradscope.storage import Part, Parts, differences, open_file
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
@@ -43,18 +43,15 @@ class Recomputed:
 
 
 def looked_at(part: Part) -> list[Stored]:
-    """Look at a few samples of a file, and return what it says of them.
-
-    Raises:
-        ResultFileError: Their numbers contradict each other.
-    """
+    """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
     seed = drawn(part.start)
     with open_file(part.path) as file:
         require_consistent(file, seed)
         rows = few(file, seed)
         names = {name: wide(file.norms[name])[rows] for name in file.norms}
         loss, norm, index = (file.samples[key] for key in ("loss", "norm", "index"))
-        largest = (_largest(wide(loss)), _largest(wide(norm)))
+        sizes = [np.abs(wide(column)) for column in (loss, norm)]
+        largest = [float(size[np.isfinite(size)].max(initial=0.0)) for size in sizes]
     return [
         Stored(
             path=part.path,
@@ -62,7 +59,7 @@ def looked_at(part: Part) -> list[Stored]:
             loss=float(loss[row]),
             norm=float(norm[row]),
             norms={name: float(values[k]) for name, values in names.items()},
-            largest=largest,
+            largest=(largest[0], largest[1]),
         )
         for k, row in enumerate(rows.tolist())
     ]
@@ -77,7 +74,16 @@ def recompute(parts: Parts, samples: Sequence[Stored], spec: RunSpec) -> Recompu
     Raises:
         ResultFileError: `spec` is of another run, or numbers differ.
     """
-    reason = _not_by_themselves(parts)
+    reason = None  # why samples computed one by one need not give the numbers of the files
+    if parts.identity.get("coupling") == "own-loss":
+        reason = "with own-loss coupling the numbers depend on which samples share a batch"
+    elif parts.identity.get("mode") == "train" and not all(
+        part.certificate.get("verified") for part in parts.files
+    ):
+        reason = (
+            "numbers of a model in train mode may depend on which samples share a batch, and on "
+            "chance, and nothing was proved of some (verify = never)"
+        )
     if reason is not None:
         return Recomputed(notes=(f"no sample was computed anew: {reason}",))
     with chdir(Path.cwd()):  # to which it goes back, wherever the user's code may go
@@ -95,19 +101,6 @@ def recompute(parts: Parts, samples: Sequence[Stored], spec: RunSpec) -> Recompu
                         "merge where they are as they were.",
                     )
     return Recomputed(len(samples))
-
-
-def _not_by_themselves(parts: Parts) -> str | None:
-    """Say why samples computed one by one need not give the numbers of the files."""
-    if parts.identity.get("coupling") == "own-loss":
-        return "with own-loss coupling the numbers depend on which samples share a batch"
-    unproved = not all(part.certificate.get("verified") for part in parts.files)
-    if parts.identity.get("mode") == "train" and unproved:
-        return (
-            "numbers of a model in train mode may depend on which samples share a batch, and on "
-            "chance, and nothing was proved of some (verify = never)"
-        )
-    return None
 
 
 def _as_they_were(parts: Parts, spec: RunSpec) -> RunSpec:
@@ -161,8 +154,3 @@ def _numbers(job: Job, sample: Stored) -> Iterator[tuple[str, float, float, floa
     slack = norm + share * sample.norm
     for name, value in made.norms.items():
         yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)
-
-
-def _largest(values: Floats) -> float:
-    """Return the largest size of those that are finite."""
-    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))

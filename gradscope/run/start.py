@@ -21,7 +21,15 @@ from gradscope.blocks import Tuner
 from gradscope.engine import Audits, settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
-from gradscope.run.execute import ALIKE, PROGRESS, Progress, Run, batches, first_of, rows_of
+from gradscope.run.execute import (
+    ALIKE,
+    Progress,
+    Run,
+    batches,
+    first_of,
+    rows_of,
+    without_progress,
+)
 from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
@@ -63,7 +71,6 @@ def start(
         )
         dense = job.spec.compute.layout == "dense"
         with Behind(writer, job.scope.problem.device, dense=dense) as behind:
-            states = {key: state for key, state in writer.states.items() if key != PROGRESS}
             progress = replace(before, batch_size=size.samples)
             if 0 < writer.completed < len(job.rows):
                 _recheck(job, chains, size, before, path)
@@ -76,7 +83,7 @@ def start(
                 size,
                 begun,
                 budget.notes,
-                states,
+                without_progress(writer.states),
                 progress,
                 writer.completed,
             )
@@ -92,11 +99,7 @@ def _audited(job: Job, progress: Progress, done: int) -> Audits:
 def _recheck(
     job: Job, chains: tuple[Chain, ...], size: BatchSize, before: Progress, path: Path
 ) -> None:
-    """Prove the first batch of a stopped run again, and compare it with what was stored.
-
-    Raises:
-        OutputError: It has other losses or norms now.
-    """
+    """Prove the first batch of a stopped run again, and compare it with what was stored."""
     if before.first is None:
         return
     batch = size.fitting(partial(job.load, 0), len(job.rows))

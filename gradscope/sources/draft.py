@@ -29,13 +29,28 @@ _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only thi
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
 
-_HEAD = """\
+_TEMPLATE = """\
 # A run file for gradscope. What was guessed is marked. Paths are relative to this file.
 #   gradscope check --config FILE                loads, proves the first batch, writes nothing
 #   gradscope compute --config FILE -o OUT.h5
 version = 1
-"""
-_COMPUTE = """\
+
+[model]
+# FILE.py:FUNCTION, a function that returns the model
+{model}
+# kwargs = {{ width = 64 }}          # the function's keyword arguments
+mode = "eval"                      # or "train"
+
+[checkpoint]
+{checkpoint}
+
+[dataset]
+{dataset}
+
+[loss]
+# of `gradscope list losses`, or FILE.py:FUNCTION
+# (outputs, targets) -> one number a sample
+{loss}
 
 [compute]
 backend = "auto"
@@ -60,10 +75,6 @@ class Draft:
     guessed: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
-    def add(self, *lines: str) -> None:
-        """Append lines."""
-        self.text += "".join(f"{line}\n" for line in lines)
-
 
 def draft(
     checkpoint: Path,
@@ -73,24 +84,28 @@ def draft(
     model: str | None = None,
     loss: str | None = None,
 ) -> Draft:
-    """Return a run file, guessing what can be guessed.
+    """Return a run file for a folder; the factory and the loss are guessed where not known.
 
-    Args:
-        checkpoint: A checkpoint.
-        data: A data file, or a dataset spec ending in .toml.
-        folder: Where the run file will be.
-        model: The factory, if it is known.
-        loss: The loss, if it is known.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read or is refused.
-        DatasetError: The data cannot be read.
+    `data` is a data file, or a dataset spec ending in .toml.
     """
-    result = Draft(_HEAD)
-    _add_model(result, checkpoint, data, folder, model)
-    _add_checkpoint(result, checkpoint, folder)
-    _add_data_and_loss(result, data, folder, loss)
-    result.text += _COMPUTE
+    result = Draft()
+    beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
+    model_lines = _model(result, model, folder, None if model else _factory(checkpoint, beside))
+    checkpoint_lines = _checkpoint(result, checkpoint, folder)
+    found, why = "mse", "an example"
+    if data.suffix.lower() == ".toml":
+        dataset_lines = [f"spec = {quoted(_relative(data, folder))}"]
+        result.missing += [] if loss else ["loss.name"]
+    else:
+        dataset_lines, found, why = _dataset(result, data, folder)
+        if loss is None:
+            result.guessed["loss.name"] = f"{found}: {why}"
+    loss_lines = [] if loss else [f"# guessed: {_comment(why)}"]
+    loss_lines.append(f"name = {quoted(_anchored(loss or found, folder))}")
+    sections = (model_lines, checkpoint_lines, dataset_lines, loss_lines)
+    names = ("model", "checkpoint", "dataset", "loss")
+    texts = dict(zip(names, map("\n".join, sections), strict=True))
+    result.text = _TEMPLATE.format(**texts)
     return result
 
 
@@ -100,25 +115,22 @@ def quoted(text: str) -> str:
     return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in plain) + '"'
 
 
-def _add_model(
-    result: Draft, checkpoint: Path, data: Path, folder: Path, model: str | None
-) -> None:
-    result.add("", "[model]", "# FILE.py:FUNCTION, a function that returns the model")
-    beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    found, reason = (model, "") if model else _model_guess(checkpoint, beside)
-    value = _anchored(found or "model.py:build", folder)
-    if found and reason:
-        result.guessed["model.factory"] = f"{value}: {reason}"
-        result.add(f"# guessed: {_comment(reason)}")
-    elif not found:
+def _model(
+    result: Draft, model: str | None, folder: Path, found: tuple[str, str] | None
+) -> list[str]:
+    reference = model or (found[0] if found else "model.py:build")
+    value = _anchored(reference, folder)
+    lines = [f"factory = {quoted(value)}"]
+    if found:
+        result.guessed["model.factory"] = f"{value}: {found[1]}"
+        return [f"# guessed: {_comment(found[1])}", *lines]
+    if model is None:
         result.missing.append("model.factory")
-        result.add("# AN EXAMPLE: nothing that looks like it was found; write your own")
-    result.add(f"factory = {quoted(value)}")
-    result.add("# kwargs = { width = 64 }          # the function's keyword arguments")
-    result.add('mode = "eval"                      # or "train"')
+        return ["# AN EXAMPLE: nothing that looks like it was found; write your own", *lines]
+    return lines
 
 
-def _model_guess(checkpoint: Path, folders: Iterable[Path]) -> tuple[str | None, str]:
+def _factory(checkpoint: Path, folders: Iterable[Path]) -> tuple[str, str] | None:
     """Return a factory, and why: config.json's, or a function of a file in these folders."""
     if (checkpoint / CONFIG).exists():
         return HELD, "the folder's config.json describes it"
@@ -129,8 +141,8 @@ def _model_guess(checkpoint: Path, folders: Iterable[Path]) -> tuple[str | None,
         for name in _functions(file)
         if name in _FACTORIES
     ]
-    best = min(found, key=lambda each: each[:2])[2] if found else None
-    return best, "the name of a function in a file beside it"
+    best = min(found, key=lambda each: each[:2], default=None)
+    return (best[2], "the name of a function in a file beside it") if best else None
 
 
 def _functions(file: Path) -> list[str]:
@@ -141,64 +153,39 @@ def _functions(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _add_checkpoint(result: Draft, checkpoint: Path, folder: Path) -> None:
+def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> list[str]:
     content, report = read(checkpoint)
     found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
     weights = [
-        (key, {k: v for k, v in state.items() if isinstance(v, Tensor)})
+        (key, [f"{k} {tuple(v.shape)}" for k, v in state.items() if isinstance(v, Tensor)])
         for key, state in found
         if all(isinstance(k, str) for k in state)
     ]
     most = max((len(tensors) for _, tensors in weights), default=0)
     if not most:
-        remedy = "Save model.state_dict()."
-        what = "there are no named tensors in it"
+        what, remedy = "there are no named tensors in it", "Save model.state_dict()."
         raise CheckpointError(what, where=str(checkpoint), remedy=remedy)
     largest = [(key, tensors) for key, tensors in weights if len(tensors) == most]
-    names = [f"{name} {tuple(value.shape)}" for name, value in largest[0][1].items()]
-    shown = _comment(listed(names, _SHOWN))
-    result.add("", "[checkpoint]", f"# {report.format}, {len(names)} tensors: {shown}")
-    result.add(f"path = {quoted(_relative(checkpoint, folder))}")
+    shown = _comment(listed(largest[0][1], _SHOWN))
+    lines = [f"# {report.format}, {most} tensors: {shown}"]
+    lines.append(f"path = {quoted(_relative(checkpoint, folder))}")
     keys = [key for key, _ in largest if key]
     if len(largest) > 1:
         result.guessed["checkpoint.key"] = f"{keys[0]}: the first of {listed(keys)}"
-        result.add(f"key = {quoted(keys[0])}  # guessed: one of {_comment(listed(keys))}")
-
-
-def _add_data_and_loss(result: Draft, data: Path, folder: Path, loss: str | None) -> None:
-    result.add("", "[dataset]")
-    found, reason = "mse", "an example"
-    if data.suffix.lower() == ".toml":
-        result.add(f"spec = {quoted(_relative(data, folder))}")
-        result.missing += [] if loss else ["loss.name"]
-    else:
-        found, reason = _add_arrays(result, data, folder)
-        if loss is None:
-            result.guessed["loss.name"] = f"{found}: {reason}"
-    result.add("", "[loss]", "# of `gradscope list losses`, or FILE.py:FUNCTION")
-    result.add("# (outputs, targets) -> one number a sample")
-    if loss is None:
-        result.add(f"# guessed: {_comment(reason)}")
-    result.add(f"name = {quoted(_anchored(loss or found, folder))}")
+        lines.append(f"key = {quoted(keys[0])}  # guessed: one of {_comment(listed(keys))}")
+    return lines
 
 
 @dataclass(frozen=True)
 class _DataArray:
-    """An array of the data file: N, the shape of a sample if all have one, "float32" or "text"."""
+    """What is known of an array of the data file before its rows are read."""
 
     length: int
-    sample: tuple[int, ...] | None
-    dtype: str
-
-    def __str__(self) -> str:
-        shape = "of different lengths" if self.sample is None else str(self.sample)
-        return f"{self.dtype} {shape} x {self.length:,}".replace(
-            "text of different lengths", "text"
-        )
+    sample: tuple[int, ...] | None  # None for texts and for sequences of different lengths
+    dtype: str  # or "text"
 
     @classmethod
     def of(cls, stored: Stored) -> "_DataArray":
-        """Return what is known of an array before its rows are read."""
         if isinstance(stored, SequenceColumn):
             return cls(len(stored.lengths), None, dtype_name(stored.dtype))
         if isinstance(stored, TextColumn):
@@ -206,31 +193,42 @@ class _DataArray:
         length, *sample = stored.shape or (0,)
         return cls(int(length), tuple(map(int, sample)), dtype_name(stored.dtype))
 
+    def __str__(self) -> str:
+        shape = " of different lengths" if self.sample is None else f" {self.sample}"
+        return f"{self.dtype}{'' if self.dtype == 'text' else shape} x {self.length:,}"
 
-_DataArrays = Mapping[str, _DataArray]
 
-
-def _add_arrays(result: Draft, data: Path, folder: Path) -> tuple[str, str]:
-    """Add what is known of a data file, and return a loss, and why."""
+def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, str]:
+    """Return what is known of a data file, a loss that takes its targets, and why."""
     kind, opened = open_arrays(data)
     arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names}
-    inputs, targets, reason = _columns_guess(arrays)
+    inputs, targets, why = _columns(arrays)
     held = listed(f"{name} {array}" for name, array in arrays.items())
-    result.add(f"# {kind}: {_comment(held)}", f"path = {quoted(_relative(data, folder))}")
+    lines = [f"# {kind}: {_comment(held)}", f"path = {quoted(_relative(data, folder))}"]
     for key, value in (("inputs", _value(inputs)), ("targets", _value(targets))):
-        result.guessed[f"dataset.{key}"] = f"{value}: {reason}"
-        result.add(f"{key} = {value}  # guessed: {reason}")
-    bytes_ = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
-    if bytes_:
-        casts = _value(dict.fromkeys(bytes_, "float32"))
+        result.guessed[f"dataset.{key}"] = f"{value}: {why}"
+        lines.append(f"{key} = {value}  # guessed: {why}")
+    pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
+    if pixels:
+        casts, scales = (_value(dict.fromkeys(pixels, value)) for value in ("float32", 1 / 255))
         result.guessed["dataset.dtype"] = f"{casts}: inputs are bytes"
-        result.add(f"dtype = {casts}  # guessed: these inputs are bytes, such as pixels")
-        example = _value(dict.fromkeys(bytes_, 1 / 255))
-        result.add(f"# scale = {example}  # times this, as the model was trained")
-    return _loss_guess(arrays, inputs, targets)
+        lines.append(f"dtype = {casts}  # guessed: these inputs are bytes, such as pixels")
+        lines.append(f"# scale = {scales}  # times this, as the model was trained")
+    if not targets:
+        return lines, "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
+    target = arrays[targets[0]]
+    if "int" in target.dtype and "input_ids" in inputs and target.sample != ():
+        return lines, "causal_lm", "targets are token ids, one a position"
+    if "int" in target.dtype:
+        return lines, "cross_entropy", "targets are integers, taken for classes"
+    if target.dtype == "bool":
+        return lines, "bce_with_logits", "targets are true or false"
+    return lines, "mse", f"targets are {target.dtype}"
 
 
-def _columns_guess(arrays: _DataArrays) -> tuple[list[str] | dict[str, str], list[str], str]:
+def _columns(
+    arrays: Mapping[str, _DataArray],
+) -> tuple[list[str] | dict[str, str], list[str], str]:
     """Return which arrays are the inputs, a list or {keyword: name}, which the targets, and why."""
     n = Counter(array.length for array in arrays.values()).most_common(1)[0][0] if arrays else 0
     usable = [name for name, array in arrays.items() if array.length == n]
@@ -244,21 +242,6 @@ def _columns_guess(arrays: _DataArrays) -> tuple[list[str] | dict[str, str], lis
     if len(inputs) == 2 and not targets and not known:
         return inputs[:1], inputs[1:], "of two arrays, the first and the second"
     return known or inputs, targets, "by their names"
-
-
-def _loss_guess(arrays: _DataArrays, inputs: Iterable[str], targets: list[str]) -> tuple[str, str]:
-    """Return a loss that takes targets of this dtype and shape, and why."""
-    if not targets:
-        return "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
-    target = arrays[targets[0]]
-    integer = "int" in target.dtype
-    if "input_ids" in inputs and integer and target.sample != ():
-        return "causal_lm", "targets are token ids, one a position"
-    if integer:
-        return "cross_entropy", "targets are integers, taken for classes"
-    if target.dtype == "bool":
-        return "bce_with_logits", "targets are true or false"
-    return "mse", f"targets are {target.dtype}"
 
 
 def _value(value: Any) -> str:
@@ -276,8 +259,7 @@ def _comment(text: str) -> str:
 
 def _anchored(reference: str, folder: Path) -> str:
     """Make the file of FILE.py:FUNCTION relative to the folder."""
-    function = function_of(reference)
-    file = (function or "").rpartition(":")[0]
+    file = (function_of(reference) or "").rpartition(":")[0]
     if not file.endswith(".py") or (reference == "model.py:build" and not Path(file).exists()):
         return reference
     return _relative(Path(file), folder) + reference[len(file) :]

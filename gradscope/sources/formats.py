@@ -163,39 +163,31 @@ def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
     except GradscopeError:
         raise
     except Exception as failure:  # a damaged file can make a parser raise anything
-        what = f"the file is damaged or cut off: {_damage(failure)}"
-        remedy = AGAIN
+        reason, remedy = first_line(failure), AGAIN
+        if isinstance(failure, zipfile.BadZipFile) and "not a zip file" in str(failure):
+            reason = "the directory at its end is missing"
+        if isinstance(failure, OSError) and failure.errno == errno.EINVAL:
+            reason = "its directory points outside of it"
+        what = f"the file is damaged or cut off: {reason}"
         if is_shortage(failure):
-            what = f"it needs more memory than there is: {first_line(failure)}"
+            what = f"it needs more memory than there is: {reason}"
             remedy = "Split the file, or write it again if it should not be that large."
         raise error(what, where=str(where), remedy=remedy) from failure
-
-
-def _damage(error: Exception) -> str:
-    """Return what a parser said of a damaged file, in words of the file."""
-    if isinstance(error, zipfile.BadZipFile) and "not a zip file" in str(error):
-        return "the directory at its end is missing"
-    if isinstance(error, OSError) and error.errno == errno.EINVAL:
-        return "its directory points outside of it"
-    return first_line(error)
 
 
 _EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf"}
 
 
-def need(module: str, what: str) -> Any:
+def need(module: str, what: str, error: type[InputError] = DatasetError) -> Any:
     """Import a module of an optional library; the error says what needs it, and how to get it."""
     library = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        if error.name is not None and error.name.partition(".")[0] != library:
+    except ImportError as failure:
+        if failure.name is not None and failure.name.partition(".")[0] != library:
             raise
-        name = {"PIL": "Pillow"}.get(library, library)
-        raise DatasetError(
-            f"{what} needs {name}, which is not installed",
-            remedy=f"pip install 'torch-gradscope[{_EXTRAS[library]}]'",
-        ) from error
+        told = f"{what} needs {'Pillow' if library == 'PIL' else library}, which is not installed"
+        raise error(told, remedy=f"pip install 'torch-gradscope[{_EXTRAS[library]}]'") from failure
 
 
 def sha256(path: Path) -> str:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -78,11 +77,9 @@ def build(factory: str, kwargs: Mapping[str, Any], mode: Mode = "eval") -> nn.Mo
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
     if isinstance(function, nn.Module):
-        raise ModelError(
-            "this is a model, not a function that returns one",
-            where=where,
-            remedy="Write a function that builds the model, and name that.",
-        )
+        remedy = "Write a function that builds the model, and name that."
+        what = "this is a model, not a function that returns one"
+        raise ModelError(what, where=where, remedy=remedy)
     _check_arguments(function, kwargs, where)
     with user_file(where), loading(factory, "model factory"):
         model = function(**kwargs)
@@ -110,11 +107,9 @@ def _check_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> No
 def _require_trainable(model: Any, where: str) -> None:
     """Refuse what is no model, or has nothing to differentiate by."""
     if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"the factory returned {type(model).__name__}, not a torch.nn.Module",
-            where=where,
-            remedy="Return the model; a missing `return` gives NoneType.",
-        )
+        what = f"the factory returned {type(model).__name__}, not a torch.nn.Module"
+        remedy = "Return the model; a missing `return` gives NoneType."
+        raise ModelError(what, where=where, remedy=remedy)
     parameters = dict(model.named_parameters())
     lazy = [name for name, p in parameters.items() if is_lazy(p)]
     meta = [name for name, p in parameters.items() if p.is_meta]
@@ -176,7 +171,16 @@ def _held(
         _require_trainable(model, str(report.path))
         state = model.state_dict()
         check_finite(state, state, {name for name, _ in model.named_parameters()})
-    _set_mode(model, spec.mode, report.path)
+    try:
+        with user_file("the model's own train()"):
+            model.train(spec.mode == "train")
+    except ModelError as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        if spec.mode == "train":
+            what = "an exported program stays in the mode in which it was exported"
+            remedy = "Leave --mode out, or export it again in train mode."
+            raise CheckpointError(what, where=str(report.path), remedy=remedy) from error
     return model, replace(report, tensors=len(state)), digests
 
 
@@ -192,18 +196,3 @@ def _module(value: Any, key: str | None) -> nn.Module:
         raise CheckpointError(what, remedy="Name one with --key.")
     what = "the checkpoint holds weights, not the model they belong to"
     raise CheckpointError(what, remedy=_FACTORY)
-
-
-def _set_mode(model: nn.Module, mode: Mode, path: Path) -> None:
-    try:
-        with user_file("the model's own train()"):
-            model.train(mode == "train")
-    except ModelError as error:
-        if not isinstance(error.__cause__, NotImplementedError):
-            raise
-        if mode == "train":
-            raise CheckpointError(
-                "an exported program stays in the mode in which it was exported",
-                where=str(path),
-                remedy="Leave --mode out, or export it again in train mode.",
-            ) from error

@@ -34,14 +34,10 @@ ONE = Positive(1.0)
 
 
 class Predictive(NamedTuple):
-    """How a model's outputs give a distribution over labels.
+    """How a model's outputs give a distribution over labels."""
 
-    Attributes:
-        probabilities: From outputs to (n, *positions, c).
-        targets: From classes (n, *positions), the data's targets and the loss's options to targets.
-    """
-
-    probabilities: Callable[[Tensor], Tensor]
+    probabilities: Callable[[Tensor], Tensor]  # from outputs to (n, *positions, c)
+    # from classes (n, *positions), the data's targets and the loss's options to targets
     targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
 
 
@@ -72,12 +68,7 @@ losses: Registry[Loss] = Registry("loss")
 
 
 def loss(name: str, predictive: Predictive | None = None) -> Callable[[Loss], BoundLoss]:
-    """Register a loss.
-
-    Args:
-        name: By which it is chosen.
-        predictive: The distribution over labels that it stands for, for drawn and exact labels.
-    """
+    """Register a loss under a name; `predictive` is the distribution over labels it stands for."""
 
     def add(function: Loss) -> BoundLoss:
         bound = BoundLoss(function, predictive=predictive)
@@ -88,14 +79,7 @@ def loss(name: str, predictive: Predictive | None = None) -> Callable[[Loss], Bo
 
 
 def resolve(loss: str | Loss) -> Loss:
-    """Return the loss of that name with the options behind it, or the callable itself.
-
-    Args:
-        loss: For example `mse`, `cross_entropy:label_smoothing=0.1`, or a function.
-
-    Raises:
-        SpecError: The name or an option is unknown, or `loss` is neither.
-    """
+    """Return the loss of a name such as `mse:per_sample=sum`, or the callable itself."""
     if isinstance(loss, str):
         stage = parse_loss(loss)
         return bound(losses.get(stage.name), stage)
@@ -195,7 +179,13 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _require_one_shape(outputs: Tensor, targets: Tensor) -> None:
+def _entrywise(
+    fn: Callable[..., Tensor],
+    outputs: Tensor,
+    targets: Tensor,
+    per_sample: Normaliser,
+    **options: Any,
+) -> Tensor:
     """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
     if outputs.shape != targets.shape:
         raise SpecError(
@@ -203,6 +193,7 @@ def _require_one_shape(outputs: Tensor, targets: Tensor) -> None:
             where="loss",
             remedy="Reshape one of them: broadcasting would mix the samples.",
         )
+    return per_sample_loss(fn(outputs, targets, reduction="none", **options), per_sample)
 
 
 def _two_classes(outputs: Tensor) -> Tensor:
@@ -297,44 +288,33 @@ def bce_with_logits(
     Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
     for each entry of the last axis.
     """
-    _require_one_shape(outputs, targets)
-    if outputs.dim() == 1:
+    if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
         pos_weight *= outputs.shape[-1]
     factors = class_weights(pos_weight, outputs, -1)
-    values = F.binary_cross_entropy_with_logits(
-        outputs, targets, pos_weight=factors, reduction="none"
-    )
-    return per_sample_loss(values, per_sample)
+    fn = F.binary_cross_entropy_with_logits
+    return _entrywise(fn, outputs, targets, per_sample, pos_weight=factors)
 
 
 @loss("mse")
 def mse(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
     """Squared error, outputs and targets of one shape (n, ...)."""
-    _require_one_shape(outputs, targets)
-    return per_sample_loss(F.mse_loss(outputs, targets, reduction="none"), per_sample)
+    return _entrywise(F.mse_loss, outputs, targets, per_sample)
 
 
 @loss("l1")
 def l1(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
     """Absolute error, outputs and targets of one shape (n, ...)."""
-    _require_one_shape(outputs, targets)
-    return per_sample_loss(F.l1_loss(outputs, targets, reduction="none"), per_sample)
+    return _entrywise(F.l1_loss, outputs, targets, per_sample)
 
 
 @loss("huber")
 def huber(
-    outputs: Tensor,
-    targets: Tensor,
-    *,
-    delta: Positive = ONE,
-    per_sample: Normaliser = "mean",
+    outputs: Tensor, targets: Tensor, *, delta: Positive = ONE, per_sample: Normaliser = "mean"
 ) -> Tensor:
     """Huber's loss: e²/2 up to |e| = δ, then δ(|e| − δ/2); outputs and targets of one shape."""
-    _require_one_shape(outputs, targets)
-    values = F.huber_loss(outputs, targets, reduction="none", delta=delta)
-    return per_sample_loss(values, per_sample)
+    return _entrywise(F.huber_loss, outputs, targets, per_sample, delta=delta)
 
 
 @loss("poisson_nll")
@@ -351,9 +331,8 @@ def poisson_nll(
     With `log_input=false` outputs are the rates themselves. `full` adds Stirling's approximation of
     log(target!), which has no gradient.
     """
-    _require_one_shape(outputs, targets)
-    values = F.poisson_nll_loss(outputs, targets, log_input=log_input, full=full, reduction="none")
-    return per_sample_loss(values, per_sample)
+    given = {"log_input": log_input, "full": full}
+    return _entrywise(F.poisson_nll_loss, outputs, targets, per_sample, **given)
 
 
 @loss("causal_lm", _TOKENS)

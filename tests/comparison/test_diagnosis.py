@@ -38,9 +38,6 @@ PLANTED = [
     (-B / N, "mean_loss", "the sign is flipped, and besides"),
     (B * N, "times_n", "c = n with n = 6"),
     (-B, "sign", "c = -1"),
-    (B / 7, "positions", "k = 7, the length"),
-    (B * 7, "positions", "sum here, mean in the loss"),
-    (B / 42, "positions", "6 samples times 7, the length"),
     (B / 10, "factor", "a mean in place of a sum over 10"),
     (B * 0.3141, "factor", "c = 0.3141"),
     (B[ORDER], "permuted", "row 0 holds sample 2"),
@@ -63,7 +60,7 @@ PLANTED = [
 
 @pytest.mark.parametrize(("found", "kind", "words"), PLANTED, ids=lambda x: str(x)[:40])
 def test_a_planted_mistake_is_named(found, kind, words):
-    result = judged(found, sizes={7: "the length of the targets"})
+    result = judged(found)
     assert not result.agrees
     assert (result.kind, words in result.meaning) == (kind, True), result.meaning
 
@@ -146,14 +143,12 @@ def test_a_vanishing_sample_is_held_to_the_scale_of_the_others():
     ("found", "words"),
     [
         ((4, 5), "there is no sample axis"),
-        ((1, 4, 5), "one row for all samples"),
+        ((1, 4, 5), "there is no sample axis"),
         ((4, 5, 6), "the sample axis is last"),
         ((6, 5, 4), "in another order (transposed)"),
-        ((6,), "a norm or a loss"),
         ((6, 20), "in another shape"),
-        ((18, 4, 5), "18 rows are 3 a sample"),
         ((5, 4, 5), "5 rows for 6 samples"),
-        ((6, 7, 4, 5), "an axis of size 7 (positions?) was not summed over"),
+        ((6, 7, 4, 5), "an axis (positions?) was not summed over"),
         ((3, 3), "another parameter"),
         ((0, 4, 5), "0 rows for 6 samples"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradscope.backends import expand, loop, vmap
 from gradscope.backends.compiled import Program
-from gradscope.backends.expand import embedding, evaluation, matmul, rules
+from gradscope.backends.expand import evaluation, indexing, matmul, rules
 from gradscope.backends.expand.tensor import PerSample, Samples
 from gradscope.core.batch import Batch
 from tests.mutants.base import Install, after, around, before, entry, mutant
@@ -74,7 +74,7 @@ _caught(
     "expand",
     "tokens are added into the first sample's table, for want of an offset",
     "tokens",
-    around(embedding, "_own_rows", lambda original: lambda s, indices, size: indices),
+    around(indexing, "_own_rows", lambda original: lambda s, indices, size: indices),
 )
 
 

@@ -4,7 +4,6 @@ The numbers are held against those of the project in closed form, by numpy.
 """
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from gradscope.backends.vmap import vmap
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.errors import CertificateError, OutputError
+from gradscope.errors import CertificateError
 from gradscope.run import compute, prepare, start
 from gradscope.storage import open_file
 from tests.run import project
@@ -59,12 +58,6 @@ def test_the_first_the_last_and_one_of_64_are_recorded(folder: Path, seed: int) 
     assert (audit["verify"], audit["batches"], audit["proved"]) == ("audit", 130, len(batches))
     assert len(batches) in (3, 4)
     assert 0 < audit["error"] < 1e-12 and audit["parameter"] in project.expected(folder)
-
-
-def test_equal_runs_record_the_same(folder: Path) -> None:
-    for name in ("a.h5", "b.h5"):
-        certificate(folder, name)
-    assert (folder / "a.h5").read_bytes() == (folder / "b.h5").read_bytes()
 
 
 def test_what_other_ways_to_verify_record(folder: Path) -> None:
@@ -160,6 +153,7 @@ def test_a_run_that_is_found_wrong_keeps_what_was_proved(
     run, path = project.spec(folder, backend="hooks", batch_size=SIZE), folder / "o.h5"
     with pytest.raises(CertificateError) as failure:
         compute(prepare(run), path)
+    assert failure.value.exit_code == 4
     told = str(failure.value)
     for word in ("hooks backend failed the proof", "'first.bias'", "sample", "relative error"):
         assert word in told
@@ -192,20 +186,3 @@ def assert_right(folder: Path, path: Path) -> None:
             np.testing.assert_allclose(
                 file[f"chains/0/{name}"][...], rows, rtol=1e-9, atol=1e-12, err_msg=name
             )
-
-
-def test_a_file_that_contradicts_itself_gets_nowhere(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Norms that are not those of the rows, as a mistake in a block's norm would make them."""
-    module = sys.modules["gradscope.run.execute"]
-    made = module.rows_of
-
-    def spoiled(*given: Any) -> Any:
-        rows = made(*given)
-        return replace(rows, norm=1.01 * rows.norm)
-
-    monkeypatch.setattr(module, "rows_of", spoiled)
-    with pytest.raises(OutputError, match="contradicts itself: the gradient of sample"):
-        certificate(folder)
-    assert not (folder / "o.h5").exists()

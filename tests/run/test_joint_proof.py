@@ -85,10 +85,6 @@ def test_none_is_verified() -> None:
     }
 
 
-def test_a_single_file_keeps_its_own() -> None:
-    assert combined([part(0, certificate(0, 1e-7))]) == certificate(0, 1e-7)
-
-
 def test_backends_and_gradients_that_a_layer_scales() -> None:
     scaled = certificate(20, 0.3, backend="vmap, hooks", verdict="passed: all 4 samples alone ...")
     found = combined([part(0, certificate(0, 1e-7)), part(20, scaled)])

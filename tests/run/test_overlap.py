@@ -18,10 +18,9 @@ from gradscope.blocks import DenseBlock, Gradients, OuterBlock
 from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, OutputError
-from gradscope.run import compute, prepare, start
+from gradscope.run import compute, prepare
 from gradscope.run.overlap import Behind, HostBlock, Lane, Pinned, ahead, on_host, to_device
-from gradscope.storage import Rows, Writer
-from tests.run.project import SAMPLES, expected, spec, write
+from gradscope.storage import Rows
 from tests.run.test_pipeline import SAMPLES as MODELS
 from tests.run.test_pipeline import contents
 
@@ -88,12 +87,14 @@ class Recorder:
     seen: list[int] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     finished: bool = False
+    user: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def completed(self) -> int:
         return len(self.seen)
 
     def append(self, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
+        assert self.user.acquire(blocking=False), "two at a time"
         k = int(rows.index[0])
         self.begun.append(k)
         assert self.gate.wait(PATIENCE)
@@ -101,6 +102,7 @@ class Recorder:
         if k == self.fail_at:
             raise self.error
         self.seen.append(k)
+        self.user.release()
 
     def finish(self, *results: object, **more: object) -> None:
         self.finished = True
@@ -192,56 +194,6 @@ def test_overlap_changes_no_bit(
     plain = contents(tmp_path / "plain.h5")
     for key, value in contents(tmp_path / "overlapped.h5").items():
         np.testing.assert_array_equal(value, plain[key], err_msg=key)
-
-
-def test_the_writer_has_one_user_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HDF5 would not stand two; every method is entered by whoever holds the lock."""
-    lock, users = threading.Lock(), set()
-
-    def guarded(method: Any) -> Any:
-        def call(self: Writer, *arguments: Any, **options: Any) -> Any:
-            assert lock.acquire(blocking=False), "two at a time"
-            users.add(threading.current_thread().name.split("_")[0])
-            try:
-                return method(self, *arguments, **options)
-            finally:
-                lock.release()
-
-        return call
-
-    for name in ("append", "finish", "close"):
-        monkeypatch.setattr(Writer, name, guarded(getattr(Writer, name)))
-    folder = write(tmp_path)
-    compute(prepare(spec(folder, batch_size=7)), tmp_path / "out.h5")
-    assert users == {"MainThread", "gradscope-writer"}
-
-
-def test_rows_before_a_failed_write_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, path = write(tmp_path), tmp_path / "out.h5"
-    append, calls = Writer.append, []
-
-    def failing(self: Writer, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
-        calls.append(len(rows.index))
-        if len(calls) == 4:
-            raise GradscopeError("a transform fails on this batch")
-        append(self, rows, states)
-
-    monkeypatch.setattr(Writer, "append", failing)
-    with pytest.raises(GradscopeError, match="fails on this batch"):
-        compute(prepare(spec(folder, batch_size=7)), path)
-    assert calls == [7] * 4
-    monkeypatch.undo()
-    with start(prepare(spec(folder, batch_size=7)), path, resume=True) as run:
-        assert run.writer.completed == 21
-        for given in run.remaining():
-            run.add(given)
-        run.finish()
-    found = contents(path)
-    for name, right in expected(folder).items():
-        np.testing.assert_allclose(found[f"chains/0/{name}"], right, rtol=1e-10, atol=1e-14)
-    assert len(found["samples/index"]) == SAMPLES
 
 
 def test_memory_that_runs_out_in_writing_is_one_clear_error() -> None:

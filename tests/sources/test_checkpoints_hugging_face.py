@@ -1,7 +1,7 @@
 """Hugging Face folders as models: local files, our own readers, no code of the folder."""
 
-import builtins
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -201,13 +201,6 @@ def test_without_transformers_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path)
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "transformers":
-            raise ModuleNotFoundError("No module named 'transformers'")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"torch-gradscope\[hf\]"):
         held(tmp_path)

@@ -24,108 +24,49 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 N = 23
 X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3
 
+def pairs(scale=1.0): return TensorDataset(X * scale, Y)
+def empty(): return TensorDataset(X[:0], Y[:0])
+def with_collate(): return Words(), Words().collate_fn
+def loader(): return DataLoader(pairs(), batch_size=4, shuffle=True)
+def alone(): return X
+def number(): return 3
+def flattening(): return pairs(), lambda samples: torch.cat([x for x, _ in samples])
+def raising(): raise ValueError("no such folder")
 
-def pairs(scale=1.0):
-    return TensorDataset(X * scale, Y)
+class Sized(Dataset):
+    def __len__(self): return N
 
+class Named(Sized):
+    def __getitem__(self, k): return {"image": X[k], "mask": X[k] > 3, "label": int(Y[k])}
 
-class Named(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, k):
-        return {"image": X[k], "mask": X[k] > 3, "label": int(Y[k])}
-
-
-class Words(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, k):
-        return [k] * (k % 4 + 1), Y[k]
-
+class Words(Sized):
+    def __getitem__(self, k): return [k] * (k % 4 + 1), Y[k]
     def collate_fn(self, samples):
-        width = 4
-        ids = torch.tensor([(s + [-1] * width)[:width] for s, _ in samples])
+        ids = torch.tensor([(s + [-1] * 4)[:4] for s, _ in samples])
         return {"ids": ids, "mask": ids >= 0}, torch.stack([y for _, y in samples])
 
+class Random(Sized):
+    def __getitem__(self, k): return torch.rand(2), Y[k]
+
+class Breaking(Sized):
+    def __getitem__(self, k):
+        if k == 7: raise KeyError("seventh")
+        return X[k], Y[k]
 
 class Stream(IterableDataset):
-    def __init__(self, n=N, shuffle=False):
-        self.n, self.shuffle = n, shuffle
-
-    def __len__(self):
-        return self.n
-
+    def __init__(self, n=N, shuffle=False): self.n, self.shuffle = n, shuffle
+    def __len__(self): return self.n
     def __iter__(self):
         order = list(range(N))
-        if self.shuffle:
-            random.shuffle(order)
+        if self.shuffle: random.shuffle(order)
         return ((X[k], Y[k]) for k in order)
 
-
 class Unsized(IterableDataset):
-    def __iter__(self):
-        return iter(zip(X, Y))
-
-
-class Random(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, k):
-        return torch.rand(2), Y[k]
-
+    def __iter__(self): return iter(zip(X, Y))
 
 class Once(Stream):
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        raise StopIteration
-
-
-def empty():
-    return TensorDataset(X[:0], Y[:0])
-
-
-def with_collate():
-    return Words(), Words().collate_fn
-
-
-def loader():
-    return DataLoader(pairs(), batch_size=4, shuffle=True)
-
-
-def alone():
-    return X
-
-
-def number():
-    return 3
-
-
-def flattening():
-    return pairs(), lambda samples: torch.cat([x for x, _ in samples])
-
-
-def raising():
-    raise ValueError("no such folder")
-
-
-class Broken(Stream):
-    def __getitem__(self, k):
-        return X[k]
-
-
-class Breaking(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, k):
-        if k == 7:
-            raise KeyError("seventh")
-        return X[k], Y[k]
+    def __iter__(self): return self
+    def __next__(self): raise StopIteration
 """
 
 

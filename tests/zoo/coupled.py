@@ -36,18 +36,6 @@ def coupled_contrastive_loss() -> Setup:
 
 
 @case(coupled=True)
-def coupled_by_the_batch_mean() -> Setup:
-    model = Net(
-        lambda net, x: net.b(_centred(net.a(x))).tanh(), a=nn.Linear(4, 7), b=nn.Linear(7, 3)
-    )
-    return regression(model, torch.randn(N, 4))
-
-
-def _centred(h: Tensor) -> Tensor:
-    return h - h.mean(0, keepdim=True)
-
-
-@case(coupled=True)
 def coupled_by_the_detached_batch_mean() -> Setup:
     def forward(net: nn.Module, x):
         h = net.a(x)

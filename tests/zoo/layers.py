@@ -8,22 +8,6 @@ from tests.zoo.base import N, Net, Setup, case, regression
 
 
 @case()
-def conv1d_stride_dilation() -> Setup:
-    model = nn.Sequential(nn.Conv1d(3, 4, 3, stride=2, dilation=2), nn.Tanh(), nn.Conv1d(4, 2, 2))
-    return regression(model, torch.randn(N, 3, 13))
-
-
-@case()
-def conv1d_same_even_kernel_circular() -> Setup:
-    model = nn.Sequential(
-        nn.Conv1d(3, 4, 4, padding="same"),
-        nn.Tanh(),
-        nn.Conv1d(4, 2, 3, padding=2, padding_mode="circular", bias=False),
-    )
-    return regression(model, torch.randn(N, 3, 7))
-
-
-@case()
 def conv2d_groups() -> Setup:
     model = nn.Sequential(
         nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 1), groups=2),
@@ -46,12 +30,6 @@ def conv2d_reflect_pool_classify() -> Setup:
         nn.LazyLinear(2),
     )
     return regression(model, torch.randn(N, 1, 8, 7))
-
-
-@case()
-def conv2d_pointwise() -> Setup:
-    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.GELU(), nn.Conv2d(6, 2, 1, bias=False))
-    return regression(model, torch.randn(N, 3, 4, 7))
 
 
 @case()
@@ -104,14 +82,6 @@ def unfold_and_linear() -> Setup:
 
 
 @case()
-def layer_and_rms_norm() -> Setup:
-    model = nn.Sequential(
-        nn.Linear(4, 7), nn.LayerNorm(7), nn.Tanh(), nn.LayerNorm((6, 7), bias=False), nn.RMSNorm(7)
-    )
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
 def group_norm() -> Setup:
     model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(1, 6))
     return regression(model, torch.randn(N, 2, 4, 6))
@@ -121,27 +91,6 @@ def group_norm() -> Setup:
 def instance_norm_in_train_mode() -> Setup:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True), nn.Tanh())
     return regression(model, torch.randn(N, 2, 4, 6))
-
-
-@case()
-def instance_norm_with_running_statistics() -> Setup:
-    norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), norm, nn.Tanh())
-    return regression(model, torch.randn(N, 2, 4, 6))
-
-
-@case()
-def batch_norm_in_eval_mode() -> Setup:
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(24)
-    )
-    return regression(model, torch.randn(N, 2, 4, 6))
-
-
-@case()
-def prelu() -> Setup:
-    model = nn.Sequential(nn.Linear(4, 7), nn.PReLU(), nn.Linear(7, 6), nn.PReLU(6))
-    return regression(model, torch.randn(N, 4))
 
 
 @case()

@@ -17,18 +17,8 @@ def linear() -> Setup:
 
 
 @case()
-def linear_one_extra_axis() -> Setup:
-    return _linear(6)
-
-
-@case()
 def linear_two_extra_axes() -> Setup:
     return _linear(6, 2)
-
-
-@case()
-def linear_three_extra_axes() -> Setup:
-    return _linear(2, 6, 3)
 
 
 @case()
@@ -42,30 +32,9 @@ def linear_single_sample() -> Setup:
 
 
 @case()
-def linear_positions_equal_samples() -> Setup:
-    return _linear(N)
-
-
-@case()
 def linear_all_axes_equal_samples() -> Setup:
     model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
     return regression(model, torch.randn(N, N, N))
-
-
-@case()
-def linear_relu_without_bias() -> Setup:
-    model = nn.Sequential(nn.Linear(4, 7, bias=False), nn.ReLU(), nn.Linear(7, 3, bias=False))
-    return regression(model, torch.randn(N, 4))
-
-
-@case()
-def linear_sequence_first() -> Setup:
-    def forward(net: nn.Module, x):
-        h = net.a(x.transpose(0, 1)).tanh()  # (t, n, 7)
-        return net.b(h.cumsum(0)).transpose(0, 1)
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3))
-    return regression(model, torch.randn(N, 6, 4))
 
 
 @case()
@@ -82,17 +51,6 @@ def linear_samples_merged_first() -> Setup:
     def forward(net: nn.Module, x):
         n, t, d = x.shape
         return net.b(net.a(x.reshape(n * t, d)).tanh()).reshape(n, t, -1)
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def linear_samples_merged_last() -> Setup:
-    def forward(net: nn.Module, x):
-        n, t, d = x.shape
-        h = net.b(net.a(x.transpose(0, 1).reshape(t * n, d)).tanh())
-        return h.reshape(t, n, -1).transpose(0, 1)
 
     model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3))
     return regression(model, torch.randn(N, 6, 4))
@@ -116,12 +74,6 @@ def linear_features_before_positions() -> Setup:
 
     model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(6, 3))
     return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def bilinear() -> Setup:
-    model = Net(lambda net, x, z: net.a(x, z).tanh(), a=nn.Bilinear(4, 3, 6))
-    return regression(model, (torch.randn(N, 4), torch.randn(N, 3)))
 
 
 @case()

@@ -57,17 +57,6 @@ def heat_equation_with_boundary() -> Setup:
 
 
 @case()
-def gradient_penalty() -> Setup:
-    @model_loss
-    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = inputs.detach().requires_grad_(True)
-        u = model(x).tanh()
-        return (u.squeeze(1) - targets).square() + (_gradient(u, x).norm(dim=1) - 1).square()
-
-    return Setup(_mlp(), loss, torch.randn(N, 2), torch.randn(N))
-
-
-@case()
 def gradient_penalty_at_points_in_between() -> Setup:
     @model_loss
     def loss(model: nn.Module, inputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
@@ -93,17 +82,6 @@ def laplacian_by_functional_transforms() -> Setup:
 
 
 @case()
-def weight_decay_inside_the_loss() -> Setup:
-    @model_loss
-    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        decay = sum(p.square().sum() for p in model.parameters())
-        return smooth(model(inputs), targets) + 0.1 * decay
-
-    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
-    return Setup(model, loss, torch.randn(N, 4), torch.randn(N, 3))
-
-
-@case()
 def decay_of_an_otherwise_unused_parameter() -> Setup:
     @model_loss
     def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -111,16 +89,6 @@ def decay_of_an_otherwise_unused_parameter() -> Setup:
 
     model = Net(lambda net, x: net.a(x).tanh(), a=nn.Linear(4, 3), extra=nn.Linear(2, 3).weight)
     return Setup(model, loss, torch.randn(N, 4), torch.randn(N, 3))
-
-
-@case()
-def class_weights() -> Setup:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = torch.tensor([0.2, 1.0, 3.0], dtype=outputs.dtype)
-        return F.cross_entropy(outputs, targets, weight, reduction="none", label_smoothing=0.1)
-
-    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
-    return Setup(model, loss, torch.randn(N, 4), torch.tensor([0, 2, 1, 2, 0]))
 
 
 @case()
@@ -143,15 +111,6 @@ def losses_of_uneven_scale() -> Setup:
     model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
     weight = torch.tensor([1e-6, 1.0, 0.0, 1e6, -2.0])
     return Setup(model, loss, torch.randn(N, 4), {"y": torch.randn(N, 3), "weight": weight})
-
-
-@case()
-def binary_logits() -> Setup:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(1)
-
-    model = nn.Sequential(nn.Linear(4, 7), nn.Softplus(), nn.Linear(7, 3))
-    return Setup(model, loss, torch.randn(N, 4), torch.rand(N, 3))
 
 
 @case()

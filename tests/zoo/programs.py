@@ -253,13 +253,6 @@ def samples_sorted_inside() -> Setup:
 
 
 @case()
-def samples_reversed_inside() -> Setup:
-    return regression(
-        Net(lambda net, x: net.a(x.flip(0)).tanh().flip(0), a=nn.Linear(4, 7)), torch.randn(N, 4)
-    )
-
-
-@case()
 def gradient_reversed_by_a_function() -> Setup:
     class Reversed(torch.autograd.Function):
         @staticmethod

@@ -7,12 +7,6 @@ from tests.zoo.base import N, Net, Setup, case, param, regression
 
 
 @case()
-def elementwise_scale_and_shift() -> Setup:
-    model = Net(lambda net, x: (x * net.scale + net.shift).tanh(), scale=param(4), shift=param(4))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
 def parameter_as_denominator_and_exponent() -> Setup:
     def forward(net: nn.Module, x):
         return (x / (1 + net.d.square())).abs().add(0.1) ** net.e
@@ -46,23 +40,6 @@ def class_token_by_expand() -> Setup:
 
     model = Net(forward, token=param(1, 1, 4), a=nn.Linear(4, 7), b=nn.Linear(7, 3))
     return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def class_token_by_repeat() -> Setup:
-    def forward(net: nn.Module, x):
-        tokens = torch.cat([net.token.repeat(x.shape[0], 2, 1), x], 1)
-        return net.a(tokens).tanh().cumsum(1)
-
-    return regression(Net(forward, token=param(1, 1, 4), a=nn.Linear(4, 7)), torch.randn(N, 6, 4))
-
-
-@case()
-def position_table_added() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(x + net.table[: x.shape[1]]).tanh()
-
-    return regression(Net(forward, table=param(8, 4), a=nn.Linear(4, 3)), torch.randn(N, 6, 4))
 
 
 @case()
@@ -102,16 +79,6 @@ def expert_weights_by_einsum() -> Setup:
 
     model = Net(forward, w=param(3, 4, 7), bias=param(3, 7), gate=nn.Linear(4, 3))
     return regression(model, torch.randn(N, 4))
-
-
-@case()
-def expert_weights_by_bmm() -> Setup:
-    def forward(net: nn.Module, x):
-        experts = x.unsqueeze(0).expand(3, -1, -1)  # (e, n, i)
-        h = torch.bmm(experts, net.w) + net.bias.unsqueeze(1)
-        return h.tanh().permute(1, 2, 0)
-
-    return regression(Net(forward, w=param(3, 4, 7), bias=param(3, 7)), torch.randn(N, 4))
 
 
 @case()

@@ -19,25 +19,6 @@ def attention_module() -> Setup:
 
 
 @case()
-def attention_module_without_weights() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(x, x, x, need_weights=False)[0].tanh()
-
-    model = Net(forward, a=nn.MultiheadAttention(4, 2, batch_first=True))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def attention_module_sequence_first() -> Setup:
-    def forward(net: nn.Module, x):
-        s = x.transpose(0, 1)
-        h, weights = net.a(s, s.sin(), s.cos())
-        return h.transpose(0, 1).tanh().flatten(1) + weights.sum((1, 2)).unsqueeze(1)
-
-    return regression(Net(forward, a=nn.MultiheadAttention(4, 2)), torch.randn(N, N, 4))
-
-
-@case()
 def attention_module_with_masks() -> Setup:
     def forward(net: nn.Module, x, padding):
         mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -46,18 +27,6 @@ def attention_module_with_masks() -> Setup:
     padding = torch.arange(6) >= torch.tensor([6, 3, 4, 5, 2]).unsqueeze(1)
     model = Net(forward, a=nn.MultiheadAttention(4, 2, batch_first=True))
     return regression(model, (torch.randn(N, 6, 4), padding))
-
-
-@case()
-def attention_module_other_sizes_and_biases() -> Setup:
-    def forward(net: nn.Module, q, k, v):
-        return net.a(q, k, v)[0].tanh()
-
-    attention = nn.MultiheadAttention(
-        4, 2, kdim=3, vdim=7, add_bias_kv=True, add_zero_attn=True, batch_first=True
-    )
-    inputs = (torch.randn(N, 6, 4), torch.randn(N, 2, 3), torch.randn(N, 2, 7))
-    return regression(Net(forward, a=attention), inputs)
 
 
 @case()
@@ -82,14 +51,6 @@ def encoder_in_train_mode_without_dropout() -> Setup:
     layer = nn.TransformerEncoderLayer(4, 2, 7, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def decoder_layer_in_eval_mode() -> Setup:
-    layer = nn.TransformerDecoderLayer(4, 2, 7, batch_first=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(6)
-    model = Net(lambda net, x, memory: net.a(x, memory, tgt_mask=net.mask), a=layer, mask=mask)
-    return regression(model, (torch.randn(N, 6, 4), torch.randn(N, 3, 4)))
 
 
 @case()
@@ -122,15 +83,6 @@ def lstm() -> Setup:
 
 
 @case()
-def lstm_sequence_first_final_state() -> Setup:
-    def forward(net: nn.Module, x):
-        outputs, (h, c) = net.a(x.transpose(0, 1))
-        return torch.cat([outputs[-1], h.transpose(0, 1).flatten(1), c[-1].sin()], 1)
-
-    return regression(Net(forward, a=nn.LSTM(4, 3)), torch.randn(N, N, 4))
-
-
-@case()
 def lstm_two_layers_bidirectional_projected() -> Setup:
     rnn = nn.LSTM(4, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)
     model = Net(
@@ -144,38 +96,6 @@ def _flat(states: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 @case()
-def gru_two_layers() -> Setup:
-    model = Net(lambda net, x: net.a(x)[0], a=nn.GRU(4, 3, num_layers=2, batch_first=True))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def gru_bidirectional_without_bias() -> Setup:
-    def forward(net: nn.Module, x):
-        outputs, h = net.a(x)
-        return torch.cat([outputs.flatten(1), h.transpose(0, 1).flatten(1)], 1)
-
-    model = Net(forward, a=nn.GRU(4, 3, bias=False, bidirectional=True, batch_first=True))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def rnn_tanh_two_layers() -> Setup:
-    model = Net(lambda net, x: net.a(x)[0], a=nn.RNN(4, 3, num_layers=2, batch_first=True))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
-def rnn_relu_with_initial_state() -> Setup:
-    def forward(net: nn.Module, x, code):
-        return net.a(x, net.start(code).unsqueeze(0))[0]
-
-    rnn = nn.RNN(4, 3, nonlinearity="relu", batch_first=True)
-    model = Net(forward, a=rnn, start=nn.Linear(2, 3))
-    return regression(model, (torch.randn(N, 6, 4), torch.randn(N, 2)))
-
-
-@case()
 def lstm_with_learnt_initial_state() -> Setup:
     def forward(net: nn.Module, x):
         h, c = (s.expand(-1, len(x), -1).contiguous() for s in (net.h, net.c))
@@ -186,50 +106,9 @@ def lstm_with_learnt_initial_state() -> Setup:
 
 
 @case()
-def recurrent_cells() -> Setup:
-    def forward(net: nn.Module, x):
-        h = g = r = x.new_zeros(x.shape[0], 3)
-        c = h
-        for t in range(x.shape[1]):
-            h, c = net.lstm(x[:, t], (h, c))
-            g = net.gru(h, g)
-            r = net.rnn(g, r)
-        return r
-
-    model = Net(forward, lstm=nn.LSTMCell(4, 3), gru=nn.GRUCell(3, 3), rnn=nn.RNNCell(3, 3))
-    return regression(model, torch.randn(N, 6, 4))
-
-
-@case()
 def embedding() -> Setup:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3), nn.Tanh())
     return regression(model, _ids(6))
-
-
-@case()
-def embedding_with_padding_index() -> Setup:
-    model = nn.Sequential(nn.Embedding(4, 7, padding_idx=1), nn.Linear(7, 3), nn.Tanh())
-    with torch.no_grad():
-        model[0].weight[1] = 0.5  # a padding row that is not zero still gets no gradient
-    return regression(model, _ids(6, rows=4))
-
-
-@case()
-def embedding_one_id_a_sample() -> Setup:
-    model = nn.Sequential(nn.Embedding(3, 4), nn.Tanh())
-    return regression(model, _ids(rows=3))
-
-
-@case()
-def embedding_bag_sum() -> Setup:
-    model = nn.Sequential(nn.EmbeddingBag(4, 7, mode="sum"), nn.Tanh(), nn.Linear(7, 3))
-    return regression(model, _ids(6, rows=4))
-
-
-@case()
-def embedding_bag_mean_with_padding() -> Setup:
-    model = nn.Sequential(nn.EmbeddingBag(4, 7, mode="mean", padding_idx=2), nn.Tanh())
-    return regression(model, _ids(6, rows=4))
 
 
 @case()

@@ -30,24 +30,6 @@ def tied_transposed_autoencoder() -> Setup:
 
 
 @case()
-def reused_layer() -> Setup:
-    def forward(net: nn.Module, x):
-        for _ in range(3):
-            x = net.a(x).tanh()
-        return x
-
-    return regression(Net(forward, a=nn.Linear(4, 4)), torch.randn(N, 6, 4))
-
-
-@case()
-def siamese() -> Setup:
-    def forward(net: nn.Module, x, z):
-        return net.a(x).tanh() * net.a(z).sigmoid()
-
-    return regression(Net(forward, a=nn.Linear(4, 7)), (torch.randn(N, 4), torch.randn(N, 4)))
-
-
-@case()
 def siamese_stacked_along_the_batch() -> Setup:
     def forward(net: nn.Module, x, z):
         both = net.b(net.a(torch.cat([x, z])).tanh())
@@ -56,15 +38,6 @@ def siamese_stacked_along_the_batch() -> Setup:
 
     model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3))
     return regression(model, (torch.randn(N, 4), torch.randn(N, 4)))
-
-
-@case()
-def weights_used_functionally() -> Setup:
-    def forward(net: nn.Module, x):
-        return F.linear(F.linear(x, net.a.weight, net.a.bias).tanh(), net.b.weight)
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3, bias=False))
-    return regression(model, torch.randn(N, 6, 4))
 
 
 @case()
@@ -132,20 +105,6 @@ def orthogonal() -> Setup:
         parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map="matrix_exp"),
     )
     return regression(model, torch.randn(N, 4))
-
-
-@case()
-def low_rank_adapter() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.base(x) + 0.5 * net.up(net.down(x))
-
-    model = Net(
-        forward,
-        base=nn.Linear(4, 7).requires_grad_(False),
-        down=nn.Linear(4, 2, bias=False),
-        up=nn.Linear(2, 7, bias=False),
-    )
-    return regression(nn.Sequential(model, nn.Tanh()), torch.randn(N, 6, 4))
 
 
 @case()

@@ -23,21 +23,10 @@ from gradscope.backends.base import (
     refusing,
     require_unhooked,
 )
-from gradscope.backends.expand import (  # noqa: F401  (importing files the rules)
-    attention,
-    convolution,
-    dims,
-    embedding,
-    folds,
-    indexing,
-    matmul,
-    normalisation,
-    packing,
-    shapes,
-)
+from gradscope.backends.expand import axes, indexing, layers, matmul  # noqa: F401  (file rules)
 from gradscope.backends.expand.evaluation import evaluated
-from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.signals import REMEDY, Differ, Own, SharedWrite
+from gradscope.backends.expand.facts import rules
+from gradscope.backends.expand.tensor import REMEDY, Differ, Own, SharedWrite
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.locate import layer_of

@@ -9,19 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends.expand.mode import Interpreter
-from gradscope.backends.expand.signals import Own
-from gradscope.backends.expand.tensor import PerSample
+from gradscope.backends.expand.tensor import Own, PerSample
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.problem import Problem, is_model_loss, model_loss
 
 
 def evaluated(problem: Problem, batch: Batch, own: Own) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the losses (n,) and {name: gradients (n, *shape)}.
-
-    Args:
-        problem: The problem.
-        batch: n samples.
-        own: What is each sample's own.
+    """Return the losses (n,) and {name: gradients (n, *shape)}; `own` is each sample's own.
 
     Raises:
         SharedWrite: The model writes to a tensor that samples share.

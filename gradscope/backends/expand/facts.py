@@ -1,90 +1,68 @@
-"""What an operator's own schema and tags say about it."""
+"""What is known of an operator: what its own schema and tags say, and the rule for all samples."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from gradscope.core.registry import Registry
+
 aten = torch.ops.aten
 
+# A rule takes the samples and the operator's arguments, as the operator has them, and returns the
+# physical result. It returns NotImplemented where it does not apply; then the operator runs sample
+# by sample, which is exact for every operator.
+Rule = Callable[..., Any]
+
+rules: Registry[Rule] = Registry("expand rule")
+
+
+def named(key: str) -> Any:
+    """Return torch's operator called "name.overload"."""
+    name, _, overload = key.partition(".")
+    return getattr(getattr(aten, name), overload)
+
+
 # Elementwise, though torch does not tag them so.
-_ALSO_POINTWISE = frozenset(
-    (
-        "copy",
-        "fill",
-        "zero",
-        "masked_fill",
-        "isclose",
-        "_to_copy",
-        "polar",
-        "complex",
-        "hardswish",
-        "lift",
-        "_prelu_kernel",
-        "_prelu_kernel_backward",
-        "elu_backward",
-        "leaky_relu_backward",
-        "hardtanh_backward",
-        "mish_backward",
-        "softplus_backward",
-        "hardswish_backward",
-        "hardsigmoid_backward",
-        "softshrink_backward",
-        "hardshrink_backward",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "celu_backward",
-    )
+_ALSO_POINTWISE = (
+    "copy fill zero masked_fill isclose _to_copy polar complex hardswish lift _prelu_kernel "
+    "_prelu_kernel_backward elu_backward leaky_relu_backward hardtanh_backward mish_backward "
+    "softplus_backward hardswish_backward hardsigmoid_backward softshrink_backward "
+    "hardshrink_backward celu_backward zeros_like ones_like full_like empty_like"
 )
-_NOT_POINTWISE = frozenset(("equal", "rrelu"))  # though torch tags them so
+_NOT_POINTWISE = ("equal", "rrelu")  # though torch tags them so
 # Functional by their schema, but their result is a view that nobody writes to.
-_ALSO_VIEWS = frozenset(
-    (
-        "_unsafe_view",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-        "unsafe_chunk",
-        "_reshape_alias",
-    )
+_ALSO_VIEWS = (
+    *("_unsafe_view", "_reshape_alias"),
+    *("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
 )
 # They update running statistics while training; the schema does not call these written.
-_HIDDEN_WRITES = {
-    "native_batch_norm": ("running_mean", "running_var"),
-    "cudnn_batch_norm": ("running_mean", "running_var"),
-    "miopen_batch_norm": ("running_mean", "running_var"),
-}
+_HIDDEN_WRITES = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
+)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an operator.
+    """What is known of an operator."""
 
-    Attributes:
-        key: Its full name, without the namespace of torch's own.
-        name: Its name without namespace and overload.
-        overload: Its overload.
-        parameters: Its arguments, (name, default, whether by keyword only).
-        may_write: Names of the arguments that it writes to.
-        returns_written: For each result, the name of the written argument it is, or None.
-        view: Whether its results are views of its first argument.
-        pointwise: Whether it acts entry by entry, with broadcasting.
-        random: Whether it may draw random numbers.
-        reshapes_in_place: Whether it changes the shape of an existing tensor.
-    """
-
-    key: str
-    name: str
+    key: str  # its full name, without the namespace of torch's own
+    name: str  # without namespace and overload
     overload: str
-    parameters: tuple[tuple[str, Any, bool], ...]
-    may_write: tuple[str, ...]
-    returns_written: tuple[str | None, ...]
-    view: bool
-    pointwise: bool
-    random: bool
-    reshapes_in_place: bool
+    parameters: tuple[tuple[str, Any, bool], ...]  # (name, default, whether by keyword only)
+    may_write: tuple[str, ...]  # names of the arguments that it writes to
+    returns_written: tuple[str | None, ...]  # for each result, which written argument it is
+    view: bool  # its results are views of its first argument
+    pointwise: bool  # it acts entry by entry, with broadcasting
+    random: bool  # it may draw random numbers
+    reshapes_in_place: bool  # it changes the shape of an existing tensor
+
+    @property
+    def makes_new(self) -> bool:
+        """Whether the result is fresh memory, likely to be written to."""
+        return self.name.startswith("new_") or self.name.endswith("_like")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments by name, defaults filled in."""
@@ -122,6 +100,9 @@ def facts_of(func: Any) -> Facts:
         else None
         for r in schema.returns
     )
+    packet = getattr(getattr(torch.ops, func.namespace), base, None)
+    functional = getattr(packet, func._overloadname, func)  # what it is the in-place form of
+    tagged = torch.Tag.pointwise in {*func.tags, *functional.tags} and base not in _NOT_POINTWISE
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return Facts(
         key=str(func).removeprefix("aten."),
@@ -134,16 +115,7 @@ def facts_of(func: Any) -> Facts:
         may_write=(*written, *_HIDDEN_WRITES.get(name, ())),
         returns_written=returned,
         view=(views or name in _ALSO_VIEWS) and name != "lift_fresh",
-        pointwise=_tagged(func, base) or base in _ALSO_POINTWISE,
+        pointwise=tagged or base in _ALSO_POINTWISE.split(),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes_in_place=torch.Tag.inplace_view in func.tags,
     )
-
-
-def _tagged(func: Any, base: str) -> bool:
-    """Whether torch calls the operator, or what it is the in-place form of, pointwise."""
-    if base in _NOT_POINTWISE:
-        return False
-    packet = getattr(getattr(torch.ops, func.namespace), base, None)
-    functional = getattr(packet, func._overloadname, func)
-    return torch.Tag.pointwise in func.tags or torch.Tag.pointwise in functional.tags

@@ -1,4 +1,8 @@
-"""The interpreter: every operator of the model, the loss and their backward passes comes here."""
+"""The interpreter: every operator of the model, the loss and their backward passes comes here.
+
+Views have one rule, since a view is no more than shape, strides and offset; operators that act
+entry by entry have another; the rest has rules of its own, or runs sample by sample.
+"""
 
 from typing import Any
 
@@ -6,13 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscope.backends.expand.facts import Facts, facts_of
-from gradscope.backends.expand.fallback import sample_by_sample
-from gradscope.backends.expand.pointwise import pointwise
-from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.signals import Own, SharedWrite, refuse
-from gradscope.backends.expand.tensor import PerSample, Samples, leaves, tensors_of
-from gradscope.backends.expand.views import reshape_in_place, view
+from gradscope.backends.expand.facts import Facts, aten, facts_of, rules
+from gradscope.backends.expand.tensor import (
+    Own,
+    PerSample,
+    Samples,
+    SharedWrite,
+    leaves,
+    refuse,
+    same_as,
+    tensors_of,
+)
 from gradscope.errors import UnsupportedError
 
 _INTEGERS = frozenset((torch.int64, torch.int32))
@@ -70,15 +78,12 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return view(facts.name, func, args, kwargs)
         if targets := facts.targets(args, kwargs):
             self._check(targets, facts)
-        elif self.own < Own.RESULTS and not _makes_new(facts) and all(t.shared for t in found):
-            return self._once(func, args, kwargs)
-        result = self._physical(facts, func, args, kwargs)
-        if not any(facts.returns_written):
-            return leaves(self.samples.wrap, result)
-        return self._with_targets(facts, args, kwargs, result)
-
-    def _physical(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Try the rules from the special to the general."""
+        elif self.own < Own.RESULTS and all(t.shared for t in found) and not facts.makes_new:
+            # once what has the same arguments for all samples; the result is shared too
+            one, named = leaves(
+                lambda t: t.physical[0] if isinstance(t, PerSample) else t, (args, kwargs)
+            )
+            return leaves(lambda t: PerSample(self.samples.expanded(t)), func(*one, **named))
         result = NotImplemented
         if (rule := rules.find(facts.key)) is not None:
             result = rule(self.samples, *args, **kwargs)
@@ -86,7 +91,16 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = pointwise(func, args, kwargs)
         if result is NotImplemented:
             result = sample_by_sample(self.samples, func, args, kwargs)
-        return result
+        if not any(facts.returns_written):
+            return leaves(self.samples.wrap, result)
+        several, bound = isinstance(result, tuple), facts.bind(args, kwargs)
+        parts = [  # the written arguments themselves where the operator returns them
+            leaves(self.samples.wrap, part) if name is None else bound[name]
+            for name, part in zip(
+                facts.returns_written, result if several else (result,), strict=True
+            )
+        ]
+        return tuple(parts) if several else parts[0]
 
     def _constant(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator without per-sample arguments."""
@@ -96,13 +110,6 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if facts.key == "empty.memory_format" and result.dtype in _INTEGERS:
             return result  # torch's own code makes such tables and writes to their memory
         return leaves(lambda t: PerSample(self.samples.expanded(t).contiguous()), result)
-
-    def _once(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run once what has the same arguments for all samples; the result is shared too."""
-        one, named = leaves(
-            lambda t: t.physical[0] if isinstance(t, PerSample) else t, (args, kwargs)
-        )
-        return leaves(lambda t: PerSample(self.samples.expanded(t)), func(*one, **named))
 
     def _check(self, targets: list[Tensor], facts: Facts) -> None:
         """See that what is written to holds one value a sample."""
@@ -120,23 +127,6 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "Register the tensor as a buffer, make it in forward, or do not write to it.",
             )
 
-    def _with_targets(self, facts: Facts, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        """Return the written arguments themselves where the operator returns them."""
-        bound = facts.bind(args, kwargs)
-        several = isinstance(result, tuple)
-        parts = [
-            leaves(self.samples.wrap, part) if name is None else bound[name]
-            for name, part in zip(
-                facts.returns_written, result if several else (result,), strict=True
-            )
-        ]
-        return tuple(parts) if several else parts[0]
-
-
-def _makes_new(facts: Facts) -> bool:
-    """Whether the result is fresh memory, likely to be written to."""
-    return facts.name.startswith("new_") or facts.name.endswith("_like")
-
 
 def _generators(devices: set[torch.device]) -> list[Tensor]:
     """Return the states of the random generators."""
@@ -145,3 +135,124 @@ def _generators(devices: set[torch.device]) -> list[Tensor]:
         for d in sorted(devices, key=str)
         if d.type in ("cpu", "cuda")
     ]
+
+
+# They change what an entry is, and leave leading axes alone.
+_REINTERPRET = frozenset(("view_as_real", "view_as_complex"))
+
+
+def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the view, wrapped: the first sample's, repeated at the stride over samples.
+
+    The result shares memory with the argument, so later writes in place are seen by both.
+    """
+    base, *rest = args
+    if not isinstance(base, PerSample):
+        refuse(f"it has no rule for {name} of a constant, and a copy would not be a view")
+    raw = base.raw
+    if name in ("_conj", "_neg_view", "detach", "alias"):
+        first: Any = raw[0]
+    elif name in _REINTERPRET:
+        return PerSample(func(raw, *rest, **kwargs)).marked(False, base.is_neg())
+    else:
+        first = func(raw[0], *rest, **kwargs)
+
+    def repeated(view: Tensor) -> PerSample:
+        if view.dtype != raw.dtype:
+            refuse(f"{name} reads the memory as {view.dtype}")
+        whole = raw.as_strided(
+            (raw.shape[0], *view.shape), (raw.stride(0), *view.stride()), view.storage_offset()
+        )
+        return PerSample(whole).marked(
+            base.is_conj() != (name == "_conj"), base.is_neg() != (name == "_neg_view")
+        )
+
+    return leaves(repeated, first)
+
+
+def reshape_in_place(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Change a tensor's shape in place: take the view, and let the wrapper become it."""
+    target, *rest = args
+    functional = _out_of_place(name.removesuffix("_"), func)
+    if functional is None or not isinstance(target, PerSample):
+        refuse(f"{name} changes a tensor's shape or memory in place", "Write it out of place.")
+    made = view(functional._schema.name.partition("::")[2], functional, args, kwargs)
+    with torch._C._DisableTorchDispatch():
+        func(target, *rest, **kwargs)  # the wrapper's own shape and strides
+    target.raw = made.raw
+    return target
+
+
+def _out_of_place(name: str, func: Any) -> Any:
+    """Return the operator `name` that takes what `func` takes, or None."""
+    packet = getattr(aten, name, None)
+    wanted = [str(a.type) for a in func._schema.arguments]
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if [str(a.type) for a in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
+# Their last argument must be a tensor without axes.
+_NUMBERS = frozenset(
+    f"aten.{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_")
+)
+
+
+def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Apply `func` to the physical tensors, their logical axes aligned from the right.
+
+    Where dtypes differ and a tensor has no logical axes, the sample axis would change the
+    promotion of dtypes, and the rule does not apply.
+    """
+    found = tensors_of(args, kwargs)
+    if str(func) in _NUMBERS and isinstance(args[-1], PerSample):
+        return NotImplemented
+    if len({t.dtype for t in found}) > 1 and any(
+        t.dim() == 0 and isinstance(t, PerSample) for t in found
+    ):
+        return NotImplemented
+    width = max(t.dim() for t in found)
+    out, layout = kwargs.get("out"), kwargs.get("memory_format")
+    if isinstance(out, Tensor):
+        shapes = [t.shape for t in tensors_of(args, {})]
+        if out.shape != torch.broadcast_shapes(*shapes):  # type: ignore[no-untyped-call]
+            what = "an argument out= has another shape than the result"
+            refuse(what, "Assign the result instead.")
+    if layout in (torch.channels_last, torch.channels_last_3d):  # which are about ranks 4 and 5
+        kwargs = {**kwargs, "memory_format": torch.preserve_format}
+
+    def aligned(t: Tensor) -> Tensor:
+        if not isinstance(t, PerSample):
+            return t
+        missing = width - t.dim()
+        return t.physical[(slice(None), *[None] * missing)] if missing else t.physical
+
+    mine, named = leaves(aligned, (args, kwargs))
+    return func(*mine, **named)
+
+
+def sample_by_sample(s: Samples, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the physical results of any operator, applied to each sample and stacked.
+
+    What it writes to is written through slices. Raises `Differ` where samples have results of
+    different shapes, or different answers.
+    """
+
+    def of_sample(i: int) -> Any:
+        return leaves(lambda t: t.physical[i] if isinstance(t, PerSample) else t, (args, kwargs))
+
+    return _stacked([func(*mine, **named) for mine, named in map(of_sample, range(s.n))])
+
+
+def _stacked(results: list[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, Tensor):
+        same_as([f"{r.shape} {r.dtype}" for r in results])
+        return torch.stack(results)
+    if isinstance(first, tuple | list):
+        same_as([str(len(r)) for r in results])
+        return type(first)(_stacked(list(parts)) for parts in zip(*results, strict=True))
+    same_as([repr(r) for r in results])
+    return first

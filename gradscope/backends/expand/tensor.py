@@ -1,4 +1,4 @@
-"""The tensor of this backend: it looks like one sample's and holds all samples'.
+"""The tensor of this backend, which looks like one sample's and holds all samples'; and signals.
 
 The model and autograd see the logical shape, that of a batch of one (parameters: their own
 shape). The physical tensor holds (n, *logical shape). What has stride 0 over samples is *shared*:
@@ -7,12 +7,56 @@ one value that all samples read, such as a parameter.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.signals import refuse, same_as
+from gradscope.errors import UnsupportedError
+
+REMEDY = "Use the hooks or the loop backend for this model."
+
+
+class Own(IntEnum):
+    """What is each sample's own from the start, so that per-sample values can be written to it.
+
+    The less, the more is computed once for all samples.
+    """
+
+    NOTHING = 0
+    RESULTS = 1  # of operators on parameters alone
+    EVERYTHING = 2  # also constants made in the forward pass, and buffers
+
+
+class SharedWrite(BaseException):
+    """Per-sample values were to be written into a shared tensor; `needed` is what would do.
+
+    A signal, which the model's own `except Exception` must not catch.
+    """
+
+    def __init__(self, needed: Own) -> None:
+        super().__init__(needed)
+        self.needed = needed
+
+
+class Differ(BaseException):
+    """Samples take different ways through the model, which their `keys` name; a signal too."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(keys)
+        self.keys = keys
+
+
+def refuse(what: str, remedy: str = REMEDY) -> NoReturn:
+    """Raise that this backend has no exact way."""
+    raise UnsupportedError(f"the expand backend cannot run this model: {what}", remedy=remedy)
+
+
+def same_as(keys: list[str]) -> None:
+    """Raise `Differ` unless all samples have the same key."""
+    if any(key != keys[0] for key in keys):
+        raise Differ(keys)
 
 
 class PerSample(Tensor):
@@ -74,11 +118,7 @@ class PerSample(Tensor):
         return is_shared(self.raw)
 
     def common(self) -> Tensor:
-        """Return the value (*shape) that all samples have.
-
-        Raises:
-            Differ: They have different ones.
-        """
+        """Return the value (*shape) that all samples have; raise `Differ` where they differ."""
         values = self.physical
         if not self.shared:
             same_as([str(value.tolist()) for value in values])
@@ -102,17 +142,15 @@ class Common(Tensor):
 
 @dataclass(frozen=True)
 class Samples:
-    """How many samples there are, and the way from logical to physical.
-
-    Attributes:
-        n: The number of samples.
-    """
+    """The number n of samples, and the way from logical to physical."""
 
     n: int
 
     def of(self, t: Tensor) -> Tensor:
         """Return the physical tensor (n, *shape); a constant is expanded, and so shared."""
-        return t.physical if isinstance(t, PerSample) else self.expanded(_resolved(t))
+        if isinstance(t, PerSample):
+            return t.physical
+        return self.expanded(t.resolve_conj().resolve_neg())
 
     def check(self, t: PerSample) -> None:
         """See that `t` is of this evaluation."""
@@ -130,10 +168,6 @@ class Samples:
         if t.dim() == 0 or t.shape[0] != self.n:
             refuse(f"a result {tuple(t.shape)} has no axis of {self.n} samples")
         return PerSample(t)
-
-
-def _resolved(t: Tensor) -> Tensor:
-    return t.resolve_conj().resolve_neg()
 
 
 def is_shared(physical: Tensor) -> bool:

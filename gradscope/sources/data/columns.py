@@ -60,18 +60,14 @@ class SequenceColumn:
     sizes: Callable[[], Sizes]
 
     @cached_property
-    def _sizes(self) -> Sizes:
+    def measured(self) -> Sizes:
+        """Their lengths (N,) int64, and the shape of an entry."""
         return self.sizes()
 
     @property
     def lengths(self) -> Tensor:
         """(N,) int64."""
-        return self._sizes[0]
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """The shape of one entry of a sequence."""
-        return self._sizes[1]
+        return self.measured[0]
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def even(stored: Numbers | SequenceColumn) -> Numbers:
             "NAME_mask then says which entries are a sample's own.",
         )
     read = stored.read
-    shape = (len(lengths), longest, *stored.row)
+    shape = (len(lengths), longest, *stored.measured[1])
     return NumberColumn(shape, stored.dtype, lambda a, b: torch.stack(list(read(a, b))))
 
 

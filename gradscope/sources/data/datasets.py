@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,35 +18,6 @@ from gradscope.sources.data.recipes import ids_of
 from gradscope.sources.formats import located
 
 
-class SampleSource(Protocol):
-    """Where samples come from."""
-
-    @property
-    def format(self) -> str:
-        """The reader's name, or "python"."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What there is to say about it."""
-
-    @property
-    def sha256(self) -> str:
-        """Which samples exactly."""
-
-    @property
-    def code(self) -> dict[str, str]:
-        """The digests of the user's code that makes them, by file."""
-
-    def __len__(self) -> int:
-        """N, all of them."""
-
-    def stored(self, name: str) -> dict[str, Any]:
-        """Return what a description says of an array as it is stored."""
-
-    def read(self, rows: Sequence[int]) -> Mapping[str, Any]:
-        """Return the samples `rows` by array name, sample axis first."""
-
-
 @dataclass(frozen=True)
 class Dataset:
     """Samples, all of those there are or some.
@@ -59,7 +30,7 @@ class Dataset:
     """
 
     spec: DatasetSpec
-    samples: SampleSource
+    samples: FileSamples | PythonSamples
     chosen: Tensor | None = None
     named: Callable[[Tensor], Tensor] | None = None
 

@@ -51,27 +51,16 @@ _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 @dataclass(frozen=True)
 class FileSamples:
-    """The samples of data files.
-
-    Attributes:
-        spec: What is read.
-        format: What kind of file it is.
-        columns: {name: array (N, ...)} as stored, those that are used.
-        convert: {name: what makes rows (n, ...) of it into a tensor (n, ...)}.
-        load: Returns any array of the file as it is stored, also texts.
-        notes: What there is to say about the file.
-        stamp: Size and time of change of each file when it was opened.
-        memory: Returns the bytes that can still be taken.
-    """
+    """The samples of data files."""
 
     spec: DatasetSpec
     format: str
-    columns: Mapping[str, Numbers]
-    convert: Mapping[str, Convert]
-    load: Callable[[str], Stored]
+    columns: Mapping[str, Numbers]  # {name: array (N, ...)} as stored, those that are used
+    convert: Mapping[str, Convert]  # {name: rows (n, ...) as stored to a tensor (n, ...)}
+    load: Callable[[str], Stored]  # any array of the file as it is stored, also texts
     notes: tuple[str, ...]
-    stamp: tuple[tuple[int, int], ...]
-    memory: Callable[[torch.device], int | None] = available
+    stamp: tuple[tuple[int, int], ...]  # size and time of change of each file when it was opened
+    memory: Callable[[torch.device], int | None] = available  # bytes that can still be taken
 
     def __len__(self) -> int:
         return int(next(iter(self.columns.values())).shape[0])
@@ -97,12 +86,7 @@ class FileSamples:
         return {"stored": [*column.shape], "stored_dtype": dtype_name(column.dtype)}
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return {name: (n, ...)} of the samples `rows`, in this order.
-
-        Raises:
-            DatasetError: A value does not fit its dtype, or a file has changed meanwhile.
-            MemoryError: So many samples are more than the machine can hold.
-        """
+        """Return {name: (n, ...)} of the samples `rows`; MemoryError if they are too many."""
         if _stamp(self.spec) != self.stamp:
             raise DatasetError(
                 "the file has changed since it was opened",
@@ -133,7 +117,13 @@ def open_files(spec: DatasetSpec) -> FileSamples:
     for name in spec.arrays:
         with located(f"{spec.path}: {name}"):
             columns[name] = column(name)
-            _check_row(columns[name])
+            try:
+                require_available(_COPIES * _row_bytes(columns[name]))
+            except MemoryError as error:
+                shape = tuple(columns[name].shape[1:])
+                what = f"one sample of the shape {shape} is too large: {error}"
+                remedy = "Check [dataset] length, or what the file says of its shape."
+                raise DatasetError(what, remedy=remedy) from error
     with located(spec.path):
         _check_lengths({name: tuple(map(int, c.shape)) for name, c in columns.items()})
     convert = {}
@@ -153,22 +143,17 @@ def open_arrays(path: Path) -> tuple[str, StoredArrays]:
         return kind, translated(arrays, path)
     try:
         kind = find_reader(dataset_readers, path, DatasetError)
-    except DatasetError:
+    except DatasetError:  # a column of text alone has no separators by which to know it
         kind = _TEXTS.get(path.suffix.lower(), "")
-        if not kind or not _is_text(path):
+        if not kind or not path.is_file():
+            raise
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        if not head.strip() or b"\0" in head or head.startswith((b"<", b"version ")):
             raise
     with reading(DatasetError, path):
         arrays = dataset_readers.get(kind)(path)
     return kind, translated(arrays, path)
-
-
-def _is_text(path: Path) -> bool:
-    """Whether a file that is called a text table may be one: a column alone has no separators."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD)
-    return bool(head.strip()) and b"\0" not in head and not head.startswith((b"<", b"version "))
 
 
 def _open_folder(path: Path) -> tuple[str, StoredArrays]:
@@ -223,16 +208,6 @@ def _stamp(spec: DatasetSpec) -> tuple[tuple[int, int], ...]:
 
 def _row_bytes(column: Numbers) -> int:
     return prod(map(int, column.shape[1:])) * column.dtype.itemsize
-
-
-def _check_row(column: Numbers) -> None:
-    try:
-        require_available(_COPIES * _row_bytes(column))
-    except MemoryError as error:
-        raise DatasetError(
-            f"one sample of the shape {tuple(column.shape[1:])} is too large: {error}",
-            remedy="Check [dataset] length, or what the file says of its shape.",
-        ) from error
 
 
 def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:

@@ -33,7 +33,15 @@ def open_image_folder(path: Path) -> StoredArrays:
     texts = [file.relative_to(path).as_posix() for file in files]
     names = [text.partition("/")[0] for text in texts]
     classes = {name: k for k, name in enumerate(sorted(set(names)))}
-    mode, shape = _common_form(files)
+    sizes, modes = [], set()
+    for file in files:  # only headers are read
+        with _opened(file, file) as image:
+            sizes.append(image.size)
+            modes.add(image.mode)
+    mode, channels = ("L", 1) if modes <= set(_GREY) else ("RGB", 3)
+    shape = (channels, *sizes[0][::-1])
+    for file, size in zip(files, sizes, strict=True):
+        _require_shape(str(file), (channels, *size[::-1]), shape)
 
     def load(name: str) -> Stored:
         if name == "targets":
@@ -61,20 +69,6 @@ def decoded(value: Any, k: int, shape: Sequence[int] | None = None) -> Tensor:
     image = _pixels(io.BytesIO(content), f"sample {k}", None)
     _require_shape(f"sample {k}", image.shape, image.shape if shape is None else shape)
     return image
-
-
-def _common_form(files: Sequence[Path]) -> tuple[str, tuple[int, ...]]:
-    """Return the mode that all images are decoded in, and their shape; only headers are read."""
-    sizes, modes = [], set()
-    for file in files:
-        with _opened(file, file) as image:
-            sizes.append(image.size)
-            modes.add(image.mode)
-    mode = "L" if modes <= set(_GREY) else "RGB"
-    shapes = [(1 if mode == "L" else 3, height, width) for width, height in sizes]
-    for file, shape in zip(files, shapes, strict=True):
-        _require_shape(str(file), shape, shapes[0])
-    return mode, shapes[0]
 
 
 def _pixels(source: Any, where: Any, mode: str | None) -> Tensor:

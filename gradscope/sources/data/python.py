@@ -29,11 +29,8 @@ _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id"
 class PythonSamples:
     """The samples of a data set that the user's code makes, by the spec's `factory`.
 
-    Attributes:
-        format: "python".
-        notes: What there is to say about it.
-        code: The digests of the user's code, by file.
-        sha256: Of the code, the arguments, the length and the first sample.
+    `code` are the digests of that code, by file; `sha256` is of the code, the arguments, the
+    length and the first sample.
     """
 
     format = "python"
@@ -71,11 +68,7 @@ class PythonSamples:
         return {}
 
     def read(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return samples, collated and converted, by name.
-
-        Raises:
-            DatasetError: They are not those that were returned for the same rows before.
-        """
+        """Return samples, collated and converted, by name; the same rows as the time before."""
         samples = self._samples(rows)
         found = self._batch(samples)
         if rows[0] == 0 and _digest(self._batch(samples[:1])) != self._first:

@@ -167,7 +167,7 @@ def encoded(
         if not isinstance(stored, TextColumn):
             remedy = f"Take {name} out of [dataset] tokenizer and classes."
             raise DatasetError("it holds numbers, not texts", remedy=remedy)
-        if name in spec.classes and name not in spec.tokenizer:
+        if name not in spec.tokenizer:
             return _numbered(stored, spec.classes[name]), value
         ids, own = _tokenized(stored, spec.tokenizer[name])
         return ids, own if value is None else value
@@ -178,7 +178,11 @@ def encoded(
             source = name
         stored, value = as_numbers(source)
         if isinstance(stored, TextColumn):
-            raise _text(stored)
+            raise DatasetError(
+                f"it holds text, such as {', '.join(map(repr, stored.read(0, min(3, stored.n))))}",
+                remedy="[dataset] classes lists the texts that stand for 0, 1, ...; [dataset] "
+                "tokenizer makes token ids of them.",
+            )
         if source not in padded:
             return even(stored)
         found = _sequences(stored, source)
@@ -187,15 +191,6 @@ def encoded(
         return _padded(found, width, value, name) if source == name else _mask(found, width)
 
     return names, column
-
-
-def _text(stored: TextColumn) -> DatasetError:
-    some = ", ".join(map(repr, stored.read(0, min(3, stored.n))))
-    return DatasetError(
-        f"it holds text, such as {some}",
-        remedy="[dataset] classes lists the texts that stand for 0, 1, ...; [dataset] tokenizer "
-        "makes token ids of them.",
-    )
 
 
 def _numbered(stored: TextColumn, classes: Sequence[str]) -> NumberColumn:
@@ -274,7 +269,7 @@ def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -
             f"it holds {dtype_name(found.dtype)}, which cannot be filled up with {value}",
             remedy="Give [dataset] pad a number that they can be.",
         )
-    shape = (len(found.lengths), width, *found.row)
+    shape = (len(found.lengths), width, *found.measured[1])
 
     def read(start: int, stop: int) -> Tensor:
         rows = filler.expand(stop - start, *shape[1:]).clone()
@@ -311,7 +306,14 @@ def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.
     if stored.is_complex and not goal.is_complex:
         remedy = "Give a complex dtype, or none."
         raise DatasetError(f"complex numbers cannot be made {dtype}", remedy=remedy)
-    new = _new_shape(tuple(shape), spec.reshape.get(name))
+    new = spec.reshape.get(name, tuple(shape))
+    size, known = prod(shape), prod(k for k in new if k != -1)
+    if size != known and (-1 not in new or size % known):
+        raise DatasetError(
+            f"a sample of shape {tuple(shape)} ({size} numbers) cannot be reshaped to {new}",
+            remedy="The numbers of entries must agree; -1 stands for what is left.",
+        )
+    new = tuple(size // known if k == -1 else k for k in new)
 
     def convert(rows: Tensor) -> Tensor:
         values = rows.clone()  # the stored array is not the model's to write to
@@ -335,19 +337,6 @@ def _cast(values: Tensor, goal: torch.dtype) -> Tensor:
             remedy="Give a dtype that holds them.",
         )
     return result
-
-
-def _new_shape(shape: tuple[int, ...], reshape: tuple[int, ...] | None) -> tuple[int, ...]:
-    if reshape is None:
-        return shape
-    size, known = prod(shape), prod(k for k in reshape if k != -1)
-    fits = size % known == 0 if -1 in reshape else size == known
-    if not fits:
-        raise DatasetError(
-            f"a sample of shape {shape} ({size} numbers) cannot be reshaped to {reshape}",
-            remedy="The numbers of entries must agree; -1 stands for what is left.",
-        )
-    return tuple(size // known if k == -1 else k for k in reshape)
 
 
 def ids_of(stored: Stored, n: int) -> Callable[[Tensor], Tensor]:

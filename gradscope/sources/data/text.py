@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +101,10 @@ def open_csv(path: Path) -> StoredArrays:
         csv.field_size_limit(_FIELD)
         file.seek(0)
         first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
-    headless = bool(first) and all(map(_is_number, first))
+    try:
+        headless = bool([float(cell) for cell in first])
+    except ValueError:
+        headless = False
     unnamed = [headless or not name.strip() for name in first]
     names = [str(k) if unnamed[k] else name.strip() for k, name in enumerate(first)]
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -147,14 +150,6 @@ def _separator(head: bytes) -> str | None:
     return None
 
 
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
 def _object(line: str, lines: _Lines) -> dict[str, Any]:
     twice: list[str] = []
 
@@ -177,22 +172,12 @@ def _object(line: str, lines: _Lines) -> dict[str, Any]:
     return found
 
 
-class _Kind(Protocol):
-    """What is known of a column so far."""
-
-    def look(self, values: Sequence[Any], start: int) -> None:
-        """Look at the values of the samples from `start` on."""
-
-    def column(self, n: int, read: Values) -> Stored:
-        """Return the column, n samples whose values `read` returns."""
-
-
 def _arrays(
     path: Path,
     parse: Parse,
     names: Sequence[str],
     pick: Callable[[Record, str], Any],
-    kind: Callable[[], _Kind],
+    kind: "type[_Csv | _Json]",
 ) -> StoredArrays:
     """Go through the file once, and return its columns."""
     kinds = {name: kind() for name in names}

@@ -49,17 +49,9 @@ class CheckpointReport:
 
 
 def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointReport]:
-    """Read a checkpoint: a file, an index of several, or the folder that holds either.
+    """Return what a checkpoint holds, and a report in which no tensor has been loaded.
 
-    Args:
-        path: The kind of a file is found by content.
-        unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
-
-    Returns:
-        What it holds, and a report in which no tensor has been loaded.
-
-    Raises:
-        CheckpointError: It cannot be read or is refused.
+    The path is a file, an index of several, or the folder that holds either.
     """
     with reachable(path, CheckpointError):
         file = weights_in(path) if path.is_dir() else path

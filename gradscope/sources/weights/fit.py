@@ -57,8 +57,7 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
     values, tied = _with_tied(values, expected)
     _check_names(values, expected)
-    _check_shapes(values, expected)
-    casts = _check_dtypes(values, expected)
+    casts = _check_tensors(values, expected)
     cast = {
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -95,23 +94,22 @@ def check_finite(values: State, expected: State, parameters: set[str]) -> None:
 
 def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
     """Return everything in a checkpoint that may be a state dict, each with its dotted key."""
-    return list(_state_dicts(content, "", _DEPTH, set()))
+    seen: set[int] = set()
 
+    def below(content: Any, key: str, depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+        if id(content) in seen:  # a pickled table may hold itself
+            return
+        seen.add(id(content))
+        if isinstance(content, nn.Module):
+            yield key, content.state_dict()
+        elif isinstance(content, Mapping):
+            if any(isinstance(value, Tensor) for value in content.values()):
+                yield key, content
+            for name, value in content.items():
+                if depth and isinstance(name, str):
+                    yield from below(value, f"{key}.{name}" if key else name, depth - 1)
 
-def _state_dicts(
-    content: Any, key: str, depth: int, seen: set[int]
-) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    if id(content) in seen:  # a pickled table may hold itself
-        return
-    seen.add(id(content))
-    if isinstance(content, nn.Module):
-        yield key, content.state_dict()
-    elif isinstance(content, Mapping):
-        if any(isinstance(value, Tensor) for value in content.values()):
-            yield key, content
-        for name, value in content.items():
-            if depth and isinstance(name, str):
-                yield from _state_dicts(value, f"{key}.{name}" if key else name, depth - 1, seen)
+    return list(below(content, "", _DEPTH))
 
 
 def _state_dict(content: Any, expected: State, key: str | None) -> tuple[str, Mapping[Any, Any]]:
@@ -232,23 +230,22 @@ def _check_names(values: State, expected: State) -> None:
     unexpected = [name for name in values if name not in expected]
     if not missing and not unexpected:
         return
-    sides = [
-        f"{len(names)} {what} ({listed(names)})"
-        for names, what in ((missing, "missing"), (unexpected, "unexpected"))
-        if names
-    ]
-    mixed = [p for p in _PREFIXES if any(name.startswith(p) for name in unexpected)]
+    sides = ((missing, "missing"), (unexpected, "unexpected"))
+    told = "; ".join(f"{len(names)} {what} ({listed(names)})" for names, what in sides if names)
     remedy = _CHECK
-    if unexpected and not missing:
+    if not missing:
         remedy += " --ignore GLOB leaves out what it does not have."
+    mixed = [p for p in _PREFIXES if any(name.startswith(p) for name in unexpected)]
     if mixed:
         remedy += f" Not every name begins with {mixed[0]!r}, so it was not taken off."
-    what = f"the names do not fit the model's {len(expected)}: {'; '.join(sides)}"
+    what = f"the names do not fit the model's {len(expected)}: {told}"
     raise CheckpointError(what, remedy=remedy)
 
 
-def _check_shapes(values: State, expected: State) -> None:
-    wrong = []
+def _check_tensors(values: State, expected: State) -> list[str]:
+    """Return what is to be cast: floating-point numbers to other floating-point numbers only."""
+    wrong: list[str] = []
+    casts: list[str] = []
     for name, want in expected.items():
         got = values[name]
         if not isinstance(want, Tensor):  # extra state, of whatever kind the module makes of it
@@ -261,25 +258,12 @@ def _check_shapes(values: State, expected: State) -> None:
             wrong.append(f"{name}: a sparse or quantized tensor")
         elif got.shape != want.shape:
             wrong.append(f"{name}: {tuple(got.shape)} here, {tuple(want.shape)} in the model")
-    if wrong:
-        what = f"{len(wrong)} of {len(expected)} tensors do not fit: {listed(wrong)}"
-        raise CheckpointError(what, remedy=_CHECK)
-
-
-def _check_dtypes(values: State, expected: State) -> list[str]:
-    """Return what is to be cast: floating-point numbers to other floating-point numbers only."""
-    casts: list[str] = []
-    wrong: list[str] = []
-    for name, want in expected.items():
-        got = values[name]
-        if isinstance(want, Tensor) and got.dtype != want.dtype:
+        elif got.dtype != want.dtype:
             both = got.is_floating_point() and want.is_floating_point()
             note = f"{name}: {got.dtype} -> {want.dtype}".replace("torch.", "")
             (casts if both else wrong).append(note)
     if wrong:
-        count = f"{len(wrong)} of {len(expected)} tensors"
-        raise CheckpointError(
-            f"{count} are of a kind that is not cast: {listed(wrong)}",
-            remedy="Only floating-point numbers are cast, and only to floating-point numbers.",
-        )
+        what = f"{len(wrong)} of {len(expected)} tensors do not fit: {listed(wrong)}"
+        remedy = f"{_CHECK} Only floating-point numbers are cast, to floating-point numbers."
+        raise CheckpointError(what, remedy=remedy)
     return casts

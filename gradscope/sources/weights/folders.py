@@ -5,6 +5,7 @@ An index.json is {"weight_map": {name: file}}, as Hugging Face writes it.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -93,7 +94,9 @@ def _shards(path: Path) -> dict[str, list[str]]:
     """Return {file: the names listed in it}, the files in order."""
     shards: dict[str, list[str]] = {}
     for name, file in _table(path).items():
-        if not isinstance(file, str) or not _is_inside(file):
+        place = PureWindowsPath(str(file))  # whatever system it was written on
+        inside = not place.drive and not place.root and ".." not in place.parts
+        if not isinstance(file, str) or not file.isprintable() or not (inside and place.parts):
             raise _wrong(f"{name!r} is in {file!r}, which is no file of its own folder")
         shards.setdefault(file, []).append(name)
     with reachable(path, CheckpointError):
@@ -107,10 +110,16 @@ def _shards(path: Path) -> dict[str, list[str]]:
 
 
 def _table(path: Path) -> Mapping[str, Any]:
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} stands in it twice")
+        return dict(pairs)
+
     if path.stat().st_size > _MAX_BYTES:
         raise _wrong(f"it is larger than {_MAX_BYTES:,} bytes")
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
+        content = json.loads(path.read_bytes(), object_pairs_hook=distinct)
     except RecursionError as error:
         raise _wrong("it is nested too deeply") from error
     except ValueError as error:  # not JSON, not UTF-8, a key twice
@@ -122,22 +131,6 @@ def _table(path: Path) -> Mapping[str, Any]:
             "Give the file with the weights, or the folder that holds it.",
         )
     return table
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in table if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands in it twice")
-    return table
-
-
-def _is_inside(file: str) -> bool:
-    """Whether it is a plain relative path, on whatever system it was written."""
-    path = PureWindowsPath(file)
-    plain = not path.drive and not path.root and ".." not in path.parts and bool(path.parts)
-    return plain and file.isprintable()
 
 
 def _shard(path: Path) -> Mapping[str, Tensor]:

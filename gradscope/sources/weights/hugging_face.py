@@ -16,39 +16,37 @@ from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
-from gradscope.sources.formats import located
+from gradscope.sources.formats import located, need, reachable
 
 CONFIG = "config.json"
 _MAX_BYTES = 2**24
 _ATTENTION = "attn_implementation"
+_OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
 
 Settings = Mapping[str, Any]
 
 
 def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the model that a folder with a config.json describes, with its weights, and notes.
+    """Return the model that a folder's config.json describes, with the weights `state`, and notes.
 
-    Args:
-        folder: Holds config.json.
-        state: {name: tensor}, as stored.
-        kwargs: `architecture`, the class in transformers, where it is not the config's;
-            `attn_implementation`, how attention is computed; anything else replaces a value of the
-            config.
-
-    Raises:
-        ModelError: transformers is absent, or does not know the model.
-        CheckpointError: The weights are not those of the model.
+    Of `kwargs`, `architecture` is the class in transformers, where it is not the config's;
+    `attn_implementation` says how attention is computed; others replace values of the config.
     """
     with located(folder / CONFIG):
-        content = _content(folder / CONFIG)
-        _refuse_code({**content, **kwargs})
-        transformers = _transformers()
-        with _quiet(transformers), _building():
+        content = _content(folder / CONFIG, kwargs)
+        transformers = need("transformers", "this model", ModelError)
+        with _building(transformers):
             config = transformers.AutoConfig.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-            _override(config, kwargs)
+            for key in kwargs:
+                if key not in _OURS and not hasattr(config, key):
+                    what = f"the config has no value {key!r} that `kwargs` could replace"
+                    raise ModelError(what, remedy=suggestion(key, sorted(config.to_dict())))
+            config.update({k: v for k, v in kwargs.items() if k not in _OURS})
+            if hasattr(config, "use_cache") and "use_cache" not in kwargs:
+                config.use_cache = False
             kind = _class(transformers, content, kwargs)
             model, told = kind.from_pretrained(
                 None,
@@ -71,56 +69,26 @@ def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, t
     return model, (note,) if unused else ()
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """Read config.json."""
+def _content(path: Path, kwargs: Settings) -> dict[str, Any]:
+    """Read config.json; refuse what would be executed: classes of the folder, other kernels."""
+    with reachable(path, ModelError), path.open("rb") as file:
+        text = file.read(_MAX_BYTES + 1)
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise ModelError(f"it is larger than {_MAX_BYTES:,} bytes", remedy=_SAVED)
-        content = json.loads(text)
-    except OSError as failure:
-        raise ModelError(f"cannot be read: {failure.strerror}", remedy=_SAVED) from failure
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
     except (ValueError, RecursionError) as failure:
         raise ModelError(f"is no JSON: {first_line(failure)}", remedy=_SAVED) from failure
     if not isinstance(content, dict):
-        raise ModelError("is no table of settings", remedy=_SAVED)
+        what = f"is no table of settings of at most {_MAX_BYTES:,} bytes"
+        raise ModelError(what, remedy=_SAVED)
     if "quantization_config" in content:
         remedy = "Give the folder of the model before quantizing."
         raise ModelError("the weights are quantized", remedy=remedy)
-    return content
-
-
-def _refuse_code(settings: Settings) -> None:
-    """Refuse what would be executed: classes of the folder, kernels of a repository."""
+    settings = {**content, **kwargs}
     attention = [v for k, v in settings.items() if _ATTENTION in k and isinstance(v, str)]
     if "auto_map" in settings or any("/" in value for value in attention):
         what = "the model needs code of its own, which is never executed"
         raise ModelError(what, remedy=_SAVED)
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            f"the package transformers is needed to build this model: {error}",
-            remedy="Install it: pip install 'torch-gradscope[hf]'.",
-        ) from error
-    return transformers
-
-
-def _override(config: Any, kwargs: Settings) -> None:
-    for key, value in {"use_cache": False, **kwargs}.items():
-        if key in ("architecture", _ATTENTION):
-            continue
-        if hasattr(config, key):
-            setattr(config, key, value)
-        elif key != "use_cache":
-            raise ModelError(
-                f"the config has no value {key!r} that `kwargs` could replace",
-                remedy=suggestion(key, sorted(config.to_dict())),
-            )
+    return content
 
 
 def _class(transformers: Any, content: Settings, kwargs: Settings) -> Any:
@@ -155,22 +123,12 @@ def _require_all(told: Settings) -> None:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers' own reports and progress bars off the terminal."""
+def _building(transformers: Any) -> Iterator[None]:
+    """Translate errors of transformers, and keep its reports and progress bars off the terminal."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _building() -> Iterator[None]:
     try:
         yield
     except ModelError:
@@ -178,3 +136,7 @@ def _building() -> Iterator[None]:
     except Exception as error:  # whatever transformers makes of a config
         what = f"transformers cannot build the model: {first_line(error)}"
         raise ModelError(what, remedy=_SAVED) from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

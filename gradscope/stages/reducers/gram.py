@@ -13,6 +13,8 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, TotalBlock, from_factors
 from gradscope.stages.reducers.base import Reducer, State, count, on_one_device, reducers, wide
 
+_POSITIONS = {"left": 2, "right": 2, "index": 1, "rows": 1}  # the axis t of each field
+
 Part = dict[str, Tensor]  # the tensors of one block by field; the fields say of which kind it is
 
 
@@ -28,8 +30,7 @@ def gram() -> Reducer:
 
 
 def _start(gradients: Gradients) -> State:
-    n = count(gradients)
-    index = gradients.index
+    n, index = count(gradients), gradients.index
     if index is None:  # equal positions keep the order in which they came
         index = torch.zeros(gradients.n, dtype=torch.int64)
     every = {name: _parts(block) for name, block in gradients.items()}
@@ -89,35 +90,22 @@ def _joined(a: list[Part], b: list[Part]) -> list[Part]:
     ]
 
 
-def _kind(part: Part) -> list[tuple[str, object]]:
+def _kind(part: Part) -> dict[str, list[int]]:
     """Return what must be equal for two parts to be joined: all sizes but those of positions."""
-    return [
-        (key, v.tolist() if key == "shape" else _without_positions(v, key))
-        for key, v in part.items()
-    ]
-
-
-def _without_positions(values: Tensor, key: str) -> tuple[int, ...]:
-    sizes = list(values.shape)
-    if key in _POSITIONS:
-        del sizes[_POSITIONS[key]]
-    return tuple(sizes[1:])
+    return {
+        key: values.tolist()
+        if key == "shape"
+        else [s for axis, s in enumerate(values.shape) if axis not in (0, _POSITIONS.get(key))]
+        for key, values in part.items()
+    }
 
 
 def _stacked(a: Tensor, b: Tensor, key: str) -> Tensor:
-    if key in _POSITIONS:
-        axis = _POSITIONS[key]
-        longest = max(a.shape[axis], b.shape[axis])
-        a, b = (_padded(t, axis, longest) for t in (a, b))
+    axis = _POSITIONS.get(key)
+    if axis is not None:
+        longest, after = max(a.shape[axis], b.shape[axis]), [0, 0] * (a.dim() - axis - 1)
+        a, b = (F.pad(t, [*after, 0, longest - t.shape[axis]]) for t in (a, b))
     return torch.cat([a, b])
-
-
-def _padded(values: Tensor, axis: int, size: int) -> Tensor:
-    after = values.dim() - axis - 1
-    return F.pad(values, [0, 0] * after + [0, size - values.shape[axis]])
-
-
-_POSITIONS = {"left": 2, "right": 2, "index": 1, "rows": 1}  # the axis t of each field
 
 
 def _flat(every: dict[str, list[Part]]) -> State:
@@ -131,14 +119,11 @@ def _flat(every: dict[str, list[Part]]) -> State:
 
 
 def _nested(state: State) -> dict[str, list[Part]]:
-    """Undo `_flat`."""
-    every: dict[str, list[Part]] = {}
+    """Undo `_flat`, whatever order the entries are in."""
+    every: dict[str, dict[int, Part]] = {}
     for key, value in state.items():
         head, colon, name = key.partition(":")
         if colon:
             number, _, field = head.partition(".")
-            parts = every.setdefault(name, [])
-            if int(number) == len(parts):
-                parts.append({})
-            parts[int(number)][field] = value
-    return every
+            every.setdefault(name, {}).setdefault(int(number), {})[field] = value
+    return {name: [parts[k] for k in sorted(parts)] for name, parts in every.items()}

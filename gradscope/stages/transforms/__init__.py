@@ -4,11 +4,10 @@ from gradscope.stages.transforms import (  # noqa: F401  each registers its tran
     elementwise,
     hessian,
     norms,
-    precondition,
-    products,
     project,
-    stochastic,
+    random,
     topk,
+    vectors,
 )
 from gradscope.stages.transforms.base import (
     NeedsMean,

@@ -34,17 +34,11 @@ OTHERS = "Use the vmap or loop backend, or let auto choose."
 
 @dataclass(frozen=True)
 class FrontierEdge:
-    """Where a parameter-only value enters an operation on samples.
+    """Where a parameter-only value enters an operation on samples."""
 
-    Attributes:
-        node: Index of the operation on samples.
-        slot: Which of its inputs the value is.
-        source: The (node, output) that made the value.
-    """
-
-    node: int
-    slot: int
-    source: Output
+    node: int  # index of the operation on samples
+    slot: int  # which of its inputs the value is
+    source: Output  # the (node, output) that made the value
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,11 @@ Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all
 
 @dataclass(frozen=True)
 class SampleAxis:
-    """An axis of size before · n · after that holds the samples.
+    """An axis of size before · n · after that holds the samples."""
 
-    Attributes:
-        axis: Its position.
-        before: Entries of other axes merged in front of the samples (time-major: T).
-        after: Entries of other axes merged behind them (batch-major: T).
-    """
-
-    axis: int
-    before: int = 1
-    after: int = 1
+    axis: int  # its position
+    before: int = 1  # entries of other axes merged in front of the samples (time-major: T)
+    after: int = 1  # entries of other axes merged behind them (batch-major: T)
 
     def first(self, values: Tensor, n: int) -> Tensor:
         """Move the samples to the front: (..., before·n·after, ...) to (n, ..., positions, ...)."""
@@ -126,16 +120,11 @@ class Marks:
     A sample's number is written in digits, and each digit is a weight of its own in one backward
     pass. Low precision tells few digits apart. Digits are not evenly spaced and numbers are dealt
     out at random, so that what two samples share has the weight of neither.
-
-    Attributes:
-        weights: (passes, n), of each sample's loss.
-        values: (base,) increasing, the weight that stands for each digit.
-        samples: (base ** passes,), the sample with each number, -1 where there is none.
     """
 
-    weights: Tensor
-    values: Tensor
-    samples: Tensor
+    weights: Tensor  # (passes, n), of each sample's loss
+    values: Tensor  # (base,) increasing, the weight that stands for each digit
+    samples: Tensor  # (base ** passes,), the sample with each number, -1 where there is none
 
     @classmethod
     def of(cls, losses: Tensor, seed: int) -> "Marks":

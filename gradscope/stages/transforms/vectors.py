@@ -1,16 +1,59 @@
-"""Preconditioning: by a stored second moment, or by stored Kronecker factors."""
+"""Transforms by a stored vector: inner products with it, and preconditioning.
 
-from collections.abc import Callable
+A vector is the aggregate of a chain in a result file, `with=FILE.h5:CHAIN`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import reduce
 from math import inf, prod, sqrt
+from operator import add
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients, KroneckerBlock, PreconditionedBlock
+from gradscope.blocks import Block, DenseBlock, Gradients, KroneckerBlock, PreconditionedBlock
+from gradscope.blocks.base import squares
 from gradscope.errors import SpecError
-from gradscope.stages.transforms.base import Scope, Transform, Vector, transform, widened
+from gradscope.stages.reducers.base import wide
+from gradscope.stages.transforms.base import (
+    NeedsMean,
+    Scope,
+    Transform,
+    Vector,
+    transform,
+    widened,
+)
 
-Applied = Callable[[Block], Block]
+Apply = Callable[[Block], Block]
+
+
+@transform("dot", Scope.LINEAR)
+def dot(with_: Vector) -> Transform:
+    """T(g) = ⟨g, v⟩ = Σ g · conj(v) over all parameters: the single entry `dot` (n,), in float64.
+
+    Complex where g or v is.
+    """
+
+    def apply(gradients: Gradients) -> Gradients:
+        return gradients.of({"dot": DenseBlock(inner(gradients, with_.of(gradients)))})
+
+    return apply
+
+
+@transform("cosine", Scope.VECTOR)
+def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Transform | NeedsMean:
+    """T(g) = Re⟨g, v⟩ / (‖g‖₂ ‖v‖₂): the single entry `cosine` (n,), 0 if g or v is zero.
+
+    How well gradients agree (Sankararaman et al. 2020, arXiv:1904.06963). v is stored,
+    or, with `to=mean`, the mean over all samples of what reaches this stage,
+    which takes an earlier pass over the data.
+    """
+    if (with_ is None) == (to is None):
+        raise ValueError("give with=FILE.h5:CHAIN or to=mean, one of them")
+    if with_ is not None:
+        return _cosine(with_)
+    return NeedsMean(lambda mean: _cosine(Vector(mean, "the mean of the samples")))
 
 
 @transform("precondition", Scope.ELEMENTWISE)
@@ -32,19 +75,41 @@ def precondition(with_: Vector, damping: float = 0.0) -> Transform:
     for name, value in with_.values.items():
         if not name.endswith((".A", ".B")):
             _require_second_moment(name, value)
-    bound: dict[str, Applied] = {}  # factors are inverted once, not for every batch
+    bound: dict[str, Apply] = {}  # factors are inverted once, not for every batch
 
     def apply(gradients: Gradients) -> Gradients:
         for name, block in gradients.items():
             if name not in bound:
-                bound[name] = _bound(name, block, with_, damping)
+                bound[name] = _preconditioner(name, block, with_, damping)
         blocks = {name: bound[name](block) for name, block in widened(gradients).items()}
         return gradients.of(blocks)
 
     return apply
 
 
-def _bound(name: str, block: Block, stored: Vector, damping: float) -> Applied:
+def inner(gradients: Gradients, vector: Mapping[str, Tensor]) -> Tensor:
+    """Return ⟨gᵢ, v⟩ (n,), complex where a gradient or the vector is."""
+    return reduce(add, (_inner(wide(block), vector[name]) for name, block in gradients.items()))
+
+
+def _inner(block: Block, vector: Tensor) -> Tensor:
+    if vector.is_complex() and not block.dtype.is_complex:
+        return torch.complex(block.dot(vector.real), -block.dot(vector.imag))
+    return block.dot(vector.to(block.dtype))
+
+
+def _cosine(vector: Vector) -> Transform:
+    def apply(gradients: Gradients) -> Gradients:
+        values = vector.of(gradients)
+        length = torch.stack([squares(v).sum() for v in values.values()]).sum().sqrt()
+        sizes = gradients.norms * length
+        found = inner(gradients, values).real
+        return gradients.of({"cosine": DenseBlock(torch.where(sizes == 0, 0.0, found / sizes))})
+
+    return apply
+
+
+def _preconditioner(name: str, block: Block, stored: Vector, damping: float) -> Apply:
     """Return what is applied to the parameter's block, by what is stored for it."""
     values = stored.values
     if name not in values and {f"{name}.A", f"{name}.B"} <= values.keys():
@@ -62,7 +127,7 @@ def _bound(name: str, block: Block, stored: Vector, damping: float) -> Applied:
     return lambda block: PreconditionedBlock(block, inverse)
 
 
-def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Applied:
+def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Apply:
     stored_pair = (stored.values[f"{name}.{side}"].to(block.device) for side in "AB")
     a, b = (factor.unsqueeze(0) if factor.dim() == 2 else factor for factor in stored_pair)
     found = (*a.shape, *b.shape)

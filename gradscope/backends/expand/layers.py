@@ -1,21 +1,83 @@
-"""Normalisation layers, forward and backward.
+"""Layers: convolutions, normalisation, fused attention.
 
-Shapes: n sample, b row, c channel, then the spatial axes.
+Convolutions by shared weights take the samples as more images, others take them as groups.
+
+Shapes: n sample, b row or image, c channel, then the spatial axes; in attention h head, t query
+position, s key position, d feature.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from gradscope.backends.expand.convolution import as_groups, from_groups
-from gradscope.backends.expand.facts import aten
-from gradscope.backends.expand.rules import rules
-from gradscope.backends.expand.tensor import Samples, fold, unfold
+from gradscope.backends.expand.facts import aten, named, rules
+from gradscope.backends.expand.tensor import Samples, fold, is_shared, leaves, unfold
+
+
+def as_groups(images: Tensor) -> Tensor:
+    """Reshape (n, b, c, ...) to (b, n·c, ...)."""
+    return images.transpose(0, 1).flatten(1, 2)
+
+
+def from_groups(images: Tensor, n: int) -> Tensor:
+    """Reshape (b, n·c, ...) to (n, b, c, ...)."""
+    b, channels, *spatial = images.shape
+    return images.reshape(b, n, channels // n, *spatial).transpose(0, 1)
+
+
+def _channels(affine: Tensor, like: Tensor) -> Tensor:
+    """Align (n, c) with `like` (n, b, c, ...)."""
+    return affine[(slice(None), None, slice(None), *[None] * (like.dim() - 3))]
 
 
 def _trailing(affine: Tensor, like: Tensor) -> Tensor:
     """Align (n, *shape) with `like` (n, ..., *shape)."""
     return affine[(slice(None), *[None] * (like.dim() - affine.dim()))]
+
+
+@rules.register("convolution.default")
+def convolution(
+    s: Samples, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
+    """Convolve, transposed or not; geometry ends with the number of groups."""
+    px, pw = s.of(x), s.of(weight)
+    if is_shared(pw):
+        out: Tensor = unfold(aten.convolution(fold(px), pw[0], None, *geometry), s.n)
+    else:
+        *rest, groups = geometry
+        out = aten.convolution(as_groups(px), fold(pw), None, *rest, groups * s.n)
+        out = from_groups(out, s.n)
+    if bias is None:
+        return out
+    return out + _channels(s.of(bias), out)
+
+
+@rules.register("convolution_backward.default")
+def convolution_backward(
+    s: Samples,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    *geometry: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the images, the weight and the bias, those the mask asks for."""
+    *rest, groups, mask = geometry
+    pg, px, pw = s.of(grad), s.of(x), s.of(weight)
+    to_x = to_weight = to_bias = None
+    if mask[0] and is_shared(pw):
+        folded = (fold(pg), fold(px), pw[0], None)
+        to_x = aten.convolution_backward(*folded, *rest, groups, [True, False, False])[0]
+        to_x = unfold(to_x, s.n)
+    if mask[1] or (mask[0] and to_x is None):
+        wanted = [mask[0] and to_x is None, mask[1], False]
+        grouped = (as_groups(pg), as_groups(px), fold(pw), None)
+        found = aten.convolution_backward(*grouped, *rest, groups * s.n, wanted)
+        to_x = from_groups(found[0], s.n) if wanted[0] else to_x
+        to_weight = unfold(found[1], s.n) if mask[1] else None
+    if mask[2]:
+        to_bias = pg.sum([1, *range(3, pg.dim())])
+    return to_x, to_weight, to_bias
 
 
 @rules.register("native_layer_norm.default")
@@ -52,14 +114,11 @@ def layer_norm_backward(
         inner = (scaled, px, shape, pm, pr, None, None, [True, False, False])
         to_x = aten.native_layer_norm_backward(*inner)[0]
     if mask[1]:
-        to_weight = _summed(pg * (px - pm) * pr, rows)
+        to_weight = pg * (px - pm) * pr
+        to_weight = to_weight.sum(rows) if rows else to_weight
     if mask[2]:
-        to_bias = _summed(pg, rows)
+        to_bias = pg.sum(rows) if rows else pg
     return to_x, to_weight, to_bias
-
-
-def _summed(t: Tensor, axes: list[int]) -> Tensor:
-    return t.sum(axes) if axes else t
 
 
 @rules.register("native_group_norm.default")
@@ -84,11 +143,6 @@ def group_norm(
     if bias is not None:
         out = out + _channels(s.of(bias), out)
     return out, unfold(mean, s.n), unfold(rstd, s.n)
-
-
-def _channels(affine: Tensor, like: Tensor) -> Tensor:
-    """Align (n, c) with `like` (n, b, c, ...)."""
-    return affine[(slice(None), None, slice(None), *[None] * (like.dim() - 3))]
 
 
 @rules.register("native_group_norm_backward.default")
@@ -169,3 +223,29 @@ def batch_norm_backward(
     to_x, *affine = aten.native_batch_norm_backward(*groups, *flat, *rest)
     to_affine = [None if t is None else t.reshape(s.n, -1) for t in affine]
     return (None if to_x is None else from_groups(to_x, s.n)), to_affine[0], to_affine[1]
+
+
+def _mask(s: Samples, mask: Tensor | None, b: int) -> Tensor | None:
+    """Return a mask of shape (t, s) or (b or 1, h or 1, t, s) for the rows n·b."""
+    if mask is None:
+        return None
+    physical = s.of(mask)
+    if mask.dim() == 2:
+        physical = physical[:, None, None]
+    n, _, h, *last = physical.shape
+    return fold(physical.expand(n, b, h, *last))
+
+
+def _attention(key: str) -> None:
+    """Fused attention and its backward pass: the samples are rows."""
+    func = named(key)
+
+    @rules.register(key)
+    def rule(s: Samples, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        mine = leaves(lambda t: fold(s.of(t)), args)
+        mask = _mask(s, attn_mask, args[0].shape[0])
+        return leaves(lambda t: unfold(t, s.n), func(*mine, attn_mask=mask, **kwargs))
+
+
+_attention("_scaled_dot_product_flash_attention_for_cpu.default")
+_attention("_scaled_dot_product_flash_attention_for_cpu_backward.default")

@@ -1,24 +1,36 @@
-"""Transforms that users write as plain functions of tensors, by a decorator that says their scope.
+"""Stages that users write in a file of their own: functions of tensors, and reducers.
 
     @gradscope.transform("elementwise")
     def soft_threshold(g, level: float = 0.1):
         return g.sign() * (g.abs() - level).clamp_min(0)
 
 In a chain that is `FILE.py:soft_threshold:level=0.2`. What a scope promises is tried on numbers; a
-function that breaks it is refused.
+function that breaks it is refused. A reducer is a function that returns three:
+
+    @gradscope.reducer
+    def largest_norm():
+        def start(gradients):
+            return {"norm": gradients.norms.max().double()}
+
+        def merge(a, b):
+            return {"norm": torch.maximum(a["norm"], b["norm"])}
+
+        return gradscope.Reducer(start, merge, lambda state: state)
 """
 
 import inspect
 from collections.abc import Callable
-from functools import partial, update_wrapper
-from typing import Any
+from functools import partial, update_wrapper, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
+from gradscope.core.grammar import StageFactory
 from gradscope.core.locate import own_stage
 from gradscope.errors import ModelError, SpecError
+from gradscope.stages.reducers.base import Reducer, State
 from gradscope.stages.transforms.base import (
     Scope,
     Transform,
@@ -26,6 +38,9 @@ from gradscope.stages.transforms.base import (
     blockwise,
     widened,
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SCOPES = {scope.name.lower(): scope for scope in Scope}
 _PLAIN = (bool, int, float, str)
@@ -93,10 +108,10 @@ def _made(name: str, scope: Scope, function: Callable[[Any], Any]) -> Transform:
 
 def _guarded(name: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `fn`, which must give a floating-point tensor of its argument's shape."""
+    running = _running(f"transform {name}", fn)
 
     def checked(values: Any) -> Any:
-        with own_stage(f"transform {name}"):
-            result = fn(values)
+        result = running(values)
         if not isinstance(values, Tensor):
             return result
         if not isinstance(result, Tensor) or result.shape != values.shape:
@@ -122,12 +137,7 @@ def _require_own(
 ) -> None:
     """Check that each value of fn(probe) depends on its own entry only, and probe is not changed.
 
-    Args:
-        name: The transform's.
-        fn: From a tensor to one of its shape.
-        what: An entry of the probe in words.
-        probe: Some numbers.
-        shape: Of an entry that is given alone.
+    An entry that is given alone has the `shape`, and is `what` in words.
     """
     given = probe.clone()
     together = fn(given).flatten()
@@ -180,3 +190,61 @@ def _rows(name: str, found: Any, n: int) -> dict[str, Tensor]:
         where="transform",
         remedy="It must return a dict {name: (n, ...)} with one row a sample.",
     )
+
+
+def reducer(factory: Callable[..., Any]) -> StageFactory[Reducer]:
+    """Declare a factory of reducers, for chains as FILE.py:NAME or through an entry point.
+
+    Args:
+        factory: Takes the stage's options by keyword; returns a `Reducer`, or its three functions
+            start, merge and result as a tuple.
+    """
+    name, what = factory.__name__, f"reducer {factory.__name__}"
+
+    @wraps(factory)
+    def make(**options: Any) -> Reducer:
+        try:
+            made = _running(what, factory)(**options)
+        except ModelError as error:  # a ValueError is about the options
+            raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+        if isinstance(made, tuple) and not isinstance(made, Reducer) and len(made) == 3:
+            made = Reducer(*made)
+        if not (isinstance(made, Reducer) and all(map(callable, made[:3]))):
+            raise SpecError(
+                f"{name!r} returned {type(made).__name__}, not a reducer",
+                where="reducer",
+                remedy="Return gradscope.Reducer(start, merge, result).",
+            )
+        return made._replace(
+            start=_with_state(name, _running(what, made.start)),
+            merge=_running(what, made.merge),
+            result=_running(what, made.result),
+        )
+
+    return StageFactory(make)
+
+
+def _running(what: str, function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which says whose code raised; errors of gradscope's own pass through."""
+
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        with own_stage(what):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+def _with_state(name: str, start: Callable[[Gradients], Any]) -> Callable[[Gradients], State]:
+    """Return `start`, which must give a flat dict of tensors: only these can be stored."""
+
+    def checked(gradients: Gradients) -> State:
+        state = start(gradients)
+        if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+            raise SpecError(
+                f"the state that {name!r} starts with is not a dict of tensors",
+                where="reducer",
+                remedy="Return {name: tensor}, numbers as tensors too.",
+            )
+        return state
+
+    return checked
