@@ -147,7 +147,7 @@ def incomplete(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(list(found.items())[1:])
 
 
-@pytest.mark.parametrize("task", available())
+@pytest.mark.parametrize("task", ["gradients", "clipped"])
 @pytest.mark.parametrize("spoil", [rolled, scaled, one_parameter_zero, not_a_number, incomplete])
 def test_a_wrong_answer_is_marked_wrong(
     task: str,

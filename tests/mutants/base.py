@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,24 +40,15 @@ class Scenario(Protocol):
 
 @dataclass(frozen=True)
 class Mutant:
-    """A defect.
+    """A defect."""
 
-    Attributes:
-        name: Of it.
-        room: The part of the engine that it is in.
-        defect: What is wrong, in a line.
-        scenario: Where it shows.
-        guard: What has to catch it.
-        install: Puts it in.
-        test: Of the test suite; fails under the defect, where no guard of the product can tell.
-    """
-
-    name: str
-    room: str
-    defect: str
-    scenario: Scenario
-    guard: str
-    install: Install
+    name: str  # of it
+    room: str  # the part of the engine that it is in
+    defect: str  # what is wrong, in a line
+    scenario: Scenario  # where it shows
+    guard: str  # what has to catch it
+    install: Install  # puts it in
+    # of the test suite; fails under the defect, where no guard of the product can tell
     test: Callable[[], None] | None = None
 
 
@@ -97,7 +89,7 @@ def around(owner: Any, name: str, make: Callable[..., Any], *more: Any) -> Insta
     """Put `make(original, ...)` in the place of a function or method, in each of the owners."""
 
     def install(patch: Patch) -> None:
-        found = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+        found = getattr_static(owner, name)
         if isinstance(found, staticmethod | property):
             inner = found.__func__ if isinstance(found, staticmethod) else found.fget
             made: Any = type(found)(make(inner))

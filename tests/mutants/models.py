@@ -13,19 +13,12 @@ from tests.zoo.base import Net, param, smooth
 
 
 class Course(NamedTuple):
-    """A model, its loss, and batches that come one after the other.
+    """A model, its loss, and batches that come one after the other."""
 
-    Attributes:
-        model: The model.
-        loss: The loss.
-        batches: (inputs, targets) of each.
-        coupling: As a `Scope` takes it.
-    """
-
-    model: nn.Module
-    loss: Callable[..., Tensor]
-    batches: list[tuple[Any, Any]]
-    coupling: str = "refuse"
+    model: nn.Module  # the model
+    loss: Callable[..., Tensor]  # the loss
+    batches: list[tuple[Any, Any]]  # (inputs, targets) of each
+    coupling: str = "refuse"  # as a `Scope` takes it
 
 
 def _built(make: Callable[[], Course], dtype: torch.dtype) -> Course:

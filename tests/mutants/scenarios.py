@@ -41,23 +41,14 @@ def _own(course: Course, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Asked:
-    """Batch after batch of a model, of a bound `Scope`.
+    """Batch after batch of a model, of a bound `Scope`."""
 
-    Attributes:
-        model: Of which.
-        backend: By which.
-        what: "rows", "norms", or a chain, of which the expectation is asked.
-        expected: From right rows to the right expectation.
-        options: Further options of the scope.
-        variant: The kernel variant that blocks are to take where they have several.
-    """
-
-    model: str
-    backend: str = "hooks"
-    what: str = "rows"
-    expected: Expected | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    variant: str | None = None
+    model: str  # of which
+    backend: str = "hooks"  # by which
+    what: str = "rows"  # "rows", "norms", or a chain, of which the expectation is asked
+    expected: Expected | None = None  # from right rows to the right expectation
+    options: tuple[tuple[str, Any], ...] = ()  # further options of the scope
+    variant: str | None = None  # the kernel variant that blocks are to take where they have several
 
     @property
     def name(self) -> str:
@@ -127,15 +118,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Compared:
-    """The gradients of a model's first batch by one backend, and what `compare` says of it.
+    """The gradients of a model's first batch by one backend, and what `compare` says of it."""
 
-    Attributes:
-        model: Of which.
-        backend: By which; all others are held against the loop.
-    """
-
-    model: str
-    backend: str = "loop"
+    model: str  # of which
+    backend: str = "loop"  # by which; all others are held against the loop
 
     @property
     def name(self) -> str:

@@ -34,13 +34,10 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Written:
-    """Rows, their norms and their mean in a file.
+    """Rows, their norms and their mean in a file."""
 
-    Attributes:
-        kind: "plain", "factored", "packed" (compressed), "resumed" (stopped half-way and gone on
-            with) or "merged" (from two shards).
-    """
-
+    # "plain", "factored", "packed" (compressed), "resumed" (stopped half-way and gone on with)
+    # or "merged" (from two shards)
     kind: str
 
     @property
