@@ -70,8 +70,17 @@ class Labels:
         return self._last[1]
 
     def chain(self, chain: Chain) -> Chain:
-        """Return what a chain becomes under these labels."""
-        return expected(chain) if self.mode == "exact" else chain
+        """Return what a chain becomes under these labels.
+
+        With all labels their expectation comes last before the reducer, so that every transform
+        sees single labels.
+        """
+        if self.mode != "exact":
+            return chain
+        before, reducer = chain.before, chain.reducer
+        if _linear_reducer(chain) == "second_moment":
+            before, reducer = (*before, transforms.get("square")()), reducers.get("mean")()
+        return replace(chain, before=(*before, NeedsProblem(_expectation)), reducer=reducer)
 
     def each(self, batch: Batch) -> int:
         """Return how many gradients a sample costs."""
@@ -130,17 +139,6 @@ def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
     if mode == "exact":
         for chain in chains:
             _linear_reducer(chain)
-
-
-def expected(chain: Chain) -> Chain:
-    """Return the chain that takes the expectation over an `Expanded` batch's labels.
-
-    It is taken last before the reducer, so that every transform sees single labels.
-    """
-    before, reducer = chain.before, chain.reducer
-    if _linear_reducer(chain) == "second_moment":
-        before, reducer = (*before, transforms.get("square")()), reducers.get("mean")()
-    return replace(chain, before=(*before, NeedsProblem(_expectation)), reducer=reducer)
 
 
 def mean(values: Tensor, batch: Batch) -> Tensor:

@@ -69,13 +69,13 @@ def test_the_matrix_depends_on_seed_and_name_only(kind: str) -> None:
     assert not np.allclose(alone, matrix(kind, {"c": (3, 4)}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_inner_products_are_kept_on_average(kind: str) -> None:
+def test_inner_products_are_kept_on_average() -> None:
+    """Of the matrices whose entries are not independent; the others' table has exact moments."""
     gradients, rows = everything()
     right = flat(rows) @ flat(rows).conj().T
     found = []
     for seed in range(100):
-        projected = run(f"project:dim=6,kind={kind},seed={seed}", gradients)["project"].numpy()
+        projected = run(f"project:dim=6,kind=kronecker,seed={seed}", gradients)["project"].numpy()
         found.append(projected @ projected.conj().T)
     stack = np.stack(found)
     for part in (np.real, np.imag):
@@ -109,12 +109,6 @@ def test_two_sided_never_forms_an_outer_gradient(monkeypatch: pytest.MonkeyPatch
     gradients = Gradients({"w": big}, torch.arange(2))
     found = run("project:dim=4,kind=kronecker", gradients)["project"]
     assert found.shape == (2, 4) and bool(found.isfinite().all())
-
-
-def test_dim_is_split_as_evenly_as_it_divides() -> None:
-    gradients, _ = everything()
-    for dim in (1, 2, 7, 12, 36):
-        assert run(f"project:dim={dim},kind=kronecker", gradients)["project"].shape == (5, dim)
 
 
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from torch import nn
 from gradscope import Scope
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
 from gradscope.errors import SpecError
-from gradscope.stages.chain import bind
 from gradscope.stages.reducers import base, depends_on_split, reducers
 from tests.stages.examples import (
     DTYPES,
@@ -153,41 +152,16 @@ def test_bad_entries_are_counted_by_entry_and_by_sample() -> None:
 
 
 def test_a_state_read_from_a_file_goes_on(tmp_path: Path) -> None:
-    """States are stored as arrays by key; nothing else is needed to continue."""
+    """States are stored as arrays by key, in any order; nothing else is needed to continue."""
     grads, rows = example(torch.float64)
     for text, case in TABLE.items():
         state = reducer(text).start(grads.select(slice(0, 9)))
         np.savez(tmp_path / "s.npz", **{f"a{k}": v.numpy() for k, v in enumerate(state.values())})
         with np.load(tmp_path / "s.npz", allow_pickle=False) as file:
             read = {k: torch.from_numpy(file[f"a{j}"]) for j, k in enumerate(state)}
+        read = {key: read[key] for key in sorted(read, reverse=True)}
         state = reducer(text).merge(read, reducer(text).start(grads.select(slice(9, MANY))))
         compare(reducer(text).result(state), case.right(rows), 1e-12, 1e-13)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("moment", "needs k"),
-        ("moment:k=0", "at least 1"),
-        ("std:ddof=-1", "negative"),
-        ("quantile", "needs q"),
-        ("quantile:q=1.5", "between 0 and 1"),
-        ("quantile:q=nan", "between 0 and 1"),
-        ("quantile:q=0.5,error=0", "error"),
-        ("histogram:bins=1", "from 2 to 16,777,216"),
-        ("histogram:scale=sqrt", "symlog"),
-        ("histogram:low=1", "together"),
-        ("histogram:low=2,high=1", "below"),
-        ("histogram:low=0,high=1,scale=log", "positive"),
-        ("histogram:linear=0,scale=symlog", "positive"),
-        ("kfac:positions=all", "mean or sum"),
-        ("mean:standard_error=yes", "bool"),
-    ],
-)
-def test_arguments_out_of_range(text: str, words: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        bind(text)
-    assert words in str(caught.value) and "^" in str(caught.value)
 
 
 ARGUMENTS = {"moment": ":k=3", "quantile": ":q=0.3"}

@@ -111,8 +111,8 @@ def for_each_parameter(
 
     @on_one_device
     def merge_all(a: State, b: State) -> State:
-        pairs = zip(_parts(a).items(), _parts(b).values(), strict=True)
-        every = {name: merge(own, other, a["n"], b["n"]) for (name, own), other in pairs}
+        other = _parts(b)  # by name: a state read from a file may be in another order
+        every = {name: merge(own, other[name], a["n"], b["n"]) for name, own in _parts(a).items()}
         return _joined(a["n"] + b["n"], every)
 
     def result_all(state: State) -> dict[str, Tensor]:

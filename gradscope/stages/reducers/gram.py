@@ -119,14 +119,11 @@ def _flat(every: dict[str, list[Part]]) -> State:
 
 
 def _nested(state: State) -> dict[str, list[Part]]:
-    """Undo `_flat`."""
-    every: dict[str, list[Part]] = {}
+    """Undo `_flat`, whatever order the entries are in."""
+    every: dict[str, dict[int, Part]] = {}
     for key, value in state.items():
         head, colon, name = key.partition(":")
         if colon:
             number, _, field = head.partition(".")
-            parts = every.setdefault(name, [])
-            if int(number) == len(parts):
-                parts.append({})
-            parts[int(number)][field] = value
-    return every
+            every.setdefault(name, {}).setdefault(int(number), {})[field] = value
+    return {name: [parts[k] for k in sorted(parts)] for name, parts in every.items()}

@@ -45,8 +45,19 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
 
     def given(problem: Problem, batch: Batch) -> Transform:
         def apply(gradients: Gradients) -> Gradients:
-            _require_parameters(problem, gradients)
-            alone = _independent(problem, batch)
+            found = {name: block.shape for name, block in gradients.items()}
+            if found != {name: tuple(p.shape) for name, p in problem.parameters.items()}:
+                names = ", ".join(found)
+                raise SpecError(
+                    f"hvp needs one vector entry for each parameter, and is given {names}",
+                    where="chain",
+                    remedy="Put hvp before stages such as norm, dot or project.",
+                )
+            alone = True
+            try:
+                require_independent(problem, batch)
+            except CoupledSamplesError:  # own-loss gradients were asked for
+                alone = False
             shared = None if with_ is None else with_.of(gradients)
             rows = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
             for i in range(len(batch)):
@@ -63,26 +74,6 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
         return apply
 
     return NeedsProblem(given)
-
-
-def _require_parameters(problem: Problem, gradients: Gradients) -> None:
-    shapes = {name: tuple(p.shape) for name, p in problem.parameters.items()}
-    found = {name: block.shape for name, block in gradients.items()}
-    if found != shapes:
-        raise SpecError(
-            f"hvp needs one vector entry for each parameter, and is given {', '.join(found)}",
-            where="chain",
-            remedy="Put hvp before stages such as norm, dot or project.",
-        )
-
-
-def _independent(problem: Problem, batch: Batch) -> bool:
-    """Whether a sample's loss is the same alone; if not, own-loss gradients were asked for."""
-    try:
-        require_independent(problem, batch)
-    except CoupledSamplesError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
