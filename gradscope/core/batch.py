@@ -57,17 +57,11 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples.
+    """Some samples."""
 
-    Attributes:
-        inputs: A tensor, tuple or dict of tensors (n, ...).
-        targets: Likewise, or None.
-        index: (n,) int64, the position of each sample in its data set.
-    """
-
-    inputs: Any
-    targets: Any
-    index: Tensor
+    inputs: Any  # a tensor, tuple or dict of tensors (n, ...)
+    targets: Any  # likewise, or None
+    index: Tensor  # (n,) int64, the position of each sample in its data set
 
     @classmethod
     def of(cls, inputs: Any, targets: Any = None, index: Tensor | None = None) -> "Batch":

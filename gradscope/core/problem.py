@@ -46,21 +46,12 @@ def is_model_loss(loss: Loss) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is differentiated, by what.
+    """What is differentiated, by what; `state` is what model and loss carry from call to call."""
 
-    Attributes:
-        model: The user's model, in the mode it is in.
-        loss: `(outputs, targets) -> (n,)`, or a `model_loss`.
-        parameters: The selected trainable parameters by name, each object once (tied parameters
-            go under their first name).
-        running_statistics: Normalisation layers use their running statistics, whatever their mode.
-        state: What model and loss carry from one forward pass to the next.
-    """
-
-    model: nn.Module
-    loss: Loss
-    parameters: dict[str, nn.Parameter]
-    running_statistics: bool = False
+    model: nn.Module  # the user's, in the mode it is in
+    loss: Loss  # `(outputs, targets) -> (n,)`, or a `model_loss`
+    parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
+    running_statistics: bool = False  # normalisation layers use these, whatever their mode
     state: State = None  # type: ignore[assignment]  # made when it is not given
 
     def __post_init__(self) -> None:
@@ -184,10 +175,10 @@ class Problem:
     def _raw(self, model: nn.Module, batch: Batch) -> Any:
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
-        inputs, targets = map_tensors(_contiguous_copy, (batch.inputs, batch.targets))
+        own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
         if is_model_loss(self.loss):
-            return self.loss(model, inputs, targets)
-        return self.loss(call(model, inputs), targets)
+            return self.loss(model, own.inputs, own.targets)
+        return self.loss(call(model, own.inputs), own.targets)
 
     def _checked(self, losses: Any, n: int) -> Tensor:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -234,26 +225,25 @@ class Problem:
 
 
 def _require_ordinary(name: str, p: Tensor) -> None:
+    """Refuse a parameter without a shape, made from others, or hooked on its accumulation."""
     if nn.parameter.is_lazy(p):
-        raise UnsupportedError(
-            "the parameter has no shape yet",
-            where=f"parameter {name!r}",
-            remedy="Run the model once: lazy layers take their shapes from the first batch.",
+        what = "the parameter has no shape yet"
+        remedy = "Run the model once: lazy layers take their shapes from the first batch."
+    elif not p.is_leaf:
+        what = "the parameter is computed from other tensors, so it is no parameter of its own"
+        remedy = (
+            "Register what it is computed from as the parameter, and compute it in forward "
+            "(torch.nn.utils.parametrize does so)."
         )
-    if not p.is_leaf:
-        raise UnsupportedError(
-            "the parameter is computed from other tensors, so it is no parameter of its own",
-            where=f"parameter {name!r}",
-            remedy="Register what it is computed from as the parameter, and compute it in forward "
-            "(torch.nn.utils.parametrize does so).",
-        )
-    if getattr(p, "_post_accumulate_grad_hooks", None):
-        raise UnsupportedError(
+    elif getattr(p, "_post_accumulate_grad_hooks", None):
+        what = (
             "the parameter has a hook that runs when its gradient has been accumulated, which no "
-            "gradient of a single sample ever is",
-            where=f"parameter {name!r}",
-            remedy="Remove the hook (register_post_accumulate_grad_hook returns its handle).",
+            "gradient of a single sample ever is"
         )
+        remedy = "Remove the hook (register_post_accumulate_grad_hook returns its handle)."
+    else:
+        return
+    raise UnsupportedError(what, where=f"parameter {name!r}", remedy=remedy)
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -324,7 +314,3 @@ def differentiable_inputs(batch: Batch) -> Batch:
         return t.detach().requires_grad_(True) if differentiable else t
 
     return replace(batch, inputs=map_tensors(leaf, batch.inputs))
-
-
-def _contiguous_copy(t: Tensor) -> Tensor:
-    return t.clone(memory_format=torch.contiguous_format)

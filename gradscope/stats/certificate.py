@@ -18,14 +18,7 @@ _LISTED = 4  # ranges of samples, and parameters
 
 
 class MergedFiles(Record):
-    """The files that one was merged from.
-
-    Attributes:
-        count: How many.
-        verified: Of how many of them something was proved.
-        unverified: Samples of those of which nothing was proved.
-        first_only: Samples of those of which the first batch was proved, and no later one.
-    """
+    """The files that one was merged from."""
 
     count: int
     verified: int
@@ -34,23 +27,7 @@ class MergedFiles(Record):
 
 
 class Proof(Record):
-    """What was proved of a file's numbers, and of which batches.
-
-    Attributes:
-        verified: Whether anything was; None where that is not recorded.
-        verify: What was asked for; None where that is not recorded, "mixed" where merged files
-            differ.
-        positions: The first and last sample of the batch that the certificate is about; of merged
-            files None.
-        proves: Whether some gradient was not zero: zeros prove nothing of others.
-        batches: How many there were; None where that is not recorded.
-        proved: How many of them were proved whole.
-        audited: Their samples, neighbouring batches as one.
-        error: The largest relative error found in them.
-        parameter: Where it was.
-        unproved: Parameters whose gradient was too small to be told from rounding.
-        merged: What is particular to merged files.
-    """
+    """What was proved of a file's numbers, and of which batches."""
 
     verified: bool | None = None
     verify: Literal["audit", "first", "always", "never", "mixed"] | None = None

@@ -71,15 +71,7 @@ class Both(Record):
 
 
 class ParameterChange(Record):
-    """One parameter in both files.
-
-    Attributes:
-        name: As in the model.
-        mean_norm: mean ‖gᵢ‖.
-        mean_gradient_norm: ‖G‖.
-        signal_to_noise: ‖G‖² / (mean‖gᵢ‖² − ‖G‖²).
-        cosine: Of the two mean gradients; None unless both files have rows or a chain `mean`.
-    """
+    """One parameter in both files."""
 
     name: str
     mean_norm: Both
@@ -89,16 +81,7 @@ class ParameterChange(Record):
 
 
 class Moved(Record):
-    """One sample in both files.
-
-    Attributes:
-        index: Its position in the data set.
-        id: Its own name; None where none is stored.
-        target: As stored.
-        norm: ‖gᵢ‖.
-        loss: Lᵢ.
-        moved: ‖gᵢ′ − gᵢ‖, or |‖gᵢ′‖ − ‖gᵢ‖|, the least it can be, where rows are missing.
-    """
+    """One sample in both files."""
 
     index: int
     id: int | str | None = None
@@ -109,22 +92,7 @@ class Moved(Record):
 
 
 class Difference(Record):
-    """What changed.
-
-    Attributes:
-        files: Facts of both.
-        same_data: Whether both were computed from the same data.
-        loss: The mean losses; likewise norm, median_norm, noise_scale and fisher_trace.
-        noise_scales: How the noise scales come about.
-        fisher: Of both.
-        cosine: Of the two mean gradients, over the parameters that both have.
-        parameters: Those that both have in the same shape.
-        only_first: Parameters of the first alone; likewise only_second.
-        common: How many finite samples both have.
-        samples: Those that moved most, farthest first; none unless the data are the same.
-        exact: Whether `moved` is from rows.
-        norms: ‖gᵢ‖ in both, for a picture; not part of the JSON form.
-    """
+    """What changed."""
 
     schema_: Literal["gradscope.stats.difference"] = Field(
         default="gradscope.stats.difference",

@@ -216,23 +216,6 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a walk is to find beside the sums.
-
-    Attributes:
-        groups: The class of each sample (n,), counted from 0; all 0 without classes.
-        picked: Which samples are compared pairwise (n,).
-        probe: The sample whose products with all others are wanted, as a place among the samples.
-        mean: {name: G}, where it is stored.
-    """
-
-    groups: Positions
-    picked: Mask
-    probe: int | None = None
-    mean: Arrays | None = None
-
-
-@dataclass(frozen=True)
 class Part:
     """What a walk found in one parameter: mean‖gᵢ‖², ‖G‖², share of ⟨gᵢ, G⟩ < 0, its entries."""
 
@@ -240,133 +223,6 @@ class Part:
     mean_squared: float
     opposing: float
     entries: Entries
-
-
-@dataclass(frozen=True)
-class Walked:
-    """What a walk found over all parameters together.
-
-    Attributes:
-        dots: ⟨gᵢ, G⟩ (n,).
-        squares: ‖gᵢ‖² (n,).
-        sketch: A random projection of each gradient (n, SKETCH), for finding duplicates.
-        gram: ⟨gᵢ, gⱼ⟩ of the picked samples (m, m).
-        probed: ⟨gᵢ, g_probe⟩ (n,); zeros without a probe.
-        group_squares: ‖G_c‖² of each class's mean (k,).
-        parts: By parameter.
-    """
-
-    dots: Floats
-    squares: Floats
-    sketch: Floats
-    gram: Floats
-    probed: Floats
-    group_squares: Floats
-    parts: dict[str, Part] = field(default_factory=dict)
-
-    @property
-    def mean_squared(self) -> float:
-        """‖G‖² over all parameters."""
-        return sum(part.mean_squared for part in self.parts.values())
-
-
-def walk(rows: Arrays, samples: Samples, wanted: Wanted, limits: Limits) -> Walked:
-    """Walk through {name: (N, *shape)} over the samples of `samples`, at least one."""
-    n, m = samples.n, int(wanted.picked.sum())
-    found = Walked(
-        dots=np.zeros(n),
-        squares=np.zeros(n),
-        sketch=np.zeros((n, SKETCH)),
-        gram=np.zeros((m, m)),
-        probed=np.zeros(n),
-        group_squares=np.zeros(int(wanted.groups.max()) + 1),
-    )
-    with started(1, "gradscope-reader") as reader:
-        for name, array in rows.items():
-            part = _Walk(name, Tiles(array, samples, reader, limits), wanted, found)
-            found.parts[name] = part.run(None if wanted.mean is None else wanted.mean[name])
-    return found
-
-
-class _Walk:
-    """The sums under way in one parameter."""
-
-    def __init__(self, name: str, tiles: Tiles, wanted: Wanted, found: Walked) -> None:
-        self.tiles, self.wanted, self.found = tiles, wanted, found
-        self.sums = np.zeros((len(found.group_squares), tiles.width))
-        self.squares = np.zeros(tiles.width)
-        self.dots = np.zeros(len(wanted.groups))
-        self.among = np.cumsum(wanted.picked) - 1
-        self.picked: NDArray[Any] | None = None
-        self.scratch = np.empty(tiles.most, tiles.dtype)
-        self.ones = np.ones(tiles.columns, tiles.dtype)
-        random = np.random.default_rng(crc32(name.encode("utf-8", "surrogatepass")))
-        self.bucket = int(random.integers(SKETCH))
-        self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
-        self.probe = None if wanted.probe is None else tiles.row(wanted.probe)
-
-    def run(self, stored: Floats | None) -> Part:
-        known = None  # the mean, where products with it can be taken in the first walk
-        if stored is not None and self.tiles.long:
-            known = flat(np.asarray(stored)[None])[0].astype(self.tiles.dtype)
-        for tile in self.tiles.walk(keep=known is None):
-            self._add(tile, known)
-        n = len(self.dots)
-        mean = self.sums.sum(0) / n
-        if known is None:
-            known = mean.astype(self.tiles.dtype)
-            for places, values in self.tiles.again():
-                for rows, columns, block in self.tiles.blocks(values):
-                    self.dots[places[rows]] += block @ known[columns]
-        self.found.dots[:] += self.dots
-        self._add_gram()
-        sizes = np.bincount(self.wanted.groups)
-        self.found.group_squares[:] += [s @ s / c**2 for s, c in zip(self.sums, sizes, strict=True)]
-        return Part(
-            mean_square=float(self.squares.sum()) / n,
-            mean_squared=float(mean @ mean),
-            opposing=float(np.mean(self.dots < 0)),
-            entries=Entries.of(mean, self.squares / n),
-        )
-
-    def _add(self, tile: Tile, mean: Floats | None) -> None:
-        places, values = tile
-        chosen = self.wanted.picked[places]
-        if chosen.any():  # kept, to be compared pairwise
-            if self.picked is None:
-                self.picked = np.empty((len(self.found.gram), self.tiles.width), values.dtype)
-            self.picked[self.among[places[chosen]]] = values[chosen]
-        groups, order = self.wanted.groups[places], None
-        if len(self.sums) > 1:  # one class after the other
-            order = np.argsort(groups, kind="stable")
-            places, groups = places[order], groups[order]
-        for rows, columns, block in self.tiles.blocks(values, order):
-            if columns.start == 0:
-                here, ones = places[rows], np.ones(len(block), block.dtype)
-                runs = _runs(groups[rows])
-            for group, start, stop in runs:
-                self.sums[group, columns] += ones[start:stop] @ block[start:stop]
-            bucket = (self.bucket + columns.start // self.tiles.columns) % SKETCH
-            self.found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
-            if self.probe is not None:
-                self.found.probed[here] += block @ self.probe[columns]
-            if mean is not None:
-                self.dots[here] += block @ mean[columns]
-            squares = np.square(block, out=self.scratch[: block.size].reshape(block.shape))
-            self.squares[columns] += ones @ squares
-            self.found.squares[here] += squares @ self.ones[: squares.shape[1]]
-
-    def _add_gram(self) -> None:
-        if self.picked is not None:
-            for left in range(0, self.tiles.width, self.tiles.columns):
-                block = wide(self.picked[:, left : left + self.tiles.columns])
-                self.found.gram[:] += block @ block.T
-
-
-def _runs(groups: Positions) -> list[tuple[int, int, int]]:
-    """Return (class, start, stop) of each run of equal classes among sorted ones."""
-    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(groups)]
-    return [(int(groups[a]), a, b) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -382,7 +238,9 @@ class Products:
         whole: ⟨gᵢ, gⱼ⟩ of all samples (n, n), from a chain `gram`.
         probed: ⟨gᵢ, g⟩ with the sample asked for (n,).
         group_squares: ‖G_c‖² of each class's mean gradient (k,).
-        walked: All that the rows gave.
+        squares: ‖gᵢ‖² (n,), from rows.
+        sketch: A random projection of each gradient (n, SKETCH), from rows, to find duplicates.
+        parts: What rows gave of each parameter; empty without them.
         exact: Whether they are more exact than the recorded norms, as all but half precision is.
         unusable: Why stored rows gave nothing.
     """
@@ -395,9 +253,99 @@ class Products:
     whole: Floats | None = None
     probed: Floats | None = None
     group_squares: Floats | None = None
-    walked: Walked | None = None
+    squares: Floats = field(default_factory=lambda: np.empty(0))
+    sketch: Floats = field(default_factory=lambda: np.empty((0, SKETCH)))
+    parts: dict[str, Part] = field(default_factory=dict)
     exact: bool = False
     unusable: str | None = None
+
+    @property
+    def mean_squared(self) -> float:
+        """‖G‖² over all parameters, from rows."""
+        return sum(part.mean_squared for part in self.parts.values())
+
+
+class _Walk:
+    """The sums under way in one parameter: those by sample are added to `found`."""
+
+    def __init__(
+        self, name: str, tiles: Tiles, found: Products, groups: Positions, probe: int | None
+    ) -> None:
+        assert found.dots is not None and found.gram is not None and found.among is not None
+        self.all_dots, self.gram, self.chosen = found.dots, found.gram, found.among
+        self.tiles, self.found, self.groups = tiles, found, groups
+        self.dots = np.zeros(len(groups))
+        self.sums = np.zeros((int(groups.max()) + 1, tiles.width))
+        self.squares = np.zeros(tiles.width)
+        self.among = np.cumsum(self.chosen) - 1
+        self.picked: NDArray[Any] | None = None
+        self.scratch = np.empty(tiles.most, tiles.dtype)
+        self.ones = np.ones(tiles.columns, tiles.dtype)
+        random = np.random.default_rng(crc32(name.encode("utf-8", "surrogatepass")))
+        self.bucket = int(random.integers(SKETCH))
+        self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
+        self.probe = None if probe is None else tiles.row(probe)
+
+    def run(self, stored: Floats | None) -> Part:
+        known = None  # the mean, where products with it can be taken in the first walk
+        if stored is not None and self.tiles.long:
+            known = flat(np.asarray(stored)[None])[0].astype(self.tiles.dtype)
+        for tile in self.tiles.walk(keep=known is None):
+            self._add(tile, known)
+        n = len(self.dots)
+        mean = self.sums.sum(0) / n
+        if known is None:
+            known = mean.astype(self.tiles.dtype)
+            for places, values in self.tiles.again():
+                for rows, columns, block in self.tiles.blocks(values):
+                    self.dots[places[rows]] += block @ known[columns]
+        self.all_dots[:] += self.dots
+        if self.picked is not None:
+            for left in range(0, self.tiles.width, self.tiles.columns):
+                block = wide(self.picked[:, left : left + self.tiles.columns])
+                self.gram[:] += block @ block.T
+        if self.found.group_squares is not None:
+            sizes = zip(self.sums, np.bincount(self.groups), strict=True)
+            self.found.group_squares[:] += [s @ s / c**2 for s, c in sizes]
+        return Part(
+            mean_square=float(self.squares.sum()) / n,
+            mean_squared=float(mean @ mean),
+            opposing=float(np.mean(self.dots < 0)),
+            entries=Entries.of(mean, self.squares / n),
+        )
+
+    def _add(self, tile: Tile, mean: Floats | None) -> None:
+        places, values = tile
+        chosen = self.chosen[places]
+        if chosen.any():  # kept, to be compared pairwise
+            if self.picked is None:
+                self.picked = np.empty((self.chosen.sum(), self.tiles.width), values.dtype)
+            self.picked[self.among[places[chosen]]] = values[chosen]
+        groups, order = self.groups[places], None
+        if len(self.sums) > 1:  # one class after the other
+            order = np.argsort(groups, kind="stable")
+            places, groups = places[order], groups[order]
+        for rows, columns, block in self.tiles.blocks(values, order):
+            if columns.start == 0:
+                here, ones = places[rows], np.ones(len(block), block.dtype)
+                runs = _runs(groups[rows])
+            for group, start, stop in runs:
+                self.sums[group, columns] += ones[start:stop] @ block[start:stop]
+            bucket = (self.bucket + columns.start // self.tiles.columns) % SKETCH
+            self.found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
+            if self.found.probed is not None and self.probe is not None:
+                self.found.probed[here] += block @ self.probe[columns]
+            if mean is not None:
+                self.dots[here] += block @ mean[columns]
+            squares = np.square(block, out=self.scratch[: block.size].reshape(block.shape))
+            self.squares[columns] += ones @ squares
+            self.found.squares[here] += squares @ self.ones[: squares.shape[1]]
+
+
+def _runs(groups: Positions) -> list[tuple[int, int, int]]:
+    """Return (class, start, stop) of each run of equal classes among sorted ones."""
+    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(groups)]
+    return [(int(groups[a]), a, b) for a, b in pairwise(edges)]
 
 
 def products(
@@ -424,7 +372,7 @@ def products(
     unusable = rows_unusable(file) if limits else None
     if limits and arrays is not None and unusable is None:
         found = _from_rows(file, arrays, samples, members, place, limits)
-        if found.walked is not None and np.isfinite(found.walked.squares).all():
+        if np.isfinite(found.squares).all():
             return found  # in half precision they may overflow where their norms do not
         unusable = "stored rows are not finite where their norms are: compute with --dtype float32"
     gram = gram_of(file, samples.n)
@@ -467,24 +415,31 @@ def _from_rows(
     place: int | None,
     limits: Limits,
 ) -> Products:
-    sizes = [prod(shape) for shape in file.parameters.values()]
+    """Walk through {name: (N, *shape)}, all rows of a parameter after those of another."""
+    sizes, n = [prod(shape) for shape in file.parameters.values()], samples.n
     width = max(sizes, default=0)
     if members is not None and len(members.targets) * width * 8 > _GROUP_BYTES:
         members = None
-    among = picked(samples, sum(sizes), width)
-    of = np.zeros(samples.n, np.int64) if members is None else members.of
-    found = walk(arrays, samples, Wanted(of, among, place, mean_of(file)), limits)
-    return Products(
+    among, mean = picked(samples, sum(sizes), width), mean_of(file)
+    m = int(among.sum())
+    found = Products(
         source="rows",
-        dots=found.dots,
+        dots=np.zeros(n),
         pairs="rows",
-        gram=found.gram,
+        gram=np.zeros((m, m)),
         among=among,
-        probed=None if place is None else found.probed,
-        group_squares=None if members is None else found.group_squares,
-        walked=found,
+        probed=None if place is None else np.zeros(n),
+        group_squares=None if members is None else np.zeros(len(members.targets)),
+        squares=np.zeros(n),
+        sketch=np.zeros((n, SKETCH)),
         exact=not in_half(file),
     )
+    groups = np.zeros(n, np.int64) if members is None else members.of
+    with started(1, "gradscope-reader") as reader:
+        for name, array in arrays.items():
+            one = _Walk(name, Tiles(array, samples, reader, limits), found, groups, place)
+            found.parts[name] = one.run(None if mean is None else mean[name])
+    return found
 
 
 def _from_gram(

@@ -94,14 +94,7 @@ class Interval(Record):
 
 
 class Histogram(Record):
-    """Counts of the positive values between edges.
-
-    Attributes:
-        scale: How the edges are spaced.
-        edges: One more than counts; a bin holds its lower edge, the last one both.
-        counts: Values in each bin.
-        zeros: Values equal to zero, which are in no bin.
-    """
+    """Counts of the positive values between edges."""
 
     scale: Literal["linear", "log"]
     edges: tuple[float, ...]

@@ -89,10 +89,9 @@ class Data:
             self.place,
             options.limits if options.rows else None,
         )
-        walked = self.products.walked
-        if walked is not None and self.products.exact:  # more exact than rounded norms
-            self.samples = replace(self.samples, norm=np.sqrt(walked.squares))
-            self.mean_squared, self.rounding = walked.mean_squared, 1e-12
+        if self.products.parts and self.products.exact:  # more exact than rounded norms
+            self.samples = replace(self.samples, norm=np.sqrt(self.products.squares))
+            self.mean_squared, self.rounding = self.products.mean_squared, 1e-12
         self._results: dict[str, Any] = {}
 
     @cached_property
@@ -130,11 +129,11 @@ class Statistic:
     Attributes:
         compute: From the data of a file to a `Record`, a tuple of them, or None where there is
             nothing to say. Its return annotation is how JSON is read back.
-        place: Where it comes in what is shown.
-        sections: How the result is shown; asked only where it is not None, as all of these are.
-        answers: Pairs of a question and its answer, for "In short".
-        warnings: What is wrong, for the first lines.
-        pictures: With two axes each.
+        place: Where it comes in what is shown; those of the package are at 10, 20, ... 140.
+        sections: (result, summary) -> sections; like the next three, only for a result not None.
+        answers: (result, summary) -> pairs of a question and its answer, for "In short".
+        warnings: (result, summary) -> what is wrong, for the first lines.
+        pictures: (result, summary) -> pictures.
         in_json: Whether it is part of the JSON form.
     """
 
@@ -159,34 +158,19 @@ class Statistic:
 statistics: Registry[Statistic] = Registry("statistic")
 
 
-def statistic(
-    name: str,
-    *,
-    place: int = 900,
-    sections: "Callable[[Any, Summary], Iterable[Section]] | None" = None,
-    answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None,
-    warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None,
-    pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None,
-    in_json: bool = True,
-) -> Callable[[Callable[[Data], Any]], Statistic]:
+def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Statistic]:
     """Register a function of `Data` as the statistic `name`: its key in JSON and in a `Summary`.
 
     Args:
         name: Its key.
-        place: Where it comes in what is shown; those here are at 10, 20, ... 140.
-        sections: (result, summary) -> sections, if it is shown.
-        answers: (result, summary) -> pairs of a question and its answer, for "In short".
-        warnings: (result, summary) -> what is wrong.
-        pictures: (result, summary) -> pictures.
-        in_json: Whether it is part of the JSON form.
+        **how: As of `Statistic`: place, sections, answers, warnings, pictures, in_json.
 
     Raises:
         SpecError: The name is taken.
     """
 
     def add(compute: Callable[[Data], Any]) -> Statistic:
-        found = Statistic(compute, place, sections, answers, warnings, pictures, in_json)
-        return statistics.register(name)(found)
+        return statistics.register(name)(Statistic(compute, **how))
 
     return add
 
@@ -275,15 +259,7 @@ def summarize(
     nearest: int | None = None,
     rows: bool = True,
 ) -> Summary:
-    """Compute the statistics of an open result file.
-
-    Args:
-        file: A `GradientFile`.
-        top: How many samples to list in each list.
-        learning_rate: For the batch size of CABS.
-        clip: Clipping norms whose share is wanted.
-        nearest: A sample, by its position in the data set, whose neighbours are wanted.
-        rows: Whether to read stored gradients, once or twice over.
+    """Compute the statistics of an open result file, a `GradientFile`, with these `Options`.
 
     Raises:
         SpecError: An argument is out of its range.

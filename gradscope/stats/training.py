@@ -132,23 +132,7 @@ class Layer(Record):
 
 
 class Step(Record):
-    """One step: one line of the file.
-
-    Attributes:
-        step: Its number.
-        samples: How many were finite.
-        nonfinite: How many were not.
-        loss: The mean loss.
-        norm_mean: mean ‖gᵢ‖.
-        norm_median: Its median.
-        norm_90: Its 90th percentile.
-        mean_gradient_norm: ‖G‖.
-        noise_scale: With its intervals.
-        opposing: The share of samples with ⟨gᵢ, G⟩ < 0.
-        mean_cosine: Of the samples with G.
-        evidence: The early-stopping criterion, where rows were there.
-        parameters: One each.
-    """
+    """One step: one line of the file."""
 
     schema_: Literal["gradscope.step"] = Field(
         default="gradscope.step", validation_alias="schema", serialization_alias="schema"

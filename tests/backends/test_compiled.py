@@ -223,26 +223,19 @@ def test_ranges_hold_what_was_accepted_column_by_column() -> None:
     assert ranges.hold(Batch.of(torch.rand(3, 2))) is False  # no batch of this form has come
 
 
-def test_what_vmap_cannot_run_is_not_compiled() -> None:
-    setup = CASES["control_flow_on_the_data"].build()
+@pytest.mark.parametrize(
+    ("name", "backend"), [("control_flow_on_the_data", "auto"), ("lstm", "vmap")]
+)
+def test_what_has_no_graph_is_not_compiled(name: str, backend: str) -> None:
+    setup = CASES[name].build()
     _, rows = per_sample_gradients(*setup)
-    with Scope(setup.model, setup.loss, compile=True) as scope:
-        for _ in range(2):
-            close(scope.norms(setup.inputs, setup.targets), norms_of(rows))
-        assert not scope.session.compiles
-        assert any(note.startswith("not compiled: ") for note in scope.notes)
-
-
-def test_a_recurrent_layer_is_not_compiled() -> None:
-    setup = CASES["lstm"].build()
-    _, rows = per_sample_gradients(*setup)
-    scope = Scope(setup.model, setup.loss, backend="vmap", compile=True)
+    scope = Scope(setup.model, setup.loss, backend=backend, compile=True)
     for _ in range(2):
         found = scope.per_sample_gradients(setup.inputs, setup.targets)
-        for name, g in rows.items():
-            close(found[name], g)
-    (note,) = scope.notes
-    assert note.startswith("not compiled: ")
+        for key, g in rows.items():
+            close(found[key], g)
+    assert not scope.session.compiles
+    assert any(note.startswith("not compiled: ") for note in scope.notes)
 
 
 def test_a_missing_compiler_is_a_note(tokens) -> None:

@@ -60,7 +60,7 @@ class Forked:
 
 def load() -> None:
     """Import what commands need, for all forks at once."""
-    for name in ("comparison", "run", "report.errors", "report.progress", "report.run"):
+    for name in ("comparison", "run", "report"):
         importlib.import_module(f"gradscope.{name}")
 
 

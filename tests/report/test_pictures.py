@@ -11,19 +11,20 @@ import pytest
 from gradscope.errors import OutputError, SpecError
 from gradscope.report import plot_stats, plots, write_html
 from gradscope.stats import Summary, summarize
-from tests.report.test_tables import HOSTILE, summary_of
-from tests.stats.fakes import FakeFile, fake
+from tests.pages import ROOT
+from tests.report.shown import LAYERS, NASTY, steps, summary_of, two
+from tests.stats.fakes import FakeFile, fake, plain
 
 SVG = "{http://www.w3.org/2000/svg}"
 HEADS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
-NASTY = [*HOSTILE, "$x_{", "<script>alert(1)</script>", "a&b\"'"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf", ".PNG"])
 def test_formats(tmp_path, suffix):
-    path = tmp_path / f"out{suffix}"
-    plot_stats(summary_of(NASTY), path)
-    assert path.read_bytes().startswith(HEADS[suffix.lower()])
+    for k, found in enumerate((summary_of(NASTY), two(LAYERS), steps(tmp_path, 9))):
+        path = tmp_path / f"{k}{suffix}"
+        plot_stats(found, path)
+        assert path.read_bytes().startswith(HEADS[suffix.lower()])
 
 
 def test_picture_holds_names_and_outliers(tmp_path):
@@ -55,9 +56,9 @@ def test_bars_have_the_values_of_the_rows():
     [
         fake(1),
         fake(3, broken=(0, 1, 2)),
-        FakeFile({"w": np.zeros((4, 2))}, np.zeros(4)),
-        FakeFile({"w": np.ones((4, 2))}, np.ones(4)),
-        FakeFile({"w": np.array([[0.0], [1e-30], [1e30]])}, np.array([0.0, 1e-9, 1e9])),
+        plain(np.zeros((4, 2)), loss=np.zeros(4)),
+        plain(np.ones((4, 2))),
+        plain(np.array([[0.0], [1e-30], [1e30]]), loss=np.array([0.0, 1e-9, 1e9])),
         FakeFile({f"layer{k}": np.ones((2, 1)) * k for k in range(60)}, np.ones(2)),
     ],
     ids=["one", "none-finite", "zeros", "equal", "wide", "deep"],
@@ -162,3 +163,32 @@ def test_page_sorts_by_full_numbers(page):
     values = [float(v) for _, name, v in Page(page).attributes if name == "data-value"]
     for row in summary.parameters:
         assert {row.mean_norm, row.max_norm, row.share, float(row.entries)} <= set(values)
+
+
+def test_pages_of_two_files_and_of_a_history(tmp_path):
+    for found in (two([*NASTY, "<script>"]), steps(tmp_path, 9)):
+        write_html(found, tmp_path / "out.html")
+        page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+        assert page.tags.count("script") == 1
+        assert "b" not in page.tags
+        assert page.tags.count("figure") > 1
+
+
+def test_every_picture_and_scrolled_region_has_a_name(tmp_path):
+    write_html(summarize(fake(40), nearest=100), tmp_path / "out.html")
+    page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+    named = [tag for tag, name, value in page.attributes if name == "aria-label" and value]
+    assert named.count("svg") == page.tags.count("svg") == 7
+    roles = sum(name == "role" for tag, name, _ in page.attributes if tag == "div")
+    assert named.count("div") == roles
+
+
+def test_formulas_are_those_of_the_documentation(tmp_path):
+    text = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8").replace("\\|", "|")
+    shown = (summarize(fake(40), nearest=100), two(["w"]), steps(tmp_path, 3))
+    sections = [section for one in shown for section in one.overview().sections]
+    lines = [line for section in sections for line in section.formulas]
+    assert len(lines) > 25
+    for line in lines:
+        without_source = re.sub(r" \([A-Z][^)]*\d{4}\).*", "", line)
+        assert without_source in text, line

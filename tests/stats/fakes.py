@@ -1,6 +1,6 @@
 """A result file in memory, made of plain per-sample gradients."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,10 @@ class FakeChain(dict):
 
 @dataclass(frozen=True)
 class FakeFile:
-    """The attributes of `GradientFile` that statistics use; rows are stored unless told not to."""
+    """What statistics use of a `GradientFile`; `samples`, `norms`, ... are made of the gradients.
+
+    Rows are stored unless told not to; `wrong` replaces what is made: {"norms": {"w": ...}}.
+    """
 
     gradients: dict[str, np.ndarray]  # (N, *shape) each, float64
     loss: np.ndarray
@@ -28,6 +31,8 @@ class FakeFile:
     attributes: dict[str, Any] = field(default_factory=dict)
     rows: bool = True
     more: tuple[FakeChain, ...] = ()
+    states: dict[str, Any] = field(default_factory=dict)
+    wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def chains(self) -> tuple[FakeChain, ...]:
@@ -59,23 +64,44 @@ class FakeFile:
             "norm": np.linalg.norm(self.flat, axis=1),
             "finite": self.finite,
         }
-        return table if self.target is None else table | {"target": self.target}
+        target = {} if self.target is None else {"target": self.target}
+        return table | target | self.wrong.get("samples", {})
 
     @property
     def norms(self) -> dict[str, np.ndarray]:
-        return {
-            name: np.linalg.norm(g.reshape(self.n, -1), axis=1)
-            for name, g in self.gradients.items()
-        }
+        flat = {name: g.reshape(self.n, -1) for name, g in self.gradients.items()}
+        found = {name: np.linalg.norm(g, axis=1) for name, g in flat.items()}
+        return found | self.wrong.get("norms", {})
+
+    @property
+    def means(self) -> dict[str, np.ndarray]:
+        with np.errstate(all="ignore"):
+            n = np.float64(self.finite.sum())
+            return {name: g[self.finite].sum(0) / n for name, g in self.gradients.items()}
 
     @property
     def norm_attributes(self) -> dict[str, dict[str, float]]:
-        with np.errstate(all="ignore"):
-            means = {
-                name: g[self.finite].sum(0) / np.float64(self.finite.sum())
-                for name, g in self.gradients.items()
-            }
-        return {k: {"mean_gradient_norm": float(np.linalg.norm(m))} for k, m in means.items()}
+        found = {k: {"mean_gradient_norm": float(np.linalg.norm(m))} for k, m in self.means.items()}
+        return found | self.wrong.get("norm_attributes", {})
+
+    def chain(self, name: str) -> FakeChain:
+        """A chain that a file may hold in place of the rows."""
+        g, mean = self.flat, self.flat.mean(0)
+        second = {k: np.mean(v**2, 0) for k, v in self.gradients.items()}
+        with np.errstate(invalid="ignore"):
+            along = g @ mean / np.linalg.norm(g, axis=1) / np.linalg.norm(mean)
+        return {
+            "gram": FakeChain("gram", {"gram": g @ g.T}, True),
+            "cosine": FakeChain("cosine:to=mean", {"cosine": along}),
+            "mean": FakeChain("mean", self.means, True),
+            "second": FakeChain("second_moment", second, True),
+            "project": FakeChain("project:dim=6", {"project": g[:, :6]}),
+        }[name]
+
+    def holding(self, *names: str) -> "FakeFile":
+        """The same file with these chains; "rows" are the gradients themselves."""
+        more = tuple(self.chain(name) for name in names if name != "rows")
+        return replace(self, rows="rows" in names, more=more)
 
 
 SHAPES = {"[conv1].weight": (4, 3, 3), "[conv1].bias": (4,), "fc.weight": (5, 6), "scale": ()}
@@ -97,3 +123,8 @@ def fake(n: int = 40, seed: int = 0, broken: tuple[int, ...] = (), **changes: An
         "index": np.arange(n) * 3 + 100,
     }
     return FakeFile(**(given | changes))
+
+
+def plain(g: np.ndarray, **changes: Any) -> FakeFile:
+    """A file of one parameter "w" with gradients (N, ...)."""
+    return FakeFile(**({"gradients": {"w": g}, "loss": np.ones(len(g))} | changes))

@@ -7,7 +7,7 @@ import pytest
 
 from gradscope.errors import SpecError
 from gradscope.stats import Difference, difference
-from tests.stats.fakes import FakeChain, fake
+from tests.stats.fakes import fake
 
 DATA = {"dataset_sha256": "same"}
 
@@ -19,19 +19,13 @@ def files():
     return first, replace(first, gradients=moved, loss=first.loss * 0.8)
 
 
-def without_rows(file, mean=False):
-    means = {k: g.mean(0) for k, g in file.gradients.items()}
-    return replace(file, rows=False, more=(FakeChain("mean", means, True),) if mean else ())
-
-
 def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("rows", [True, False], ids=["rows", "means"])
-def test_directions(files, rows):
-    given = files if rows else tuple(without_rows(file, mean=True) for file in files)
-    found = difference(*given)
+@pytest.mark.parametrize("chain", ["rows", "mean"])
+def test_directions(files, chain):
+    found = difference(*(file.holding(chain) for file in files))
     means = [file.flat.mean(0) for file in files]
     assert found.cosine == pytest.approx(cosine(*means), rel=1e-9)
     for row in found.parameters:
@@ -72,7 +66,7 @@ def test_samples_are_matched_by_index(files):
 
 
 def test_without_rows_the_least_movement(files):
-    found = difference(*(without_rows(file) for file in files), top=50)
+    found = difference(*(file.holding() for file in files), top=50)
     assert not found.exact
     assert found.cosine is None
     norms = [np.linalg.norm(file.flat, axis=1) for file in files]
@@ -102,12 +96,10 @@ def test_parameters_of_one_alone(files):
 
 def test_ratio_of_the_empirical_to_the_exact_fisher(files):
     first = files[0]
-    moments = {k: 2 * np.mean(g**2, 0) for k, g in first.gradients.items()}
-    exact = replace(
-        first,
-        run={"spec": {"compute": {"labels": "exact"}}},
-        more=(FakeChain("second_moment", moments, True),),
-    )
+    moments = first.chain("second")
+    moments.update({name: 2 * values for name, values in moments.items()})
+    run = {"spec": {"compute": {"labels": "exact"}}}
+    exact = replace(first, run=run, more=(moments,))
     found = difference(first, exact)
     assert [f.kind for f in found.fisher] == ["empirical", "exact"]
     assert found.fisher_trace.ratio == pytest.approx(2.0)

@@ -12,20 +12,9 @@ from gradscope.stats import few, require_consistent, summarize
 from tests.stats.fakes import FakeFile, fake
 
 
-def spoilt(file: FakeFile, **columns: Any) -> FakeFile:
+def spoilt(file: FakeFile, norms: Any = None, **samples: Any) -> FakeFile:
     """Return the file with other columns of /samples or /norms."""
-
-    class Spoilt(FakeFile):
-        @property
-        def samples(self):
-            return super().samples | {k: v for k, v in columns.items() if k != "norms"}
-
-        @property
-        def norms(self):
-            return super().norms | columns.get("norms", {})
-
-    names = ("gradients", "loss", "target", "index", "run", "rows")
-    return Spoilt(**{name: getattr(file, name) for name in names})
+    return replace(file, wrong={"samples": samples, "norms": norms or {}})
 
 
 def test_what_belongs_together_passes() -> None:

@@ -1,111 +1,103 @@
-"""The numbers of a summary against other formulas for the same things."""
+"""What a file is, what of it is left out, its JSON, and the registry of statistics."""
 
 import json
-import math
-import statistics
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import gradscope
+from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import ResultFileError, SpecError
-from gradscope.stats import RunReport, Summary, summarize
-from tests.stats.fakes import FakeChain, FakeFile, fake
+from gradscope.report import render
+from gradscope.stats import Record, Section, Summary, difference, measure, statistic, summarize
+from gradscope.stats.certificate import Proof
+from gradscope.stats.summary import statistics
+from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
+from tests.report.shown import screen
+from tests.stats.fakes import FakeChain, FakeFile, fake, plain
+
+DIGITS = Path(__file__).parents[2] / "sample_models" / "digits_mlp"
+AUDITED = {
+    "verified": True,
+    "positions": [0, 6],
+    "proves": True,
+    "unproved": ["c"],
+    "audit": {
+        "verify": "audit",
+        "batches": 50,
+        "proved": 3,
+        "audited": [[0, 6], [203, 209], [343, 349]],
+        "error": 2e-7,
+        "parameter": "a",
+        "unproved": ["b", "c"],
+        "proves": True,
+    },
+}
 
 
-@pytest.fixture
-def file():
-    return fake(60, seed=1)
+def write(path, file):
+    """Store the gradients of a fake file in two batches."""
+    plan = FilePlan(
+        run={"compute": {"backend": "auto"}},
+        fingerprint={},
+        attributes={},
+        n=file.n,
+        parameters=file.parameters,
+        chains=(ChainPlan("identity", False),),
+        dtype=torch.float64,
+        layout="auto",
+    )
+    with open_writer(path, plan) as writer:
+        for rows in (slice(0, file.n // 3), slice(file.n // 3, None)):
+            part = {name: torch.from_numpy(g[rows]) for name, g in file.gradients.items()}
+            samples = {k: torch.from_numpy(np.asarray(v[rows])) for k, v in file.samples.items()}
+            norms = {name: torch.from_numpy(v[rows]) for name, v in file.norms.items()}
+            chains = (Gradients({name: DenseBlock(g) for name, g in part.items()}),)
+            writer.append(Rows(**samples, norms=norms, chains=chains), {})
+        writer.finish(
+            results={},
+            certificate={"verified": True, "backend": "hooks"},
+            norm_attributes=file.norm_attributes,
+        )
 
 
-def test_loss_and_norm_moments(file):
-    summary = summarize(file)
-    norms = [math.sqrt(math.fsum(x * x for x in row)) for row in file.flat.tolist()]
-    assert summary.norm.mean == pytest.approx(statistics.fmean(norms), rel=1e-12)
-    assert summary.norm.std == pytest.approx(statistics.stdev(norms), rel=1e-12)
-    assert (summary.norm.min, summary.norm.max) == pytest.approx((min(norms), max(norms)))
-    assert summary.loss.mean == pytest.approx(statistics.fmean(file.loss.tolist()), rel=1e-12)
-    assert summary.loss.std == pytest.approx(statistics.stdev(file.loss.tolist()), rel=1e-12)
-    assert (summary.loss.min, summary.loss.max) == (min(file.loss), max(file.loss))
+def assert_close(found, expected):
+    """Equal, numbers to the order in which they were added."""
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(found, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(found, float):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    else:
+        assert found == expected
 
 
-def test_percentiles_interpolate_between_the_two_nearest(file):
-    values = sorted(np.linalg.norm(file.flat, axis=1))
-    for percent in (1, 5, 25, 50, 75, 90, 95, 99):
-        place = percent / 100 * (len(values) - 1)
-        low, part = int(place), place % 1
-        expected = values[low] * (1 - part) + values[min(low + 1, len(values) - 1)] * part
-        found = summarize(file).norm.percentiles[str(percent)]
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_parameter_rows(file):
-    rows = {row.name: row for row in summarize(file).parameters}
-    assert list(rows) == list(file.gradients)
-    whole = np.sum(np.var(file.flat, axis=0) + np.mean(file.flat, axis=0) ** 2) * file.n
-    for name, g in file.gradients.items():
-        row, flat = rows[name], g.reshape(file.n, -1)
-        lengths = [math.hypot(*sample) for sample in flat.tolist()]
-        assert row.shape == g.shape[1:]
-        assert row.entries == flat.shape[1]
-        assert row.mean_norm == pytest.approx(statistics.fmean(lengths), rel=1e-12)
-        assert row.max_norm == pytest.approx(max(lengths), rel=1e-12)
-        assert row.share == pytest.approx(np.einsum("np,np->", flat, flat) / whole, rel=1e-10)
-        assert row.mean_gradient_norm == pytest.approx(math.hypot(*flat.mean(0)), rel=1e-12)
-        # the denominator is the population variance, summed over entries
-        expected = np.sum(flat.mean(0) ** 2) / np.sum(flat.var(axis=0, ddof=0))
-        assert row.signal_to_noise == pytest.approx(expected, rel=1e-9)
-    assert math.fsum(row.share for row in rows.values()) == pytest.approx(1.0, rel=1e-12)
-
-
-def test_signal_to_noise_is_null_without_noise():
-    g = np.tile(np.array([[3.0, 4.0]]), (5, 1))
-    row = summarize(FakeFile({"w": g, "unused": 0 * g}, np.ones(5))).parameters
-    assert row[0].signal_to_noise is None
-    assert row[1].signal_to_noise is None
-    assert (row[0].share, row[1].share) == (1.0, 0.0)
-
-
-def test_largest_samples(file):
-    rows = summarize(file, top=7).samples
-    norms = np.linalg.norm(file.flat, axis=1)
-    order = sorted(range(file.n), key=lambda i: -norms[i])[:7]
-    assert [row.index for row in rows] == [file.index[i] for i in order]
-    assert [row.loss for row in rows] == [file.loss[i] for i in order]
-    assert [row.target for row in rows] == [file.target[i] for i in order]
-    median = statistics.median(norms.tolist())
-    assert [r.times_median for r in rows] == pytest.approx([norms[i] / median for i in order])
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        (np.array([b"cat", b"dog"]), ["dog", "cat"]),
-        (np.array([0.5, np.nan]), [None, 0.5]),
-        (np.array([[1, 2], [3, 4]]), [None, None]),
-        (None, [None, None]),
-    ],
-)
-def test_targets_are_plain_values(target, expected):
-    file = FakeFile({"w": np.array([[1.0], [2.0]])}, np.ones(2), target=target)
-    assert [row.target for row in summarize(file).samples] == expected
-
-
-def test_top_bounds(file):
-    assert summarize(file, top=0).samples == ()
-    assert len(summarize(file, top=1000).samples) == file.n
-    with pytest.raises(SpecError, match="-1"):
-        summarize(file, top=-1)
+@pytest.mark.parametrize("broken", [(), (2, 9)], ids=["finite", "broken"])
+def test_a_stored_file_has_the_statistics_of_its_gradients(tmp_path, broken):
+    memory = fake(25, broken=broken)
+    write(tmp_path / "out.h5", memory)
+    with open_file(tmp_path / "out.h5") as file:
+        stored = summarize(file)
+    found, expected = stored.to_json(), summarize(memory).to_json()
+    assert_close({**found, "file": None}, {**expected, "file": None})
+    assert (stored.file.backend, stored.file.samples, stored.file.entries) == ("hooks", 25, 71)
+    assert stored.file.bytes == (tmp_path / "out.h5").stat().st_size
+    assert [(chain.text, chain.reduced) for chain in stored.file.chains] == [("identity", False)]
 
 
 def test_samples_that_are_not_finite_change_nothing_else():
     broken, whole = fake(50, broken=(3, 17)), fake(50)
     kept = np.delete(np.arange(50), [3, 17])
-    reduced = FakeFile(
-        {name: g[kept] for name, g in whole.gradients.items()},
-        whole.loss[kept],
-        target=whole.target[kept],
-        index=whole.index[kept],
-    )
+    gradients = {name: g[kept] for name, g in whole.gradients.items()}
+    reduced = FakeFile(gradients, whole.loss[kept], whole.target[kept], whole.index[kept])
     with_them, without = summarize(broken), summarize(reduced)
     assert with_them.nonfinite.count == 2
     assert with_them.nonfinite.index == tuple(broken.index[[3, 17]])
@@ -113,61 +105,129 @@ def test_samples_that_are_not_finite_change_nothing_else():
         assert getattr(with_them, part) == getattr(without, part)
 
 
-def test_nothing_finite():
-    summary = summarize(fake(3, broken=(0, 1, 2)))
-    assert summary.nonfinite.count == 3
-    assert summary.loss is None
-    assert summary.norm is None
-    assert summary.samples == ()
-    assert all(row.mean_norm is None for row in summary.parameters)
+def test_few_samples_or_none():
+    none = summarize(fake(3, broken=(0, 1, 2)))
+    assert none.nonfinite.count == 3
+    assert none.loss is none.norm is none.noise_scale.simple is None
+    assert none.samples == ()
+    assert all(row.mean_norm is None for row in none.parameters)
+    one = summarize(plain(np.random.default_rng(1).normal(size=(1, 9)) / 3))
+    assert one.norm.std is one.parameters[0].signal_to_noise is one.signal.signal_to_noise is None
+    g = np.tile(np.array([[3.0, 4.0]]), (5, 1))
+    rows = summarize(FakeFile({"w": g, "unused": 0 * g}, np.ones(5))).parameters
+    assert [(row.signal_to_noise, row.share) for row in rows] == [(None, 1.0), (None, 0.0)]
 
 
-def test_one_sample_has_no_spread():
-    summary = summarize(fake(1))
-    assert summary.norm.std is None
-    assert summary.noise_scale.simple is None
-    assert "two" in summary.noise_scale.flag
+def test_rows_are_more_exact_than_recorded_norms():
+    """Where the mean is large against the noise, norms rounded to float32 lose the noise."""
+    g = 1 + 1e-4 * np.random.default_rng(0).normal(size=(50, 8))
+    rounded = {"norms": {"w": np.linalg.norm(g, axis=1).astype(np.float32)}}
+    (row,) = summarize(plain(g, wrong=rounded)).parameters
+    assert row.signal_to_noise == pytest.approx(g.mean(0) @ g.mean(0) / g.var(0).sum(), rel=1e-6)
+    without = summarize(plain(g, rows=False, wrong=rounded)).parameters[0]
+    assert without.signal_to_noise is None  # it cannot be told from rounding
 
 
-def test_file_facts(tmp_path):
-    path = tmp_path / "out.h5"
-    path.write_bytes(b"x" * 1234)
-    clipped = FakeChain("clip:max_norm=1 | mean", reduced=True)
-    given = {"path": str(path), "certificate": {"error": float("nan")}, "more": (clipped,)}
-    facts = summarize(fake(5, **given)).file
-    assert (facts.samples, facts.parameters, facts.entries) == (5, 4, 36 + 4 + 30 + 1)
-    assert facts.bytes == 1234
-    assert [(c.text, c.reduced) for c in facts.chains] == [
-        ("identity", False),
-        ("clip:max_norm=1 | mean", True),
-    ]
-    assert facts.backend == "hooks"
-    assert facts.certificate == {"error": None}
+def test_rows_that_overflowed_are_not_used():
+    g = np.random.default_rng(0).normal(size=(20, 4))
+    g[3] *= 1e5
+    with np.errstate(over="ignore"):
+        half = FakeChain("identity", {"w": g.astype(np.float16)})
+    file = plain(g, rows=False, more=(half,), attributes={"dataset_sha256": "a"})
+    summary = summarize(file)
+    assert summary.directions is summary.spectrum is None
+    assert "not finite" in summary.missing[0].needs
+    assert summary.noise_scale.trace_covariance == pytest.approx(g.var(0, ddof=1).sum(), rel=1e-9)
+    found = difference(file, file)
+    assert (found.exact, found.cosine) == (False, None)
 
 
-def test_json_round_trip():
-    summary = summarize(fake(30, broken=(2,)))
-    text = json.dumps(summary.to_json(), allow_nan=False)
-    document = json.loads(text)
-    assert (document["schema"], document["version"]) == ("gradscope.stats", 1)
-    assert "points" not in document
-    read = Summary.from_json(document)
-    assert read.to_json() == document
-    assert read.noise_scale == summary.noise_scale
+def test_sums_that_a_file_keeps_give_the_mean():
+    """A small file keeps Σgᵢ to be merged with others: second moments then need no chain mean."""
+    file = fake(30)
+    sums = {f"sum:{k}": g.sum(0) for k, g in file.gradients.items()}
+    kept = {"mean_gradient": sums | {"n": np.array(30.0)}}
+    given = {"rows": False, "more": (file.chain("second"),), "states": kept}
+    found = summarize(fake(30, **given)).signal
+    assert found.mean_entry == pytest.approx(summarize(file).signal.mean_entry, rel=1e-9)
 
 
-def test_json_names_are_stable():
-    document = summarize(fake(12)).to_json()
-    assert list(document) == [
+def test_samples_have_their_own_names():
+    g = np.random.default_rng(0).normal(size=(12, 5))
+    g[7] = g[2]
+    names = {"samples": {"id": np.array([f"image-{k}" for k in range(12)])}}
+    file = plain(g, attributes={"dataset_sha256": "a"}, wrong=names)
+    summary = summarize(file, nearest=2)
+    assert summary.samples[0].id == f"image-{summary.samples[0].index}"
+    assert summary.nearest.aligned[0].id == "image-7"
+    (pair,) = summary.duplicates.same
+    assert (pair.first_id, pair.second_id) == ("image-2", "image-7")
+    assert difference(file, file).samples[0].id is not None
+
+
+def test_flipped_labels_rank_high():
+    """1% of the digits get another label: they have the largest losses, and large norms."""
+    sys.path.insert(0, str(DIGITS))
+    try:
+        from model import build
+    finally:
+        sys.path.remove(str(DIGITS))
+        sys.modules.pop("model", None)
+    model = build()
+    model.load_state_dict(load_file(DIGITS / "weights.safetensors"))
+    data = np.load(DIGITS / "data.npz")
+    images = torch.tensor(data["images"] / 16.0, dtype=torch.float64)
+    labels, generator = torch.tensor(data["labels"]).long(), torch.Generator().manual_seed(0)
+    n = len(labels) // 100
+    flipped = torch.randperm(len(labels), generator=generator)[:n]
+    labels[flipped] = (labels[flipped] + torch.randint(1, 10, (n,), generator=generator)) % 10
+    with gradscope.Scope(model.double().eval(), "cross_entropy") as scope:
+        summary = measure(scope, images, labels, top=5 * n)
+    planted = set(flipped.tolist())
+
+    def found(rows, k):
+        return len(planted & {row.index for row in rows[:k]})
+
+    assert found(summary.largest_losses, n) == 16  # of 17: precision at 17 is 0.94
+    assert found(summary.samples, n) == 6  # images that the model gets wrong have norms as large
+    assert found(summary.samples, 5 * n) == 17  # but all are among the largest 5%
+    assert found(summary.most_opposed, n) == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ({"top": -1}, "-1"),
+        ({"learning_rate": 0.0}, "learning rate"),
+        ({"learning_rate": float("nan")}, "learning rate"),
+        ({"clip": (-1.0,)}, "clipping norm"),
+        ({"nearest": 1}, "sample 1"),
+    ],
+)
+def test_arguments_out_of_range(asked, word):
+    with pytest.raises(SpecError, match=word):
+        summarize(fake(9), **asked)
+
+
+def test_the_norm_of_the_mean_must_be_recorded():
+    with pytest.raises(ResultFileError, match=r"'w' is not recorded"):
+        summarize(plain(np.ones((2, 2)), wrong={"norm_attributes": {"w": {}}}))
+
+
+def test_json_names_are_stable_and_read_back():
+    summary = summarize(fake(30, broken=(2,), certificate=AUDITED | {"nan": float("nan")}))
+    document = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    assert set(document) == {
         "schema", "version", "file", "loss", "norm", "clipping", "noise_scale", "batch_tests",
-        "cabs", "signal", "directions", "parameters", "classes", "spectrum", "fisher", "jensen",
-        "missing", "nonfinite", "duplicates", "nearest", "largest_losses", "most_opposed",
-        "samples", "checks",
-    ]  # fmt: skip
-    assert list(document["parameters"][0]) == [
+        "cabs", "signal", "directions", "parameters", "classes", "samples", "largest_losses",
+        "most_opposed", "nearest", "duplicates", "spectrum", "fisher", "jensen", "nonfinite",
+        "checks", "missing",
+    }  # fmt: skip
+    assert (document["schema"], document["version"]) == ("gradscope.stats", 1)
+    assert set(document["parameters"][0]) == {
         "name", "shape", "entries", "mean_norm", "max_norm", "share", "mean_gradient_norm",
         "signal_to_noise", "noise_scale", "entry_signal_to_noise", "opposing",
-    ]  # fmt: skip
+    }  # fmt: skip
     assert set(document["norm"]) == {"mean", "std", "min", "max", "percentiles", "histogram"}
     assert set(document["norm"]["percentiles"]) == {"1", "5", "25", "50", "75", "90", "95", "99"}
     assert set(document["clipping"]["by_share"]) == {"1", "5", "10", "50"}
@@ -178,40 +238,72 @@ def test_json_names_are_stable():
         "trace_covariance", "gradient_norm_squared", "simple", "flag", "simple_interval",
         "trace_covariance_interval", "gradient_norm_squared_interval",
     }  # fmt: skip
+    assert document["file"]["certificate"]["nan"] is None
+    assert document["file"]["proof"]["audited"] == AUDITED["audit"]["audited"]
+    read = Summary.from_json(document)
+    assert read.to_json() == document
+    assert read.file.proof == Proof.of(AUDITED)
+    del document["file"]["proof"]  # as an earlier version wrote it
+    assert Summary.from_json(document).file.proof == Proof()
 
 
-def test_run_report_json():
-    report = RunReport(
-        parameters=summarize(fake(5)).parameters,
-        certificate={"error": float("inf"), "compared": (0, 3)},
-        backend="hooks",
-        samples=5,
-        nonfinite=0,
-        seconds=1.5,
-    )
-    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert (document["schema"], document["version"]) == ("gradscope.compute", 1)
-    assert document["certificate"] == {"error": None, "compared": [0, 3]}
-    assert document["path"] is None
-    assert RunReport.from_json(document) == report
+def test_a_statistic_is_one_registration(monkeypatch):
+    """Computed from rows, it is in the JSON, in short, and on the terminal, and reads back."""
+
+    class Extremes(Record):
+        largest: float
+
+    def show(found, summary):
+        yield Section("Entries", [("largest [red]\x1b[2J", f"{found.largest:.3g}")])
+
+    monkeypatch.setattr(statistics, "_entries", dict(statistics._entries))
+    monkeypatch.setitem(globals(), "Extremes", Extremes)
+
+    @statistic("extremes", place=25, sections=show, answers=lambda found, _: [("how far", "!")])
+    def extremes(data) -> Extremes:
+        return Extremes(largest=max(float(abs(g).max()) for _, _, g in data.rows()))
+
+    file = fake(12)
+    summary = summarize(file)
+    expected = max(float(abs(g).max()) for g in file.gradients.values())
+    assert summary.to_json()["extremes"] == {"largest": expected}
+    assert Summary.from_json(summary.to_json()).extremes == summary.extremes
+    text = screen(render, summary, 80)
+    assert r"largest [red]\x1b[2J" in text
+    assert text.index("Which clipping") < text.index("\nEntries") < text.index("How large a batch")
+    assert "how far" in text
+    with pytest.raises(SpecError, match="registered twice"):
+        statistic("extremes")(extremes)
 
 
-def test_mean_gradient_norm_must_be_recorded():
-    class Old(FakeFile):
-        @property
-        def norm_attributes(self):
-            return {}
+def test_what_was_audited() -> None:
+    proof = Proof.of(AUDITED)
+    assert (proof.verified, proof.verify, proof.positions) == (True, "audit", (0, 6))
+    assert (proof.batches, proof.proved) == (50, 3)
+    assert proof.audited == ((0, 6), (203, 209), (343, 349))
+    assert (proof.error, proof.parameter, proof.unproved) == (2e-7, "a", ("c", "b"))
+    assert proof.merged is None
 
-    with pytest.raises(ResultFileError, match=r"'w' is not recorded"):
-        summarize(Old({"w": np.ones((2, 2))}, np.ones(2)))
 
-
-def test_points_keep_the_largest():
-    n = 9000
-    size = np.random.default_rng(0).permutation(n) + 1.0
-    points = summarize(FakeFile({"w": size[:, None]}, size / 2)).points
-    assert points.of == n
-    assert len(points.norm) == len(set(points.norm)) == 4000
-    assert set(points.norm) >= set(range(n - 1999, n + 1))
-    assert min(points.norm) == 1
-    assert np.allclose(np.array(points.loss) * 2, points.norm)
+@pytest.mark.parametrize(
+    ("certificate", "verified", "verify"),
+    [
+        ({}, None, None),
+        ({"verified": False}, False, "never"),
+        ({"verified": True}, True, None),  # of a version without audits
+        ({"verified": True, "audit": "x"}, True, None),
+        ({"verified": True, "audit": {"batches": "many"}}, True, None),
+        ({"verified": True, "audit": {"audited": [[1]]}}, True, None),
+        ({"verified": True, "audit": {"audited": 3, "unproved": {"a": 1}}}, True, None),
+        ({"verified": True, "audit": {"error": float("nan")}}, True, None),
+        ({"verified": True, "merged": [1]}, True, None),
+        ({"verified": True, "positions": None}, True, None),
+        ({"verified": True, "unproved": 7}, True, None),
+        ({"verified": True, "proves": "perhaps not"}, True, None),
+        ({"verified": [3], "proves": "perhaps not"}, None, None),
+    ],
+)
+def test_what_is_missing_or_malformed_is_not_made_up(certificate, verified, verify) -> None:
+    proof = Proof.of(certificate)
+    assert (proof.verified, proof.verify) == (verified, verify)
+    assert (proof.batches, proof.proved, proof.error, proof.audited) == (None, None, None, ())

@@ -40,25 +40,16 @@ def index(s: Samples, t: Tensor, indices: Indices) -> Any:
 
 
 @rules.register("index_put.default")
-def index_put(
-    s: Samples, t: Tensor, indices: Indices, values: Tensor, accumulate: bool = False
-) -> Any:
+def index_put(s: Samples, t: Tensor, *rest: Any) -> Any:
     """Return a copy with entries replaced or added to."""
     if not isinstance(t, PerSample):
         return NotImplemented
-    return _put(s, t, s.of(t).clone(), indices, values, accumulate)
+    return index_put_(s, PerSample(s.of(t).clone()), *rest)
 
 
 @rules.register("index_put_.default")
-def index_put_(
-    s: Samples, t: Tensor, indices: Indices, values: Tensor, accumulate: bool = False
-) -> Any:
-    """Replace entries, or add to them, in place."""
-    return _put(s, t, s.of(t), indices, values, accumulate)
-
-
 @rules.register("_index_put_impl_.default")
-def _index_put_impl(
+def index_put_(
     s: Samples,
     t: Tensor,
     indices: Indices,
@@ -66,17 +57,11 @@ def _index_put_impl(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> Any:
-    """Replace entries, or add to them, in place: what autograd calls."""
-    return _put(s, t, s.of(t), indices, values, accumulate)
-
-
-def _put(
-    s: Samples, t: Tensor, target: Tensor, indices: Indices, values: Tensor, accumulate: bool
-) -> Any:
+    """Replace entries, or add to them, in place."""
     found = _located(s, t, indices)
     if found is None:
         return NotImplemented
-    own = found[1]
+    target, own = found
     width = (own[1].dim() - 1) + t.dim() - (len(own) - 1)  # logical axes of what is replaced
     if values.dim() > width:
         return NotImplemented

@@ -40,20 +40,12 @@ def batched(a: Tensor, b: Tensor) -> Tensor:
     return unfold(torch.bmm(fold(a), fold(b)), n)
 
 
-def _plus(s: Tensor, product: Tensor, beta: Scalar, alpha: Scalar) -> Tensor:
-    """Return beta·s + alpha·product; `s` broadcasts from the right, past the sample axis."""
-    if alpha != 1:
-        product = product * alpha
-    if beta == 0:  # torch ignores NaN in `s` then
-        return product
-    missing = product.dim() - s.dim()
-    aligned = s[(slice(None), *[None] * missing)]
-    return torch.add(product, aligned, alpha=beta)
-
-
 @rules.register("mm.default")
+@rules.register("mv.default")
 def mm(s: Samples, a: Tensor, b: Tensor) -> Tensor:
-    """(p, k) by (k, q)."""
+    """(p, k) by (k, q), or by (k,)."""
+    if b.dim() == 1:
+        return product(s.of(a), s.of(b).unsqueeze(2)).squeeze(2)
     return product(s.of(a), s.of(b))
 
 
@@ -64,38 +56,23 @@ def bmm(s: Samples, a: Tensor, b: Tensor) -> Tensor:
 
 
 @rules.register("addmm.default")
+@rules.register("addmv.default")
+@rules.register("baddbmm.default")
 def addmm(
     s: Samples, c: Tensor, a: Tensor, b: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> Tensor:
-    """beta·c + alpha·(p, k) by (k, q)."""
+    """beta·c + alpha·a b; c broadcasts from the right, past the sample axis."""
     pc, pa, pb = s.of(c), s.of(a), s.of(b)
-    if is_shared(pb) and is_shared(pc) and c.dim() == 1:
+    if is_shared(pb) and is_shared(pc) and (c.dim(), b.dim()) == (1, 2):
         n, p, k = pa.shape
         rows = torch.addmm(pc[0], pa.reshape(n * p, k), pb[0], beta=beta, alpha=alpha)
         return rows.reshape(n, p, pb.shape[2])
-    return _plus(pc, product(pa, pb), beta, alpha)
-
-
-@rules.register("baddbmm.default")
-def baddbmm(
-    s: Samples, c: Tensor, a: Tensor, b: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
-) -> Tensor:
-    """beta·c + alpha·(b, p, k) by (b, k, q)."""
-    return _plus(s.of(c), batched(s.of(a), s.of(b)), beta, alpha)
-
-
-@rules.register("mv.default")
-def mv(s: Samples, a: Tensor, v: Tensor) -> Tensor:
-    """(p, k) by (k,)."""
-    return product(s.of(a), s.of(v).unsqueeze(2)).squeeze(2)
-
-
-@rules.register("addmv.default")
-def addmv(
-    s: Samples, c: Tensor, a: Tensor, v: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
-) -> Tensor:
-    """beta·c + alpha·(p, k) by (k,)."""
-    return _plus(s.of(c), mv(s, a, v), beta, alpha)
+    found: Tensor = bmm(s, a, b) if a.dim() == 3 else mm(s, a, b)
+    if alpha != 1:
+        found = found * alpha
+    if beta == 0:  # torch ignores NaN in `c` then
+        return found
+    return torch.add(found, pc[(slice(None), *[None] * (found.dim() - pc.dim()))], alpha=beta)
 
 
 @rules.register("dot.default")

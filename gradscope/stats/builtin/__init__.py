@@ -1,4 +1,7 @@
-"""The statistics that come with the package: every module here registers its own."""
+"""The statistics that come with the package: every module here registers its own.
+
+`docs/statistics.md` explains every key of every record.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

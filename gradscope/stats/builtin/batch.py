@@ -21,18 +21,7 @@ _SMALLEST, _LARGEST = 16, 2048  # batch sizes of CABS, as published
 
 
 class NoiseScale(Record):
-    """How large a batch is worth: B_simple = trΣ / |G|².
-
-    Attributes:
-        trace_covariance: trΣ, the variance of a sample's gradient summed over all entries.
-        gradient_norm_squared: |G|², unbiased, so it may be negative.
-        simple: Their ratio, in samples; None where `flag` says why.
-        trace_covariance_interval: 95%, from the jackknife; None without products with the mean.
-        gradient_norm_squared_interval: Likewise.
-        simple_interval: Fieller's, from the jackknife's covariance; without an upper end where
-            the interval of |G|² reaches zero.
-        flag: Why the ratio does not exist, or has no upper bound, or None.
-    """
+    """How large a batch is worth: B_simple = trΣ / |G|²."""
 
     trace_covariance: float | None = None
     gradient_norm_squared: float | None = None
@@ -206,14 +195,7 @@ def _noise_scale(data: Data) -> NoiseScale:
 
 
 class BatchTests(Record):
-    """Variance of the mean gradient against its length; a batch passes with θ when it is ≤ θ².
-
-    Attributes:
-        norm: θ² of the norm test.
-        inner_product: θ² of the inner-product test; None without products with the mean.
-        orthogonality: ν² of the orthogonality test, likewise. norm = inner_product + orthogonality.
-        plug_in_noise_scale: N · norm, in samples: the batch that passes the norm test with θ = 1.
-    """
+    """Variance of the mean gradient against its length; a batch passes with θ when it is ≤ θ²."""
 
     norm: float | None = None
     inner_product: float | None = None
@@ -256,17 +238,7 @@ def batch_tests(data: Data) -> BatchTests:
 
 
 class Cabs(Record):
-    """The batch size that balances variance and descent for plain SGD.
-
-    Attributes:
-        variance: ξ = mean‖gᵢ‖² − ‖G‖².
-        loss: L, the mean loss.
-        per_learning_rate: ξ / L.
-        learning_rate: As given.
-        unclipped: learning rate · ξ / L.
-        batch_size: `unclipped`, rounded and clipped to [16, 2048]; None without a learning rate.
-        flag: Why there is none, or None.
-    """
+    """The batch size that balances variance and descent for plain SGD."""
 
     variance: float | None
     loss: float | None

@@ -16,12 +16,7 @@ _HALF = 0.02  # of rows in bfloat16, which has 8 bits
 
 
 class NonFinite(Record):
-    """Samples whose loss or gradient is not finite; all other statistics leave them out.
-
-    Attributes:
-        count: How many.
-        index: The first of them, as positions in the data set.
-    """
+    """Samples whose loss or gradient is not finite; all other statistics leave them out."""
 
     count: int
     index: tuple[int, ...]
@@ -49,16 +44,7 @@ def nonfinite(data: Data) -> NonFinite:
 
 
 class Check(Record):
-    """Two ways to the same number.
-
-    Attributes:
-        name: The identity.
-        left: Its left side.
-        right: Its right side.
-        error: |left − right| / max(|left|, |right|).
-        tolerance: 10⁻⁴; 0.02 where rows in half precision are compared with more exact norms.
-        passed: Whether the error is no larger.
-    """
+    """Two ways to the same number."""
 
     name: str
     left: float
@@ -102,8 +88,8 @@ def checks(data: Data) -> tuple[Check, ...]:
     if products.dots is not None:
         scale = float(np.sqrt(whole / samples.n * big))  # of ‖gᵢ‖ ‖G‖, which bounds each product
         found.append(("mean ⟨gᵢ, G⟩ = ‖G‖²", float(products.dots.mean()), big, scale, limit))
-    if products.walked is not None:
-        squares, mean = float(products.walked.squares.sum()), products.walked.mean_squared
+    if products.parts:
+        squares, mean = float(products.squares.sum()), products.mean_squared
         found.append(("stored rows have the recorded norms", squares, whole, 0.0, limit))
         size = whole / samples.n**2
         found.append(("their mean has the recorded norm", mean, big, size, limit))

@@ -10,19 +10,7 @@ from gradscope.stats.summary import Data, Summary, statistic
 
 
 class ClassRow(Record):
-    """The samples of one class.
-
-    Attributes:
-        target: The class.
-        samples: How many.
-        mean_loss: Their mean loss.
-        mean_norm: mean ‖gᵢ‖.
-        mean_cosine: The mean cosine of the samples with G.
-        opposing: The share of them with ⟨gᵢ, G⟩ < 0.
-        mean_gradient_norm: ‖G_c‖, G_c their mean gradient.
-        cosine: Of G_c with G.
-        trace_covariance: (mean‖gᵢ‖² − ‖G_c‖²) · n/(n − 1); None for one sample.
-    """
+    """The samples of one class."""
 
     target: bool | int | float | str | None
     samples: int
@@ -36,13 +24,7 @@ class ClassRow(Record):
 
 
 class Classes(Record):
-    """All classes. `between` + `within` is the variance mean‖gᵢ‖² − ‖G‖².
-
-    Attributes:
-        rows: In the order of the targets.
-        between: Σ_c n_c/N · ‖G_c − G‖²; None without rows.
-        within: Σ_c n_c/N · (mean‖gᵢ‖² − ‖G_c‖²), likewise.
-    """
+    """All classes. `between` + `within` is the variance mean‖gᵢ‖² − ‖G‖²."""
 
     rows: tuple[ClassRow, ...]
     between: float | None

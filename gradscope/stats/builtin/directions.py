@@ -21,16 +21,7 @@ _BINS = 20
 
 
 class Directions(Record):
-    """Cosines of the samples with the mean gradient; samples without a gradient have none.
-
-    Attributes:
-        source: What it was taken from.
-        samples: How many have a cosine.
-        cosine: Mean, spread and range.
-        percentiles: As of the norm.
-        histogram: 20 bins from -1 to 1.
-        opposing: The share of samples with ⟨gᵢ, G⟩ < 0.
-    """
+    """Cosines of the samples with the mean gradient; samples without a gradient have none."""
 
     source: str
     samples: int

@@ -18,15 +18,7 @@ _SHOWN = 10
 
 
 class Pair(Record):
-    """Two samples.
-
-    Attributes:
-        first: The position in the data set of one.
-        second: Of the other.
-        first_id: The own name of one; None where none is stored. Likewise second_id.
-        distance: ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖); None where only norms are known.
-        same_target: Whether their targets are equal; None where none are stored.
-    """
+    """Two samples."""
 
     first: int
     second: int
@@ -37,15 +29,7 @@ class Pair(Record):
 
 
 class Duplicates(Record):
-    """Pairs of samples whose gradients are equal or nearly so; zero gradients are left out.
-
-    Attributes:
-        source: "rows", "gram", or "norms": then equal norms in every parameter and equal losses,
-            which duplicates have and others may have too.
-        same: Distance at most 10⁻⁴, closest first; or the pairs found by norms.
-        near: Distance at most 0.02.
-        complete: Whether all pairs were looked at; of at most 200 the rows are compared.
-    """
+    """Pairs of samples whose gradients are equal or nearly so; zero gradients are left out."""
 
     source: str
     same: tuple[Pair, ...]
@@ -92,11 +76,11 @@ def _answer(found: Duplicates, summary: Summary) -> Iterator[tuple[str, str]]:
 @statistic("duplicates", place=110, sections=_sections, answers=_answer)
 def duplicates(data: Data) -> Duplicates | None:
     """Find pairs by their rows, by all inner products, or by equal norms and losses."""
-    rows, samples, walked = rows_of(data.file), data.samples, data.products.walked
+    rows, samples = rows_of(data.file), data.samples
     if samples.n < 2:
         return None
-    if walked is not None and rows is not None:
-        return _by_rows(rows, samples, walked.sketch)
+    if data.products.parts and rows is not None:
+        return _by_rows(rows, samples, data.products.sketch)
     if data.products.whole is not None:
         return _by_gram(data.products.whole, samples)
     return _by_norms(data)

@@ -19,12 +19,7 @@ _KINDS: dict[str, Literal["empirical", "sampled", "exact"]] = {
 
 
 class Fisher(Record):
-    """tr (1/N) Σ gᵢ gᵢᵀ.
-
-    Attributes:
-        kind: empirical with the data's labels; sampled or exact with the model's own.
-        trace: None for the exact one without a chain `second_moment`.
-    """
+    """tr (1/N) Σ gᵢ gᵢᵀ."""
 
     kind: Literal["empirical", "sampled", "exact"]
     trace: float | None
@@ -54,15 +49,7 @@ def fisher(data: Data) -> Fisher:
 
 
 class Gap(Record):
-    """Two chains of the same stages, once before and once after the mean.
-
-    Attributes:
-        transform: T.
-        inside: ‖E[T(g)]‖.
-        outside: ‖T(E[g])‖.
-        gap: ‖E[T(g)] − T(E[g])‖ / ‖T(E[g])‖.
-        cosine: Of the two.
-    """
+    """Two chains of the same stages, once before and once after the mean."""
 
     transform: str
     inside: float | None

@@ -25,14 +25,7 @@ _DECADES_FOR_LOG = 2
 
 
 class Moments(Record):
-    """Mean, spread and range of one number a sample.
-
-    Attributes:
-        mean: None only when it overflows.
-        std: With ddof = 1; None for a single sample.
-        min: The least.
-        max: The largest.
-    """
+    """Mean, spread and range of one number a sample."""
 
     mean: float | None
     std: float | None
@@ -41,12 +34,7 @@ class Moments(Record):
 
 
 class Distribution(Moments):
-    """Moments, percentiles and histogram of one number a sample.
-
-    Attributes:
-        percentiles: {"50": the median, ...}, linear between the two nearest values.
-        histogram: Of the positive values, with the zeros apart.
-    """
+    """Moments, percentiles and histogram of one number a sample."""
 
     percentiles: dict[str, float]
     histogram: Histogram

@@ -29,21 +29,7 @@ _DRAWN = 40  # parameters in a picture
 
 
 class ParameterRow(Record):
-    """The gradients of one parameter over the finite samples.
-
-    Attributes:
-        name: As in the model.
-        shape: Of the parameter.
-        entries: The product of `shape`.
-        mean_norm: mean ‖gᵢ‖.
-        max_norm: max ‖gᵢ‖.
-        share: Σᵢ‖gᵢ‖² of this parameter over that of all parameters, between 0 and 1.
-        mean_gradient_norm: ‖G‖ with G = mean gᵢ.
-        signal_to_noise: ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), plug-in; None where the noise is not positive.
-        noise_scale: B_simple of this parameter alone, in samples; None where it does not exist.
-        entry_signal_to_noise: The mean over entries of Gⱼ² / (E[gⱼ²] − Gⱼ²); None without rows.
-        opposing: The share of samples with ⟨gᵢ, G⟩ < 0, likewise.
-    """
+    """The gradients of one parameter over the finite samples."""
 
     name: str
     shape: tuple[int, ...]
@@ -173,11 +159,10 @@ def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Pictur
 @statistic("parameters", place=50, sections=_sections, answers=_answer, pictures=_pictures)
 def parameters(data: Data) -> tuple[ParameterRow, ...]:
     """Summarise every parameter."""
-    walked = data.products.walked
     return parameter_rows(
         data.file,
         finite_samples(data.file),
         {name: entries.mean_ratio for name, entries in (entries_of(data) or {}).items()},
-        None if walked is None else walked.parts,
+        data.products.parts,
         data.products.exact,
     )

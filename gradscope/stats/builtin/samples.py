@@ -23,17 +23,7 @@ _ANSWERED = 3  # samples with the largest losses
 
 
 class SampleRow(Record):
-    """One sample.
-
-    Attributes:
-        index: Its position in the data set.
-        id: Its own name; None where none is stored.
-        loss: Its loss.
-        norm: ‖gᵢ‖ over all parameters.
-        target: Its target, when that is one number or text a sample.
-        times_median: norm over the median norm; None where that is zero.
-        cosine: With the mean gradient, or in a list of neighbours with theirs; None if unknown.
-    """
+    """One sample."""
 
     index: int
     id: int | str | None = None
@@ -173,15 +163,7 @@ def points(data: Data) -> Points:
 
 
 class Nearest(Record):
-    """The samples most and least aligned with one.
-
-    Attributes:
-        index: The one.
-        source: What the products were taken from.
-        exact: Not so from projections.
-        aligned: Largest cosines first.
-        opposed: Smallest cosines first.
-    """
+    """The samples most and least aligned with one."""
 
     index: int
     source: str

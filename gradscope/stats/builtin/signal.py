@@ -13,16 +13,7 @@ from gradscope.stats.summary import Data, Summary, statistic
 
 
 class Signal(Record):
-    """How much of a gradient is signal, and whether any is left.
-
-    Attributes:
-        signal_to_noise: ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), all parameters together.
-        mean_entry: The mean over entries of Gⱼ² / (E[gⱼ²] − Gⱼ²); None without rows.
-        entries: How many entries it is taken over.
-        noiseless: How many were left out because they do not vary.
-        evidence: 1 − N · meanⱼ Gⱼ² / Varⱼ, the early-stopping criterion; None without rows.
-        stop: Whether `evidence` is positive: the mean gradient is what noise alone would give.
-    """
+    """How much of a gradient is signal, and whether any is left."""
 
     signal_to_noise: float | None
     mean_entry: float | None
@@ -37,8 +28,8 @@ def entries_of(data: Data) -> dict[str, Entries] | None:
 
     Complex parameters have |gⱼ|² in the second moment: their parts cannot be told apart.
     """
-    if data.products.walked is not None:
-        return {name: part.entries for name, part in data.products.walked.parts.items()}
+    if data.products.parts:
+        return {name: part.entries for name, part in data.products.parts.items()}
     mean, second = mean_of(data.file), aggregate_of(data.file, "second_moment")
     if mean is None or second is None or any(np.iscomplexobj(g) for g in mean.values()):
         return None

@@ -21,17 +21,7 @@ _DRAWN = 64  # samples in the picture of cosines
 
 
 class Spectrum(Record):
-    """Eigenvalues of the uncentred second moment of m samples' gradients, (1/m) Σ gᵢ gᵢᵀ.
-
-    Attributes:
-        source: What it was taken from.
-        samples: m.
-        of: N.
-        eigenvalues: The 100 largest, largest first.
-        effective_rank: exp(−Σ pₖ ln pₖ), pₖ = λₖ / Σλ.
-        participation: (Σλ)² / Σλ².
-        directions_for_90: How many of the largest make up 90% of Σλ.
-    """
+    """Eigenvalues of the uncentred second moment of m samples' gradients, (1/m) Σ gᵢ gᵢᵀ."""
 
     source: str
     samples: int
