@@ -307,11 +307,7 @@ def _table(
 
 
 def _parquet(blocks: Iterator[Mapping[str, np.ndarray]]) -> Write:
-    """Return what writes a table as Parquet.
-
-    Raises:
-        SpecError: pyarrow is not installed.
-    """
+    """Return what writes a table as Parquet."""
     try:
         arrow, parquet = map(import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError as error:
@@ -393,9 +389,6 @@ def _written(path: Path, write: Write) -> int:
 
     Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
     killed leaves the `.part`, which the next one clears.
-
-    Raises:
-        OutputError: It cannot be written.
     """
     part = path.with_name(path.name + _SUFFIX)
     with _reported(path), locked(part) as descriptor:

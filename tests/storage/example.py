@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock
+from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock, ScatterBlock
 from gradscope.storage import ChainPlan, FilePlan, GradientFile, Rows, open_file, open_writer
 
 N, BATCH = 100, 16
@@ -101,6 +101,25 @@ def write(
             {name: {"mean_gradient_norm": 0.5 + len(name)} for name in plan.parameters},
             {"1": states.get("chain:1", {})},
         )
+
+
+def write_block(
+    path: Path,
+    plan: FilePlan,
+    block: Block,
+    batch: int = BATCH,
+    stop_at: int | None = None,
+    **more: Any,
+) -> None:
+    """Write the rows of one block, or stop after some of them."""
+    plan = replace(plan, n=block.n, parameters={"w": block.shape}, chains=PLAN.chains[:1])
+    with open_writer(path, plan, **more) as writer:
+        for start in range(writer.completed, stop_at or block.n, batch):
+            stop = min(start + batch, stop_at or block.n)
+            made = Gradients({"w": block.select(slice(start, stop))})
+            writer.append(replace(rows(start, stop, made), chains=(made,)))
+        if stop_at is None:
+            writer.finish({}, {})
 
 
 def contents(file: GradientFile) -> dict[str, Any]:

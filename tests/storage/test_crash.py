@@ -1,11 +1,9 @@
 """Kills, full disks, and stops at the worst moments: nothing complete is lost or changed."""
 
-import errno
-import itertools
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,88 @@ import numpy as np
 import pytest
 
 from gradscope.blocks import DenseBlock, Gradients
+from gradscope.config import parse_compression
 from gradscope.errors import OutputError
-from gradscope.storage import Writer, open_file, open_writer
 from gradscope.storage.format.layout import ChunkOffsets, datasets
-from tests.storage.example import BATCH, DATA, PLAN, N, gradients, load, names, rows, same, write
+from gradscope.storage.write import journal
+from tests.storage import example
+from tests.storage.disk import BROKEN, FULL, Disk, Stopped, operations
+from tests.storage.example import BATCH, PLAN, gradients, load, names, same, with_layout
+
+
+@pytest.fixture(autouse=True)
+def _commits_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "COMMIT_SHARE", 0)
+
+
+def _changing(start: int, stop: int) -> Gradients:
+    """Return blocks that change their structure on the way."""
+    found = gradients(start, stop)
+    return found if start < 50 else found.map(lambda block: DenseBlock(block.dense()))
+
+
+GZIP = parse_compression("gzip:1")
+KINDS: dict[str, tuple[Any, ...]] = {
+    "plain": (PLAN,),
+    "compressed": (with_layout("dense", compression=GZIP),),
+    "laid out anew": (PLAN, 25, _changing),
+    "laid out anew, compressed": (with_layout("auto", compression=GZIP), 25, _changing),
+}
+
+
+@pytest.fixture(params=KINDS)
+def write(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return what writes a whole run of some kind."""
+    return lambda path, **more: example.write(path, *KINDS[request.param], **more)
+
+
+def test_a_stop_at_any_moment_loses_nothing(tmp_path: Path, write: Callable[..., None]) -> None:
+    with Disk(tmp_path).inserted() as disk:
+        write(tmp_path / "whole.h5")
+    wanted, found = (tmp_path / "whole.h5").read_bytes(), []
+    for k in operations(len(disk.seen), 8):
+        path = tmp_path / str(k) / "o.h5"
+        path.parent.mkdir()
+        with pytest.raises(Stopped), Disk(path.parent, k).inserted():
+            write(path)
+        found.append(path.exists())
+        write(path, resume=True)
+        assert path.read_bytes() == wanted, disk.seen[k]
+        assert names(path.parent) == ["o.h5"]
+    assert not all(found)
+
+
+@pytest.mark.parametrize("number", [FULL, BROKEN])
+def test_a_disk_that_fails_is_told_of_once(
+    tmp_path: Path, write: Callable[..., None], number: int
+) -> None:
+    """Also where what is unfinished cannot be removed any more; HDF5 is not told of it at all."""
+    with Disk(tmp_path).inserted() as disk:
+        write(tmp_path / "whole.h5")
+    wanted = load(tmp_path / "whole.h5")
+    for k in operations(len(disk.seen), 8):
+        path = tmp_path / str(k) / "o.h5"
+        path.parent.mkdir()
+        with Disk(path.parent, k, number, once=k % 2 == 0).inserted():
+            try:
+                write(path)
+            except OutputError as error:
+                said = "disk is full" if number == FULL else "Input/output error"
+                assert said in str(error) and "o.h5" in str(error) and error.remedy
+            else:
+                assert k % 2 == 0 and disk.seen[k] in ("stat", "unlink", "fstat")
+        write(path, resume=True)
+        assert same(load(path), wanted), disk.seen[k]
+        assert names(path.parent) == ["o.h5"]
 
 
 @pytest.mark.parametrize("size", [BATCH, 7])
 def test_only_whole_chunks_of_complete_rows_are_needed(tmp_path: Path, size: int) -> None:
     """A kill may leave anything in the other chunks, and in the structure."""
-    write(tmp_path / "whole.h5")
+    example.write(tmp_path / "whole.h5")
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "o.h5", stop_at=32)
+        example.write(tmp_path / "o.h5", stop_at=32)
     part = tmp_path / "o.h5.part"
     data, kept = part.read_bytes(), []
     with h5py.File(part, "r", locking=False) as file:
@@ -44,61 +112,12 @@ def test_only_whole_chunks_of_complete_rows_are_needed(tmp_path: Path, size: int
         spoilt[start : start + length] = data[start : start + length]
     assert len(kept) > 5
     part.write_bytes(spoilt + b"more")
-    write(tmp_path / "o.h5", size=size, resume=True)
+    example.write(tmp_path / "o.h5", size=size, resume=True)
     found, wanted = load(tmp_path / "o.h5"), load(tmp_path / "whole.h5")
     if size == BATCH:
         assert same(found, wanted)
     for key in ("chains/0/w", "chains/0/emb", "chains/0/scale", "samples/loss"):
         np.testing.assert_array_equal(found[key], wanted[key])
-
-
-class _StoppedError(Exception):
-    """In place of a kill: nothing of ours runs afterwards."""
-
-
-@pytest.mark.parametrize(
-    "step",
-    ["create_results", "attach_scales", "write_seal", "_verify"],
-)
-@pytest.mark.parametrize("cleanly", [True, False])
-def test_a_stop_while_finishing_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, cleanly: bool
-) -> None:
-    write(tmp_path / "whole.h5")
-    with monkeypatch.context() as patch:
-        if not cleanly:
-            _commit_always(patch)
-            patch.setattr(Writer, "close", lambda writer: writer._target.close())
-        patch.setattr(f"gradscope.storage.write.finish.{step}", _raise)
-        with pytest.raises(_StoppedError):
-            write(tmp_path / "o.h5")
-    with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
-        assert writer.completed == N
-    write(tmp_path / "o.h5", resume=True)
-    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
-    assert names(tmp_path) == ["o.h5", "whole.h5"]
-
-
-def _raise(*_: object, **__: object) -> None:
-    raise _StoppedError
-
-
-def _commit_always(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", 0.0)
-    patch.setattr("gradscope.storage.write.journal.COMMIT_SHARE", 0)
-
-
-def test_a_stop_after_a_change_of_layout(tmp_path: Path) -> None:
-    def make(start: int, stop: int) -> Gradients:
-        found = gradients(start, stop)
-        return found if start < 32 else found.map(lambda block: DenseBlock(block.dense()))
-
-    write(tmp_path / "whole.h5", make=make)
-    for stop_at in (32, 48):
-        with pytest.raises(KeyboardInterrupt):
-            write(tmp_path / "o.h5", make=make, stop_at=stop_at, resume=True)
-    write(tmp_path / "o.h5", make=make, resume=True)
-    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
 
 
 _KILLS = """
@@ -138,7 +157,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
         found = gradients(start, stop)
         return found if start < 60 else found.map(lambda block: DenseBlock(block.dense()))
 
-    write(tmp_path / "whole.h5", size=4, make=make)
+    example.write(tmp_path / "whole.h5", size=4, make=make)
     command = [sys.executable, "-c", _KILLS, str(tmp_path / "o.h5"), "7"]
     kills = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert kills >= 2
@@ -146,90 +165,13 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     assert names(tmp_path) == ["o.h5", "whole.h5"]
 
 
-_FULL = """
-import os, resource, signal, sys
-from pathlib import Path
-from gradscope.errors import OutputError
-from gradscope.storage import open_writer
-from gradscope.storage.write import journal as module
-from tests.storage.example import PLAN, batches, rows, write
-
-module.COMMIT_SECONDS, module.COMMIT_SHARE = 0.0, 0
-path, at = Path(sys.argv[1]), sys.argv[2]
-
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-try:
-    if at == "start":
-        limit(20_000)
-        write(path)
-    else:
-        with open_writer(path, PLAN) as writer:
-            for start, stop in batches():
-                if start == 48:
-                    limit(1000)
-                writer.append(rows(start, stop), {})
-except OutputError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("at", ["start", "middle"])
-def test_a_full_disk(tmp_path: Path, at: str) -> None:
-    """A limit on the file's size stands for a full disk: the writes fail in the same places."""
-    command = [sys.executable, "-c", _FULL, str(tmp_path / "o.h5"), at]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "the disk is full" in found.stdout and "--resume" in found.stdout
-    if at == "start":
-        assert names(tmp_path) == []
-        return
-    with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
-        assert writer.completed == 48
-        for start in range(48, N, BATCH):
-            writer.append(rows(start, min(start + BATCH, N)), {})
-        writer.finish({}, {})
-    with open_file(tmp_path / "o.h5") as file:
-        np.testing.assert_array_equal(file.chains[0]["w"][...], DATA["w"].numpy())
-
-
 def test_too_little_space_is_known_with_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "shutil.disk_usage",
-        lambda _: type("Usage", (), {"free": 100}),
-    )
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
     with pytest.raises(OutputError, match="more bytes, the disk has 100"):
-        write(tmp_path / "o.h5")
+        example.write(tmp_path / "o.h5")
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize(
-    "call", ["preadv", "pwrite", "unlink", "stat", "fstat", "ftruncate", "fsync"]
-)
-def test_a_disk_that_died_is_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
-) -> None:
-    """Also where what is unfinished cannot be removed any more."""
-    plain: Any = getattr(os, call)
-
-    def dead(place: Any, *rest: Any, **options: Any) -> Any:
-        if isinstance(place, int) or Path(place).parent == tmp_path:
-            raise OSError(number, os.strerror(number), place)
-        return plain(place, *rest, **options)
-
-    monkeypatch.setattr(os, call, dead)
-    if call == "unlink":
-        monkeypatch.setattr(os, "pwrite", dead)
-    with pytest.raises(OutputError, match=r"Input/output error|disk is full") as caught:
-        write(tmp_path / "o.h5")
-    assert "o.h5" in str(caught.value)
-    monkeypatch.undo()
-    write(tmp_path / "o.h5", resume=True)
-    write(tmp_path / "whole.h5")
-    assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
 
 
 def test_what_hdf5_cannot_read_of_an_unfinished_file_is_told(
@@ -237,21 +179,20 @@ def test_what_hdf5_cannot_read_of_an_unfinished_file_is_told(
 ) -> None:
     """It becomes an error of any kind: here a KeyError."""
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "o.h5", stop_at=32)
+        example.write(tmp_path / "o.h5", stop_at=32)
 
     def unreadable(file: h5py.File) -> None:
         file["chains/9"]
 
     monkeypatch.setattr("gradscope.storage.write.writer.Regions.of", unreadable)
     with pytest.raises(OutputError, match="writing failed"):
-        write(tmp_path / "o.h5", resume=True)
+        example.write(tmp_path / "o.h5", resume=True)
 
 
 def test_a_commit_is_durable_before_anything_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes, then the record of them, then its name: the folder is synced, too."""
-    _commit_always(monkeypatch)
     seen: list[str] = []
     sync, move = os.fsync, os.replace
 
@@ -266,33 +207,7 @@ def test_a_commit_is_durable_before_anything_follows(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", moved)
-    write(tmp_path / "o.h5")
+    example.write(tmp_path / "o.h5")
     name, folder = "o.h5.part", f"sync {tmp_path.name}"
     record = [f"sync {name}.progress.tmp", f"move {name}.progress", folder]
     assert seen == [f"sync {name}", *record] * 7 + [f"sync {name}", "move o.h5", folder]
-
-
-def test_hdf5_is_not_told_that_the_size_cannot_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An exception in its midst would be one that nobody can catch."""
-    plain, left = os.fstat, [0]
-
-    def failing(descriptor: int) -> os.stat_result:
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return plain(descriptor)
-
-    monkeypatch.setattr(os, "fstat", failing)
-    for k in itertools.count(1):
-        left[0] = k
-        with suppress(OutputError):
-            write(tmp_path / "o.h5", overwrite=True)
-        if left[0] > 0:  # it was not called so often
-            break
-        left[0] = 0
-        write(tmp_path / "o.h5", overwrite=True)
-    monkeypatch.undo()
-    assert k > 10
-    assert names(tmp_path) == ["o.h5"]

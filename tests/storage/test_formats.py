@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -10,9 +9,10 @@ import pytest
 import torch
 import xarray
 
-from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
-from gradscope.storage import open_file, open_writer
-from tests.storage.example import PLAN, N, rows, with_layout
+from gradscope.blocks import Block, DenseBlock, MappedBlock, OuterBlock, ScatterBlock
+from gradscope.config import parse_compression
+from gradscope.storage import open_file
+from tests.storage.example import N, with_layout, write_block
 
 BF16 = torch.bfloat16
 
@@ -29,22 +29,11 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(N, *shape, generator=generator)
 
 
-def _write(path: Path, plan: Any, block: Block, stop_at: int = N, **options: Any) -> None:
-    plan = replace(plan, parameters={"w": block.shape}, chains=PLAN.chains[:1])
-    with open_writer(path, plan, **options) as writer:
-        for start in range(writer.completed, stop_at, 16):
-            stop = min(start + 16, N)
-            made = Gradients({"w": block.select(slice(start, stop))})
-            writer.append(replace(rows(start, stop, made), chains=(made,)))
-        if stop_at == N:
-            writer.finish({}, {})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_bfloat16_takes_two_bytes_and_others_convert_it(tmp_path: Path, dtype: torch.dtype) -> None:
     values = _random(7, 5).to(dtype)
     wanted = _rounded(values.float().numpy())
-    _write(tmp_path / "o.h5", with_layout("dense", dtype=BF16), DenseBlock(values))
+    write_block(tmp_path / "o.h5", with_layout("dense", dtype=BF16), DenseBlock(values))
     with open_file(tmp_path / "o.h5") as file:
         array = file.chains[0]["w"]
         assert (array.dtype, array.shape) == (np.float32, (N, 7, 5))
@@ -61,7 +50,7 @@ def test_bfloat16_takes_two_bytes_and_others_convert_it(tmp_path: Path, dtype: t
 
 def test_bfloat16_infinity_and_nan_stay(tmp_path: Path) -> None:
     values = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1e-40]).expand(N, 5)
-    _write(tmp_path / "o.h5", with_layout("dense", dtype=BF16), DenseBlock(values.to(BF16)))
+    write_block(tmp_path / "o.h5", with_layout("dense", dtype=BF16), DenseBlock(values.to(BF16)))
     with open_file(tmp_path / "o.h5") as file:
         found = file.chains[0]["w"][5]
     np.testing.assert_array_equal(found, values[0].to(BF16).float().numpy())
@@ -75,7 +64,7 @@ def test_half_precision_rows_from_factors_are_rounded_once(
     """Factors in bfloat16 take two bytes a number, others four."""
     stored = BF16 if dtype == torch.float32 else dtype
     left, right = _random(1, 1, 40).to(dtype), _random(1, 1, 30).to(dtype)
-    _write(
+    write_block(
         tmp_path / "o.h5", with_layout("factored", dtype=stored), OuterBlock(left, right, (40, 30))
     )
     product = left.double()[:, 0, 0, :, None] * right.double()[:, 0, 0, None, :]
@@ -97,7 +86,7 @@ def test_a_scatter_of_bfloat16(tmp_path: Path) -> None:
     index = torch.arange(N * 2).reshape(N, 2) % 50
     values = _random(2, 8).to(BF16)
     plan = with_layout("factored", dtype=BF16)
-    _write(tmp_path / "o.h5", plan, ScatterBlock(index, values, 50))
+    write_block(tmp_path / "o.h5", plan, ScatterBlock(index, values, 50))
     wanted = np.zeros((N, 50, 8), np.float32)
     for i in range(N):
         np.add.at(wanted[i], index[i].numpy(), values[i].float().numpy())
@@ -108,15 +97,18 @@ def test_a_scatter_of_bfloat16(tmp_path: Path) -> None:
 LARGE = torch.tensor([1.0, 65504.0, 65519.0, 65520.0, -1e30, torch.inf, torch.nan, 7e4])
 
 
-@pytest.mark.parametrize("computed", [False, True])
-def test_numbers_too_large_are_counted(tmp_path: Path, computed: bool) -> None:
+@pytest.mark.parametrize(
+    ("computed", "text"), [(False, None), (True, None), (False, "gzip"), (True, "zstd")]
+)
+def test_numbers_too_large_are_counted(tmp_path: Path, computed: bool, text: str | None) -> None:
     """Three of eight numbers a row are finite in float32, and infinite in float16."""
     block: Block = DenseBlock(LARGE.repeat(N, 1))
     if computed:
         block = MappedBlock(block, torch.clone)
     plan = with_layout("dense", dtype=torch.float16)
-    _write(tmp_path / "o.h5", plan, block, stop_at=48)
-    _write(tmp_path / "o.h5", plan, block, resume=True)
+    plan = replace(plan, compression=None if text is None else parse_compression(text))
+    write_block(tmp_path / "o.h5", plan, block, stop_at=48)
+    write_block(tmp_path / "o.h5", plan, block, resume=True)
     with open_file(tmp_path / "o.h5") as file:
         array = file.chains[0]["w"]
         assert array.overflowed == 3 * N
@@ -131,7 +123,7 @@ def test_products_too_large_are_counted(tmp_path: Path) -> None:
     left = torch.tensor([1.0, 300.0]).half().expand(N, 1, 1, 2)
     right = torch.tensor([2.0, 100.0, 300.0]).half().expand(N, 1, 1, 3)
     plan = with_layout("dense", dtype=torch.float16)
-    _write(tmp_path / "o.h5", plan, OuterBlock(left, right, (2, 3)))
+    write_block(tmp_path / "o.h5", plan, OuterBlock(left, right, (2, 3)))
     with open_file(tmp_path / "o.h5") as file:
         array = file.chains[0]["w"]
         assert array.overflowed == N
@@ -139,7 +131,7 @@ def test_products_too_large_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_fits_has_no_such_attribute(tmp_path: Path) -> None:
-    _write(
+    write_block(
         tmp_path / "o.h5", with_layout("dense", dtype=torch.float64), DenseBlock(LARGE.repeat(N, 1))
     )
     with h5py.File(tmp_path / "o.h5") as plain:

@@ -12,25 +12,15 @@ import pytest
 import torch
 
 from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock
+from gradscope.config import parse_compression
 from gradscope.errors import OutputError
 from gradscope.storage import open_file, open_writer
-from tests.storage.example import BATCH, PLAN, N, load, rows, same, with_layout, write
+from tests.storage.example import BATCH, PLAN, N, load, rows, same, with_layout, write, write_block
 
 
 def _random(n: int, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(6)
     return torch.randn(n, *shape, generator=generator)
-
-
-def _write(path: Path, block: Block, batch: int, stop_at: int | None = None, **more: Any) -> None:
-    plan = with_layout("dense", n=block.n, parameters={"w": block.shape}, chains=PLAN.chains[:1])
-    with open_writer(path, plan, **more) as writer:
-        for start in range(writer.completed, stop_at or block.n, batch):
-            stop = min(start + batch, stop_at or block.n)
-            made = Gradients({"w": block.select(slice(start, stop))})
-            writer.append(replace(rows(start, stop, made), chains=(made,)))
-        if stop_at is None:
-            writer.finish({}, {})
 
 
 @pytest.mark.parametrize(
@@ -46,27 +36,30 @@ def _write(path: Path, block: Block, batch: int, stop_at: int | None = None, **m
         (9, (1, 1, 5), 4),
     ],
 )
-@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize(
+    ("computed", "text"), [(False, None), (True, None), (False, "gzip:1"), (True, "gzip:1")]
+)
 def test_rows_of_any_shape(
-    tmp_path: Path, n: int, shape: tuple[int, ...], batch: int, computed: bool
+    tmp_path: Path, n: int, shape: tuple[int, ...], batch: int, computed: bool, text: str | None
 ) -> None:
     values = _random(n, *shape)
     block: Block = MappedBlock(DenseBlock(values), torch.clone) if computed else DenseBlock(values)
-    _write(tmp_path / "o.h5", block, batch)
+    plan = with_layout("dense", compression=None if text is None else parse_compression(text))
+    write_block(tmp_path / "o.h5", plan, block, batch)
     with h5py.File(tmp_path / "o.h5") as file:  # HDF5 verifies every checksum
         np.testing.assert_array_equal(file["chains/0/w"][...], values.numpy())
         assert np.prod(file["chains/0/w"].chunks) * 4 <= 2**20
     stop = n // 2 // batch * batch
     if stop:
-        _write(tmp_path / "r.h5", block, batch, stop_at=stop)
-        _write(tmp_path / "r.h5", block, batch, resume=True)
+        write_block(tmp_path / "r.h5", plan, block, batch, stop_at=stop)
+        write_block(tmp_path / "r.h5", plan, block, batch, resume=True)
         assert same(load(tmp_path / "r.h5"), load(tmp_path / "o.h5"))
 
 
 def test_rows_that_are_scattered_in_memory(tmp_path: Path) -> None:
     values = _random(6, 40, 30).mT
     assert not values.is_contiguous()
-    _write(tmp_path / "o.h5", DenseBlock(values), 4)
+    write_block(tmp_path / "o.h5", with_layout("dense"), DenseBlock(values), 4)
     with open_file(tmp_path / "o.h5") as file:
         np.testing.assert_array_equal(file.chains[0]["w"][...], values.numpy())
 
@@ -93,8 +86,9 @@ def test_the_operating_system_may_take_and_give_less_at_a_time(
 
 @pytest.mark.parametrize("at", [0, 32])
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("text", [None, "gzip:1"])
 def test_a_batch_that_failed_halfway_can_be_written_again(
-    tmp_path: Path, at: int, kind: type[BaseException]
+    tmp_path: Path, at: int, kind: type[BaseException], text: str | None
 ) -> None:
     """For instance in smaller parts, when memory ran out."""
     write(tmp_path / "whole.h5")
@@ -106,7 +100,8 @@ def test_a_batch_that_failed_halfway_can_be_written_again(
             raise kind("out of memory")
         return values
 
-    plan = replace(PLAN, chains=PLAN.chains[:1])
+    compression = None if text is None else parse_compression(text)
+    plan = replace(PLAN, chains=PLAN.chains[:1], compression=compression)
     with open_writer(tmp_path / "o.h5", plan) as writer:
         for start in range(0, N, BATCH):
             part = rows(start, min(start + BATCH, N))

@@ -64,11 +64,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _reserve(descriptor: int) -> None:
-    """Have the disk keep space for all of a file, where it can: holes read as zeros as before.
-
-    Raises:
-        OSError: There is not enough space.
-    """
+    """Have the disk keep space for all of a file, where it can: holes read as zeros as before."""
     call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     size = os.fstat(descriptor).st_size
     if call is None or not size or call(descriptor, 0, 0, size) == 0:
@@ -79,12 +75,7 @@ def _reserve(descriptor: int) -> None:
 
 
 def secure_space(part: Path, descriptor: int) -> None:
-    """Refuse a file that is laid out but will not fit on its disk; take the space where that works.
-
-    Raises:
-        OutputError: The disk has less space than the file still needs.
-        OSError: The same, said by the system.
-    """
+    """Refuse a laid out file that will not fit on its disk; take the space where that works."""
     status = part.stat()
     missing = status.st_size - 512 * getattr(status, "st_blocks", 0)
     free = shutil.disk_usage(part.parent).free
@@ -99,11 +90,7 @@ def secure_space(part: Path, descriptor: int) -> None:
 
 @contextmanager
 def locked(part: Path) -> Iterator[int]:
-    """Open a `.part` for this process alone, and yield its descriptor.
-
-    Raises:
-        OutputError: Another process is writing it.
-    """
+    """Open a `.part` for this process alone, and yield its descriptor."""
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _lock(descriptor, part)
@@ -155,10 +142,6 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
     """Turn what is raised while `path` is written into an `OutputError` with its remedy.
 
     A signal that arrives meanwhile is handled afterwards.
-
-    Args:
-        path: The file.
-        again: Raise a shortage of memory as it is: the caller tries again with smaller parts.
     """
     try:
         with deferred():
@@ -213,15 +196,7 @@ def reading(where: str) -> Iterator[None]:
 
 
 def require_place(path: Path, suffix: str = "") -> None:
-    """Refuse a file whose folder is not there, or whose name is too long for it.
-
-    Args:
-        path: The file.
-        suffix: What is put behind its name while it is written.
-
-    Raises:
-        OutputError: It cannot be there.
-    """
+    """Refuse a file whose folder is not there, or whose name is too long for it."""
     folder = path.absolute().parent
     if not os.path.isdir(folder):  # noqa: PTH112 (which raises where a name is too long)
         raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, ConvolutionBlock, OuterBlock, ScatterBlock
+from gradscope.blocks import Block
 from gradscope.config import Compression
 from gradscope.storage.format.layout import (
     KINDS,
@@ -84,15 +84,16 @@ def form_of(block: Block, plan: FilePlan) -> Form:
     """Return in what form a parameter's rows will be stored, by the first batch's block."""
     dtype = stored_dtype(block.dtype, plan.dtype)
     dense = Form(block.shape, dtype, compression=plan.compression)
-    found = None if plan.layout == "dense" else factors_of(block)  # patches need not be made
+    found = None if plan.layout == "dense" else block.factors()  # patches need not be made
     if found is None:
         return dense
-    kind, factors = found
-    stored = {k: (tuple(f.shape[1:]), _factor_dtype(f, plan.dtype)) for k, f in factors.items()}
+    stored = {
+        k: (tuple(f.shape[1:]), _factor_dtype(f, plan.dtype)) for k, f in found.tensors.items()
+    }
     size = sum(prod(shape) * kept.itemsize for shape, kept in stored.values())
     if plan.layout == "auto" and size >= prod(block.shape) * dtype.itemsize:
         return dense
-    return replace(dense, kind=kind, factors=stored)
+    return replace(dense, kind=found.kind, factors=stored)
 
 
 def stored_form(item: h5py.HLObject) -> Form:
@@ -109,17 +110,6 @@ def stored_form(item: h5py.HLObject) -> Form:
         factors={k: (tuple(item[k].shape[1:]), format_of(item[k])) for k in KINDS[kind]},
         compression=compression_of(item[KINDS[kind][0]]),
     )
-
-
-def factors_of(block: Block) -> tuple[str, dict[str, Tensor]] | None:
-    """Return the kind and the factors (n, ...) of a block that has some, else None."""
-    if isinstance(block, ConvolutionBlock):
-        block = block.outer
-    if isinstance(block, OuterBlock):
-        return "outer", {"left": block.left, "right": block.right}
-    if isinstance(block, ScatterBlock):
-        return "scatter", {"index": block.index, "rows": block.rows}
-    return None
 
 
 def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:

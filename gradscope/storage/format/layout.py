@@ -119,11 +119,7 @@ def split(shape: Shape, itemsize: int) -> Shape:
 
 
 def require_compression(compression: Compression | None) -> None:
-    """Check that a compression can be had here.
-
-    Raises:
-        SpecError: It needs a library that is not installed.
-    """
+    """Check that a compression can be had here."""
     if compression is not None and compression.name != "gzip":
         _plugin(SpecError, f"the compression {compression.name}")
 
@@ -150,11 +146,7 @@ def is_compressed(filters: Filters) -> bool:
 
 
 def is_known(filters: Filters, name: str) -> bool:
-    """Whether the data set `name` has no other filters than these, in this order, checksum last.
-
-    Raises:
-        ResultFileError: They are known, but not to be had here.
-    """
+    """Whether the data set `name` has no other filters than these, in this order, checksum last."""
     codes = [code for code, _ in filters]
     first = [code for code in codes[:-1] if code != h5py.h5z.FILTER_SHUFFLE]
     is_checked = codes[-1:] == [h5py.h5z.FILTER_FLETCHER32]
@@ -219,11 +211,7 @@ class ChunkOffsets:
 
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> "ChunkOffsets":
-        """Return where a data set lies.
-
-        Raises:
-            ResultFileError: Its chunks are not one for each place of the grid, with its checksum.
-        """
+        """Return where a data set lies."""
         plist, item = dataset.id.get_create_plist(), dataset.id.get_type().get_size()
         layout, shape = plist.get_layout(), dataset.shape
         if layout == h5py.h5d.VIRTUAL:

@@ -36,11 +36,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def named(name: str) -> torch.dtype:
-    """Return the format of that name.
-
-    Raises:
-        ResultFileError: There is none.
-    """
+    """Return the format of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ResultFileError(

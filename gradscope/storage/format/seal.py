@@ -97,11 +97,7 @@ def seal_of(path: Path) -> Seal | None:
 
 
 def damaged(descriptor: int, table: np.ndarray) -> np.ndarray:
-    """Return the offsets (k,) of those chunks in `table` (m, 3) whose bytes are not as they were.
-
-    Raises:
-        OSError: They cannot be read.
-    """
+    """Return the offsets (k,) of those chunks in `table` (m, 3) whose bytes have changed."""
     cuts = np.flatnonzero(np.diff(np.cumsum(table[:, 1]) // _RUN)) + 1
     runs = np.split(table, cuts)
     if len(runs) < 2:

@@ -26,7 +26,7 @@ from gradscope.storage.format.layout import SOURCES, Shape
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.merge.parts import Part, Parts
 from gradscope.storage.plan import FilePlan, States, to_json
-from gradscope.storage.read.arrays import StoredStates, column, dense_rows
+from gradscope.storage.read.arrays import column, dense_rows, stored_states
 from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.opening import Opened, opened_again
 from gradscope.storage.write.create import create_columns, describe_run
@@ -86,11 +86,7 @@ class Joiner:
         self._done = False
 
     def lay_out(self, plan: FilePlan, batch: int) -> None:
-        """Create all groups and data sets with a sample axis.
-
-        Raises:
-            OutputError: They cannot be written, or there is not enough space.
-        """
+        """Create all groups and data sets with a sample axis."""
         with writing(self._paths.final):
             os.ftruncate(self._descriptor, 0)
             with self._target.editing() as file:
@@ -104,12 +100,7 @@ class Joiner:
             secure_space(self._paths.part, self._descriptor)
 
     def add(self, part: Part) -> Owned:
-        """Copy the rows of the next part, and return its reducers' states.
-
-        Raises:
-            ResultFileError: It is damaged, has changed meanwhile or has no states.
-            OutputError: It cannot be copied.
-        """
+        """Copy the rows of the next part, and return its reducers' states."""
         assert self._regions is not None  # it is laid out
         with opened_again(part.path, part.seal) as source:
             index = column(source.file["samples/index"], source.checks)
@@ -135,11 +126,7 @@ class Joiner:
         states: States,
         look: Look | None = None,
     ) -> None:
-        """Complete the file, as `Writer.finish` does.
-
-        Raises:
-            OutputError: It cannot be completed.
-        """
+        """Complete the file, as `Writer.finish` does."""
         assert self._regions is not None  # it is laid out
         ending = Ending(results, certificate, norm_attributes, states, look)
         with writing(self._paths.final):
@@ -193,11 +180,7 @@ def _copied(
 
 
 def _states(source: Opened, part: Part) -> Owned:
-    """Read the reducers' states.
-
-    Raises:
-        ResultFileError: They are damaged, or were not kept.
-    """
+    """Read the reducers' states."""
     file, checks = source.file, source.checks
     kept = file.get("states", {})
     if not kept and bool(np.any(column(file["samples/finite"], checks))):
@@ -207,17 +190,13 @@ def _states(source: Opened, part: Part) -> Owned:
             remedy="Compute it as a shard: --shard I/N.",
         )
     return {
-        owner: {key: torch.from_numpy(v) for key, v in StoredStates(state, checks).items()}
+        owner: {key: torch.from_numpy(v) for key, v in stored_states(state, checks).items()}
         for owner, state in kept.items()
     }
 
 
 def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
-    """Check that the final file of some parts may be written.
-
-    Raises:
-        OutputError: It is there already, or one of the parts.
-    """
+    """Check that the final file of some parts may be written."""
     require_place(path, LONGEST)
     with writing(path):
         is_there = path.exists()
@@ -253,9 +232,6 @@ def _create_virtual(file: h5py.File, parts: Parts, folder: Path) -> None:
     Other programs read them through HDF5, which looks for the files beside the virtual one and
     reads what is missing as the fill value: NaN here, and -1 for indices. gradscope never does.
     `folder` is that of the file, which the parts' paths are relative to.
-
-    Raises:
-        RefusedError: A column's rows lie in another form in some files than in others.
     """
     if parts.uneven:
         raise RefusedError(

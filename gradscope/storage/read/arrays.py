@@ -2,21 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from math import prod
 from types import EllipsisType
+from typing import TypeVar
 
 import h5py
 import numpy as np
 import torch
 
-from gradscope.blocks import Block, OuterBlock, ScatterBlock
+from gradscope.blocks import from_factors
 from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS
 from gradscope.storage.format.numbers import as_numpy, named, numpy_dtype, unescape
 from gradscope.storage.read.checks import REMEDY, Checks
 
+T = TypeVar("T")
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
 
 
@@ -61,12 +64,7 @@ class StoredArray:
         return self.shape[0]
 
     def __getitem__(self, rows: Selection) -> np.ndarray:
-        """Return the entries `rows` of the first axis: all the others are whole.
-
-        Raises:
-            ResultFileError: The data are damaged.
-            IndexError: A row does not exist.
-        """
+        """Return the entries `rows` of the first axis: all the others are whole."""
         if not self.shape:
             with reading(self._where):
                 return self._checks.whole(self._item)
@@ -109,62 +107,18 @@ class StoredArray:
         return f"<StoredArray {self.name!r} {self.shape} {self.dtype} {self.representation}>"
 
 
-Make = Callable[[str, h5py.HLObject, Checks], StoredArray]
-
-
-class ArraysByName(Mapping[str, StoredArray]):
-    """Arrays of a group by parameter name, in the model's order."""
+class Lazy(Mapping[str, T]):
+    """{name: value}, each read when it is asked for, once where it is `kept`."""
 
     def __init__(
-        self, group: h5py.Group, checks: Checks, order: list[str], make: Make = StoredArray
+        self, names: Iterable[str], read: Callable[[str], T], *, kept: bool = False
     ) -> None:
-        found = {unescape(name): name for name in group}
-        known = set(order)
-        names = [*(n for n in order if n in found), *(n for n in found if n not in known)]
-        self._make, self._group, self._checks = make, group, checks
-        self._keys = {name: found[name] for name in names}
-        self._arrays: dict[str, StoredArray] = {}
+        self._names, self._read = dict.fromkeys(names), cache(read) if kept else read
 
-    def __getitem__(self, name: str) -> StoredArray:
-        key = self._keys[name]
-        if name not in self._arrays:
-            with reading(f"{self._group.file.filename}: {self._group.name}"):
-                self._arrays[name] = self._make(name, self._group[key], self._checks)
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-class StoredChain(ArraysByName):
-    """One chain: {name: StoredArray}.
-
-    Attributes:
-        text: The chain's canonical spelling.
-        reduced: Whether its arrays are aggregates rather than rows.
-    """
-
-    def __init__(
-        self, group: h5py.Group, checks: Checks, order: list[str], make: Make = StoredArray
-    ) -> None:
-        super().__init__(group, checks, order, make)
-        self.text = str(group.attrs["chain"])
-        self.reduced = bool(group.attrs["reduced"])
-
-
-class Norms(Mapping[str, np.ndarray]):
-    """{parameter: (N,)}, each read and checked when asked for."""
-
-    def __init__(self, group: h5py.Group, checks: Checks, order: list[str]) -> None:
-        self._checks = checks
-        self._group, self._keys = group, {unescape(name): name for name in group}
-        self._names = [n for n in order if n in self._keys]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return column(self._group[self._keys[name]], self._checks)
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -173,46 +127,60 @@ class Norms(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-class StoredStates(Mapping[str, np.ndarray]):
-    """The state of one reducer: {key: tensor}, each read when asked for.
+class StoredChain(Lazy[StoredArray]):
+    """One chain: {name: StoredArray}, in the model's order.
 
-    Raises:
-        ResultFileError: The list of its keys is none.
+    Attributes:
+        text: The chain's canonical spelling.
+        reduced: Whether its arrays are aggregates rather than rows.
     """
 
-    def __init__(self, group: h5py.Group, checks: Checks) -> None:
-        self._group, self._checks = group, checks
-        self._places: dict[str, tuple[str, int | None, tuple[int, ...]]] = {
-            unescape(name): (name, None, ())
-            for name in group  # as in the first version
-        }
-        if KEYS in group.attrs:
-            self._places, ends = {}, dict.fromkeys(group, 0)
-            for key, name, shape in json.loads(group.attrs[KEYS]):
-                self._places[key] = name, ends[name], tuple(shape)
-                ends[name] += prod(shape)
+    def __init__(
+        self,
+        group: h5py.Group,
+        checks: Checks,
+        order: list[str],
+        make: Callable[[str, h5py.HLObject, Checks], StoredArray] = StoredArray,
+    ) -> None:
+        self.text = str(group.attrs["chain"])
+        self.reduced = bool(group.attrs["reduced"])
+        found = {unescape(name): name for name in group}
 
-    def __getitem__(self, key: str) -> np.ndarray:
-        name, start, shape = self._places[key]
-        with reading(f"{self._group.file.filename}: {self._group.name}"):
-            dataset = self._group[name]
-            if start is None:
-                return self._checks.whole(dataset)
-            return self._checks.rows(dataset, start, start + prod(shape)).reshape(shape)
+        def read(name: str) -> StoredArray:
+            with reading(f"{group.file.filename}: {group.name}"):
+                return make(name, group[found[name]], checks)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        names = [name for name in dict.fromkeys([*order, *found]) if name in found]
+        super().__init__(names, read, kept=True)
 
-    def __len__(self) -> int:
-        return len(self._places)
+
+def norms(group: h5py.Group, checks: Checks, order: list[str]) -> Lazy[np.ndarray]:
+    """Return {parameter: (N,)}, each read and checked when asked for."""
+    found = {unescape(name): name for name in group}
+    return Lazy((n for n in order if n in found), lambda name: column(group[found[name]], checks))
+
+
+def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
+    """Return the state of one reducer, {key: tensor}."""
+    if KEYS not in group.attrs:  # as in the first version
+        found = {unescape(name): name for name in group}
+        return Lazy(found, lambda key: checks.whole(group[found[key]]))
+    places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+    ends = dict.fromkeys(group, 0)
+    for key, name, shape in json.loads(group.attrs[KEYS]):
+        places[key] = name, ends[name], tuple(shape)
+        ends[name] += prod(shape)
+
+    def read(key: str) -> np.ndarray:
+        name, start, shape = places[key]
+        with reading(f"{group.file.filename}: {group.name}"):
+            return checks.rows(group[name], start, start + prod(shape)).reshape(shape)
+
+    return Lazy(places, read)
 
 
 def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.ndarray:
-    """Return a column (N,) of a table; texts as text, or as stored without `decode`.
-
-    Raises:
-        ResultFileError: It is damaged.
-    """
+    """Return a column (N,) of a table; texts as text, or as stored without `decode`."""
     where = f"{dataset.file.filename}: {dataset.name}"
     with reading(where):
         values = checks.whole(dataset)
@@ -228,25 +196,20 @@ def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.
 
 
 def dense_rows(group: h5py.Group, rows: slice, checks: Checks) -> np.ndarray:
-    """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype.
-
-    Raises:
-        ResultFileError: The factors are damaged, or a scatter's index points outside its table.
-    """
+    """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype."""
     kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
-    read = (checks.rows(group[name], rows.start, rows.stop) for name in KINDS[kind])
-    first, second = (torch.from_numpy(factor) for factor in read)
-    block: Block
-    if kind == "outer":
-        block = OuterBlock(first, second, shape)
-    else:
-        if first.numel() and not 0 <= int(first.min()) <= int(first.max()) < shape[0]:
-            raise ResultFileError(
-                f"an index points outside the table of {shape[0]} rows",
-                where=f"{group.file.filename}: {group.name}",
-                remedy="The file is damaged; compute it again.",
-            )
-        block = ScatterBlock(first, second, shape[0])
+    factors = {
+        name: torch.from_numpy(checks.rows(group[name], rows.start, rows.stop))
+        for name in KINDS[kind]
+    }
+    index = factors.get("index", torch.zeros(0))
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[0]:
+        raise ResultFileError(
+            f"an index points outside the table of {shape[0]} rows",
+            where=f"{group.file.filename}: {group.name}",
+            remedy="The file is damaged; compute it again.",
+        )
+    block = from_factors(kind, factors, shape)
     return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
 
 

@@ -59,11 +59,7 @@ class Checks:
         self._known: dict[str, Known] = {}
 
     def rows(self, dataset: h5py.Dataset, start: int, stop: int) -> np.ndarray:
-        """Return rows start:stop (n, *shape); bfloat16 as float32.
-
-        Raises:
-            ResultFileError: They are not what was written.
-        """
+        """Return rows start:stop (n, *shape); bfloat16 as float32."""
         known, shape = self._known_of(dataset), (stop - start, *dataset.shape[1:])
         row = prod(shape[1:]) * dataset.id.get_type().get_size()
         if not known.direct:
@@ -76,22 +72,14 @@ class Checks:
         return as_numpy(torch.from_numpy(made).view(torch.bfloat16)) if halves else made
 
     def whole(self, dataset: h5py.Dataset) -> np.ndarray:
-        """Return all numbers, also of a data set without axes.
-
-        Raises:
-            ResultFileError: They are not what was written.
-        """
+        """Return all numbers, also of a data set without axes."""
         if dataset.shape:
             return self.rows(dataset, 0, dataset.shape[0])
         self._look(dataset, self._known_of(dataset), 0, 1)
         return np.asarray(dataset[()])
 
     def _known_of(self, dataset: h5py.Dataset) -> Known:
-        """Return where a data set lies, and its checksums.
-
-        Raises:
-            ResultFileError: The checksums are of other bytes.
-        """
+        """Return where a data set lies, and its checksums."""
         name = str(dataset.name)
         if name not in self._known:
             chunks = ChunkOffsets.of(dataset)

@@ -22,7 +22,7 @@ from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import SOURCES
 from gradscope.storage.format.numbers import escape, unescape
 from gradscope.storage.format.seal import seal_of
-from gradscope.storage.read.arrays import Norms, StoredArray, StoredChain, StoredStates, column
+from gradscope.storage.read.arrays import StoredArray, StoredChain, column, norms, stored_states
 from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 
@@ -63,22 +63,22 @@ class GradientFile:
         order = list(self.parameters)
         self.samples = {name: column(item, checks) for name, item in file["samples"].items()}
         self.n = len(self.samples["index"])
-        self.norms: Mapping[str, np.ndarray] = Norms(file["norms"], checks, order)
+        self.norms: Mapping[str, np.ndarray] = norms(file["norms"], checks, order)
         self.sources: Sources | None = None
         if SOURCES in texts:
             self.sources = _sources_of(self.attributes.pop(SOURCES), path.parent)
         self.chains = tuple(self._chain(k, order) for k in range(len(file["chains"])))
         kept = file.get("states", {})
         self.states: Mapping[str, Mapping[str, np.ndarray]] = {
-            owner: StoredStates(group, checks) for owner, group in kept.items()
+            owner: stored_states(group, checks) for owner, group in kept.items()
         }
 
     @cached_property
     def norm_attributes(self) -> dict[str, dict[str, float]]:
         """{parameter: {attribute: number}}."""
         with reading(str(self.path)):
-            norms = self.hdf5["norms"]
-            return {unescape(name): _number_attributes(norms[name]) for name in norms}
+            group = self.hdf5["norms"]
+            return {unescape(name): _number_attributes(group[name]) for name in group}
 
     def iterate(
         self, chain: int = 0, batch_size: int | None = None
@@ -189,11 +189,7 @@ class Source:
     stop: int
 
     def require_unchanged(self) -> None:
-        """Check that the file is there, and is the one that was merged.
-
-        Raises:
-            ResultFileError: It is missing or has changed.
-        """
+        """Check that the file is there, and is the one that was merged."""
         state = "is missing"
         if self.path.is_file():
             seal = seal_of(self.path)
@@ -216,11 +212,7 @@ class Sources:
         self._sound: set[int] = set()  # those that were opened before
 
     def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> np.ndarray:
-        """Return rows start:stop (n, *shape) of one parameter's array.
-
-        Raises:
-            ResultFileError: A source is missing, changed, damaged or of another kind.
-        """
+        """Return rows start:stop (n, *shape) of one parameter's array."""
         pieces = []
         for k, source in enumerate(self.files):
             first, last = max(start, source.start), min(stop, source.stop)
@@ -284,11 +276,7 @@ class VirtualArray(StoredArray):
 
 
 def _sources_of(text: str, folder: Path) -> Sources:
-    """Return the sources that a virtual file in `folder` names, each checked.
-
-    Raises:
-        ResultFileError: The list is not one, or a file is missing or has changed.
-    """
+    """Return the sources that a virtual file in `folder` names, each checked."""
     try:
         files = tuple(_source(record, folder) for record in json.loads(text))
     except (ValueError, KeyError, TypeError) as error:

@@ -67,12 +67,7 @@ class Opened:
 
 
 def opened(path: Path) -> Opened:
-    """Open a result file and check everything but its rows.
-
-    Raises:
-        ResultFileError: It is absent, unfinished, damaged, not a result file, newer than this
-            gradscope, or reaches outside itself.
-    """
+    """Open a result file and check everything but its rows."""
     try:
         with reading(str(path)):
             file, seal = _file(path)
@@ -86,11 +81,7 @@ def opened(path: Path) -> Opened:
 
 
 def opened_again(path: Path, digest: bytes) -> Opened:
-    """Open a file whose structure was checked when it had this seal.
-
-    Raises:
-        ResultFileError: It has changed, or cannot be read.
-    """
+    """Open a file whose structure was checked when it had this seal."""
     with reading(str(path)):
         seal = seal_of(path) if _is_file(path) else None
         if seal is None or not seal.intact or seal.digest != digest:
@@ -104,16 +95,12 @@ def opened_again(path: Path, digest: bytes) -> Opened:
 
 
 def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a JSON document among attributes.
-
-    Raises:
-        ResultFileError: It is none.
-    """
+    """Return a JSON document among attributes."""
     with suppress(ValueError):
         found = json.loads(texts.get(key, "{}"))
         if isinstance(found, dict):
             return found
-    raise ResultFileError(f"the attribute {key!r} is not a JSON document")
+    raise ResultFileError(f"the attribute {key!r} is not a JSON document", remedy=REMEDY)
 
 
 def _file(path: Path) -> tuple[h5py.File, Seal | None]:
@@ -310,11 +297,7 @@ class _Contents:
             _require(len(names) == len(paths), f"{group} names a parameter twice")
 
     def check(self) -> None:
-        """Check the tables, the chains and the states.
-
-        Raises:
-            ResultFileError: Something is missing, or is of another shape or type.
-        """
+        """Check the tables, the chains and the states."""
         items, inside = self._items, self._inside
         for name in (*TABLES, "chains"):
             found = items.get(f"/{name}")

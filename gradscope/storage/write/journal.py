@@ -128,11 +128,7 @@ class Entry:
 
     @classmethod
     def load(cls, path: Path) -> "Entry | None":
-        """Read a journal; None when there is none.
-
-        Raises:
-            OutputError: The file is damaged.
-        """
+        """Read a journal; None when there is none."""
         try:
             data = bytearray(path.read_bytes())  # arrays in it can be written to
         except FileNotFoundError:
@@ -243,11 +239,7 @@ class Journal:
 def recover(
     paths: Paths, descriptor: int, plan: FilePlan, *, overwrite: bool, resume: bool
 ) -> Entry | None:
-    """Bring the locked `.part` into the state to go on from; None: begin with an empty file.
-
-    Raises:
-        OutputError: An unfinished run is there and nothing was said about it, or it is another.
-    """
+    """Bring the locked `.part` into the state to go on from; None: begin with an empty file."""
     unfinished = os.fstat(descriptor).st_size > 0
     if unfinished and not (overwrite or resume):
         raise OutputError(
@@ -272,11 +264,7 @@ def recover(
 
 
 def require_not_there(paths: Paths, descriptor: int, *, overwrite: bool) -> None:
-    """Check, with the `.part` locked, that nobody has put the final file in its place meanwhile.
-
-    Raises:
-        OutputError: Another process has.
-    """
+    """Check, with the `.part` locked, that nobody has put the final file in its place meanwhile."""
     if overwrite or not paths.final.exists():
         return
     if os.fstat(descriptor).st_size == 0:
@@ -289,11 +277,7 @@ def require_not_there(paths: Paths, descriptor: int, *, overwrite: bool) -> None
 
 
 def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
-    """Check that what is complete in an unfinished file is as `records` (m, 3) say.
-
-    Raises:
-        OutputError: Something has changed.
-    """
+    """Check that what is complete in an unfinished file is as `records` (m, 3) say."""
     offsets = damaged(descriptor, records)
     if len(offsets):
         with h5py.File(part, "r", locking=False) as file:
@@ -307,11 +291,7 @@ def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
 
 
 def require_same(found: Any, wanted: Any, path: Path) -> None:
-    """Check that a file is of this run.
-
-    Raises:
-        OutputError: It is of another.
-    """
+    """Check that a file is of this run."""
     different = list(differences(found, wanted))
     if different:
         raise OutputError(

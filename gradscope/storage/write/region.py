@@ -4,7 +4,7 @@ Rows that do not fill a chunk yet are held back: on the disk a chunk is either m
 and what is held back is saved with the journal.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -14,9 +14,9 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from gradscope.blocks import Block, DenseBlock
+from gradscope.blocks import Block
 from gradscope.errors import OutputError
-from gradscope.storage.format.forms import DENSE, factors_of
+from gradscope.storage.format.forms import DENSE
 from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets, Shape, datasets
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
 from gradscope.storage.format.seal import NO_RECORDS
@@ -157,44 +157,39 @@ class Column:
 
     def fits(self, block: Block) -> bool:
         """Whether it can hold this block: of its shape, with factors of the same kind and sizes."""
-        if self.kind is None:
-            return block.shape == self.shape
-        found = factors_of(block)
-        if found is None or found[0] != self.kind or block.shape != self.shape:
+        found = block.factors() if self.kind and block.kind == self.kind else None
+        factors = {} if found is None else found.tensors
+        if block.shape != self.shape or (self.kind and found is None):
             return False
         return all(
             tuple(factor.shape[1:]) == self.regions[name].shape[1:]
             and factor.is_complex() == self.regions[name].dtype.is_complex
-            for name, factor in found[1].items()
+            for name, factor in factors.items()
         )
 
     def add(self, block: Block, target: Target) -> None:
-        """Write a block's rows."""
-        if self.kind is None:
-            for tile in self._tiles(block, self.regions[DENSE]):
-                self._add(self.regions[DENSE], tile, target)
+        """Write a block's rows: its factors, or tiles of dense rows unless they are in memory."""
+        if self.kind is not None:
+            found = block.factors()
+            assert found is not None  # it fits
+            for name, factor in found.tensors.items():
+                self._add(self.regions[name], factor, target)
             return
-        found = factors_of(block)
-        assert found is not None  # it fits
-        for name, factor in found[1].items():
-            self._add(self.regions[name], factor, target)
-
-    def _tiles(self, block: Block, region: Region) -> Iterator[Tensor]:
-        """Yield the dense rows (m, *shape); some at a time, unless they need no conversion."""
-        if isinstance(block, DenseBlock) and block.dtype == region.dtype:
-            yield block.values
+        region = self.regions[DENSE]
+        if block.held is not None and block.dtype == region.dtype:
+            region.add(block.held, target)
             return
-        if block.dtype in _HALVES and not isinstance(block, DenseBlock):
+        if block.dtype in _HALVES and block.held is None:
             block = block.to(torch.float32)  # rounded once, and what overflows is counted
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         step = max(1, PART_BYTES // row // region.together) * region.together
         for at in range(0, block.n, step):
             tile = block.select(slice(at, at + step))
-            if isinstance(tile, DenseBlock):
-                yield tile.values
-            else:
+            rows = tile.held
+            if rows is None:
                 out = self.scratch.take((tile.n, *tile.shape), tile.dtype, tile.device)
-                yield tile.dense(out)
+                rows = tile.dense(out)
+            self._add(region, rows, target)
 
     def _add(self, region: Region, values: Tensor, target: Target) -> None:
         """Write `values` in the stored format, having counted what is too large for it."""
@@ -285,12 +280,7 @@ class Regions:
         ]
 
     def add(self, rows: Rows, target: Target) -> None:
-        """Write one batch, and return when it is written.
-
-        Raises:
-            OutputError: It has other columns than the first batch.
-            OSError: It cannot be written.
-        """
+        """Write one batch, and return when it is written."""
         for table, columns in zip(self.tables, (rows.samples, rows.norms), strict=True):
             if set(table) != set(columns):
                 raise OutputError(

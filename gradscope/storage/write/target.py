@@ -11,7 +11,6 @@ compressed go through HDF5's filters, and the structure changes with every one o
 """
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -27,11 +26,7 @@ from gradscope.storage.format.files import read_into, write
 from gradscope.storage.format.layout import CHECKSUM_BYTES
 
 _HOLE = 4096  # shorter runs of zeros are written
-_ROW = 1024  # 32-bit numbers a row of a table, two words each
-_TILE = 64  # rows at a time: they and their parts stay in the cache
-_LOW, _HALF = np.uint32(0xFFFF), np.uint32(16)
-_PLACES = np.arange(2 * _ROW, dtype=np.int64)
-_own = threading.local()
+_WORDS = 1024  # of a chunk, 16 bits each, in a row of the table that checksums are computed by
 
 
 class _HeldBack:
@@ -132,11 +127,7 @@ class Target:
 
     @contextmanager
     def editing(self) -> Iterator[h5py.File]:
-        """Open the file for changes of its structure, or begin one in an empty file; close it.
-
-        Raises:
-            OSError: Something could not be written.
-        """
+        """Open the file for changes of its structure, or begin one in an empty file; close it."""
         self.close()
         try:
             yield self._opened()
@@ -144,19 +135,7 @@ class Target:
             self.close()
 
     def write_chunk(self, path: str, start: int, data: np.ndarray) -> tuple[int, int, int]:
-        """Write the chunk that begins at byte `start` of a data set.
-
-        Args:
-            path: Of the data set.
-            start: Which of its bytes, in their order.
-            data: (m,) uint8, up to the end of the chunk or of the data.
-
-        Returns:
-            The offset, the size and the CRC-32C of what is in the file.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Write the chunk that begins at byte `start` of a data set."""
         with self._guarded():
             dataset = self._dataset(path)
             kind, chunks = dataset.id.get_type(), dataset.chunks
@@ -175,11 +154,7 @@ class Target:
             return info.byte_offset, info.size, sum_
 
     def write_bytes(self, path: str, start: int, data: np.ndarray) -> None:
-        """Write `data` (m,) uint8 at byte `start` of a data set that lies in one piece.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Write `data` (m,) uint8 at byte `start` of a data set that lies in one piece."""
         with self._guarded():
             dataset = self._dataset(path)
             kind, inside = dataset.id.get_type(), dataset.id.get_space()
@@ -190,21 +165,13 @@ class Target:
             dataset.id.write(memory, inside, data, kind)
 
     def flush(self) -> None:
-        """Return when everything is with the operating system.
-
-        Raises:
-            OSError: Something could not be written; the file is closed.
-        """
+        """Return when everything is with the operating system."""
         if self._file is not None:
             with self._guarded():
                 self._file.flush()
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: Something could not be written.
-        """
+        """Close the file."""
         file, behind, self._file, self._behind = self._file, self._behind, None, None
         self._reserve = bytearray()
         self._datasets.clear()
@@ -237,23 +204,28 @@ class Target:
         return self._datasets[path]
 
     def _opened(self) -> h5py.File:
-        if self._file is None:
-            self._reserve = bytearray(RESERVE)
-            self._behind = _HeldBack(self._descriptor)
-            access = h5p.create(h5p.FILE_ACCESS)
-            access.set_fclose_degree(h5f.CLOSE_STRONG)
-            access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
-            access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
-            slots, _, _, preemption = access.get_cache()
-            access.set_cache(slots, 0, 0, preemption)
-            access.set_fileobj_driver(fileobj_driver, self._behind)
+        if self._file is not None:
+            return self._file
+        self._reserve, behind = bytearray(RESERVE), _HeldBack(self._descriptor)
+        access = h5p.create(h5p.FILE_ACCESS)
+        access.set_fclose_degree(h5f.CLOSE_STRONG)
+        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
+        access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
+        slots, _, _, preemption = access.get_cache()
+        access.set_cache(slots, 0, 0, preemption)
+        access.set_fileobj_driver(fileobj_driver, behind)
+        creation = h5p.create(h5p.FILE_CREATE)
+        creation.set_obj_track_times(False)  # the same run gives the same bytes
+        try:
             if os.fstat(self._descriptor).st_size:
                 made = h5f.open(b"result", h5f.ACC_RDWR, fapl=access)
             else:
-                creation = h5p.create(h5p.FILE_CREATE)
-                creation.set_obj_track_times(False)  # the same run gives the same bytes
                 made = h5f.create(b"result", h5f.ACC_TRUNC, creation, access)
-            self._file = h5py.File(made)
+        except BaseException:
+            behind.leave()
+            behind.check()  # which says more than HDF5
+            raise
+        self._file, self._behind = h5py.File(made), behind
         return self._file
 
     def _pack(self, dataset: h5py.Dataset, first: tuple[int, ...], data: np.ndarray) -> int:
@@ -277,54 +249,23 @@ def _is_zero(data: memoryview) -> bool:
 
 
 def fletcher32(data: np.ndarray, length: int) -> bytes:
-    """Return HDF5's Fletcher-32 checksum of a chunk, many words at a time.
+    """Return HDF5's Fletcher-32 checksum of a chunk: `data` (m,) uint8, and zeros up to `length`.
 
     Over the n 16-bit words wᵢ of a chunk, it is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5 adds one
     word after the other; here the words are a table, and the sums over its columns and rows give
-    both.
-
-    Args:
-        data: (m,) uint8, contiguous; at most 128 MiB, so that no sum overflows.
-        length: The chunk's bytes, m or more: zeros follow the data.
+    both. No sum overflows up to 128 MiB.
 
     Source: Fletcher 1982, doi:10.1109/TCOM.1982.1095369; `H5_checksum_fletcher32` of HDF5.
     """
-    columns = np.zeros((2, _ROW), np.uint32)  # of the even words, and of the odd ones
-    rows = [np.zeros(0, np.uint32)]
-    if not hasattr(_own, "scratch"):  # of this thread: fresh pages would take most of the time
-        _own.scratch = np.empty((2, _TILE, _ROW), np.uint32)
-    for tile in _tiles(data):
-        even, odd = _own.scratch[:, : len(tile)]
-        np.bitwise_and(tile, _LOW, out=even)
-        np.right_shift(tile, _HALF, out=odd)
-        columns[0] += np.add.reduce(even, 0, np.uint32)
-        columns[1] += np.add.reduce(odd, 0, np.uint32)
-        even += odd
-        rows.append(np.add.reduce(even, 1, np.uint32))
-    along = np.concatenate(rows).astype(np.int64)
-    total = int(along.sum())
-    placed = 2 * _ROW * int(np.arange(len(along)) @ along) + int(_PLACES @ columns.T.ravel())
-    first, second = _folded(total), _folded(-(-length // 2) * total - placed)
+    table = np.zeros((-(-len(data) // (2 * _WORDS)), _WORDS // 2), "<u4")  # two words a number
+    table.reshape(-1).view(np.uint8)[: len(data)] = data
+    even, odd = table & np.uint32(0xFFFF), table >> np.uint32(16)
+    columns = np.stack([even.sum(0, np.uint32), odd.sum(0, np.uint32)], 1).ravel().astype(np.int64)
+    rows = (even + odd).sum(1, np.uint32).astype(np.int64)
+    total = int(rows.sum())
+    placed = _WORDS * int(np.arange(len(rows)) @ rows) + int(np.arange(_WORDS) @ columns)
+    # HDF5 reads words the other way round, which is a product with 256 modulo 65535; and it folds
+    # carries in, so that it ends with 65535 instead of 0 unless all words are 0.
+    sums = (total, -(-length // 2) * total - placed)
+    first, second = (value and (value * 256 % 65535 or 65535) for value in sums)
     return (second << 16 | first).to_bytes(CHECKSUM_BYTES, "little")
-
-
-def _tiles(data: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield `data` (m,) as tables of 32-bit numbers; zeros fill up the last row."""
-    cut = len(data) // (4 * _ROW) * 4 * _ROW
-    whole = data[:cut] if data.ctypes.data % 4 == 0 else data[:cut].copy()
-    table = whole.view("<u4").reshape(-1, _ROW)
-    for at in range(0, len(table), _TILE):
-        yield table[at : at + _TILE]
-    if cut < len(data):
-        last = np.zeros(4 * _ROW, np.uint8)
-        last[: len(data) - cut] = data[cut:]
-        yield last.view("<u4").reshape(1, _ROW)
-
-
-def _folded(value: int) -> int:
-    """Return a sum modulo 65535 of words that HDF5 reads the other way round.
-
-    Swapping a word's bytes is a product with 256 modulo 65535. HDF5 folds carries in and so ends
-    with 65535 instead of 0, unless all words are 0.
-    """
-    return value and (value * 256 % 65535 or 65535)

@@ -308,9 +308,6 @@ def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> 
 
     With both `overwrite` and `resume`, what is of another run is replaced, and the rest gone on
     with.
-
-    Raises:
-        OutputError: A file is there that is not to be replaced.
     """
     if not paths.final.exists() or (overwrite and not resume):
         return False
