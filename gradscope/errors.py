@@ -48,14 +48,10 @@ class GradscopeError(Exception):
 
 
 class SpecError(GradscopeError):
-    """An option, run file, chain or loss is not of the form it must have.
-
-    Attributes:
-        parts: The single mistakes, where it tells of several.
-    """
+    """An option, run file, chain or loss is not of the form it must have."""
 
     exit_code = 2
-    parts: tuple["SpecError", ...] = ()
+    parts: tuple["SpecError", ...] = ()  # the single mistakes, where it tells of several
 
 
 class InputError(GradscopeError):

@@ -5,7 +5,7 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Protocol, get_origin
+from typing import Annotated, Any, get_origin
 
 import typer
 
@@ -45,21 +45,19 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         spec = run_spec(config, {name: given.pop(name) for name in taken})
         command(spec=spec, **given)
 
-    flags = [_parameter("config", Config)]
-    flags += [_parameter(name, Annotated[_type(s), _info(s)]) for name, s in taken.items()]
-    own = signature(command).parameters.values()
-    parts = [flags if each.name == "spec" else [each] for each in own]
-    vars(run)["__signature__"] = Signature([each for part in parts for each in part])
+    kinds = {"config": Config} | {k: Annotated[_type(s), _info(s)] for k, s in taken.items()}
+    flags = [
+        Parameter(k, Parameter.KEYWORD_ONLY, default=None, annotation=a) for k, a in kinds.items()
+    ]
+    own = [*signature(command).parameters.values()]
+    place = [parameter.name for parameter in own].index("spec")
+    vars(run)["__signature__"] = Signature([*own[:place], *flags, *own[place + 1 :]])
     return run
 
 
 def flag(section: str, key: str) -> Any:
     """Return what typer is to know of the flag for a setting."""
     return next(_info(s) for s in settings() if (s.section, s.key) == (section, key))
-
-
-def _parameter(name: str, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _type(setting: Setting) -> Any:
@@ -119,17 +117,10 @@ def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
     return ()
 
 
-class Answer(Protocol):
-    """What a command found."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as one document."""
-
-
 def show(
-    found: Answer, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
+    found: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
 ) -> None:
-    """Print what a command found as one document, as text, or not at all."""
+    """Print what a command found as one document (`to_json`), as text, or not at all."""
     from gradscope.report import console
 
     if json:

@@ -31,8 +31,6 @@ _MAX_PARTS = 32  # of a dotted key: tomllib takes the square of their number in 
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_PARTS}}}")
 
-_PATHS = (("checkpoint", "path"), ("dataset", "path"), ("dataset", "spec"))
-_PATH_TABLES = (("dataset", "files"), ("dataset", "tokenizer"))
 _RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
 _EXAMPLES = (("model", "factory", HELD), ("checkpoint", "path", "."), ("dataset", "path", "."))
 
@@ -124,18 +122,19 @@ def combined(problems: list[SpecError]) -> SpecError:
     unique = list({(p.where, p.what): p for p in problems}.values())
     if len(unique) == 1:
         return unique[0]
-    lines = []
-    for problem in unique[:MOST]:
-        place = "" if problem.where is None else f"{problem.where}: "
-        remedy = problem.remedy or ""
-        between = "\n" if "\n" in remedy else " "  # a remedy that is a picture stands below
-        lines.append(f"{place}{problem.what}.{between}{remedy}".rstrip())
-    more = len(unique) > MOST
-    count = f"more than {MOST}" if more else f"{len(unique)}"
-    remedy = "\n".join([*lines, "..."] if more else lines)
-    error = SpecError(f"{count} settings are wrong:", remedy=remedy)
+    count = f"{len(unique)}" if len(unique) <= MOST else f"more than {MOST}"
+    lines = [*map(_in_one_line, unique[:MOST]), *(["..."] if len(unique) > MOST else [])]
+    error = SpecError(f"{count} settings are wrong:", remedy="\n".join(lines))
     error.parts = tuple(unique)
     return error
+
+
+def _in_one_line(problem: SpecError) -> str:
+    """Return an error as a line of a list; a remedy that is a picture stands below it."""
+    place = "" if problem.where is None else f"{problem.where}: "
+    remedy = problem.remedy or ""
+    between = "\n" if "\n" in remedy else " "
+    return f"{place}{problem.what}.{between}{remedy}".rstrip()
 
 
 def _layers(
@@ -148,14 +147,13 @@ def _layers(
         else table
         for section, table in overrides.items()
     }
-    above = _Layer("command line", _anchored(given, Path.cwd()))
+    above = _Layer("command line", _anchored(given, Path.cwd(), flags=True))
     below = []
     if config is not None:
         values = _read(config, problems)
         if _names_spec(above):  # another data set: nothing of the run file's describes it
             values.pop("dataset", None)
-        base = config.absolute().parent
-        values = _with_chains_anchored(_anchored(values, base), base)
+        values = _anchored(values, config.absolute().parent)
         below = _expanded(_Layer(str(config), values), problems)
     return [*below, *_expanded(above, problems)]
 
@@ -207,12 +205,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return SpecError(what, where=str(path), remedy=remedy)
 
     try:
-        if path.is_dir():
-            raise error("this is a directory", "Give the TOML file in it.")
-        if not path.exists():
-            raise error("there is no such file", "Check the path.")
         if not path.is_file():
-            raise error("this is no regular file", "Give a TOML file.")
+            found = "this is a directory" if path.is_dir() else "this is no regular file"
+            raise error(found if path.exists() else "there is no such file", "Give a TOML file.")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
@@ -238,39 +233,48 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise error(f"not valid TOML: {reason}", "Correct it there.") from failure
 
 
-def _anchored(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Make the paths in a layer absolute."""
+def _anchored(values: Mapping[str, Any], base: Path, *, flags: bool = False) -> dict[str, Any]:
+    """Make the paths in a layer absolute; those in chains that are flags stay as they are."""
     result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-    tables = {name: table for name, table in result.items() if isinstance(table, dict)}
-    for section, key in _PATHS:
-        value = tables.get(section, {}).get(key)
-        if isinstance(value, str | Path) and str(value):
-            tables[section][key] = base / value
-    for section, key in _PATH_TABLES:
-        table = tables.get(section, {}).get(key)
-        if isinstance(table, Mapping):
-            tables[section][key] = {
-                name: base / value if isinstance(value, str | Path) and str(value) else value
-                for name, value in table.items()
-            }
-    for section, key in (("model", "factory"), ("loss", "name")):
-        value = tables.get(section, {}).get(key)
-        if isinstance(value, str | Path):
-            # a loss may have arguments behind the function
-            function = function_of(str(value)) if section == "loss" else str(value)
-            file, colon, _ = (function or "").rpartition(":")
-            if colon and file.endswith(".py"):
-                tables[section][key] = f"{base / file}{str(value)[len(file) :]}"
+    for (section, key), anchor in _ANCHORS.items():
+        table = result.get(section)
+        if isinstance(table, dict) and key in table and not (flags and key == "transform"):
+            table[key] = anchor(table[key], base)
     return result
 
 
-def _with_chains_anchored(values: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make the files that chains name (a user's stage, a stored vector) relative to `base`."""
-    table = values.get("compute")
-    if not isinstance(table, dict) or not isinstance(table.get("transform"), list):
-        return values
-    chains = [anchored(c, base) if isinstance(c, str) else c for c in table["transform"]]
-    return values | {"compute": table | {"transform": chains}}
+def _path(value: Any, base: Path) -> Any:
+    return base / value if isinstance(value, str | Path) and str(value) else value
+
+
+def _paths(value: Any, base: Path) -> Any:
+    return {k: _path(v, base) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def _reference(value: Any, base: Path) -> Any:
+    """Make the file absolute in FILE.py:NAME, arguments of a loss behind it or not."""
+    text = str(value) if isinstance(value, str | Path) else ""
+    file, colon, _ = (function_of(text) or text).rpartition(":")
+    return f"{base / file}{text[len(file) :]}" if colon and file.endswith(".py") else value
+
+
+def _chains(value: Any, base: Path) -> Any:
+    """Make the files absolute that chains name: a stage of the user's, a stored vector."""
+    if not isinstance(value, list):
+        return value
+    return [anchored(chain, base) if isinstance(chain, str) else chain for chain in value]
+
+
+_ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
+    ("model", "factory"): _reference,
+    ("checkpoint", "path"): _path,
+    ("dataset", "path"): _path,
+    ("dataset", "spec"): _path,
+    ("dataset", "files"): _paths,
+    ("dataset", "tokenizer"): _paths,
+    ("loss", "name"): _reference,
+    ("compute", "transform"): _chains,
+}
 
 
 def _names_spec(layer: _Layer) -> bool:
@@ -332,7 +336,10 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
     for part in parts if kind != "missing" else ():
         value = value[part]
     if kind == "extra_forbidden":
-        known = _known_keys(names, layer)
+        known = [setting.key for setting in settings() if setting.section == names[0]]
+        if names[0] == "dataset" and not layer.flat:
+            known.append("spec")  # which is taken out before the rest is validated
+        known = known if len(names) > 1 else [*RunSpec.model_fields]
         what, remedy = "unknown key", suggestion(names[min(1, len(names) - 1)], known)
     elif kind == "string_too_long":
         what, remedy = f"found a text of {len(value):,} characters", "Write less."
@@ -340,14 +347,6 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
         what = "missing" if kind == "missing" else f"found {_shown(value)}"
         remedy = f"Accepted: {_accepted(names)}."
     return SpecError(what, where=layer.place(parts), remedy=remedy)
-
-
-def _known_keys(names: tuple[str, ...], layer: _Layer) -> list[str]:
-    if len(names) == 1:
-        return [*RunSpec.model_fields]
-    known = [setting.key for setting in settings() if setting.section == names[0]]
-    # `spec` is taken out of [dataset] before the rest is validated
-    return [*known, *(["spec"] if names[0] == "dataset" and not layer.flat else [])]
 
 
 def _accepted(names: tuple[str, ...]) -> str:

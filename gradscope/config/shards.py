@@ -62,17 +62,11 @@ def parse_shard(text: str) -> Shard:
 
 @dataclass(frozen=True)
 class Worker:
-    """One of several processes that torchrun has started.
+    """One of several processes that torchrun has started."""
 
-    Attributes:
-        shard: What it computes.
-        local: Its number on this machine, which picks the GPU; None if the environment has none.
-        restarted: Whether torchrun started it again, because a worker failed.
-    """
-
-    shard: Shard
-    local: int | None
-    restarted: bool
+    shard: Shard  # what it computes
+    local: int | None  # its number on this machine, which picks the GPU; None if there is none
+    restarted: bool  # whether torchrun started it again, because a worker failed
 
     def device(self, wanted: str | None) -> str | None:
         """Return this worker's own GPU where any was asked for."""

@@ -45,28 +45,17 @@ def option(
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of the run file, and the flag that takes its place.
-
-    Attributes:
-        section, key: Where it stands in the run file.
-        type: What it is, without None and without what is checked beyond that.
-        default: Its value where it is not given; None if there is none.
-        accepted: What it may be.
-        flags: Its names on the command line, none if only the run file has it.
-        metavar: What stands for its value in the help; "" of a switch.
-        commands: The commands that take it.
-        help: What it is for.
-    """
+    """A key of the run file, and the flag that takes its place."""
 
     section: str
     key: str
-    type: Any
-    default: Any
-    accepted: str
-    flags: tuple[str, ...]
-    metavar: str
-    commands: tuple[str, ...]
-    help: str
+    type: Any  # without None and without what is checked beyond it
+    default: Any  # None if there is none
+    accepted: str  # what it may be
+    flags: tuple[str, ...]  # its names on the command line, none if only the run file has it
+    metavar: str  # what stands for its value in the help; "" of a switch
+    commands: tuple[str, ...]  # those that take it
+    help: str  # what it is for
 
     @property
     def parameter(self) -> str:
@@ -92,17 +81,9 @@ def _setting(section: str, key: str, field: FieldInfo) -> Setting:
     accepted = accepted or f"{', '.join(words[:-1])} or {words[-1]}"
     flags = tuple(w for w in told["flag"] if w.startswith("-")) or tuple(told["flag"])
     metavar = told["flag"][-1] if len(told["flag"]) > len(flags) else "|".join(words)
-    return Setting(
-        section,
-        key,
-        kind,
-        None if field.is_required() else field.get_default(),
-        accepted,
-        flags,
-        metavar,
-        told["commands"],
-        told["help"],
-    )
+    default = None if field.is_required() else field.get_default()
+    says = told["commands"], told["help"]
+    return Setting(section, key, kind, default, accepted, flags, metavar, *says)
 
 
 class _Section(BaseModel):

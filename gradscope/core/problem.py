@@ -109,7 +109,7 @@ class Problem:
             torch.enable_grad(),
             user_code(self.model, batch),
         ):
-            return self._checked(self._raw(self.model, batch), len(batch))
+            return self._checked(self._raw(batch), len(batch))
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the losses (n,) with `values` in the parameters' place, buffers copied.
@@ -128,7 +128,7 @@ class Problem:
             for table, key, own in places:
                 table[key] = given[id(own)]
             with self._frozen_statistics():
-                return self._checked(self._raw(self.model, batch), len(batch))
+                return self._checked(self._raw(batch), len(batch))
         finally:
             for table, key, own in places:
                 table[key] = own
@@ -172,13 +172,13 @@ class Problem:
             for layer in layers:
                 layer.training = True
 
-    def _raw(self, model: nn.Module, batch: Batch) -> Any:
+    def _raw(self, batch: Batch) -> Any:
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
         if is_model_loss(self.loss):
-            return self.loss(model, own.inputs, own.targets)
-        return self.loss(call(model, own.inputs), own.targets)
+            return self.loss(self.model, own.inputs, own.targets)
+        return self.loss(call(self.model, own.inputs), own.targets)
 
     def _checked(self, losses: Any, n: int) -> Tensor:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)

@@ -20,17 +20,12 @@ _Handler = Callable[[int, FrameType | None], object] | int
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM arrived; it unwinds, so that what is finished is kept.
-
-    Attributes:
-        number: The signal.
-        word: What there is to say about it.
-    """
+    """SIGINT or SIGTERM arrived; it unwinds, so that what is finished is kept."""
 
     def __init__(self, number: int, word: str | None = None) -> None:
         super().__init__(number)
-        self.number = number
-        self.word = word
+        self.number = number  # the signal
+        self.word = word  # what there is to say about it
 
 
 class _Unwinding:

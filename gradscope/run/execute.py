@@ -15,7 +15,13 @@ from torch import Tensor
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
 from gradscope.engine import Audits, finite_samples, fold
-from gradscope.errors import CertificateError, OutputError, RefusedError, ResultFileError
+from gradscope.errors import (
+    CertificateError,
+    NonFiniteError,
+    OutputError,
+    RefusedError,
+    ResultFileError,
+)
 from gradscope.run.job import Job
 from gradscope.run.outcome import (
     MEAN_GRADIENT,
@@ -23,7 +29,6 @@ from gradscope.run.outcome import (
     mean_gradient_norms,
     nonfinite_of_file,
     nonfinite_of_rows,
-    refuse_nonfinite,
     require_written,
     results_of,
     with_counts,
@@ -253,8 +258,16 @@ class Run:
         return found
 
     def _judge(self, counts: Mapping[int, int]) -> None:
-        if self.job.spec.compute.nonfinite == "fail":
-            refuse_nonfinite(self.chains, counts)
+        """Refuse numbers by chain that a stage has made infinite or NaN, if that is asked for."""
+        if self.job.spec.compute.nonfinite != "fail":
+            return
+        for k, chain in enumerate(self.chains):
+            if counts.get(k, 0):
+                raise NonFiniteError(
+                    f"{counts[k]:,} of its numbers are not finite, though the gradients are",
+                    where=f"chain {chain.text!r}",
+                    remedy="Scale the gradients first, or use nonfinite skip to have them told.",
+                )
 
     def _proof(self) -> Mapping[str, Any] | None:
         """Return the proof of the first batch that has a gradient, with the audits since."""

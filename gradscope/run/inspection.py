@@ -99,11 +99,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
 
 
 def inspect(job: Job) -> Inspection:
-    """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is.
-
-    Raises:
-        RefusedError: No backend has an exact, proved answer.
-    """
+    """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is."""
     cost = estimate(job, None)
     first = _first_batch(job, min(cost.batch_size, len(job.rows)))
     problem, loaded = job.scope.problem, job.checkpoint

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
-from gradscope.errors import NonFiniteError, OutputError
+from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State
 from gradscope.storage import GradientFile
@@ -89,21 +89,6 @@ def with_counts(states: Mapping[str, State], counts: Mapping[int, int]) -> dict[
     every = kept | {str(k): torch.tensor(count) for k, count in counts.items() if count}
     others = {owner: state for owner, state in states.items() if owner != NONFINITE}
     return others | ({NONFINITE: every} if every else {})
-
-
-def refuse_nonfinite(chains: Iterable[Chain], counts: Mapping[int, int]) -> None:
-    """Raise where a chain has such numbers.
-
-    Raises:
-        NonFiniteError: It has.
-    """
-    for k, chain in enumerate(chains):
-        if counts.get(k, 0):
-            raise NonFiniteError(
-                f"{counts[k]:,} of its numbers are not finite, though the gradients are",
-                where=f"chain {chain.text!r}",
-                remedy="Scale the gradients first, or use nonfinite skip to have them told.",
-            )
 
 
 def mean_gradient_norms(

@@ -119,10 +119,8 @@ def blamed(error: BaseException) -> GradscopeError | None:
     """Return the error for what nobody nearer to it has caught; None where it is a bug of ours."""
     if is_users(error) or isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
         return _users(error)
-    if is_shortage(error):
-        remedy = "Free memory, or give it less to do."
-        return RefusedError(f"memory ran out: {first_line(error)}", remedy=remedy)
-    return None
+    told, remedy = f"memory ran out: {first_line(error)}", "Free memory, or give it less to do."
+    return RefusedError(told, remedy=remedy) if is_shortage(error) else None
 
 
 def _users(error: BaseException) -> ModelError:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradscope.config import HELD, function_of
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError
-from gradscope.sources.data.columns import SequenceColumn, Stored, TextColumn, dtype_name
+from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn, dtype_name
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.weights.checkpoints import read
 from gradscope.sources.weights.fit import state_dicts
@@ -185,7 +185,7 @@ class _DataArray:
     dtype: str  # or "text"
 
     @classmethod
-    def of(cls, stored: Stored) -> "_DataArray":
+    def of(cls, stored: StoredColumn) -> "_DataArray":
         if isinstance(stored, SequenceColumn):
             return cls(len(stored.lengths), None, dtype_name(stored.dtype))
         if isinstance(stored, TextColumn):

@@ -19,8 +19,6 @@ from gradscope.sources.weights.hugging_face import CONFIG, built
 
 _FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
 
-Mode = Literal["eval", "train"]
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -62,7 +60,9 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
     return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
 
 
-def build(factory: str, kwargs: Mapping[str, Any], mode: Mode = "eval") -> nn.Module:
+def build(
+    factory: str, kwargs: Mapping[str, Any], mode: Literal["eval", "train"] = "eval"
+) -> nn.Module:
     """Call a factory and return its model in the mode asked for.
 
     Args:

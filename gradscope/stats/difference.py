@@ -25,6 +25,7 @@ from gradscope.stats.records import (
 from gradscope.stats.sections import (
     POINTS,
     BarPicture,
+    Column,
     Fact,
     Overview,
     Picture,
@@ -316,14 +317,17 @@ def _overall(found: Difference) -> Section:
     )
 
 
+def _both(title: str, pairs: Sequence[Both], rank: int = 0) -> list[Column]:
+    first, second = [both.first for both in pairs], [both.second for both in pairs]
+    return [numbers(title, first, rank), numbers(f"{title} then", second, rank)]
+
+
 def _by_parameter(found: Difference) -> Section:
     rows = found.parameters
     columns = [
-        numbers("mean norm", [r.mean_norm.first for r in rows], rank=2),
-        numbers("mean norm then", [r.mean_norm.second for r in rows], rank=2),
+        *_both("mean norm", [r.mean_norm for r in rows], rank=2),
         numbers("ratio of norms", [r.mean_norm.ratio for r in rows]),
-        numbers("SNR", [r.signal_to_noise.first for r in rows], rank=3),
-        numbers("SNR then", [r.signal_to_noise.second for r in rows], rank=3),
+        *_both("SNR", [r.signal_to_noise for r in rows], rank=3),
         numbers("ratio of means", [r.mean_gradient_norm.ratio for r in rows], rank=1),
     ]
     if found.cosine is not None:
@@ -344,10 +348,8 @@ def _by_sample(found: Difference) -> list[Section]:
     columns = [
         *positions(rows),
         numbers("moved" if found.exact else "at least", [r.moved for r in rows]),
-        numbers("norm", [r.norm.first for r in rows]),
-        numbers("norm then", [r.norm.second for r in rows]),
-        numbers("loss", [r.loss.first for r in rows], rank=1),
-        numbers("loss then", [r.loss.second for r in rows], rank=1),
+        *_both("norm", [r.norm for r in rows]),
+        *_both("loss", [r.loss for r in rows], rank=1),
         *targets(rows),
     ]
     formulas = ["moved = ‖gᵢ′ − gᵢ‖; without rows at least |‖gᵢ′‖ − ‖gᵢ‖|"]

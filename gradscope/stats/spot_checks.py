@@ -36,11 +36,7 @@ def few(file: Source, seed: int) -> Rows:
 
 
 def tolerances(dtype: str) -> tuple[float, float]:
-    """Return how far two norms may differ in a precision, of a parameter or a sample.
-
-    Returns:
-        The share of the norm itself, and of that of the sample's whole gradient.
-    """
+    """Return how far norms may differ: a share of the norm, and of that of the whole gradient."""
     return _PRECISIONS.get(dtype, _SINGLE)
 
 
@@ -48,51 +44,45 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
 
     Args:
-        file: The file; rows of a chain `identity` are looked at where it has one, of thousands of
-            parameters those of some.
+        file: The file; rows of a chain `identity` are read where it has one, and where it has
+            thousands of parameters those of some.
         seed: Of the samples.
 
     Raises:
         ResultFileError: They do not.
     """
-    if labels_of(file) == "exact":  # norms are expectations over labels, which do not add up so
-        return
     rows = few(file, seed)
-    if not len(rows):
+    if labels_of(file) == "exact" or not len(rows):  # expectations over labels do not add up so
         return
     index = [int(i) for i in np.asarray(file.samples["index"])[rows]]
-    whole = wide(file.samples["norm"])
-    squares = np.zeros(len(rows))
+    whole, squares = wide(file.samples["norm"])[rows], np.zeros(len(rows))
     stored: Mapping[str, Any] = rows_of(file) or {}
-    looked_at = _some(list(stored), seed)
+    order = np.random.default_rng(seed).permutation(len(stored))[:_MOST].tolist()
+    names = list(stored)
+    read = {names[k] for k in order}
     limit, share = tolerances(str(dict(file.run).get("dtype")))
     for name in file.norms:
-        norms = wide(file.norms[name])
-        squares += np.square(norms[rows])
-        if name in looked_at and not getattr(stored[name], "overflowed", 0):
-            found = [_norm(stored[name][int(row)]) for row in rows]
-            slack = limit * norms[rows] + share * whole[rows]
-            _require(file, index, norms[rows], found, slack, f"by {name!r} ")
-    slack = limit * whole[rows] + np.finfo(np.float32).tiny
-    _require(file, index, whole[rows], np.sqrt(squares).tolist(), slack, "")
-
-
-def _some(names: list[str], seed: int) -> set[str]:
-    draw = np.random.default_rng(seed)
-    return {names[k] for k in draw.permutation(len(names))[:_MOST].tolist()}
+        norms = wide(file.norms[name])[rows]
+        squares += np.square(norms)
+        if name in read and not getattr(stored[name], "overflowed", 0):
+            found = np.array([_norm(stored[name][int(row)]) for row in rows])
+            slack = limit * norms + share * whole
+            _require(file, index, norms, found, slack, f"by {name!r} ", "its stored row has")
+    slack, source = limit * whole + np.finfo(np.float32).tiny, "those of its parameters make"
+    _require(file, index, whole, np.sqrt(squares), slack, "", source)
 
 
 def _require(
     file: Source,
     index: Sequence[int],
     recorded: Floats,
-    found: Sequence[float],
+    found: Floats,
     slack: Floats,
     by: str,
+    source: str,
 ) -> None:
     """Compare norms (n,) that are recorded with what other numbers of the file give."""
-    source = "its stored row has" if by else "those of its parameters make"
-    for i, a, b, most in zip(index, recorded.tolist(), found, slack.tolist(), strict=True):
+    for i, a, b, most in zip(index, recorded, found, slack, strict=True):
         if not abs(a - b) <= most:
             raise ResultFileError(
                 f"the gradient of sample {i} {by}is recorded with the norm {a:.6g}, "

@@ -1,7 +1,6 @@
 """`gradscope check`: everything is loaded and the first batch proved; nothing is written."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ def test_what_is_said_is_true(gradscope: Gradscope, digits: Path) -> None:
     assert document["plan"]["samples"] == 1797
 
 
-@pytest.mark.parametrize("name", ["digits_mlp", "poisson_pinn", "text_transformer"])
+@pytest.mark.parametrize("name", ["digits_mlp", "poisson_pinn"])
 def test_it_is_shown_and_nothing_is_written(
     gradscope: Gradscope, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,17 +41,6 @@ def test_it_is_shown_and_nothing_is_written(
     for words in ("weights", "certificate", "passed", "The first batch", "nothing was written"):
         assert words in done.out
     assert not list(tmp_path.iterdir())
-
-
-def test_a_proof_is_made_even_if_the_run_file_wants_none(
-    gradscope: Gradscope, tmp_path: Path, digits: Path
-) -> None:
-    folder = shutil.copytree(digits.parent, tmp_path / "digits")
-    run = folder / "run.toml"
-    run.write_text(run.read_text().replace("[compute]", '[compute]\nverify = "never"'))
-    done = gradscope("check", "--config", run, "--json")
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["certificate"]["verified"] is True
 
 
 def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_finite(
@@ -72,9 +60,12 @@ def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_fi
     inputs = np.random.default_rng(0).standard_normal((20, 4)).astype("float32")
     inputs[3] = np.nan
     np.savez(tmp_path / "d.npz", inputs=inputs, targets=np.zeros((20, 2), "float32"))
+    run = tmp_path / "run.toml"
+    run.write_text('[compute]\nverify = "never"')  # the proof is made all the same
     done = gradscope(
         "check", tmp_path / "w.ckpt", tmp_path / "d.npz",
         "--model", f"{tmp_path}/model.py:build", "--loss", "mse", "--json",
+        "--config", run,
     )  # fmt: skip
     assert done.code == 7, done.err
     document = json.loads(done.out)
@@ -83,25 +74,4 @@ def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_fi
     assert "1 of 5 parameters (3.bias)" in notes
     assert "under 'state_dict'" in notes
     assert document["first_batch"]["nonfinite"] == 1
-
-
-def test_all_wrong_names_are_told_at_once_with_file_and_key(
-    gradscope: Gradscope, tmp_path: Path
-) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(
-        '[model]\nfactory = "m.py:f"\n[checkpoint]\npath = "w"\n[dataset]\npath = "d"\n'
-        '[loss]\nname = "mes"\n[compute]\nbackend = "hoks"\n'
-        'transform = ["mean", "clip | maen"]\n[compare]\nbackends = ["lop"]\n'
-    )
-    done = gradscope("check", "--config", run, "--backend", "vmpa")
-    assert done.code == 2
-    for line in (
-        "4 settings are wrong",
-        f"{run}: compute.transform[1]: ",
-        "unknown backend 'vmpa'. Did you mean 'vmap'?",
-        f"{run}: compare.backends: unknown backend 'lop'. Did you mean 'loop'?",
-        f"{run}: loss.name: unknown loss 'mes'. Did you mean 'mse'?",
-    ):
-        assert line in done.err, line
-    assert f"{run}: compute.backend" not in done.err  # the command line's
+    assert document["certificate"]["verified"] is True

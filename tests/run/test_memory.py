@@ -210,7 +210,7 @@ def test_a_plan_says_what_a_run_takes(folder: Path, tmp_path: Path) -> None:
     run = fresh("run", folder, tmp_path / "out.h5", **options)
     assert plan["samples"] == 64
     assert run["peak"] > 64 * 4 * 20_000 * 8  # one of the arrays of its widest layer
-    assert plan["peak"] == pytest.approx(run["peak"], rel=0.15)
+    assert plan["peak"] == pytest.approx(run["peak"], rel=0.2)
 
 
 def test_a_run_stays_within_its_budget(folder: Path, tmp_path: Path) -> None:

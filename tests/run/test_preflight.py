@@ -58,13 +58,6 @@ def test_every_layout_is_told(folder: Path, tmp_path: Path, batch_size: int) -> 
         assert abs(told.bytes - path.stat().st_size) < 40_000
 
 
-def test_a_matrix_of_all_pairs_is_seen_coming(folder: Path, tmp_path: Path) -> None:
-    write(folder, samples=3000)
-    job = prepare(spec(folder, transform=["gram"], batch_size=50))
-    told = estimate(job, tmp_path / "o.h5").room
-    assert told.bytes == pytest.approx(8 * 3000**2, rel=0.02)
-
-
 @pytest.mark.usefixtures("large")
 def test_what_was_tried_is_forgotten(folder: Path, tmp_path: Path) -> None:
     job = prepare(spec(folder))

@@ -2,19 +2,19 @@
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradscope
 from gradscope.config import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, InputError, ModelError
 from gradscope.sources import LoadedModel, load_model, sha256
+from tests import oracle
 
 GPT2 = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -53,20 +53,6 @@ def configured(folder: Path, **changes: Any) -> None:
 TOKENS = torch.arange(24).reshape(6, 4).remainder(11)
 
 
-def batch_of_one(model: Any, inputs: Mapping[str, Tensor], loss: Any) -> dict[str, list[Tensor]]:
-    """Every sample's gradient, one backward pass each, by the model as transformers built it."""
-    parameters = dict(model.named_parameters())
-    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for i in range(len(next(iter(inputs.values())))):
-        one = {key: value[i : i + 1] for key, value in inputs.items()}
-        found = torch.autograd.grad(
-            loss(model(**one).logits, i), list(parameters.values()), allow_unused=True
-        )
-        for (name, parameter), g in zip(parameters.items(), found, strict=True):
-            rows[name].append(torch.zeros_like(parameter) if g is None else g)
-    return rows
-
-
 def test_a_language_model_answers_with_logits_and_its_gradients_are_right(tmp_path: Path) -> None:
     source = saved(tmp_path)
     loaded = held(tmp_path)
@@ -77,13 +63,11 @@ def test_a_language_model_answers_with_logits_and_its_gradients_are_right(tmp_pa
     assert any("Tied" in note and "lm_head.weight" in note for note in loaded.notes)
     found = gradscope.per_sample_gradients(loaded.model, "causal_lm", {"input_ids": TOKENS}, TOKENS)
 
-    def loss(logits: Tensor, i: int) -> Tensor:
-        return torch.nn.functional.cross_entropy(logits[0, :-1], TOKENS[i, 1:])
+    def loss(answer: Any, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(answer.logits[0, :-1], tokens[0, 1:])[None]
 
-    rows = batch_of_one(source, {"input_ids": TOKENS}, loss)
-    assert found.keys() == rows.keys()
-    for name, g in found.items():
-        torch.testing.assert_close(g, torch.stack(rows[name]), rtol=1e-4, atol=1e-6)
+    _, expected = oracle.per_sample_gradients(source, loss, {"input_ids": TOKENS}, TOKENS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
 def test_a_classifier_with_a_mask(tmp_path: Path) -> None:
@@ -94,12 +78,11 @@ def test_a_classifier_with_a_mask(tmp_path: Path) -> None:
     inputs = {"input_ids": TOKENS, "attention_mask": mask}
     found = gradscope.per_sample_gradients(model, "cross_entropy", inputs, labels)
 
-    def loss(logits: Tensor, i: int) -> Tensor:
-        return torch.nn.functional.cross_entropy(logits[0], labels[i])
+    def loss(answer: Any, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(answer.logits, label)[None]
 
-    rows = batch_of_one(source, inputs, loss)
-    for name, g in found.items():
-        torch.testing.assert_close(g, torch.stack(rows[name]), rtol=1e-4, atol=1e-6)
+    _, expected = oracle.per_sample_gradients(source, loss, inputs, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
 def test_names_of_the_published_file_are_mapped(tmp_path: Path) -> None:

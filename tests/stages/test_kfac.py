@@ -80,20 +80,6 @@ def test_a_last_batch_of_one_keeps_its_factors() -> None:
         torch.testing.assert_close(chain.result(state)[key], value, rtol=1e-10, atol=1e-14)
 
 
-def test_activations_and_output_gradients_of_a_layer() -> None:
-    """A from the layer's inputs, B from what autograd says reaches its outputs."""
-    torch.manual_seed(2)
-    first, second = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
-    model = nn.Sequential(first, nn.Tanh(), second)
-    x, y = torch.randn(12, 5).double(), torch.randn(12, 3).double()
-    found = run(model, "kfac", x, y)
-    hidden = first(x)
-    loss = F.mse_loss(second(hidden.tanh()), y, reduction="none").mean(1).sum()
-    (b,) = torch.autograd.grad(loss, hidden)
-    torch.testing.assert_close(found["0.weight.A"], x.T @ x / 12)
-    torch.testing.assert_close(found["0.weight.B"], b.T @ b / 12)
-
-
 def convolved() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Conv1d(4, 6, 3, padding=1, groups=2), nn.Tanh(), nn.Flatten()).double()

@@ -317,7 +317,7 @@ def test_a_run_records_its_labels(tmp_path):
     assert prints[0] != prints[1] and prints[0] != prints[2] and prints[1] != prints[2]
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 40])
+@pytest.mark.parametrize("batch_size", [1, 7])
 def test_a_run_draws_the_same_whatever_the_batch_size(tmp_path, batch_size):
     from gradscope.config import resolve
     from gradscope.run import compute, prepare

@@ -20,8 +20,8 @@ from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
-    Stored,
     StoredArrays,
+    StoredColumn,
     TextColumn,
     from_numpy,
     objects,
@@ -34,7 +34,7 @@ _IN_MEMORY = 2**26  # bytes up to which a compressed array is read as a whole
 _PIECE = 2**22
 _LONGEST = 2**24  # bytes of a header; a table of 40,000 fields has a million
 
-Rows = Callable[[int, int], np.ndarray]
+ReadRows = Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Header:
         """Whether there are rows, each in one piece."""
         return bool(self.shape) and not (self.fortran and len(self.shape) > 1)
 
-    def rows(self, opened: Callable[[], AbstractContextManager[IO[bytes]]]) -> Rows:
+    def rows(self, opened: Callable[[], AbstractContextManager[IO[bytes]]]) -> ReadRows:
         """Return what reads rows of a file; where none is in one piece, all are held."""
         row = prod(self.shape[1:]) * self.dtype.itemsize
 
@@ -82,7 +82,7 @@ def open_npy(path: Path) -> StoredArrays:
     fields = header.dtype.names
 
     @lru_cache(maxsize=1)
-    def rows() -> Rows:  # the fields share the rows of a batch
+    def rows() -> ReadRows:  # the fields share the rows of a batch
         return lru_cache(maxsize=1)(header.rows(lambda: path.open("rb")))
 
     return StoredArrays(
@@ -94,7 +94,7 @@ def open_npy_folder(path: Path) -> StoredArrays:
     """A folder of .npy files, one array each, called as its file is."""
     files = {p.stem: p for p in sorted(path.glob("*.npy"))}
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         arrays = open_npy(files[name])
         if arrays.names != (name,):
             raise DatasetError(
@@ -131,7 +131,7 @@ def open_npz(path: Path) -> StoredArrays:
         if info.compress_type != zipfile.ZIP_STORED and info.file_size > _IN_MEMORY
     )
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         info = members[name]
         with archive.open(info) as member:
             header = _header(member, info.file_size)
@@ -193,7 +193,7 @@ def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
     return shaped if not header.fortran else np.ascontiguousarray(shaped)
 
 
-def _column(header: _Header, read: Rows, field: str | None = None) -> Stored:
+def _column(header: _Header, read: ReadRows, field: str | None = None) -> StoredColumn:
     """Return the array, or a field of it, whose rows `read` returns."""
     inner = header.dtype if field is None else header.dtype[field]
     shape = (*header.shape, *inner.shape)
@@ -237,7 +237,7 @@ def open_safetensors(path: Path) -> StoredArrays:
     """Named tensors, as safetensors writes them."""
     file: Any = safe_open(path, framework="pt")  # it stays open: its header takes long
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
         if not shape:

@@ -16,9 +16,9 @@ from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
     SequenceColumn,
-    Sizes,
-    Stored,
+    SequenceSizes,
     StoredArrays,
+    StoredColumn,
     TextColumn,
     from_numpy,
     torch_dtype,
@@ -119,7 +119,7 @@ def _arrays(schema: Any, n: int, batches: Batches) -> StoredArrays:
         raise DatasetError(what, remedy="Give every column a name of its own.")
     table = _Table(batches, [field.name for field in schema if _is_list(field.type)])
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         table.add(name)
         return _column(table, name, schema.field(name).type, n)
 
@@ -134,7 +134,7 @@ class _Table:
 
     def __init__(self, batches: Batches, lists: Sequence[str]) -> None:
         self._batches, self._names, self._lists = batches, dict[str, None](), lists
-        self._sizes: dict[str, Sizes | DatasetError] = {}
+        self._sizes: dict[str, SequenceSizes | DatasetError] = {}
         self._iterator: Iterator[Any] | None = None
         self._batch: Any = None
         self._start = 0  # of the batch at hand
@@ -152,7 +152,7 @@ class _Table:
             self._last = (start, stop, self._rows(start, stop))
         return [batch.column(name) for batch in self._last[2]]
 
-    def sizes(self, name: str) -> Sizes:
+    def sizes(self, name: str) -> SequenceSizes:
         """Go through the columns of lists added so far; a second time through all that are left."""
         if name not in self._sizes:
             asked = [k for k in self._lists if self._sizes or k in self._names]
@@ -179,7 +179,9 @@ class _Table:
             self._batch = next(self._iterator)
 
 
-def _measured(batches: Iterator[Any], names: Sequence[str]) -> dict[str, Sizes | DatasetError]:
+def _measured(
+    batches: Iterator[Any], names: Sequence[str]
+) -> dict[str, SequenceSizes | DatasetError]:
     """Return the sizes of columns of lists, or what is wrong with a column."""
     lengths: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in names}
     rows: dict[str, tuple[int, ...]] = {}
@@ -197,7 +199,7 @@ def _measured(batches: Iterator[Any], names: Sequence[str]) -> dict[str, Sizes |
     return {name: wrong.get(name) or (sizes[name], rows.get(name, ())) for name in names}
 
 
-def _column(table: _Table, name: str, kind: Any, n: int) -> Stored:
+def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
     """Return a column of the Arrow type `kind`, n rows."""
     types = need("pyarrow", "Arrow").types
 

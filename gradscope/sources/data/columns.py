@@ -20,7 +20,9 @@ from gradscope.core.memory import available
 from gradscope.errors import DatasetError
 from gradscope.sources.formats import reading
 
-Sizes = tuple[Tensor, tuple[int, ...]]  # of sequences: lengths (N,) int64, shape of an entry
+SequenceSizes = tuple[
+    Tensor, tuple[int, ...]
+]  # of sequences: lengths (N,) int64, shape of an entry
 
 _SMALL = 2**27  # bytes that nobody asks for
 _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with these
@@ -57,10 +59,10 @@ class SequenceColumn:
 
     dtype: torch.dtype
     read: Callable[[int, int], Sequence[Tensor]]
-    sizes: Callable[[], Sizes]
+    sizes: Callable[[], SequenceSizes]
 
     @cached_property
-    def measured(self) -> Sizes:
+    def measured(self) -> SequenceSizes:
         """Their lengths (N,) int64, and the shape of an entry."""
         return self.sizes()
 
@@ -84,7 +86,7 @@ class TextColumn:
 
 
 Numbers = Tensor | NumberColumn
-Stored = Numbers | SequenceColumn | TextColumn
+StoredColumn = Numbers | SequenceColumn | TextColumn
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,14 @@ class StoredArrays:
     """
 
     names: tuple[str, ...]
-    load: Callable[[str], Stored]
+    load: Callable[[str], StoredColumn]
     notes: tuple[str, ...] = ()
 
 
 def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
     """Return the arrays of a file, with whatever is raised as they are read in our own words."""
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         with reading(DatasetError, f"{path}: {name}"):
             stored = arrays.load(name)
         if isinstance(stored, Tensor):
@@ -115,7 +117,7 @@ def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
             with reading(DatasetError, f"{path}: {name}, rows {start} to {stop - 1}"):
                 return stored.read(start, stop)
 
-        def sizes() -> Sizes:
+        def sizes() -> SequenceSizes:
             with reading(DatasetError, f"{path}: {name}"):
                 assert isinstance(stored, SequenceColumn)
                 return stored.sizes()
@@ -129,7 +131,7 @@ def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
     return StoredArrays(arrays.names, load, arrays.notes)
 
 
-def length_of(stored: Stored) -> int:
+def length_of(stored: StoredColumn) -> int:
     """Return N."""
     if isinstance(stored, TextColumn):
         return stored.n

@@ -11,7 +11,7 @@ from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch
 from gradscope.core.registry import suggestion
 from gradscope.errors import DatasetError
-from gradscope.sources.data.columns import SequenceColumn, TextColumn, dtype_name
+from gradscope.sources.data.columns import NumberColumn, dtype_name
 from gradscope.sources.data.files import FileSamples, open_files
 from gradscope.sources.data.python import PythonSamples
 from gradscope.sources.data.recipes import ids_of
@@ -160,27 +160,19 @@ def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | No
     select = spec.select
     if select is None:
         return None
-    with located(f"{spec.path}: select"):
-        if not isinstance(select, str):
-            found = torch.tensor(select)
-            if int(found.max()) >= n or len(set(select)) < len(select):
-                raise DatasetError(
-                    f"a position is out of range or there twice; the data set holds {n:,} samples",
-                    remedy=f"Positions are counted from 0 to {n - 1}, each once.",
-                )
-            return found
+    what, found = "", torch.empty(0, dtype=torch.int64)
+    if not isinstance(select, str):
+        found = torch.tensor(select)
+        if int(found.max()) >= n or len(set(select)) < len(select):
+            what = f"a position is out of range or there twice; the data set holds {n:,} samples"
+    else:
         stored = None if files is None else files.load(select)
-        if isinstance(stored, TextColumn | SequenceColumn) or stored is None:
-            mask = None
-        else:
-            flat = tuple(stored.shape) == (n,) and stored.dtype == torch.bool
-            mask = stored[0:n] if flat else None
-        if mask is None:
-            raise DatasetError(
-                f"{select!r} is no array of {n:,} booleans",
-                remedy="Name one with true for the samples to take, or list their positions.",
-            )
-        if not mask.any():
-            what = f"there are no samples: {select!r} is false for all"
-            raise DatasetError(what, remedy="Select at least one sample.")
-        return torch.nonzero(mask).flatten()
+        what = f"{select!r} is no array of {n:,} booleans"
+        numbers = stored if isinstance(stored, Tensor | NumberColumn) else torch.empty(0)
+        if tuple(numbers.shape) == (n,) and numbers.dtype == torch.bool:
+            found = torch.nonzero(numbers[0:n]).flatten()
+            what = "" if len(found) else f"there are no samples: {select!r} is false for all"
+    if what:
+        remedy = "Name an array of booleans, one a sample, or list positions from 0, each once."
+        raise DatasetError(what, where=f"{spec.path}: select", remedy=remedy)
+    return found

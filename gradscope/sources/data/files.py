@@ -25,8 +25,8 @@ from gradscope.sources.data.arrow import (
 )
 from gradscope.sources.data.columns import (
     Numbers,
-    Stored,
     StoredArrays,
+    StoredColumn,
     dtype_name,
     in_order,
     require_available,
@@ -57,7 +57,7 @@ class FileSamples:
     format: str
     columns: Mapping[str, Numbers]  # {name: array (N, ...)} as stored, those that are used
     convert: Mapping[str, Convert]  # {name: rows (n, ...) as stored to a tensor (n, ...)}
-    load: Callable[[str], Stored]  # any array of the file as it is stored, also texts
+    load: Callable[[str], StoredColumn]  # any array of the file as it is stored, also texts
     notes: tuple[str, ...]
     stamp: tuple[tuple[int, int], ...]  # size and time of change of each file when it was opened
     memory: Callable[[torch.device], int | None] = available  # bytes that can still be taken
@@ -185,7 +185,7 @@ def _open_folder(path: Path) -> tuple[str, StoredArrays]:
 def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
     """Return the arrays of a file and those that lie in files of their own."""
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         if name not in files:
             return own.load(name)
         _, arrays = open_arrays(files[name])

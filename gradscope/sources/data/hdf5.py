@@ -17,9 +17,9 @@ from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
     SequenceColumn,
-    Sizes,
-    Stored,
+    SequenceSizes,
     StoredArrays,
+    StoredColumn,
     TextColumn,
     from_numpy,
     torch_dtype,
@@ -40,7 +40,7 @@ def open_hdf5(path: Path) -> StoredArrays:
     if not names:
         raise DatasetError("this HDF5 file holds no arrays", remedy="Write one array a name.")
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         with _open(path) as file:
             return _stored(path, name, file[name])
 
@@ -67,7 +67,7 @@ def _names(group: h5py.Group, prefix: str, seen: set[int]) -> Iterator[str]:
                 yield from _names(item, f"{prefix}{name}/", seen)
 
 
-def _stored(path: Path, name: str, dataset: h5py.Dataset) -> Stored:
+def _stored(path: Path, name: str, dataset: h5py.Dataset) -> StoredColumn:
     _check(dataset, path.stat().st_size)
     shape, dtype = tuple(map(int, dataset.shape)), dataset.dtype
     inner = h5py.check_vlen_dtype(dtype)
@@ -84,7 +84,7 @@ def _stored(path: Path, name: str, dataset: h5py.Dataset) -> Stored:
     def sequences(start: int, stop: int) -> list[Tensor]:
         return [from_numpy(np.asarray(row, inner)) for row in rows(start, stop)]
 
-    def sizes() -> Sizes:
+    def sizes() -> SequenceSizes:
         parts = (rows(k, min(k + _SLICE, shape[0])) for k in range(0, shape[0], _SLICE))
         return torch.tensor([len(row) for part in parts for row in part], dtype=torch.int64), ()
 

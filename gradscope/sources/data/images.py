@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
-from gradscope.sources.data.columns import NumberColumn, Stored, StoredArrays, TextColumn
+from gradscope.sources.data.columns import NumberColumn, StoredArrays, StoredColumn, TextColumn
 from gradscope.sources.formats import need, reading
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -43,7 +43,7 @@ def open_image_folder(path: Path) -> StoredArrays:
     for file, size in zip(files, sizes, strict=True):
         _require_shape(str(file), (channels, *size[::-1]), shape)
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         if name == "targets":
             return torch.tensor([classes[name] for name in names])
         if name == "path":

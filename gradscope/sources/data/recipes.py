@@ -25,9 +25,9 @@ from gradscope.sources.data.columns import (
     NumberColumn,
     Numbers,
     SequenceColumn,
-    Sizes,
-    Stored,
+    SequenceSizes,
     StoredArrays,
+    StoredColumn,
     TextColumn,
     dtype_name,
     even,
@@ -55,7 +55,7 @@ def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
     """
     known = frozenset(arrays.names)
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         recipe = spec.columns.get(name)
         if recipe is None:
             return arrays.load(name)
@@ -74,7 +74,7 @@ def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
     return StoredArrays(tuple(dict.fromkeys((*spec.columns, *arrays.names))), load)
 
 
-def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[Stored]:
+def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[StoredColumn]:
     """Return the columns that a name, a glob or a range names."""
     names = arrays.names
     if text in known:
@@ -95,13 +95,12 @@ def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[Store
     return [arrays.load(name) for name in chosen]
 
 
-def _cut(stored: Stored, cut: re.Match[str]) -> Stored:
+def _cut(stored: StoredColumn, cut: re.Match[str]) -> StoredColumn:
     """Return some columns of a table (N, k, ...), one alone without its axis."""
-    if not isinstance(stored, TextColumn):
-        stored = even(stored)
-    if isinstance(stored, TextColumn) or len(stored.shape) < 2:
+    table = None if isinstance(stored, TextColumn) else even(stored)
+    if table is None or len(table.shape) < 2:
         raise DatasetError(f"{cut[0]!r} cuts a column that has no second axis", remedy=_FORMS)
-    table, span = stored, _span(cut, stored.shape[1])
+    span = _span(cut, table.shape[1])
     kept = (span.stop - span.start,) if cut["colon"] else ()
 
     def read(start: int, stop: int) -> Tensor:
@@ -122,7 +121,7 @@ def _span(cut: re.Match[str], width: int) -> slice:
     return slice(start, stop)
 
 
-def _side_by_side(columns: Sequence[Stored]) -> Numbers:
+def _side_by_side(columns: Sequence[StoredColumn]) -> Numbers:
     """Return columns (N,) and tables (N, k, ...) side by side, along axis 1."""
     tables: list[Numbers] = []
     for column in columns:
@@ -159,7 +158,7 @@ def encoded(
     names = tuple(dict.fromkeys((*arrays.names, *(f"{name}{MASK}" for name in padded))))
 
     @cache
-    def as_numbers(name: str) -> tuple[Stored, float | None]:
+    def as_numbers(name: str) -> tuple[StoredColumn, float | None]:
         """Return a column, texts as numbers, and what it is padded with."""
         stored, value = arrays.load(name), spec.pad.get(name)
         if name not in spec.tokenizer and name not in spec.classes:
@@ -233,7 +232,7 @@ def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | N
         found = tokenizer(list(texts.read(start, stop)))["input_ids"]
         return [torch.tensor(row, dtype=torch.int64) for row in found]
 
-    def sizes() -> Sizes:
+    def sizes() -> SequenceSizes:
         parts = (read(k, min(k + _TOKENS, texts.n)) for k in range(0, texts.n, _TOKENS))
         return torch.tensor([len(row) for part in parts for row in part]), ()
 
@@ -339,7 +338,7 @@ def _cast(values: Tensor, goal: torch.dtype) -> Tensor:
     return result
 
 
-def ids_of(stored: Stored, n: int) -> Callable[[Tensor], Tensor]:
+def ids_of(stored: StoredColumn, n: int) -> Callable[[Tensor], Tensor]:
     """Check the ids of n samples, and return a function from positions (m,) to their ids.
 
     They are integers (m,) int64; or texts as UTF-8 (m, w) uint8, zeros behind a text, w for all.

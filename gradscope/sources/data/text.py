@@ -23,9 +23,9 @@ from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
     SequenceColumn,
-    Sizes,
-    Stored,
+    SequenceSizes,
     StoredArrays,
+    StoredColumn,
     TextColumn,
     from_numpy,
     torch_dtype,
@@ -40,7 +40,7 @@ _LOOK = 20  # records of which a separator must make the same number of fields
 _SEPARATORS = (",", "\t", ";", "|")
 _TYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))  # each holds those before
 
-Record = Sequence[Any]
+TextRecord = Sequence[Any]
 Values = Callable[[int, int], list[Any]]  # of a column, from a start up to a stop
 
 
@@ -73,7 +73,7 @@ class _Lines:
         return f"line {self.number}"
 
 
-Parse = Callable[[_Lines], Iterator[Record]]
+Parse = Callable[[_Lines], Iterator[TextRecord]]
 
 
 @dataset_readers.register("jsonl")
@@ -81,7 +81,7 @@ Parse = Callable[[_Lines], Iterator[Record]]
 def open_jsonl(path: Path) -> StoredArrays:
     """JSON objects, one a line: numbers, texts, lists of numbers."""
 
-    def parse(lines: _Lines) -> Iterator[Record]:
+    def parse(lines: _Lines) -> Iterator[TextRecord]:
         return ((_object(line, lines),) for line in lines if line.strip())
 
     with path.open("rb") as file:
@@ -113,7 +113,7 @@ def open_csv(path: Path) -> StoredArrays:
         raise DatasetError(what, remedy="Give every column a name of its own in the first line.")
     places = {name: k for k, name in enumerate(names)}
 
-    def parse(lines: _Lines) -> Iterator[Record]:
+    def parse(lines: _Lines) -> Iterator[TextRecord]:
         skip = not headless and lines.position == 0
         for record in csv.reader(lines, delimiter=mark, strict=True):
             if record and len(record) != len(names):
@@ -176,7 +176,7 @@ def _arrays(
     path: Path,
     parse: Parse,
     names: Sequence[str],
-    pick: Callable[[Record, str], Any],
+    pick: Callable[[TextRecord, str], Any],
     kind: "type[_Csv | _Json]",
 ) -> StoredArrays:
     """Go through the file once, and return its columns."""
@@ -192,7 +192,7 @@ def _arrays(
             offsets.append(lines.position)
 
     @lru_cache(maxsize=1)  # the columns share the records of a batch
-    def read(start: int, stop: int) -> list[Record]:
+    def read(start: int, stop: int) -> list[TextRecord]:
         block, skipped = divmod(start, _EVERY)
         with path.open("rb") as file:
             file.seek(offsets[block])
@@ -202,7 +202,7 @@ def _arrays(
             raise DatasetError("the file has become shorter since it was opened", remedy=remedy)
         return found
 
-    def load(name: str) -> Stored:
+    def load(name: str) -> StoredColumn:
         return kinds[name].column(n, lambda a, b: [pick(record, name) for record in read(a, b)])
 
     return StoredArrays(tuple(names), load)
@@ -223,7 +223,7 @@ class _Csv:
             except (ValueError, OverflowError):
                 self._types.pop(0)
 
-    def column(self, n: int, read: Values) -> Stored:
+    def column(self, n: int, read: Values) -> StoredColumn:
         """Return numbers (N,) or texts."""
         if not self._types:
             return TextColumn(n, read)
@@ -281,7 +281,7 @@ class _Json:
         self._type = max(self._type, {"b": 0, "i": 1, "u": 1}.get(found.dtype.kind, 2))
         return True
 
-    def column(self, n: int, read: Values) -> Stored:
+    def column(self, n: int, read: Values) -> StoredColumn:
         """Return numbers (N,), texts or sequences."""
         if self._mixed is not None:
             raise DatasetError(
@@ -298,7 +298,7 @@ class _Json:
             found = read(start, stop)
             return [from_numpy(np.array(v, dtype).reshape(len(v), *row)) for v in found]
 
-        def sizes() -> Sizes:
+        def sizes() -> SequenceSizes:
             return torch.tensor(self._lengths, dtype=torch.int64), row
 
         if self._first == "text":

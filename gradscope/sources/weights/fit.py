@@ -22,7 +22,7 @@ _COUNTER = "n_averaged"  # what torch's AveragedModel has beside the names that 
 _SAVE = "Save model.state_dict()."
 _CHECK = "Check that the factory and its kwargs build the model that was saved."
 
-State = Mapping[str, Any]  # {name: tensor}, a state dict
+StateDict = Mapping[str, Any]  # {name: tensor}, a state dict
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     of names that are left out where the model has no such name.
     """
     with user_file("the model's own state_dict"):
-        expected: State = model.state_dict()
+        expected: StateDict = model.state_dict()
     key, state = _state_dict(content, expected, key)
     odd = [repr(name) for name in state if not isinstance(name, str)]
     if odd:
@@ -74,7 +74,7 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     return Fit(cast, key, prefix, len(cast) - len(tied), told)
 
 
-def check_finite(values: State, expected: State, parameters: set[str]) -> None:
+def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -> None:
     """Refuse values that are not finite, but for buffers that hold what the model's own hold."""
     wrong = []
     for name, value in values.items():
@@ -112,7 +112,9 @@ def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
     return list(below(content, "", _DEPTH))
 
 
-def _state_dict(content: Any, expected: State, key: str | None) -> tuple[str, Mapping[Any, Any]]:
+def _state_dict(
+    content: Any, expected: StateDict, key: str | None
+) -> tuple[str, Mapping[Any, Any]]:
     """Return the state dict under a key, otherwise the only one that has the most of the names."""
     if isinstance(content, Tensor):
         raise CheckpointError("it holds a single tensor, not a state dict", remedy=_SAVE)
@@ -121,9 +123,25 @@ def _state_dict(content: Any, expected: State, key: str | None) -> tuple[str, Ma
         raise CheckpointError(f"it holds {kind}, not a state dict", remedy=_SAVE)
     found = state_dicts(content)
     if key is not None:
-        named = [state for name, state in found if name == key]
-        return key, named[0] if named else _at_key(content, key, [name for name, _ in found])
-    scores = [_shared(state, expected) for _, state in found]
+        below: Any = content
+        for part in key.split("."):  # it may lie deeper than is looked by itself
+            below = below.get(part) if isinstance(below, Mapping) else None
+        deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
+        named = [state for name, state in found if name == key] or ([below] if deeper else [])
+        if named:
+            return key, named[0]
+        known = [name for name, _ in found if name]
+        hint = suggestion(key, known).replace("Supported", "There are")
+        what = f"there is no state dict under {key!r} in it"
+        raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
+
+    def shared(state: Mapping[Any, Any]) -> int:
+        if not all(isinstance(name, str) for name in state):
+            return 0
+        _, values = _stripped(_without_counter(state, expected), expected)
+        return len(expected.keys() & values.keys())
+
+    scores = [shared(state) for _, state in found]
     best = max(scores, default=0)
     chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
     if not found or (not best and len(found) > 1):
@@ -142,30 +160,7 @@ def _state_dict(content: Any, expected: State, key: str | None) -> tuple[str, Ma
     return chosen[0]
 
 
-def _at_key(content: Any, key: str, found: Sequence[str]) -> Mapping[Any, Any]:
-    """Return the state dict at a dotted key, which may lie deeper than is looked by itself."""
-    value = content
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
-        return value
-    keys = [each for each in found if each]
-    remedy = suggestion(key, keys).replace("Supported", "There are")
-    raise CheckpointError(
-        f"there is no state dict under {key!r} in it",
-        remedy=remedy if keys else "There is none under any key.",
-    )
-
-
-def _shared(state: Mapping[Any, Any], expected: State) -> int:
-    """Return how many of the model's names a mapping has, prefixes aside."""
-    if not all(isinstance(name, str) for name in state):
-        return 0
-    _, values = _stripped(_without_counter(state, expected), expected)
-    return len(expected.keys() & values.keys())
-
-
-def _without_counter(state: State, expected: State) -> State:
+def _without_counter(state: StateDict, expected: StateDict) -> StateDict:
     """Leave out the counter of averaged weights, where that is clearly what it is."""
     others = [name for name in state if name != _COUNTER]
     averaged = _COUNTER in state and _COUNTER not in expected and others
@@ -174,7 +169,7 @@ def _without_counter(state: State, expected: State) -> State:
     return {name: state[name] for name in others}
 
 
-def _without(state: State, expected: State, ignore: Sequence[str]) -> State:
+def _without(state: StateDict, expected: StateDict, ignore: Sequence[str]) -> StateDict:
     """Leave out what one of the globs names and the model has not, with or without prefixes."""
 
     def known(name: str) -> bool:
@@ -189,7 +184,7 @@ def _without(state: State, expected: State, ignore: Sequence[str]) -> State:
     }
 
 
-def _stripped(state: State, expected: State) -> tuple[str, State]:
+def _stripped(state: StateDict, expected: StateDict) -> tuple[str, StateDict]:
     """Take prefixes off that every name has, as far as it makes more of the names fit."""
     candidates = [("", state)]
     while common := [
@@ -201,7 +196,7 @@ def _stripped(state: State, expected: State) -> tuple[str, State]:
     return max(candidates, key=lambda c: len(c[1].keys() & expected.keys()))
 
 
-def _with_tied(values: State, expected: State) -> tuple[dict[str, Any], list[str]]:
+def _with_tied(values: StateDict, expected: StateDict) -> tuple[dict[str, Any], list[str]]:
     """Fill in names of a tensor that the checkpoint has under another of its names."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in expected.items():
@@ -225,7 +220,7 @@ def _with_tied(values: State, expected: State) -> tuple[dict[str, Any], list[str
     return result, tied
 
 
-def _check_names(values: State, expected: State) -> None:
+def _check_names(values: StateDict, expected: StateDict) -> None:
     missing = [name for name in expected if name not in values]
     unexpected = [name for name in values if name not in expected]
     if not missing and not unexpected:
@@ -242,7 +237,7 @@ def _check_names(values: State, expected: State) -> None:
     raise CheckpointError(what, remedy=remedy)
 
 
-def _check_tensors(values: State, expected: State) -> list[str]:
+def _check_tensors(values: StateDict, expected: StateDict) -> list[str]:
     """Return what is to be cast: floating-point numbers to other floating-point numbers only."""
     wrong: list[str] = []
     casts: list[str] = []

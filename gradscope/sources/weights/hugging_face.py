@@ -24,10 +24,10 @@ _ATTENTION = "attn_implementation"
 _OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
 
-Settings = Mapping[str, Any]
 
-
-def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, tuple[str, ...]]:
+def built(
+    folder: Path, state: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model that a folder's config.json describes, with the weights `state`, and notes.
 
     Of `kwargs`, `architecture` is the class in transformers, where it is not the config's;
@@ -69,7 +69,7 @@ def built(folder: Path, state: Settings, kwargs: Settings) -> tuple[nn.Module, t
     return model, (note,) if unused else ()
 
 
-def _content(path: Path, kwargs: Settings) -> dict[str, Any]:
+def _content(path: Path, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Read config.json; refuse what would be executed: classes of the folder, other kernels."""
     with reachable(path, ModelError), path.open("rb") as file:
         text = file.read(_MAX_BYTES + 1)
@@ -91,7 +91,7 @@ def _content(path: Path, kwargs: Settings) -> dict[str, Any]:
     return content
 
 
-def _class(transformers: Any, content: Settings, kwargs: Settings) -> Any:
+def _class(transformers: Any, content: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
     own = content.get("architectures")
     name = kwargs.get("architecture", own[0] if isinstance(own, list) and own else None)
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -103,7 +103,7 @@ def _class(transformers: Any, content: Settings, kwargs: Settings) -> Any:
     return kind
 
 
-def _require_all(told: Settings) -> None:
+def _require_all(told: Mapping[str, Any]) -> None:
     """Refuse a model of which not every weight came from the checkpoint."""
     missing = sorted(told["missing_keys"])
     wrong = sorted(

@@ -1,15 +1,11 @@
-"""`compare`, `stats` and `list` from the outside."""
+"""`gradscope compare` and `gradscope list` from the outside."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from gradscope.backends import backends
-from gradscope.stages.losses import losses
-from gradscope.stages.reducers import reducers
-from gradscope.stages.transforms import transforms
+from gradscope.cli.listing import registries
 from tests.cli.conftest import SAMPLES, Gradscope
 
 MODELS = (
@@ -20,6 +16,7 @@ MODELS = (
     "text_transformer",
     "poisson_pinn",
 )
+
 
 MINE = """
 import torch
@@ -76,70 +73,31 @@ def test_a_stored_result_is_judged(gradscope: Gradscope, digits: Path, tmp_path:
     assert {r["status"] for r in json.loads(done.out)["rows"]} == {"agrees"}
 
 
-def test_compare_speaks_to_people(gradscope: Gradscope, digits: Path) -> None:
-    done = gradscope("compare", "--config", digits, "--samples", ":6")
+def test_compare_speaks_to_people_and_names_kernels_when_asked(gradscope: Gradscope) -> None:
+    words = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":64"]
+    done = gradscope("compare", *words)
     assert done.code == 0
     assert all(name in done.out for name in ("loop", "hooks", "vmap", "expand", "agrees"))
+    assert "Kernels" not in done.out
+    done = gradscope("compare", *words, "--backends", "hooks", "--verbose")
+    assert "Kernels that were measured" in done.out
+    assert gradscope("compare", *words, "--backends", "hooks", "-q") == (0, "", "")
+    planned = gradscope("compare", *words, "--dry-run")
+    assert planned.out == "would compare loop, hooks, vmap, expand on 64 samples\n"
 
 
-@pytest.fixture
-def result(gradscope: Gradscope, digits: Path, tmp_path: Path) -> Path:
-    out = tmp_path / "out.h5"
-    options = ["--config", digits, "--samples", ":60", "-q"]
-    assert gradscope("compute", *options, "-t", "identity", "-o", out).code == 0
-    return out
+def test_compile_adds_a_row(gradscope: Gradscope, digits: Path) -> None:
+    words = ["--backends", "vmap", "--samples", "0:8", "--compile", "--json"]
+    done = gradscope("compare", "--config", digits, *words)
+    assert done.code == 0, done.err
+    rows = {row["backend"]: row["status"] for row in json.loads(done.out)["rows"]}
+    assert rows == {"vmap": "agrees", "vmap compiled": "agrees"}
 
 
-def test_stats_tell_the_same_numbers_twice(gradscope: Gradscope, result: Path) -> None:
-    import h5py
-
-    document = json.loads(gradscope("stats", result, "--json").out)
-    with h5py.File(result) as file:
-        norms = file["samples/norm"][:].astype(np.float64)
-    assert document["schema"] == "gradscope.stats"
-    assert document["norm"]["mean"] == pytest.approx(norms.mean())
-    largest = [row["index"] for row in document["samples"]]
-    assert largest == list(np.argsort(-norms)[:10])
-    shown = gradscope("stats", result)
-    assert shown.code == 0
-    assert all(str(index) in shown.out for index in largest)
-
-
-def test_stats_draw_and_write_a_page(gradscope: Gradscope, result: Path, tmp_path: Path) -> None:
-    plot, page = tmp_path / "plot.png", tmp_path / "page.html"
-    assert gradscope("stats", result, "--plot", plot, "--html", page).code == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "</html>" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    "content", [None, b"", b"not HDF5 at all", b"\x89HDF\r\n\x1a\n" + b"0" * 64]
-)
-def test_stats_of_what_is_no_result(
-    gradscope: Gradscope, tmp_path: Path, content: bytes | None
-) -> None:
-    path = tmp_path / "bad.h5"
-    if content is not None:
-        path.write_bytes(content)
-    done = gradscope("stats", path)
-    assert done.code == 3
-    assert "bad.h5" in done.err
-    assert "Traceback" not in done.err
-
-
-@pytest.mark.parametrize("kind", ["backends", "transforms", "reducers", "losses", "formats"])
+@pytest.mark.parametrize("kind", registries())
 def test_list_shows_every_name_with_a_summary(gradscope: Gradscope, kind: str) -> None:
     document = json.loads(gradscope("list", kind, "--json").out)
     shown = {row["name"]: row["summary"] for row in document["entries"]}
     assert all(shown.values())
-    known = {"backends": backends, "transforms": transforms, "reducers": reducers, "losses": losses}
-    if kind in known:
-        assert set(known[kind].names()) <= set(shown)
+    assert {name for each in registries()[kind] for name in each.names()} <= set(shown)
     assert all(name in gradscope("list", kind).out for name in shown)
-
-
-@pytest.mark.parametrize("arguments", [["list", "nothing"], ["compute", "--nonsense"], ["plot"]])
-def test_usage_errors(gradscope: Gradscope, arguments: list[str]) -> None:
-    done = gradscope(*arguments)
-    assert done.code == 2
-    assert "Traceback" not in done.err
