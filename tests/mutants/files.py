@@ -81,17 +81,17 @@ _caught(
 )
 
 
-def _row_late(region: Region, start: int, data: np.ndarray, target: Target) -> tuple[Any, ...]:
-    there = start + region.row + len(data) <= region.chunks.size
-    return region, start + region.row if there else start, data, target
+def _chunk_late(region: Region, start: int, data: np.ndarray, target: Target) -> tuple[Any, ...]:
+    later = start + region.chunks.chunk
+    return region, later if later + len(data) <= region.chunks.size else start, data, target
 
 
 _caught(
-    "offset of a row too many",
-    "batches are written one row further into the file than they belong",
+    "offset of a chunk too many",
+    "chunks of rows are written one chunk further than they belong",
     PLAIN,
     "completion",
-    around(Region, "_write", before(_row_late)),
+    around(Region, "_write", before(_chunk_late)),
 )
 _caught(
     "checksum not kept",

@@ -40,7 +40,9 @@ class Disk:
 
     def _counted(self, name: str, plain: Any) -> Any:
         def call(place: Any, *rest: Any, **more: Any) -> Any:
-            if not isinstance(place, int) and self._folder not in Path(place).parents:
+            number = isinstance(place, int)
+            where = Path(f"/proc/self/fd/{place}").readlink() if number else Path(place)
+            if self._folder not in where.parents and not (number and where == self._folder):
                 return plain(place, *rest, **more)
             k = len(self.seen)
             self.seen.append(name)

@@ -1,6 +1,5 @@
 """Merging files: the rows of the whole run, and nothing where a file is wrong or missing."""
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +24,7 @@ from gradscope.storage import (
     open_writer,
 )
 from gradscope.storage.format.seal import NO_RECORDS, write_seal
+from tests.storage.disk import FULL, Disk, Stopped, operations
 from tests.storage.example import (
     BATCH,
     PLAN,
@@ -105,10 +105,17 @@ def exact(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return same({k: a[k] for k in light}, {k: b[k] for k in light}) and list(a) == list(b)
 
 
-@pytest.mark.parametrize("layout", ["dense", "auto", "factored"])
+GZIP = Compression("gzip", 3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed"), [("dense", None), ("auto", None), ("factored", None), ("auto", GZIP)]
+)
 @pytest.mark.parametrize("cuts", SHARES.values(), ids=SHARES)
-def test_the_whole_run(tmp_path: Path, cuts: tuple[int, ...], layout: Any) -> None:
-    base = replace(PLAN, layout=layout)
+def test_the_whole_run(
+    tmp_path: Path, cuts: tuple[int, ...], layout: Any, packed: Compression | None
+) -> None:
+    base = replace(PLAN, layout=layout, compression=packed)
     write(tmp_path / "whole.h5", whole_plan(base), 0, N)
     merge(shards(tmp_path, cuts, base)[::-1], tmp_path / "o.h5", base)
     found, wanted = load(tmp_path / "o.h5"), load(tmp_path / "whole.h5")
@@ -128,17 +135,8 @@ def test_the_whole_run(tmp_path: Path, cuts: tuple[int, ...], layout: Any) -> No
         for path in ("chains/0/w", "samples/loss", "chains/0/layer.weight"):
             if isinstance(file[path], h5py.Dataset):
                 assert file[path].chunks == single[path].chunks
-
-
-@pytest.mark.parametrize("cuts", SHARES.values(), ids=SHARES)
-def test_compressed_rows(tmp_path: Path, cuts: tuple[int, ...]) -> None:
-    base = replace(PLAN, layout="auto", compression=Compression("gzip", 3))
-    write(tmp_path / "whole.h5", whole_plan(base), 0, N)
-    merge(shards(tmp_path, cuts, base), tmp_path / "o.h5", base)
-    assert exact(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
-    with h5py.File(tmp_path / "o.h5") as file:
-        assert file["chains/0/w"].compression == "gzip"
-        assert file["chains/0/layer.weight/left"].compression_opts == 3
+        assert file["chains/0/w"].compression == (packed and "gzip")
+        assert file["chains/0/w"].compression_opts == (packed and 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
@@ -317,34 +315,24 @@ def test_an_unfinished_run_is_not_given_up(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load(path)["chains/0/w"], expected()["w"])
 
 
-@pytest.mark.parametrize(
-    "step", ["merge.joiner.create_columns", "merge.joiner._copied", "write.finish._verify"]
-)
-def test_a_stop_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    files = shards(tmp_path, SHARES["two"])
-    before = names(tmp_path)
-    monkeypatch.setattr(f"gradscope.storage.{step}", stop)
-    with pytest.raises(KeyboardInterrupt):
-        merge(files, tmp_path / "o.h5")
-    assert names(tmp_path) == before
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = shards(tmp_path, SHARES["two"])
-    before = names(tmp_path)
-
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr("os.pwrite", full)
-    with pytest.raises(OutputError, match="the disk is full"):
-        merge(files, tmp_path / "o.h5")
-    assert names(tmp_path) == before
+@pytest.mark.parametrize("number", [0, FULL])
+def test_a_stop_at_any_moment(tmp_path: Path, number: int) -> None:
+    """Nothing is there but what was; what a kill leaves beside it is cleared by the next merge."""
+    files, path = shards(tmp_path, SHARES["two"]), tmp_path / "out" / "o.h5"
+    path.parent.mkdir()
+    with Disk(path.parent).inserted() as disk:
+        merge(files, path)
+    wanted = path.read_bytes()
+    for k in operations(len(disk.seen), 10):
+        path.write_bytes(b"old")
+        with (
+            pytest.raises((Stopped, OutputError), match="disk is full" if number else None),
+            Disk(path.parent, k, number).inserted(),
+        ):
+            merge(files, path, overwrite=True)
+        assert path.read_bytes() in (b"old", wanted)
+        merge(files, path, overwrite=True)
+        assert path.read_bytes() == wanted and names(path.parent) == ["o.h5"]
 
 
 @pytest.fixture

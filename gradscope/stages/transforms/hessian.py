@@ -151,16 +151,16 @@ def _require_agreement(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> None:
     problem = loss.problem.converted(torch.float64)
     wide = _SampleLoss(problem, loss.batch.to(problem.device, torch.float64), loss.position)
     starts = [p.detach().clone() for p in wide.parameters]
-    ways = [vector[name].to(p) for name, p in problem.parameters.items()]
-    length = _length(ways)
+    directions = [vector[name].to(p) for name, p in problem.parameters.items()]
+    length = _length(directions)
     if length == 0:
         return
     step = _STEP * (1 + _length(starts)) / length
     sides = []
     for sign in (1, -1):
         with torch.no_grad():
-            for p, start, way in zip(wide.parameters, starts, ways, strict=True):
-                p.copy_(start + sign * step * way)
+            for p, start, along in zip(wide.parameters, starts, directions, strict=True):
+                p.copy_(start + sign * step * along)
         sides.append(_gradients(wide.value(), wide.parameters))
     with torch.no_grad():
         for p, start in zip(wide.parameters, starts, strict=True):

@@ -146,8 +146,13 @@ def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.d
     made.write(values, h5py.h5t.py_create(kind))
 
 
-def create_column(file: h5py.File, path: str, form: Form, n: int, batch: int) -> None:
-    """Create the place for n rows of a table or a parameter."""
+def create_columns(file: h5py.File, forms: Mapping[str, Form], n: int, batch: int) -> None:
+    """Create the places of n rows that come `batch` at a time."""
+    for path, form in forms.items():
+        _create_column(file, path, form, n, batch)
+
+
+def _create_column(file: h5py.File, path: str, form: Form, n: int, batch: int) -> None:
     place, _, escaped = path.rpartition("/")
     group, name = file[place], unescape(escaped)
     if in_table(path):

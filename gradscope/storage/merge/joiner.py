@@ -21,7 +21,14 @@ from gradscope.storage.format.files import (
     secure_space,
     writing,
 )
-from gradscope.storage.format.forms import DENSE, describe, factors_group, in_table, utf8_links
+from gradscope.storage.format.forms import (
+    DENSE,
+    create_columns,
+    describe,
+    factors_group,
+    in_table,
+    utf8_links,
+)
 from gradscope.storage.format.layout import SOURCES, Shape
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.merge.parts import Part, Parts
@@ -29,7 +36,7 @@ from gradscope.storage.plan import FilePlan, States, to_json
 from gradscope.storage.read.arrays import column, dense_rows, stored_states
 from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.opening import Opened, opened_again
-from gradscope.storage.write.create import create_columns, describe_run
+from gradscope.storage.write.create import describe_run
 from gradscope.storage.write.finish import Ending, Look, complete
 from gradscope.storage.write.journal import LONGEST, Paths, require_not_there
 from gradscope.storage.write.region import Region, Regions
@@ -68,7 +75,13 @@ def open_joiner(
         with writing(path):
             descriptor = stack.enter_context(locked(paths.part))
             require_not_there(paths, descriptor, overwrite=overwrite)
-            _require_none_unfinished(paths, descriptor, overwrite)
+            if paths.progress.exists() and os.fstat(descriptor).st_size and not overwrite:
+                raise OutputError(
+                    "an unfinished file of a stopped run is there",
+                    where=str(paths.part),
+                    remedy="Choose another name, or give --overwrite to give it up.",
+                )
+            paths.progress.unlink(missing_ok=True)  # an unfinished merge has nothing worth keeping
         joiner = Joiner(paths, descriptor, parts, virtual=virtual)
         stack.callback(joiner.close)
         joiner.lay_out(plan, batch)
@@ -213,17 +226,6 @@ def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
             where=str(path),
             remedy="Choose another name, or give --overwrite.",
         )
-
-
-def _require_none_unfinished(paths: Paths, descriptor: int, overwrite: bool) -> None:
-    """Check that no unfinished run is in the way; an unfinished merge has nothing worth keeping."""
-    if paths.progress.exists() and os.fstat(descriptor).st_size and not overwrite:
-        raise OutputError(
-            "an unfinished file of a stopped run is there",
-            where=str(paths.part),
-            remedy="Choose another name, or give --overwrite to give it up.",
-        )
-    paths.progress.unlink(missing_ok=True)
 
 
 def _create_virtual(file: h5py.File, parts: Parts, folder: Path) -> None:

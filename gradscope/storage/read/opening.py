@@ -43,6 +43,12 @@ _KINDS = "biufc"
 _ATTRIBUTE_BYTES = 2**16
 _PLAIN = ("identity", "mean")  # chains of gradients as they are
 _COLUMNS = {"index": "iu", "loss": "f", "norm": "f", "finite": "b"}  # always there
+_ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # what each must be
+    **dict.fromkeys(("chain", "dtype", "kind", "sha256"), lambda value: isinstance(value, str)),
+    "reduced": lambda value: isinstance(value, bool | np.bool_),
+    "overflowed": lambda value: isinstance(value, int | np.integer) and bool(value >= 0),
+    "shape": lambda value: np.ndim(value) == 1 and np.asarray(value).dtype.kind in "iu",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def opened(path: Path) -> Opened:
 def opened_again(path: Path, digest: bytes) -> Opened:
     """Open a file whose structure was checked when it had this seal."""
     with reading(str(path)):
-        seal = seal_of(path) if _is_file(path) else None
+        seal = seal_of(path) if os.path.isfile(path) else None  # noqa: PTH113
         if seal is None or not seal.intact or seal.digest != digest:
             raise ResultFileError(
                 "it is no longer what it was when it was opened first",
@@ -105,12 +111,12 @@ def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _file(path: Path) -> tuple[h5py.File, Seal | None]:
     """Open the file, having checked its seal, and return that."""
-    if not _is_file(path):
+    if not os.path.isfile(path):  # noqa: PTH113 (which raises where a name is too long)
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
             "there is no such file",
             remedy=f"{part.name} is there: the run is not finished; give --resume."
-            if _is_file(part)
+            if os.path.isfile(part)  # noqa: PTH113
             else "Check the path.",
         )
     seal = seal_of(path)
@@ -156,10 +162,6 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> Opened:
         )
     _Contents(file, dict(_group(file, "", size, seen=set(), depth=0))).check()
     return Opened(file, Checks(file.id.get_vfd_handle, seal.table), seal.digest)
-
-
-def _is_file(path: Path) -> bool:
-    return os.path.isfile(path)  # noqa: PTH113 (which raises where a name is too long)
 
 
 @dataclass(frozen=True)
@@ -243,21 +245,17 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
     claimed = prod(shape) * item
     if layout != h5py.h5d.CHUNKED and claimed != dataset.id.get_storage_size():
         raise _refused(dataset, f"claims {claimed:,} bytes that are not stored")
-    if is_compressed(filters):
-        _check_compressed(dataset, item)
-    elif claimed > size:
-        raise _refused(dataset, f"claims {claimed:,} bytes in a file of {size:,}")
-    return found
-
-
-def _check_compressed(dataset: h5py.Dataset, item: int) -> None:
-    """Check that each chunk is there and no larger than ours: so no more is claimed than that."""
+    if not is_compressed(filters):
+        if claimed > size:
+            raise _refused(dataset, f"claims {claimed:,} bytes in a file of {size:,}")
+        return found
     chunk = prod(dataset.chunks) * item
-    if chunk > _CHUNK_BYTES:
+    grid = prod(-(-s // c) for s, c in zip(shape, dataset.chunks, strict=True))
+    if chunk > _CHUNK_BYTES:  # each chunk is no larger than ours: no more is claimed than that
         raise _refused(dataset, f"has chunks that claim {chunk:,} bytes each")
-    grid = prod(-(-s // c) for s, c in zip(dataset.shape, dataset.chunks, strict=True))
     if dataset.id.get_num_chunks() != grid:
         raise _refused(dataset, f"claims {grid:,} chunks that are not all stored")
+    return found
 
 
 def _is_row(dataset: h5py.Dataset) -> bool:
@@ -309,7 +307,7 @@ class _Contents:
         n = (items["/samples/index"].shape or ())[0]
         for path in (path for table in TABLES for path in inside[f"/{table}"]):
             _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
-            self._require_attributes(path, {"sha256": _is_text}, always=False)
+            self._require_attributes(path, "sha256", always=False)
         for k in range(len(inside["/chains"])):
             chain = items.get(f"/chains/{k}")
             _require(chain is not None and chain.shape is None, f"there is no chain {k}")
@@ -324,7 +322,7 @@ class _Contents:
 
         There is no mean where no sample was finite.
         """
-        self._require_attributes(path, {"chain": _is_text, "reduced": _is_flag})
+        self._require_attributes(path, "chain", "reduced")
         attributes, arrays = self._file[path].attrs, self._inside[path]
         front = () if attributes["reduced"] else (n,)
         for array in arrays:
@@ -341,12 +339,12 @@ class _Contents:
 
     def _check_array(self, path: str, n: int | None) -> None:
         """Check an array, or a group of factors, with one row for each of n samples if given."""
-        self._require_attributes(path, {"overflowed": _is_count}, always=False)
+        self._require_attributes(path, "overflowed", always=False)
         shape = self._items[path].shape
         if shape is not None:
             _require(n is None or shape[:1] == (n,), f"{path} has not {n} rows")
             return
-        self._require_attributes(path, {"kind": _is_text, "dtype": _is_text, "shape": _is_shape})
+        self._require_attributes(path, "kind", "dtype", "shape")
         for factor in self._inside[path]:
             _require(bool(self._items[factor].shape), f"{factor} is no factor")
 
@@ -355,30 +353,12 @@ class _Contents:
         own = self._file[path].attrs["shape"] if shape is None else ()
         return (*front, *(int(s) for s in own)) if shape is None else shape
 
-    def _require_attributes(
-        self, path: str, tests: Mapping[str, Callable[[Any], bool]], *, always: bool = True
-    ) -> None:
+    def _require_attributes(self, path: str, *names: str, always: bool = True) -> None:
         """Check attributes by name; those that need not be there `always`, where they are."""
-        for name, test in tests.items():
+        for name in names:
             there = name in self._items[path].attributes
-            sound = test(self._file[path].attrs[name]) if there else not always
+            sound = _ATTRIBUTES[name](self._file[path].attrs[name]) if there else not always
             _require(sound, f"the attribute {name!r} of {path} is missing or of another type")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool | np.bool_)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and bool(value >= 0)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
 
 
 def _require(holds: bool, what: str) -> None:

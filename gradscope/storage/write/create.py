@@ -16,7 +16,6 @@ from gradscope.storage.format.forms import (
     DENSE,
     Form,
     create,
-    create_column,
     describe,
     form_of,
     put_attribute,
@@ -68,12 +67,6 @@ def describe_run(file: h5py.File, plan: FilePlan) -> None:
         group = file.create_group(f"chains/{k}")
         group.attrs["chain"] = chain.text
         group.attrs["reduced"] = chain.reduced
-
-
-def create_columns(file: h5py.File, forms: Mapping[str, Form], n: int, batch: int) -> None:
-    """Create the places of n rows that come `batch` at a time."""
-    for path, form in forms.items():
-        create_column(file, path, form, n, batch)
 
 
 def forms_of(plan: FilePlan, rows: Rows) -> dict[str, Form]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from gradscope.blocks.base import TILE_BYTES
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage.format.files import locked, require_place, secure_space, writing
-from gradscope.storage.format.forms import create_column, stored_form
+from gradscope.storage.format.forms import create_columns, stored_form
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.read.arrays import dense_rows
 from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.file import open_file
-from gradscope.storage.write.create import create_columns, describe_run, forms_of
+from gradscope.storage.write.create import describe_run, forms_of
 from gradscope.storage.write.finish import Ending, Look, complete
 from gradscope.storage.write.journal import (
     LONGEST,
@@ -344,7 +344,7 @@ def _set_aside(file: h5py.File, column: str, batch: int) -> str:
     moved = f"{aside.name}/{len(aside)}"
     file.move(column, moved)
     n = len(next(iter(file[moved].values())))
-    create_column(file, column, stored_form(file[moved]).dense, n, batch)
+    create_columns(file, {column: stored_form(file[moved]).dense}, n, batch)
     return moved
 
 
