@@ -39,23 +39,16 @@ def _nothing(keys: Sequence[str], gradients: Gradients) -> dict[str, State]:
 
 @dataclass(frozen=True)
 class Request:
-    """What will be asked of a batch's gradients, beside their norms; a backend may use it or not.
+    """What will be asked of the gradients beside their norms; a backend may ignore it."""
 
-    Attributes:
-        rows: The gradients themselves.
-        keys: Of the reductions.
-        starts: Takes keys and gradients; returns the state of each reduction after this batch.
-        out: {name: (n, *shape)}, what the gradients will be written into, if that is known.
-        stored: The dense gradients are stored, each entry of them.
-        left: How many batches are to come, this one included, if that is known.
-    """
-
-    rows: bool = True
-    keys: tuple[str, ...] = ()
+    rows: bool = True  # the gradients themselves
+    keys: tuple[str, ...] = ()  # of the reductions
+    # takes keys and gradients; returns the state of each reduction after this batch
     starts: Starts = _nothing
+    # {name: (n, *shape)}, what the gradients will be written into, if that is known
     out: Mapping[str, Tensor] | None = None
-    stored: bool = False
-    left: int | None = None
+    stored: bool = False  # the dense gradients are stored, each entry of them
+    left: int | None = None  # how many batches are to come, this one included, if that is known
 
 
 ROWS = Request()

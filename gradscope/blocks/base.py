@@ -59,18 +59,13 @@ def p_norms(rows: Tensor, p: float) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What a block can be put together from again, by `from_factors`.
+    """What a block can be put together from again, by `from_factors`."""
 
-    Attributes:
-        kind: "outer": left (n, k, t, r) and right (n, k, t, c); "scatter": index (n, t) int64 and
-            rows (n, t, d).
-        tensors: By name, in this order.
-        shape: The parameter's.
-    """
-
+    # "outer": left (n, k, t, r) and right (n, k, t, c); "scatter": index (n, t) int64 and rows
+    # (n, t, d)
     kind: str
-    tensors: dict[str, Tensor]
-    shape: tuple[int, ...]
+    tensors: dict[str, Tensor]  # by name, in this order
+    shape: tuple[int, ...]  # the parameter's
 
 
 class Block(ABC):

@@ -133,18 +133,11 @@ class Gradients(Mapping[str, Block]):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a backend returns for a batch.
+    """What a backend returns for a batch."""
 
-    Attributes:
-        losses: (n,), detached.
-        gradients: The per-sample gradients.
-        new: Whether the backend had to find out first how the batch is computed.
-        states: {key: state} of the requested reductions that were computed with the gradients.
-        compiled: Whether a compiled program has computed it.
-    """
-
-    losses: Tensor
-    gradients: Gradients
-    new: bool = False
+    losses: Tensor  # (n,), detached
+    gradients: Gradients  # the per-sample gradients
+    new: bool = False  # whether the backend had to find out first how the batch is computed
+    # {key: state} of the requested reductions that were computed with the gradients
     states: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
-    compiled: bool = False
+    compiled: bool = False  # whether a compiled program has computed it

@@ -157,18 +157,13 @@ def _added(size: int, index: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SparseBlock(TensorBlock):
-    """gᵢ has values[i, s] at the places index[i, s], and zeros elsewhere.
+    """gᵢ has values[i, s] at the places index[i, s], and zeros elsewhere."""
 
-    Attributes:
-        index: (n, s) int64 into the flattened parameter; no place twice in a sample, but for
-            padding, whose value is 0.
-        values: (n, s).
-        parameter_shape: The parameter's shape.
-    """
-
+    # (n, s) int64 into the flattened parameter; no place twice in a sample, but for padding,
+    # whose value is 0
     index: Tensor
-    values: Tensor
-    parameter_shape: tuple[int, ...]
+    values: Tensor  # (n, s)
+    parameter_shape: tuple[int, ...]  # the parameter's shape
     numbers, places = ("values",), ("index",)
 
     @property

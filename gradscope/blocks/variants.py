@@ -37,16 +37,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The variant that was chosen for a request.
+    """The variant that was chosen for a request."""
 
-    Attributes:
-        request: What was asked for, of which sizes.
-        variant: Its name.
-        seconds: What each variant that was tried took; predicted, if nothing was measured.
-    """
-
-    request: str
-    variant: str
+    request: str  # what was asked for, of which sizes
+    variant: str  # its name
+    # what each variant that was tried took; predicted, if nothing was measured
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:

@@ -15,52 +15,34 @@ class ParameterAgreement:
     """How close one parameter's per-sample gradients a are to the loop's b.
 
     Numbers are None where the shapes do not allow them.
-
-    Attributes:
-        name: The parameter.
-        absolute: The largest |a − b| of an entry.
-        relative: The largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is
-            rounding noise.
-        cosine: ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples.
-        worst_sample: The position in the batch where `relative` is reached.
-        factor: c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best.
-        kind: One word for the mistake, or "agrees".
-        meaning: What it means and what to do.
-        agrees: Whether `relative` is within the tolerance of a's dtype.
     """
 
-    name: str
-    absolute: float | None
+    name: str  # the parameter
+    absolute: float | None  # the largest |a − b| of an entry
+    # the largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is rounding
+    # noise
     relative: float | None
-    cosine: float | None
-    worst_sample: int | None
-    factor: float | None
-    kind: str
-    meaning: str
-    agrees: bool
+    cosine: float | None  # ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples
+    worst_sample: int | None  # the position in the batch where `relative` is reached
+    factor: float | None  # c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best
+    kind: str  # one word for the mistake, or "agrees"
+    meaning: str  # what it means and what to do
+    agrees: bool  # whether `relative` is within the tolerance of a's dtype
 
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One backend, implementation or stored result.
+    """One backend, implementation or stored result."""
 
-    Attributes:
-        backend: Its name or label.
-        status: "agrees", "disagrees", "refused" (it said that it has no exact way) or "failed".
-        reason: Why it did not agree.
-        remedy: What to do about it.
-        seconds: Time for all gradients in the model's own dtype, after a warm-up; None where it
-            was not measured.
-        peak_bytes: Peak memory above what was in use before, likewise.
-        parameters: One entry a parameter; none for a row that refused or failed.
-    """
-
-    backend: str
-    status: str
-    reason: str | None = None
-    remedy: str | None = None
+    backend: str  # its name or label
+    status: str  # "agrees", "disagrees", "refused" (it said that it has no exact way) or "failed"
+    reason: str | None = None  # why it did not agree
+    remedy: str | None = None  # what to do about it
+    # time for all gradients in the model's own dtype, after a warm-up; None where it was not
+    # measured
     seconds: float | None = None
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # peak memory above what was in use before, likewise
+    # one entry a parameter; none for a row that refused or failed
     parameters: tuple[ParameterAgreement, ...] = ()
 
     @property

@@ -39,16 +39,11 @@ Parts = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class _Layer:
-    """Settings of one origin.
+    """Settings of one origin."""
 
-    Attributes:
-        source: The file, or "command line", for messages.
-        values: {section: {key: value}}, paths absolute.
-        flat: The file is a dataset spec: its keys stand at the top level, not under [dataset].
-    """
-
-    source: str
-    values: dict[str, Any]
+    source: str  # the file, or "command line", for messages
+    values: dict[str, Any]  # {section: {key: value}}, paths absolute
+    # the file is a dataset spec: its keys stand at the top level, not under [dataset]
     flat: bool = False
 
     def place(self, parts: Parts) -> str:

@@ -63,16 +63,11 @@ transform = ["identity"]           # every sample's gradient; or such as "clip:m
 
 @dataclass
 class Draft:
-    """A run file to be looked at.
+    """A run file to be looked at."""
 
-    Attributes:
-        text: TOML.
-        guessed: {key: "value: why"}.
-        missing: Keys that could not be guessed; their values are examples.
-    """
-
-    text: str = ""
-    guessed: dict[str, str] = field(default_factory=dict)
+    text: str = ""  # TOML
+    guessed: dict[str, str] = field(default_factory=dict)  # {key: "value: why"}
+    # keys that could not be guessed; their values are examples
     missing: list[str] = field(default_factory=list)
 
 

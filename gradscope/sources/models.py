@@ -22,20 +22,14 @@ _FACTORY = "Write a function that builds the model, and name it with --model FIL
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights.
+    """A model with its weights."""
 
-    Attributes:
-        model: In the mode asked for.
-        checkpoint: What was loaded.
-        digests: SHA-256 of what describes the model, by file: the factory's code, config.json, or
-            the code of classes that were pickled; empty where the checkpoint alone does.
-        notes: What the user may not expect.
-    """
-
-    model: nn.Module
-    checkpoint: CheckpointReport
+    model: nn.Module  # in the mode asked for
+    checkpoint: CheckpointReport  # what was loaded
+    # SHA-256 of what describes the model, by file: the factory's code, config.json, or the code
+    # of classes that were pickled; empty where the checkpoint alone does
     digests: dict[str, str]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what the user may not expect
 
 
 def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:

@@ -37,21 +37,13 @@ from gradscope.storage import open_file
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A bound chain.
+    """A bound chain."""
 
-    Attributes:
-        stages: As they are written.
-        before: Transforms of each sample.
-        reducer: What takes the expectation, or None when rows are kept.
-        after: Transforms of the aggregate.
-        lasting: It is the same whenever its text is bound: it reads no file.
-    """
-
-    stages: tuple[Stage, ...]
-    before: tuple[Step, ...]
-    reducer: Reducer | None
-    after: tuple[Step, ...] = ()
-    lasting: bool = False
+    stages: tuple[Stage, ...]  # as they are written
+    before: tuple[Step, ...]  # transforms of each sample
+    reducer: Reducer | None  # what takes the expectation, or None when rows are kept
+    after: tuple[Step, ...] = ()  # transforms of the aggregate
+    lasting: bool = False  # it is the same whenever its text is bound: it reads no file
 
     @cached_property
     def text(self) -> str:

@@ -46,24 +46,16 @@ Tile = tuple[Positions, NDArray[Any]]  # places among the samples (b,), rows (b,
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a parameter's rows is in work at a time.
+    """How much of a parameter's rows is in work at a time."""
 
-    Attributes:
-        tile: Bytes: many rows, so that sums over them are written seldom.
-        piece: Bytes read at a time, whose memory the allocator uses again.
-        kept: Bytes that are kept for a second walk.
-        block: Bytes that are summed at a time, which stay in the cache.
-        long: Bytes of all rows from which on blocks are summed as stored, not in float64: the
-            errors of many short sums, added in float64, average out.
-        widest: Columns of a block, where there are rows enough to fill it.
-    """
-
-    tile: int = 2**27
-    piece: int = 2**22
-    kept: int = 2**29
-    block: int = 2**19
+    tile: int = 2**27  # bytes: many rows, so that sums over them are written seldom
+    piece: int = 2**22  # bytes read at a time, whose memory the allocator uses again
+    kept: int = 2**29  # bytes that are kept for a second walk
+    block: int = 2**19  # bytes that are summed at a time, which stay in the cache
+    # bytes of all rows from which on blocks are summed as stored, not in float64: the errors of
+    # many short sums, added in float64, average out
     long: int = 2**28
-    widest: int = 4096
+    widest: int = 4096  # columns of a block, where there are rows enough to fill it
 
 
 LIMITS = Limits()
@@ -227,37 +219,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Products:
-    """What a file's chains give; None where they do not.
+    """What a file's chains give; None where they do not."""
 
-    Attributes:
-        source: Where `dots` are from: rows, gram or cosine:to=mean.
-        dots: ⟨gᵢ, G⟩ (n,).
-        pairs: Where `gram` and `probed` are from: rows, gram or a chain `project`.
-        gram: ⟨gᵢ, gⱼ⟩ of some samples, evenly spread (m, m).
-        among: Which samples these are (n,).
-        whole: ⟨gᵢ, gⱼ⟩ of all samples (n, n), from a chain `gram`.
-        probed: ⟨gᵢ, g⟩ with the sample asked for (n,).
-        group_squares: ‖G_c‖² of each class's mean gradient (k,).
-        squares: ‖gᵢ‖² (n,), from rows.
-        sketch: A random projection of each gradient (n, SKETCH), from rows, to find duplicates.
-        parts: What rows gave of each parameter; empty without them.
-        exact: Whether they are more exact than the recorded norms, as all but half precision is.
-        unusable: Why stored rows gave nothing.
-    """
-
-    source: str = ""
-    dots: Floats | None = None
-    pairs: str = ""
-    gram: Floats | None = None
-    among: Mask | None = None
-    whole: Floats | None = None
-    probed: Floats | None = None
-    group_squares: Floats | None = None
-    squares: Floats = field(default_factory=lambda: np.empty(0))
+    source: str = ""  # where `dots` are from: rows, gram or cosine:to=mean
+    dots: Floats | None = None  # ⟨gᵢ, G⟩ (n,)
+    pairs: str = ""  # where `gram` and `probed` are from: rows, gram or a chain `project`
+    gram: Floats | None = None  # ⟨gᵢ, gⱼ⟩ of some samples, evenly spread (m, m)
+    among: Mask | None = None  # which samples these are (n,)
+    whole: Floats | None = None  # ⟨gᵢ, gⱼ⟩ of all samples (n, n), from a chain `gram`
+    probed: Floats | None = None  # ⟨gᵢ, g⟩ with the sample asked for (n,)
+    group_squares: Floats | None = None  # ‖G_c‖² of each class's mean gradient (k,)
+    squares: Floats = field(default_factory=lambda: np.empty(0))  # ‖gᵢ‖² (n,), from rows
+    # a random projection of each gradient (n, SKETCH), from rows, to find duplicates
     sketch: Floats = field(default_factory=lambda: np.empty((0, SKETCH)))
+    # what rows gave of each parameter; empty without them
     parts: dict[str, Part] = field(default_factory=dict)
+    # whether they are more exact than the recorded norms, as all but half precision is
     exact: bool = False
-    unusable: str | None = None
+    unusable: str | None = None  # why stored rows gave nothing
 
     @property
     def mean_squared(self) -> float:

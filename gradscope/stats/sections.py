@@ -36,22 +36,15 @@ Fact = tuple[str, Line | Spark]  # a label and its value; an empty label continu
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        title: It may break at spaces.
-        cells: One a row.
-        rank: 0 always stays; the others are hidden highest first where the width is short.
-        justify: Numbers go right.
-        values: The numbers behind the cells, to sort by; None where they are words.
-        widest: The cells above which texts are cut in the middle; None where they wrap.
-    """
-
-    title: str
-    cells: Sequence[Line]
-    rank: int = 0
-    justify: Literal["left", "right"] = "right"
+    title: str  # it may break at spaces
+    cells: Sequence[Line]  # one a row
+    rank: int = 0  # 0 always stays; the others are hidden highest first where the width is short
+    justify: Literal["left", "right"] = "right"  # numbers go right
+    # the numbers behind the cells, to sort by; None where they are words
     values: Sequence[float | None] | None = None
+    # the cells above which texts are cut in the middle; None where they wrap
     widest: int | None = None
 
 
@@ -66,25 +59,15 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture with two axes.
+    """A picture with two axes."""
 
-    Attributes:
-        label: What it shows, for readers who cannot see it.
-        title: Printed above.
-        across: The label of the horizontal axis.
-        up: That of the vertical axis.
-        empty: What to say where there is nothing to draw.
-        place: Where it comes among the pictures.
-        height: In inches.
-    """
-
-    label: str
-    title: str
-    across: str = ""
-    up: str = ""
-    empty: str = ""
-    place: int = 100
-    height: float = 3.4
+    label: str  # what it shows, for readers who cannot see it
+    title: str  # printed above
+    across: str = ""  # the label of the horizontal axis
+    up: str = ""  # that of the vertical axis
+    empty: str = ""  # what to say where there is nothing to draw
+    place: int = 100  # where it comes among the pictures
+    height: float = 3.4  # in inches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,24 +116,15 @@ class MatrixPicture(Picture):
 
 @dataclass(frozen=True)
 class Section:
-    """One question and its answer. A section of the same title as the one before continues it.
+    """One question and its answer. A section of the same title as the one before continues it."""
 
-    Attributes:
-        title: The question, in short.
-        facts: Labels with their values.
-        pairs: Short titles, each with a value under it.
-        histogram: Shown as bars on a terminal.
-        table: One row a parameter, class, sample or step.
-        notes: Lines that follow.
-        formulas: The formulas behind it; docs/statistics.md has them all, with units.
-    """
-
-    title: str
-    facts: Sequence[Fact] = ()
-    pairs: Sequence[tuple[str, str]] = ()
-    histogram: Histogram | None = None
-    table: Table | None = None
-    notes: Sequence[Line] = ()
+    title: str  # the question, in short
+    facts: Sequence[Fact] = ()  # labels with their values
+    pairs: Sequence[tuple[str, str]] = ()  # short titles, each with a value under it
+    histogram: Histogram | None = None  # shown as bars on a terminal
+    table: Table | None = None  # one row a parameter, class, sample or step
+    notes: Sequence[Line] = ()  # lines that follow
+    # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()
 
     def continued(self, other: "Section") -> "Section":
@@ -165,23 +139,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Overview:
-    """All that is shown of a result.
+    """All that is shown of a result."""
 
-    Attributes:
-        paths: The files it is about.
-        facts: What they are.
-        warnings: What is wrong with them.
-        sections: The rest.
-        pictures: In their order.
-        records: Documents shown as they are, by title.
-    """
-
-    paths: Sequence[str]
-    facts: Sequence[Fact]
-    sections: Sequence[Section]
-    pictures: Sequence[Picture]
-    warnings: Sequence[str] = ()
-    records: Mapping[str, Any] | None = None
+    paths: Sequence[str]  # the files it is about
+    facts: Sequence[Fact]  # what they are
+    sections: Sequence[Section]  # the rest
+    pictures: Sequence[Picture]  # in their order
+    warnings: Sequence[str] = ()  # what is wrong with them
+    records: Mapping[str, Any] | None = None  # documents shown as they are, by title
 
 
 class Shown(Protocol):

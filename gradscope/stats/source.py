@@ -40,25 +40,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """The n finite samples of a file, in its order.
+    """The n finite samples of a file, in its order."""
 
-    Attributes:
-        rows: Their rows in the file (n,).
-        total: How many samples the file has, finite or not.
-        index: Their positions in the data set (n,).
-        loss: Lᵢ (n,).
-        norm: ‖gᵢ‖ (n,).
-        target: (n, ...), or None where none is stored.
-        id: Their own names (n,), likewise.
-    """
-
-    rows: Positions
-    total: int
-    index: Positions
-    loss: Floats
-    norm: Floats
-    target: NDArray[Any] | None
-    id: NDArray[Any] | None = None
+    rows: Positions  # their rows in the file (n,)
+    total: int  # how many samples the file has, finite or not
+    index: Positions  # their positions in the data set (n,)
+    loss: Floats  # lᵢ (n,)
+    norm: Floats  # ‖gᵢ‖ (n,)
+    target: NDArray[Any] | None  # (n, ...), or None where none is stored
+    id: NDArray[Any] | None = None  # their own names (n,), likewise
 
     @classmethod
     def of(cls, file: Source) -> "Samples":

@@ -29,23 +29,15 @@ SCHEMA = {"schema": "gradscope.stats", "version": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked for of a file.
+    """What is asked for of a file."""
 
-    Attributes:
-        top: How many samples to list in each list.
-        learning_rate: For the batch size of CABS.
-        clip: Clipping norms whose share is wanted.
-        nearest: A sample, by its position in the data set, whose neighbours are wanted.
-        rows: Whether to read stored gradients, once or twice over.
-        limits: Of memory while they are read.
-    """
-
-    top: int = 10
-    learning_rate: float | None = None
-    clip: Sequence[float] = ()
+    top: int = 10  # how many samples to list in each list
+    learning_rate: float | None = None  # for the batch size of CABS
+    clip: Sequence[float] = ()  # clipping norms whose share is wanted
+    # a sample, by its position in the data set, whose neighbours are wanted
     nearest: int | None = None
-    rows: bool = True
-    limits: Limits = LIMITS
+    rows: bool = True  # whether to read stored gradients, once or twice over
+    limits: Limits = LIMITS  # of memory while they are read
 
     def __post_init__(self) -> None:
         if self.top < 0:
@@ -124,26 +116,21 @@ class Data:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic. `docs/statistics.md` says what each of those here means.
+    """One statistic. `docs/statistics.md` says what each of those here means."""
 
-    Attributes:
-        compute: From the data of a file to a `Record`, a tuple of them, or None where there is
-            nothing to say. Its return annotation is how JSON is read back.
-        place: Where it comes in what is shown; those of the package are at 10, 20, ... 140.
-        sections: (result, summary) -> sections; like the next three, only for a result not None.
-        answers: (result, summary) -> pairs of a question and its answer, for "In short".
-        warnings: (result, summary) -> what is wrong, for the first lines.
-        pictures: (result, summary) -> pictures.
-        in_json: Whether it is part of the JSON form.
-    """
-
+    # from the data of a file to a `Record`, a tuple of them, or None where there is nothing to
+    # say. Its return annotation is how JSON is read back
     compute: Callable[[Data], Any]
-    place: int = 900
+    place: int = 900  # where it comes in what is shown; those of the package are at 10, 20, ... 140
+    # (result, summary) -> sections; like the next three, only for a result not None
     sections: "Callable[[Any, Summary], Iterable[Section]] | None" = None
+    # (result, summary) -> pairs of a question and its answer, for "In short"
     answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None
+    # (result, summary) -> what is wrong, for the first lines
     warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None
+    # (result, summary) -> pictures
     pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None
-    in_json: bool = True
+    in_json: bool = True  # whether it is part of the JSON form
 
     def __call__(self, data: Data) -> Any:
         """Return what it finds."""
@@ -187,14 +174,10 @@ class Summary:
 
     What needs products of gradients is None where the file has none, and `missing` says so.
     `docs/statistics.md` has every key and formula.
-
-    Attributes:
-        file: Facts of the file.
-        results: By the name of the statistic.
     """
 
-    file: FileFacts
-    results: Mapping[str, Any]
+    file: FileFacts  # facts of the file
+    results: Mapping[str, Any]  # by the name of the statistic
 
     def __getattr__(self, name: str) -> Any:
         results = self.__dict__.get("results", {})

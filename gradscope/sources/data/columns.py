@@ -30,17 +30,11 @@ _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with 
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """Numbers whose rows are read when they are asked for.
+    """Numbers whose rows are read when they are asked for."""
 
-    Attributes:
-        shape: (N, ...).
-        dtype: Of its rows.
-        read: Returns the rows (n, ...) from a start up to a stop.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[int, int], Tensor]
+    shape: tuple[int, ...]  # (N, ...)
+    dtype: torch.dtype  # of its rows
+    read: Callable[[int, int], Tensor]  # returns the rows (n, ...) from a start up to a stop
 
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, step = rows.indices(self.shape[0])
@@ -49,16 +43,12 @@ class NumberColumn:
 
 @dataclass(frozen=True)
 class SequenceColumn:
-    """Sequences of numbers, one a sample, of different lengths.
+    """Sequences of numbers, one a sample, of different lengths."""
 
-    Attributes:
-        dtype: Of the numbers.
-        read: Returns the sequences (length, *row) from a start up to a stop.
-        sizes: Returns their lengths and the shape `row` of an entry; called once, when needed.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the numbers
+    # returns the sequences (length, *row) from a start up to a stop
     read: Callable[[int, int], Sequence[Tensor]]
+    # returns their lengths and the shape `row` of an entry; called once, when needed
     sizes: Callable[[], SequenceSizes]
 
     @cached_property
@@ -74,15 +64,10 @@ class SequenceColumn:
 
 @dataclass(frozen=True)
 class TextColumn:
-    """Texts, one a sample.
+    """Texts, one a sample."""
 
-    Attributes:
-        n: N.
-        read: Returns those from a start up to a stop.
-    """
-
-    n: int
-    read: Callable[[int, int], Sequence[str]]
+    n: int  # N
+    read: Callable[[int, int], Sequence[str]]  # returns those from a start up to a stop
 
 
 Numbers = Tensor | NumberColumn
@@ -91,17 +76,12 @@ StoredColumn = Numbers | SequenceColumn | TextColumn
 
 @dataclass(frozen=True)
 class StoredArrays:
-    """What a file holds, each array opened when it is asked for.
+    """What a file holds, each array opened when it is asked for."""
 
-    Attributes:
-        names: What there is.
-        load: Returns the array of that name: a tensor, or a column that is read in slices.
-        notes: What there is to say about the file.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # what there is
+    # returns the array of that name: a tensor, or a column that is read in slices
     load: Callable[[str], StoredColumn]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what there is to say about the file
 
 
 def translated(arrays: StoredArrays, path: Path) -> StoredArrays:

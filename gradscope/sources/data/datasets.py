@@ -20,18 +20,12 @@ from gradscope.sources.formats import located
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples, all of those there are or some.
+    """Samples, all of those there are or some."""
 
-    Attributes:
-        spec: Which arrays, and how they are made into tensors.
-        samples: Where they come from.
-        chosen: (N,), the positions of those that were selected, None for all.
-        named: Returns the ids of samples of all that there are, None where they have none.
-    """
-
-    spec: DatasetSpec
-    samples: FileSamples | PythonSamples
-    chosen: Tensor | None = None
+    spec: DatasetSpec  # which arrays, and how they are made into tensors
+    samples: FileSamples | PythonSamples  # where they come from
+    chosen: Tensor | None = None  # (N,), the positions of those that were selected, None for all
+    # returns the ids of samples of all that there are, None where they have none
     named: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:

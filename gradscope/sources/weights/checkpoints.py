@@ -25,27 +25,16 @@ from gradscope.sources.weights.readers import TRUSTED, read_trusted
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was read, and what was done to make it fit.
+    """What was read, and what was done to make it fit."""
 
-    Attributes:
-        path: The file, where a folder was given the one in it.
-        format: The reader's name.
-        sha256: The file's SHA-256; of several files, one over the list of theirs.
-        files: Every file that was read.
-        notes: One sentence for each thing done that the user may not expect.
-        tensors: How many tensors were loaded.
-        key: Where in the file the state dict was, dotted; "" at the top level.
-        prefix: What was taken off every name, "" if nothing.
-    """
-
-    path: Path
-    format: str
-    sha256: str
-    files: tuple[Path, ...]
-    notes: tuple[str, ...]
-    tensors: int = 0
-    key: str = ""
-    prefix: str = ""
+    path: Path  # the file, where a folder was given the one in it
+    format: str  # the reader's name
+    sha256: str  # the file's SHA-256; of several files, one over the list of theirs
+    files: tuple[Path, ...]  # every file that was read
+    notes: tuple[str, ...]  # one sentence for each thing done that the user may not expect
+    tensors: int = 0  # how many tensors were loaded
+    key: str = ""  # where in the file the state dict was, dotted; "" at the top level
+    prefix: str = ""  # what was taken off every name, "" if nothing
 
 
 def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointReport]:

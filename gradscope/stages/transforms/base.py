@@ -29,15 +29,10 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Vector:
-    """A stored vector in parameter space: the aggregate of a chain in a result file.
+    """A stored vector in parameter space: the aggregate of a chain in a result file."""
 
-    Attributes:
-        values: {name: (*shape)}, float64.
-        source: Where it comes from, for messages.
-    """
-
-    values: Mapping[str, Tensor]
-    source: str = ""
+    values: Mapping[str, Tensor]  # {name: (*shape)}, float64
+    source: str = ""  # where it comes from, for messages
 
     def of(self, gradients: Gradients) -> dict[str, Tensor]:
         """Return the vector's part for each parameter of `gradients`.

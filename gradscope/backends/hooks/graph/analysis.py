@@ -43,24 +43,20 @@ class FrontierEdge:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The static facts of a program.
+    """The static facts of a program."""
 
-    Attributes:
-        program: What was analysed.
-        axes: The sample axis of each output at the frontier that has the samples in order.
-        open: The axis of each output at the frontier whose owners each batch must tell: masked,
-            sorted or packed rows, or rows without a gradient so far.
-        movers: Operations that may move samples on their way from the frontier's nodes to the
-            losses, by node.
-        frontier: Every edge by which a selected parameter's influence reaches samples.
-        sizes: How each output that grows with the batch does, None where several axes do.
-    """
-
-    program: Program
+    program: Program  # what was analysed
+    # the sample axis of each output at the frontier that has the samples in order
     axes: dict[Output, SampleAxis]
+    # the axis of each output at the frontier whose owners each batch must tell: masked, sorted
+    # or packed rows, or rows without a gradient so far
     open: dict[Output, int]
+    # operations that may move samples on their way from the frontier's nodes to the losses, by
+    # node
     movers: dict[int, tuple[int, ...]]
+    # every edge by which a selected parameter's influence reaches samples
     frontier: tuple[FrontierEdge, ...]
+    # how each output that grows with the batch does, None where several axes do
     sizes: dict[Output, Growth | None]
 
     def fits(self, other: Trace) -> bool:

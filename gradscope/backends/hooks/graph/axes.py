@@ -49,14 +49,10 @@ class SampleAxis:
 
 @dataclass(frozen=True, eq=False)
 class OwnedAxis:
-    """An axis on which samples hold any entries: masked, sorted or packed rows.
+    """An axis on which samples hold any entries: masked, sorted or packed rows."""
 
-    Attributes:
-        axis: Its position.
-        owner: (entries,) int64, the sample that owns each entry, -1 where the gradient is zero.
-    """
-
-    axis: int
+    axis: int  # its position
+    # (entries,) int64, the sample that owns each entry, -1 where the gradient is zero
     owner: Tensor
 
     def first(self, values: Tensor, n: int) -> Tensor:

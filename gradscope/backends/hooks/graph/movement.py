@@ -25,27 +25,18 @@ _SUFFIX = re.compile(r"Backward\d+$")  # without a number: a Function written in
 
 @dataclass(frozen=True)
 class Passage:
-    """A value with a sample axis, on its way through an operation.
+    """A value with a sample axis, on its way through an operation."""
 
-    Attributes:
-        name: The operation's kind without "Backward0".
-        saved: Reads what the operation saved, by name; None where it saved no such thing.
-        again: Likewise, of the same operation on another number of samples.
-        slot: Which of the operation's inputs the value is.
-        rank: How many axes the value has, and the operation's output.
-        axis: The ones that hold the samples.
-        ns: The two numbers of samples.
-    """
-
-    name: str
+    name: str  # the operation's kind without "Backward0"
+    # reads what the operation saved, by name; None where it saved no such thing
     saved: Callable[[str], Any]
-    again: Callable[[str], Any]
-    slot: int
-    rank: int
-    axis: int
+    again: Callable[[str], Any]  # likewise, of the same operation on another number of samples
+    slot: int  # which of the operation's inputs the value is
+    rank: int  # how many axes the value has, and the operation's output
+    axis: int  # the ones that hold the samples
     out_rank: int
     out_axis: int
-    ns: tuple[int, int]
+    ns: tuple[int, int]  # the two numbers of samples
 
     @property
     def in_place(self) -> bool:

@@ -16,20 +16,15 @@ Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The graph behind the losses of one forward pass.
+    """The graph behind the losses of one forward pass."""
 
-    Attributes:
-        losses: (n,), with their graph.
-        nodes: Every node, breadth first from the losses; the same program gives the same order.
-        edges: For each node and input: (index of the node it came from or -1, which output).
-        kinds: Each node's type.
-        shapes: For each node, the shapes of its forward outputs.
-    """
-
-    losses: Tensor
+    losses: Tensor  # (n,), with their graph
+    # every node, breadth first from the losses; the same program gives the same order
     nodes: tuple[Node, ...]
+    # for each node and input: (index of the node it came from or -1, which output)
     edges: tuple[tuple[Output, ...], ...]
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # each node's type
+    # for each node, the shapes of its forward outputs
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
@@ -81,16 +76,13 @@ def trace(losses: Tensor) -> Trace:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What stays of a forward pass of n samples when its tensors are let go; see `Trace`.
-
-    Attributes:
-        constants: (index of a node, attribute, value): the numbers that are part of operations.
-    """
+    """What stays of a forward pass of n samples when its tensors are let go; see `Trace`."""
 
     n: int
     edges: tuple[tuple[Output, ...], ...]
     kinds: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    # (index of a node, attribute, value): the numbers that are part of operations
     constants: tuple[tuple[int, str, Any], ...]
 
     @classmethod

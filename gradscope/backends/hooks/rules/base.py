@@ -20,24 +20,16 @@ from gradscope.core.registry import Registry
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One frontier edge of one batch.
+    """One frontier edge of one batch."""
 
-    Attributes:
-        node: The operation on samples.
-        slot: The input of it that is parameter-only.
-        n: The number of samples.
-        shape: The shape of the value at `slot`.
-        gradients: The gradient of each of the operation's outputs, or None where it is zero.
-        axes: The sample axis of each output, or None.
-        shared: By node, what a rule computes once for all of the node's edges.
-    """
-
-    node: Node
-    slot: int
-    n: int
-    shape: tuple[int, ...]
+    node: Node  # the operation on samples
+    slot: int  # the input of it that is parameter-only
+    n: int  # the number of samples
+    shape: tuple[int, ...]  # the shape of the value at `slot`
+    # the gradient of each of the operation's outputs, or None where it is zero
     gradients: tuple[Tensor | None, ...]
-    axes: tuple[Axis | None, ...]
+    axes: tuple[Axis | None, ...]  # the sample axis of each output, or None
+    # by node, what a rule computes once for all of the node's edges
     shared: dict[Node, Any] = field(default_factory=dict)
 
     @property
