@@ -200,7 +200,6 @@ class Target:
     def _dataset(self, path: str) -> h5py.Dataset:
         if path not in self._datasets:
             self._datasets[path] = self._opened()[path]
-        require_memory()
         return self._datasets[path]
 
     def _opened(self) -> h5py.File:
@@ -231,6 +230,7 @@ class Target:
     def _pack(self, dataset: h5py.Dataset, first: tuple[int, ...], data: np.ndarray) -> int:
         """Have HDF5 compress a chunk and find a place for it; return the CRC-32C of the result."""
         assert self._behind is not None  # it is open
+        require_memory()
         kind, inside = dataset.id.get_type(), dataset.id.get_space()
         chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
         count = tuple(min(c, size - at) for at, c, size in chunk)
