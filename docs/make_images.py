@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -45,7 +46,7 @@ def main(folder: Path) -> None:
     # neither the file's place nor what there was time for besides is part of the picture
     report = report.model_copy(update={"path": "build/digits.h5", "audits": None})
     facts = summary.file.model_copy(update={"path": "build/digits.h5"})
-    summary = summary.model_copy(update={"file": facts})
+    summary = replace(summary, file=facts)
     options = f"--config {RUN_FILE}"
     picture(
         folder / "compute.svg",
