@@ -11,6 +11,7 @@ compressed go through HDF5's filters, and the structure changes with every one o
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -26,7 +27,11 @@ from gradscope.storage.format.files import read_into, write
 from gradscope.storage.format.layout import CHECKSUM_BYTES
 
 _HOLE = 4096  # shorter runs of zeros are written
-_WORDS = 1024  # of a chunk, 16 bits each, in a row of the table that checksums are computed by
+_ROW = 1024  # 32-bit numbers a row of a table, two words each
+_TILE = 64  # rows at a time: they and their parts stay in the cache
+_LOW, _HALF = np.uint32(0xFFFF), np.uint32(16)
+_PLACES = np.arange(2 * _ROW, dtype=np.int64)
+_own = threading.local()
 
 
 class _HeldBack:
@@ -124,6 +129,7 @@ class Target:
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
         self._reserve = bytearray()
+        self._chunk = np.empty(0, np.uint8)
 
     @contextmanager
     def editing(self) -> Iterator[h5py.File]:
@@ -145,8 +151,10 @@ class Target:
                 sum_ = self._pack(dataset, first, data)
             else:
                 length = prod(chunks) * kind.get_size()
-                whole = np.zeros(length + CHECKSUM_BYTES, np.uint8)
-                whole[: len(data)] = data
+                if len(self._chunk) != length + CHECKSUM_BYTES:  # fresh pages take long
+                    self._chunk = np.empty(length + CHECKSUM_BYTES, np.uint8)
+                whole = self._chunk
+                whole[: len(data)], whole[len(data) : length] = data, 0
                 whole[length:] = np.frombuffer(fletcher32(data, length), np.uint8)
                 sum_ = crc32c(whole.data)
                 dataset.id.write_direct_chunk(first, whole)
@@ -200,7 +208,6 @@ class Target:
     def _dataset(self, path: str) -> h5py.Dataset:
         if path not in self._datasets:
             self._datasets[path] = self._opened()[path]
-        require_memory()
         return self._datasets[path]
 
     def _opened(self) -> h5py.File:
@@ -231,6 +238,7 @@ class Target:
     def _pack(self, dataset: h5py.Dataset, first: tuple[int, ...], data: np.ndarray) -> int:
         """Have HDF5 compress a chunk and find a place for it; return the CRC-32C of the result."""
         assert self._behind is not None  # it is open
+        require_memory()
         kind, inside = dataset.id.get_type(), dataset.id.get_space()
         chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
         count = tuple(min(c, size - at) for at, c, size in chunk)
@@ -249,23 +257,54 @@ def _is_zero(data: memoryview) -> bool:
 
 
 def fletcher32(data: np.ndarray, length: int) -> bytes:
-    """Return HDF5's Fletcher-32 checksum of a chunk: `data` (m,) uint8, and zeros up to `length`.
+    """Return HDF5's Fletcher-32 checksum of a chunk, many words at a time.
 
     Over the n 16-bit words wᵢ of a chunk, it is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5 adds one
     word after the other; here the words are a table, and the sums over its columns and rows give
-    both. No sum overflows up to 128 MiB.
+    both.
+
+    Args:
+        data: (m,) uint8, contiguous; at most 128 MiB, so that no sum overflows.
+        length: The chunk's bytes, m or more: zeros follow the data.
 
     Source: Fletcher 1982, doi:10.1109/TCOM.1982.1095369; `H5_checksum_fletcher32` of HDF5.
     """
-    table = np.zeros((-(-len(data) // (2 * _WORDS)), _WORDS // 2), "<u4")  # two words a number
-    table.reshape(-1).view(np.uint8)[: len(data)] = data
-    even, odd = table & np.uint32(0xFFFF), table >> np.uint32(16)
-    columns = np.stack([even.sum(0, np.uint32), odd.sum(0, np.uint32)], 1).ravel().astype(np.int64)
-    rows = (even + odd).sum(1, np.uint32).astype(np.int64)
-    total = int(rows.sum())
-    placed = _WORDS * int(np.arange(len(rows)) @ rows) + int(np.arange(_WORDS) @ columns)
-    # HDF5 reads words the other way round, which is a product with 256 modulo 65535; and it folds
-    # carries in, so that it ends with 65535 instead of 0 unless all words are 0.
-    sums = (total, -(-length // 2) * total - placed)
-    first, second = (value and (value * 256 % 65535 or 65535) for value in sums)
+    columns = np.zeros((2, _ROW), np.uint32)  # of the even words, and of the odd ones
+    rows = [np.zeros(0, np.uint32)]
+    if not hasattr(_own, "scratch"):  # of this thread: fresh pages would take most of the time
+        _own.scratch = np.empty((2, _TILE, _ROW), np.uint32)
+    for tile in _tiles(data):
+        even, odd = _own.scratch[:, : len(tile)]
+        np.bitwise_and(tile, _LOW, out=even)
+        np.right_shift(tile, _HALF, out=odd)
+        columns[0] += np.add.reduce(even, 0, np.uint32)
+        columns[1] += np.add.reduce(odd, 0, np.uint32)
+        even += odd
+        rows.append(np.add.reduce(even, 1, np.uint32))
+    along = np.concatenate(rows).astype(np.int64)
+    total = int(along.sum())
+    placed = 2 * _ROW * int(np.arange(len(along)) @ along) + int(_PLACES @ columns.T.ravel())
+    first, second = _folded(total), _folded(-(-length // 2) * total - placed)
     return (second << 16 | first).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _tiles(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield `data` (m,) as tables of 32-bit numbers; zeros fill up the last row."""
+    cut = len(data) // (4 * _ROW) * 4 * _ROW
+    whole = data[:cut] if data.ctypes.data % 4 == 0 else data[:cut].copy()
+    table = whole.view("<u4").reshape(-1, _ROW)
+    for at in range(0, len(table), _TILE):
+        yield table[at : at + _TILE]
+    if cut < len(data):
+        last = np.zeros(4 * _ROW, np.uint8)
+        last[: len(data) - cut] = data[cut:]
+        yield last.view("<u4").reshape(1, _ROW)
+
+
+def _folded(value: int) -> int:
+    """Return a sum modulo 65535 of words that HDF5 reads the other way round.
+
+    Swapping a word's bytes is a product with 256 modulo 65535. HDF5 folds carries in and so ends
+    with 65535 instead of 0, unless all words are 0.
+    """
+    return value and (value * 256 % 65535 or 65535)
