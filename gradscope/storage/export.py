@@ -44,19 +44,13 @@ Write = Callable[[BinaryIO], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written.
+    """A file that was written."""
 
-    Attributes:
-        path: Where.
-        names: The parameters, or the columns of the table.
-        shape: Of the array, where it is one; of the table otherwise: rows and columns.
-        bytes: Its size.
-    """
-
-    path: str
-    names: tuple[str, ...]
+    path: str  # where
+    names: tuple[str, ...]  # the parameters, or the columns of the table
+    # of the array, where it is one; of the table otherwise: rows and columns
     shape: tuple[int, ...] | None
-    bytes: int
+    bytes: int  # its size
 
 
 @dataclass(frozen=True)

@@ -18,42 +18,27 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """One chain.
+    """One chain."""
 
-    Attributes:
-        text: Its canonical spelling.
-        reduced: Whether it ends in an aggregate; otherwise its rows are stored.
-    """
-
-    text: str
-    reduced: bool
+    text: str  # its canonical spelling
+    reduced: bool  # whether it ends in an aggregate; otherwise its rows are stored
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Everything about a result file that is known before the first batch.
+    """Everything about a result file that is known before the first batch."""
 
-    Attributes:
-        run: The resolved run, stored as JSON.
-        fingerprint: What must be equal for a stopped run to be resumed.
-        attributes: More root attributes: the hashes of checkpoint and data, the version.
-        n: The number of samples.
-        parameters: The selected parameters' shapes, in the model's order.
-        chains: The chains, in the order given.
-        dtype: The number format of the chains' rows.
-        layout: Whether rows are stored as factors: where smaller, never, or wherever possible.
-        compression: Of rows.
-    """
-
-    run: dict[str, Any]
-    fingerprint: dict[str, Any]
+    run: dict[str, Any]  # the resolved run, stored as JSON
+    fingerprint: dict[str, Any]  # what must be equal for a stopped run to be resumed
+    # more root attributes: the hashes of checkpoint and data, the version
     attributes: dict[str, str]
-    n: int
-    parameters: dict[str, tuple[int, ...]]
-    chains: tuple[ChainPlan, ...]
-    dtype: torch.dtype = torch.float32
+    n: int  # the number of samples
+    parameters: dict[str, tuple[int, ...]]  # the selected parameters' shapes, in the model's order
+    chains: tuple[ChainPlan, ...]  # the chains, in the order given
+    dtype: torch.dtype = torch.float32  # the number format of the chains' rows
+    # whether rows are stored as factors: where smaller, never, or wherever possible
     layout: Layout = "auto"
-    compression: Compression | None = None
+    compression: Compression | None = None  # of rows
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -75,27 +60,20 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Rows:
-    """One finished batch.
+    """One finished batch."""
 
-    Attributes:
-        index: (n,), the samples' positions in their data set.
-        loss: (n,).
-        norm: (n,), the raw gradient's L2 norm over all parameters.
-        finite: (n,) bool.
-        target: (n,), where a target is one number a sample; anything else is not stored.
-        id: The samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with
-            zeros behind a name, w the same for all batches.
-        norms: {parameter: (n,)}, the raw gradient's L2 norm.
-        chains: The transformed rows of each chain; None for a reduced chain.
-    """
-
-    index: Tensor
-    loss: Tensor
-    norm: Tensor
-    finite: Tensor
+    index: Tensor  # (n,), the samples' positions in their data set
+    loss: Tensor  # (n,)
+    norm: Tensor  # (n,), the raw gradient's L2 norm over all parameters
+    finite: Tensor  # (n,) bool
+    # (n,), where a target is one number a sample; anything else is not stored
     target: Tensor | None = None
+    # the samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with zeros
+    # behind a name, w the same for all batches
     id: Tensor | None = None
+    # {parameter: (n,)}, the raw gradient's L2 norm
     norms: Mapping[str, Tensor] = field(default_factory=dict)
+    # the transformed rows of each chain; None for a reduced chain
     chains: tuple[Gradients | None, ...] = ()
 
     @property

@@ -44,23 +44,15 @@ _TEXT = h5py.string_dtype()
 
 @dataclass(frozen=True)
 class Form:
-    """How a column's rows are stored, apart from how many they are.
+    """How a column's rows are stored, apart from how many they are."""
 
-    Attributes:
-        shape: Of one row.
-        dtype: Of dense rows.
-        kind: Of its factors; None for dense rows.
-        factors: The row shape and the format of each factor, by its name in the group.
-        text: The bytes of each entry where they are texts.
-        compression: Of all its data sets.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    kind: str | None = None
+    shape: Shape  # of one row
+    dtype: torch.dtype  # of dense rows
+    kind: str | None = None  # of its factors; None for dense rows
+    # the row shape and the format of each factor, by its name in the group
     factors: Mapping[str, tuple[Shape, torch.dtype]] = field(default_factory=dict)
-    text: int | None = None
-    compression: Compression | None = None
+    text: int | None = None  # the bytes of each entry where they are texts
+    compression: Compression | None = None  # of all its data sets
 
     @property
     def dense(self) -> "Form":

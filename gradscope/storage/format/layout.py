@@ -45,21 +45,13 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class Array:
-    """A data set as it is to be.
+    """A data set as it is to be."""
 
-    Attributes:
-        shape: Of all of it.
-        dtype: Of its numbers.
-        chunks: The shape of a chunk, None where it lies in one piece.
-        text: The bytes of each entry where they are texts, not numbers.
-        compression: Of its chunks.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    chunks: Shape | None = None
-    text: int | None = None
-    compression: Compression | None = None
+    shape: Shape  # of all of it
+    dtype: torch.dtype  # of its numbers
+    chunks: Shape | None = None  # the shape of a chunk, None where it lies in one piece
+    text: int | None = None  # the bytes of each entry where they are texts, not numbers
+    compression: Compression | None = None  # of its chunks
 
     @property
     def pieces(self) -> int:
@@ -190,23 +182,15 @@ class ChunkOffsets:
 
     A chunk never goes on beyond the end of a line: all bytes of a data set cut along its rows, or
     one row where rows themselves are cut. A data set that lies in one piece is one chunk.
-
-    Attributes:
-        offsets: (m,) int64, where each chunk begins in the file.
-        sizes: (m,) int64, the bytes it takes there.
-        chunk: Bytes of a chunk; the last one of a line may be shorter, with zeros after it.
-        line: Bytes of a line.
-        size: Bytes of the data set.
-        checked: Whether each chunk has a Fletcher-32 checksum behind it, and is not compressed.
-        packed: The chunks are compressed: of any size, anywhere, and perhaps not all are there.
     """
 
-    offsets: np.ndarray
-    sizes: np.ndarray
-    chunk: int
-    line: int
-    size: int
-    checked: bool
+    offsets: np.ndarray  # (m,) int64, where each chunk begins in the file
+    sizes: np.ndarray  # (m,) int64, the bytes it takes there
+    chunk: int  # bytes of a chunk; the last one of a line may be shorter, with zeros after it
+    line: int  # bytes of a line
+    size: int  # bytes of the data set
+    checked: bool  # whether each chunk has a Fletcher-32 checksum behind it, and is not compressed
+    # the chunks are compressed: of any size, anywhere, and perhaps not all are there
     packed: bool = False
 
     @classmethod

@@ -57,17 +57,11 @@ def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Seal:
-    """What stands at the end of a file.
+    """What stands at the end of a file."""
 
-    Attributes:
-        table: (m, 3) int64: offset, size, CRC-32C; or (m, 2) in the first version.
-        digest: The SHA-256, which tells the file from any other.
-        intact: Whether it is that of the file.
-    """
-
-    table: np.ndarray
-    digest: bytes
-    intact: bool
+    table: np.ndarray  # (m, 3) int64: offset, size, CRC-32C; or (m, 2) in the first version
+    digest: bytes  # the SHA-256, which tells the file from any other
+    intact: bool  # whether it is that of the file
 
 
 def write_seal(descriptor: int, table: np.ndarray) -> None:

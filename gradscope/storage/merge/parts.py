@@ -21,25 +21,15 @@ _NUMBER = re.compile(r"\.shard-\d+-of-")
 
 @dataclass(frozen=True)
 class Part:
-    """One file.
+    """One file."""
 
-    Attributes:
-        path: Where it is.
-        start: The position in the data set of its first sample.
-        stop: One beyond that of its last.
-        index: Which shard it is, if it is one.
-        seal: The SHA-256 of its seal.
-        certificate: The proof of its numbers.
-        batch: How many samples were computed at a time, where it says so.
-    """
-
-    path: Path
-    start: int
-    stop: int
-    index: int | None
-    seal: bytes
-    certificate: Mapping[str, Any]
-    batch: int | None
+    path: Path  # where it is
+    start: int  # the position in the data set of its first sample
+    stop: int  # one beyond that of its last
+    index: int | None  # which shard it is, if it is one
+    seal: bytes  # the SHA-256 of its seal
+    certificate: Mapping[str, Any]  # the proof of its numbers
+    batch: int | None  # how many samples were computed at a time, where it says so
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -47,30 +37,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The files of one run.
+    """The files of one run."""
 
-    Attributes:
-        files: In the order of their samples.
-        start: The position in the data set of the run's first sample.
-        stop: One beyond that of its last.
-        identity: What is equal in all of them: `FilePlan.identity` without what tells them apart.
-        run: The resolved run of the first one.
-        attributes: The hashes of its inputs.
-        parameters: {name: shape}.
-        chains: Text, and whether it ends in an aggregate.
-        forms: How each column of the whole is to be stored, by its path.
-        uneven: The paths of those that not all files store in the same form.
-    """
-
-    files: tuple[Part, ...]
-    start: int
-    stop: int
+    files: tuple[Part, ...]  # in the order of their samples
+    start: int  # the position in the data set of the run's first sample
+    stop: int  # one beyond that of its last
+    # what is equal in all of them: `FilePlan.identity` without what tells them apart
     identity: dict[str, Any]
-    run: dict[str, Any]
-    attributes: dict[str, str]
-    parameters: dict[str, tuple[int, ...]]
-    chains: tuple[tuple[str, bool], ...]
-    forms: Mapping[str, Form]
+    run: dict[str, Any]  # the resolved run of the first one
+    attributes: dict[str, str]  # the hashes of its inputs
+    parameters: dict[str, tuple[int, ...]]  # {name: shape}
+    chains: tuple[tuple[str, bool], ...]  # text, and whether it ends in an aggregate
+    forms: Mapping[str, Form]  # how each column of the whole is to be stored, by its path
+    # the paths of those that not all files store in the same form
     uneven: frozenset[str] = frozenset()
 
     def __len__(self) -> int:

@@ -27,19 +27,12 @@ _SEALED = -1  # in place of a checksum: the seal itself, or HDF5, covers the chu
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one data set.
+    """What is known of one data set."""
 
-    Attributes:
-        chunks: Where its bytes lie.
-        sums: (m,) int64, the checksum of each chunk.
-        seen: (m,) bool, the chunks that need not be compared any more.
-        direct: Whether its bytes are read without HDF5.
-    """
-
-    chunks: ChunkOffsets
-    sums: np.ndarray
-    seen: np.ndarray
-    direct: bool
+    chunks: ChunkOffsets  # where its bytes lie
+    sums: np.ndarray  # (m,) int64, the checksum of each chunk
+    seen: np.ndarray  # (m,) bool, the chunks that need not be compared any more
+    direct: bool  # whether its bytes are read without HDF5
 
 
 class Checks:

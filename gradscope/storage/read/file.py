@@ -174,19 +174,12 @@ def _number_attributes(dataset: h5py.Dataset) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Source:
-    """A file that holds some of the rows of a virtual one.
+    """A file that holds some of the rows of a virtual one."""
 
-    Attributes:
-        path: Where it is.
-        seal: The SHA-256 of its seal when it was merged.
-        start: The first of its rows.
-        stop: One beyond the last.
-    """
-
-    path: Path
-    seal: bytes
-    start: int
-    stop: int
+    path: Path  # where it is
+    seal: bytes  # the SHA-256 of its seal when it was merged
+    start: int  # the first of its rows
+    stop: int  # one beyond the last
 
     def require_unchanged(self) -> None:
         """Check that the file is there, and is the one that was merged."""

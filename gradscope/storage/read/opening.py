@@ -53,17 +53,11 @@ _ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # what each must be
 
 @dataclass(frozen=True)
 class Opened:
-    """An open result file; close it, or use it in a `with` statement.
+    """An open result file; close it, or use it in a `with` statement."""
 
-    Attributes:
-        file: Its structure, which was checked.
-        checks: Its data.
-        seal: The SHA-256 of its seal.
-    """
-
-    file: h5py.File
-    checks: Checks
-    seal: bytes
+    file: h5py.File  # its structure, which was checked
+    checks: Checks  # its data
+    seal: bytes  # the SHA-256 of its seal
 
     def __enter__(self) -> Self:
         return self
@@ -166,17 +160,11 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> Opened:
 
 @dataclass(frozen=True)
 class Item:
-    """What is in a file at one path.
+    """What is in a file at one path."""
 
-    Attributes:
-        shape: Of a data set; None for a group.
-        kind: numpy's letter for the kind of its numbers.
-        attributes: The names of its attributes.
-    """
-
-    shape: tuple[int, ...] | None
-    kind: str
-    attributes: frozenset[str]
+    shape: tuple[int, ...] | None  # of a data set; None for a group
+    kind: str  # numpy's letter for the kind of its numbers
+    attributes: frozenset[str]  # the names of its attributes
 
 
 def _attributes(item: h5py.HLObject, size: int) -> frozenset[str]:

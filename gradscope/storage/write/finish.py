@@ -24,21 +24,15 @@ Look = Callable[[GradientFile], None]
 
 @dataclass(frozen=True)
 class Ending:
-    """What a file gets besides its rows.
+    """What a file gets besides its rows."""
 
-    Attributes:
-        results: {chain: {name: (*shape)}} for the reduced chains.
-        certificate: Stored as JSON.
-        norm_attributes: {parameter: {attribute: value}}, for /norms.
-        states: {owner: {key: tensor}}, for /states: what files are merged from.
-        look: Called with the file while it is open for its verification.
-    """
-
-    results: Mapping[int, Mapping[str, Tensor]]
-    certificate: Mapping[str, Any]
+    results: Mapping[int, Mapping[str, Tensor]]  # {chain: {name: (*shape)}} for the reduced chains
+    certificate: Mapping[str, Any]  # stored as JSON
+    # {parameter: {attribute: value}}, for /norms
     norm_attributes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # {owner: {key: tensor}}, for /states: what files are merged from
     states: States = field(default_factory=dict)
-    look: Look | None = None
+    look: Look | None = None  # called with the file while it is open for its verification
 
 
 def complete(

@@ -65,16 +65,11 @@ class Structure:
 
     Appending rows never changes them, unless these are compressed. What does (completing the file,
     giving a parameter another layout) can be stopped halfway: then the copy is put back.
-
-    Attributes:
-        size: The file's bytes.
-        pieces: (m, 2) int64, where each piece of it begins and ends in the file.
-        data: uint8, the pieces one behind the other.
     """
 
-    size: int
-    pieces: np.ndarray
-    data: np.ndarray
+    size: int  # the file's bytes
+    pieces: np.ndarray  # (m, 2) int64, where each piece of it begins and ends in the file
+    data: np.ndarray  # uint8, the pieces one behind the other
 
     @classmethod
     def of(cls, descriptor: int, regions: Regions) -> "Structure":
@@ -95,36 +90,23 @@ class Structure:
 
 @dataclass(frozen=True)
 class Point:
-    """The file as it was after a batch.
+    """The file as it was after a batch."""
 
-    Attributes:
-        completed: The rows that are there.
-        states: A copy of the reducers' states after them; None where they are too large to copy.
-        marks: Where every region stood, by path.
-    """
-
-    completed: int = 0
+    completed: int = 0  # the rows that are there
+    # a copy of the reducers' states after them; None where they are too large to copy
     states: States | None = field(default_factory=dict)
-    marks: Mapping[str, Mark] = field(default_factory=dict)
+    marks: Mapping[str, Mark] = field(default_factory=dict)  # where every region stood, by path
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a journal says of a stopped run.
+    """What a journal says of a stopped run."""
 
-    Attributes:
-        point: How far it had come. Of its marks, tail and overflowed alone are right.
-        identity: `FilePlan.identity` of the run.
-        structure: The file's structure.
-        records: (m, 3) int64: offset, size and CRC-32C of what is complete, by offset.
-        replaces: Whether the run was told to replace the final file that is there.
-    """
-
-    point: Point
-    identity: dict[str, Any]
-    structure: Structure
-    records: np.ndarray
-    replaces: bool = False
+    point: Point  # how far it had come. Of its marks, tail and overflowed alone are right
+    identity: dict[str, Any]  # `FilePlan.identity` of the run
+    structure: Structure  # the file's structure
+    records: np.ndarray  # (m, 3) int64: offset, size and CRC-32C of what is complete, by offset
+    replaces: bool = False  # whether the run was told to replace the final file that is there
 
     @classmethod
     def load(cls, path: Path) -> "Entry | None":

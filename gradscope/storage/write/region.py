@@ -31,19 +31,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a region stands.
+    """Where a region stands."""
 
-    Attributes:
-        position: Bytes it has taken.
-        tail: (m,) uint8, those of them that do not fill a chunk yet.
-        overflowed: Numbers so far that were finite but are too large for the stored format.
-        sum: The CRC-32C of these bytes, where they lie in one piece.
-    """
-
-    position: int = 0
+    position: int = 0  # bytes it has taken
+    # (m,) uint8, those of them that do not fill a chunk yet
     tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-    overflowed: int = 0
-    sum: int = 0
+    overflowed: int = 0  # numbers so far that were finite but are too large for the stored format
+    sum: int = 0  # the CRC-32C of these bytes, where they lie in one piece
 
 
 class Region:
@@ -204,16 +198,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Regions:
-    """All regions of a file: where the parts of a batch go.
+    """All regions of a file: where the parts of a batch go."""
 
-    Attributes:
-        by_path: Every data set that is written.
-        tables: The columns of /samples and of /norms.
-        chains: {parameter: Column} for each chain; empty for a reduced one.
-    """
-
-    by_path: dict[str, Region]
-    tables: tuple[dict[str, Region], ...]
+    by_path: dict[str, Region]  # every data set that is written
+    tables: tuple[dict[str, Region], ...]  # the columns of /samples and of /norms
+    # {parameter: Column} for each chain; empty for a reduced one
     chains: tuple[dict[str, Column], ...]
 
     @classmethod
