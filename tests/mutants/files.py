@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
+from gradscope.blocks import Gradients, OuterBlock
 from gradscope.run import execute
 from gradscope.run.merging import Merge
 from gradscope.storage import Rows, Writer
-from gradscope.storage.format import forms, seal
-from gradscope.storage.write import finish, region
+from gradscope.storage.format import seal
+from gradscope.storage.write import finish
 from gradscope.storage.write.region import Region
 from gradscope.storage.write.target import Target
 from tests.mutants.base import Install, after, around, before, mutant
@@ -81,9 +81,12 @@ _caught(
 )
 
 
-def _chunk_late(region: Region, start: int, data: np.ndarray, target: Target) -> tuple[Any, ...]:
-    later = start + region.chunks.chunk
-    return region, later if later + len(data) <= region.chunks.size else start, data, target
+def _chunks_late(region: Region, chunks: Any, target: Target) -> tuple[Any, ...]:
+    def later(start: int, data: np.ndarray) -> int:
+        there = start + region.chunks.chunk
+        return there if there + len(data) <= region.chunks.size else start
+
+    return region, [(later(start, data), data) for start, data in chunks], target
 
 
 _caught(
@@ -91,14 +94,14 @@ _caught(
     "chunks of rows are written one chunk further than they belong",
     PLAIN,
     "completion",
-    around(Region, "_write", before(_chunk_late)),
+    around(Region, "_write", before(_chunks_late)),
 )
 _caught(
     "checksum not kept",
     "the checksum of a piece is not taken when it is written",
     PLAIN,
     "completion",
-    around(Target, "write_chunk", after(lambda found, *_: (*found[:2], 0))),
+    around(Target, "write_chunks", after(lambda found, *_: [0] * len(found))),
 )
 
 
@@ -171,10 +174,7 @@ _caught(
 
 
 def _next_left(found: Any, *_: Any) -> Any:
-    if found is None or found[0] != "outer":
-        return found
-    kind, parts = found
-    return kind, parts | {"left": parts["left"].roll(1, 0)}
+    return found._replace(tensors=found.tensors | {"left": found.tensors["left"].roll(1, 0)})
 
 
 _caught(
@@ -182,7 +182,7 @@ _caught(
     "one of the two factors that a row is stored as is that of the next sample",
     Written("factored"),
     "completion",
-    around(forms, "factors_of", after(_next_left), region),
+    around(OuterBlock, "factors", after(_next_left)),
 )
 
 
@@ -195,7 +195,7 @@ _caught(
     "every compressed chunk is written where the first one is",
     Written("packed"),
     "completion",
-    around(Target, "write_chunk", before(_first_chunk)),
+    around(Target, "pack_chunk", before(_first_chunk)),
 )
 
 

@@ -28,6 +28,7 @@ _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
 _NAME_BYTES = 255
+_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h
 
 
 def read_into(descriptor: int, out: memoryview, offset: int) -> int:
@@ -50,6 +51,16 @@ def write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while len(view):
         done = os.pwrite(descriptor, view, offset)
         view, offset = view[done:], offset + done
+
+
+def begin_writeback(descriptor: int, start: int, stop: int) -> None:
+    """Have the system bring bytes to the disk while others are computed: see sync_file_range(2).
+
+    What fails is told by the `fsync` that follows.
+    """
+    call = function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if call is not None:
+        call(descriptor, start, stop - start, _WRITEBACK)
 
 
 def sync_folder(path: Path) -> None:

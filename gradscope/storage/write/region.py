@@ -4,7 +4,7 @@ Rows that do not fill a chunk yet are held back: on the disk a chunk is either m
 and what is held back is saved with the journal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -84,22 +84,25 @@ class Region:
             self.mark = replace(mark, position=mark.position + len(data), sum=sum_)
             return
         position, tail = mark.position, mark.tail
+        whole: list[tuple[int, np.ndarray]] = []
         while len(data):
             room = self.chunks.room(position)
             part, data = data[:room], data[room:]
-            whole = np.concatenate([tail, part]) if len(tail) else part
+            joined = np.concatenate([tail, part]) if len(tail) else part
             if len(part) == room:
-                self._write(position - len(tail), whole, target)
-                tail = whole[:0]
+                whole.append((position - len(tail), joined))
+                tail = joined[:0]
             else:
-                tail = whole.copy()
+                tail = joined.copy()
             position += len(part)
+        self._write(whole, target)
         self.mark = replace(mark, position=position, tail=tail)
 
     def write_tail(self, target: Target) -> None:
         """Write what does not fill a chunk yet, for those who read before it does."""
         if len(self.mark.tail):
-            self._write(self.mark.position - len(self.mark.tail), self.mark.tail, target)
+            start = self.mark.position - len(self.mark.tail)
+            self._write([(start, self.mark.tail)], target)
 
     def records(self, mark: Mark, *, tail: bool = False) -> np.ndarray:
         """Return offset, size and CRC-32C of what is complete at a mark, (k, 3) int64."""
@@ -122,8 +125,15 @@ class Region:
         """Go on where another region of the same data set stands."""
         self.mark, self._table = other.mark, other._table
 
-    def _write(self, start: int, data: np.ndarray, target: Target) -> None:
-        self._table[self.chunks.number(start)] = target.write_chunk(self.path, start, data)
+    def _write(self, chunks: Sequence[tuple[int, np.ndarray]], target: Target) -> None:
+        """Write chunks, each from a byte of the data set on."""
+        numbers = [self.chunks.number(start) for start, _ in chunks]
+        if self.chunks.packed:
+            for number, (start, data) in zip(numbers, chunks, strict=True):
+                self._table[number] = target.pack_chunk(self.path, start, data)
+        elif chunks:
+            places = self._table[numbers, :2]
+            self._table[numbers, 2] = target.write_chunks(places, [data for _, data in chunks])
 
 
 class Scratch:
