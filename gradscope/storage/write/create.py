@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import prod
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from h5py import h5r
 from torch import Tensor
 
+import gradscope
 from gradscope.storage.format.forms import (
     DENSE,
     Form,
@@ -55,7 +55,7 @@ def describe_run(file: h5py.File, plan: FilePlan) -> None:
     file.attrs["format"] = FORMAT
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["status"] = "incomplete"
-    file.attrs["gradscope_version"] = version("gradscope")
+    file.attrs["gradscope_version"] = gradscope.__version__
     for key, text in plan.attributes.items():
         file.attrs[key] = text
     file.attrs["run"] = to_json(plan.run)
