@@ -41,8 +41,5 @@ def test_the_wheel_installs_and_runs_outside_the_checkout(tmp_path: Path) -> Non
     config = str(ROOT / "sample_models" / "digits_mlp" / "run.toml")
     options = ("--samples", "0:4", "--quiet", "-o", result)
     _run(command, "compute", "--config", config, *options, cwd=tmp_path, PYTHONPATH=str(site))
-    # nothing asks for the distribution by the name of the import, which another project has
-    sources = "".join(path.read_text() for path in (ROOT / "gradscope").rglob("*.py"))
-    assert 'version("gradscope")' not in sources
     with gradscope.open(result) as file:
         assert file.n == 4
