@@ -48,6 +48,7 @@ def plain(cell: Cell) -> dict[str, Any]:
         timing = cell.timing
         found |= {
             "ratio": timing.ratio,
+            "median_ratio": timing.median,
             "seconds": min(timing.seconds),
             "plain_seconds": min(timing.unit),
             "all_seconds": list(timing.seconds),

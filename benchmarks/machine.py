@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,15 @@ import torch
 import gradscope
 
 _PEERS = ("opacus", "backpack-for-pytorch")
+
+# What torch, oneDNN and MKL read at their start, for each set of vector instructions.
+ISA = {
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+}
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -25,6 +35,8 @@ def describe(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "blas": _blas(),
         "gradscope": gradscope.__version__,
         "peers": {name: version for name in _PEERS if (version := _version(name)) is not None},
         "device": device,
@@ -39,7 +51,8 @@ def line(machine: dict[str, Any]) -> str:
     peers = "".join(f", {name} {version}" for name, version in machine["peers"].items())
     place = machine.get("gpu", f"{machine['cpu']}, {machine['cores']} cores")
     return (
-        f"{place}, {machine['threads']} threads, {machine['system']}, Python {machine['python']}, "
+        f"{place}, {machine['isa']}, {machine['threads']} threads, {machine['blas']}, "
+        f"{machine['system']}, Python {machine['python']}, "
         f"torch {machine['torch']}, gradscope {machine['gradscope']}{peers}"
     )
 
@@ -51,6 +64,14 @@ def _processor() -> str:
         return platform.processor() or "unknown processor"
     names = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
+
+
+def _blas() -> str:
+    """Return which library does torch's matrix products, with its version if it says so."""
+    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    name = found[1] if found else "unknown BLAS"
+    version = re.search(r"Math Kernel Library Version ([\d.]+)", torch.__config__.show())
+    return f"MKL {version[1]}" if name == "mkl" and version else name
 
 
 def _memory() -> int | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -47,6 +48,11 @@ class Timing:
     def ratio(self) -> float:
         """The fastest call as a multiple of the fastest plain pass."""
         return min(self.seconds) / min(self.unit)
+
+    @property
+    def median(self) -> float:
+        """The median of the ratios of a call and the plain pass just before it."""
+        return median(spent / unit for spent, unit in zip(self.seconds, self.unit, strict=True))
 
 
 def measured(

@@ -87,7 +87,7 @@ class _Notes:
             return Text(f"{cell.status} [{self._number(cell)}]", style="red")
         if cell.method == _PLAIN:
             return Text(f"{1e3 * min(cell.timing.seconds):.3g} ms  {_bytes(cell)}")
-        words = [f"{cell.timing.ratio:.2f}", _bytes(cell)]
+        words = [f"{cell.timing.ratio:.2f} ({cell.timing.median:.2f})", _bytes(cell)]
         if cell.compile_seconds is not None:
             words.insert(1, f"(+{cell.compile_seconds:.0f} s)")
         return Text("  ".join(words))
