@@ -28,6 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Before memory is measured all garbage is collected: what tests import need not be searched."""
+    """Leave what is imported out of all collections: before memory is measured there is one."""
     gc.collect()
     gc.freeze()
