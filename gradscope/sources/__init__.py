@@ -7,10 +7,10 @@ from gradscope.sources.data.columns import (
     StoredArrays,
     TextColumn,
 )
-from gradscope.sources.data.datasets import Dataset, open_dataset
+from gradscope.sources.data import Dataset, open_dataset
 from gradscope.sources.formats import checkpoint_readers, dataset_readers, matching, sha256
 from gradscope.sources.models import LoadedModel, build, load_model
-from gradscope.sources.weights.checkpoints import CheckpointReport, load_into
+from gradscope.sources.weights import CheckpointReport, load_into
 
 __all__ = [
     "CheckpointReport",
