@@ -23,10 +23,10 @@ from torch import Tensor
 
 from gradscope.blocks import ExpectedBlock, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Loss, Problem
+from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
 from gradscope.errors import SpecError
 from gradscope.stages.chain import Chain
-from gradscope.stages.losses import BoundLoss, Predictive, losses, options
+from gradscope.stages.losses import losses, options
 from gradscope.stages.reducers import reducers
 from gradscope.stages.transforms import NeedsProblem, Transform, transforms
 
