@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.backends.hooks.rules import Rule, Site, node_rules
-from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
+from gradscope.blocks import (
+    Block,
+    DenseBlock,
+    Gradients,
+    MappedBlock,
+    OuterBlock,
+    ScatterBlock,
+    wide,
+)
 from gradscope.core.problem import Predictive, model_loss
 from gradscope.sources import (
     NumberColumn,
@@ -46,7 +54,6 @@ from gradscope.stages.reducers.base import (
     on_one_device,
     ordered,
     tiles,
-    wide,
 )
 from gradscope.stages.transforms import (
     NeedsMean,

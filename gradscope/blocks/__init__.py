@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gradscope.blocks.base import Block, DenseBlock, Factors
+from gradscope.blocks.base import Block, DenseBlock, Factors, wide
 from gradscope.blocks.convolution import ConvolutionBlock, Geometry
 from gradscope.blocks.derived import (
     CenteredBlock,
@@ -54,6 +54,7 @@ __all__ = [
     "from_factors",
     "total",
     "unmeasured",
+    "wide",
 ]
 
 

@@ -300,7 +300,8 @@ class TensorBlock(Block):
 
     @property
     def dtype(self) -> torch.dtype:
-        return reduce(torch.promote_types, (getattr(self, k).dtype for k in self.numbers))
+        dtypes: Iterator[torch.dtype] = (getattr(self, name).dtype for name in self.numbers)
+        return reduce(torch.promote_types, dtypes)
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.blocks import Block, DenseBlock, Gradients, TotalBlock, from_factors
+from gradscope.blocks import Block, DenseBlock, Gradients, TotalBlock, from_factors, wide
 from gradscope.stages.reducers.base import (
     Part,
     Reducer,
@@ -22,7 +22,6 @@ from gradscope.stages.reducers.base import (
     on_one_device,
     parts,
     reducers,
-    wide,
 )
 
 _POSITIONS = {"left": 2, "right": 2, "index": 1, "rows": 1}  # the axis t of each field

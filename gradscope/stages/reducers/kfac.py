@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block, Gradients, wide
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -21,7 +21,6 @@ from gradscope.stages.reducers.base import (
     State,
     for_each_parameter,
     reducers,
-    wide,
 )
 
 

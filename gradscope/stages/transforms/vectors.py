@@ -12,10 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, DenseBlock, Gradients, KroneckerBlock, PreconditionedBlock
+from gradscope.blocks import Block, DenseBlock, Gradients, KroneckerBlock, PreconditionedBlock, wide
 from gradscope.blocks.base import squares
 from gradscope.errors import SpecError
-from gradscope.stages.reducers.base import wide
 from gradscope.stages.transforms.base import (
     NeedsMean,
     Scope,
