@@ -57,7 +57,7 @@ _DRAWN = 40  # parameters in a picture
 _COMPARED = ("mean_norm", "mean_gradient_norm", "signal_to_noise")  # of a parameter
 
 T = TypeVar("T")
-Pair = tuple[T, T]
+Two = tuple[T, T]
 
 
 class Both(Record):
@@ -208,7 +208,7 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
 
 
 def _products(
-    files: Pair[Source], tables: Pair[Samples], names: Sequence[str], rows: bool
+    files: Two[Source], tables: Two[Samples], names: Sequence[str], rows: bool
 ) -> dict[str, float] | None:
     """Return ⟨G, G′⟩ by parameter; None where a mean is neither stored nor to be had from rows."""
     means = []
@@ -227,7 +227,7 @@ def _products(
 
 
 def _cosine(
-    files: Pair[Source], names: Sequence[str], products: dict[str, float] | None
+    files: Two[Source], names: Sequence[str], products: dict[str, float] | None
 ) -> float | None:
     if products is None:
         return None
@@ -237,7 +237,7 @@ def _cosine(
 
 
 def _distances(
-    files: Pair[Source], tables: Pair[Samples], at: Pair[Positions], names: Sequence[str]
+    files: Two[Source], tables: Two[Samples], at: Two[Positions], names: Sequence[str]
 ) -> Floats | None:
     """Return ‖gᵢ′ − gᵢ‖ (m,) of the samples of both; None without the rows of both."""
     arrays = [rows_of(file) for file in files]

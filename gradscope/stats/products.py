@@ -197,7 +197,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Part:
+class Totals:
     """What a walk found in one parameter: mean‖gᵢ‖², ‖G‖², share of ⟨gᵢ, G⟩ < 0, its entries."""
 
     mean_square: float
@@ -222,7 +222,7 @@ class Products:
     # a random projection of each gradient (n, SKETCH), from rows, to find duplicates
     sketch: Floats = field(default_factory=lambda: np.empty((0, SKETCH)))
     # what rows gave of each parameter; empty without them
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, Totals] = field(default_factory=dict)
     # whether they are more exact than the recorded norms, as all but half precision is
     exact: bool = False
     unusable: str | None = None  # why stored rows gave nothing
@@ -251,7 +251,7 @@ class _Walk:
         self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
         self.probe = None if probe is None else tiles.row(probe)
 
-    def run(self, stored: Floats | None) -> Part:
+    def run(self, stored: Floats | None) -> Totals:
         known, n = None, len(self.dots)  # the mean, where the first walk can multiply by it
         if stored is not None and self.tiles.long:
             known = flat(np.asarray(stored)[None])[0].astype(self.tiles.dtype)
@@ -272,7 +272,7 @@ class _Walk:
         if found.group_squares is not None:
             sizes = zip(self.sums, np.bincount(self.groups), strict=True)
             found.group_squares[:] += [s @ s / c**2 for s, c in sizes]
-        return Part(
+        return Totals(
             mean_square=float(self.squares.sum()) / n,
             mean_squared=float(mean @ mean),
             opposing=float(np.mean(self.dots < 0)),

@@ -12,11 +12,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from gradscope.blocks import wide
 from gradscope.core.batch import Batch
 from gradscope.engine import finite_samples
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.scope import Scope
-from gradscope.stages.reducers.base import wide
 from gradscope.stats.builtin.batch import NoiseScale
 from gradscope.stats.records import Floats, Record, cosines_of, spread
 from gradscope.stats.sections import (
