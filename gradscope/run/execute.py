@@ -31,7 +31,6 @@ from gradscope.run.outcome import (
     nonfinite_of_rows,
     require_written,
     results_of,
-    with_counts,
 )
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
@@ -147,9 +146,8 @@ class Run:
             NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
         """
         seen: list[RunReport] = []
-        results, counts = results_of(dict(enumerate(self.chains)), self.states)
+        results, counts, self.states = results_of(dict(enumerate(self.chains)), self.states)
         self._judge(counts)
-        self.states = with_counts(self.states, counts)
         size = sum(t.nbytes for state in self.states.values() for t in state.values())
         self.writer.finish(
             results=results,
@@ -172,10 +170,8 @@ class Run:
         Raises:
             OutputError: Its numbers do not belong together.
         """
-        own = {str(k) for k, chain in enumerate(self.chains) if ".py:" in chain.text}
-        counting = {owner: state for owner, state in self.states.items() if owner not in own}
-        kept = self.job.scope.settings.nonfinite == "keep"
-        require_written(file, self.job.rows, counting, kept=kept)
+        chains, kept = dict(enumerate(self.chains)), self.job.scope.settings.nonfinite == "keep"
+        require_written(file, self.job.rows, chains, self.states, kept=kept)
         try:
             require_consistent(file, self.job.scope.settings.seed)
         except ResultFileError as error:

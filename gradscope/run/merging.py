@@ -32,7 +32,6 @@ from gradscope.run.outcome import (
     nonfinite_of_file,
     require_written,
     results_of,
-    with_counts,
 )
 from gradscope.run.recomputing import Recomputed, looked_at, recompute
 from gradscope.stages.chain import Chain, bind
@@ -104,8 +103,7 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        results, counts = results_of(self.chains, self.states)
-        self.states = with_counts(self.states, counts)
+        results, _, self.states = results_of(self.chains, self.states)
         certificate = combined(self.parts.files)
         self.joiner.finish(
             results=results,
@@ -136,10 +134,9 @@ class Merge:
 
     def _look(self, file: GradientFile) -> None:
         """Hold the file against itself before it takes its place."""
-        own = {str(k) for k, c in self.chains.items() if ".py:" in c.text}
-        counting = {owner: state for owner, state in self.states.items() if owner not in own}
         kept = file.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
-        require_written(file, range(self.parts.start, self.parts.stop), counting, kept=kept)
+        index = range(self.parts.start, self.parts.stop)
+        require_written(file, index, self.chains, self.states, kept=kept)
 
     def _merge_of(self, owner: str) -> MergeStates:
         if owner == NONFINITE:

@@ -6,8 +6,7 @@ follow the reducer as well as after them (a sign hides what has overflowed).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import nan, prod
-from typing import Any
+from math import nan
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from gradscope.storage import GradientFile
 
 NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
-_PIECE = 2**20  # numbers of a stored array in work at a time
 _REPORT = "This is a mistake in gradscope: please report it."
 
 
@@ -43,23 +41,25 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 
 def results_of(
     chains: Mapping[int, Chain], states: Mapping[str, State]
-) -> tuple[dict[int, dict[str, Tensor]], dict[int, int]]:
-    """Return the results of reduced chains, and how many numbers of each are not finite.
+) -> tuple[dict[int, dict[str, Tensor]], dict[int, int], dict[str, State]]:
+    """Return the results of reduced chains, how many numbers of each are not finite, and states.
 
-    Where all are, but some were not before the last stages, how many these were.
+    Where all are, but some were not before the last stages, how many these were. The states have
+    the counts, too, where there is anything to count.
     """
     results, counts = {}, {}
     for k, chain in chains.items():
         if chain.reducer is None or str(k) not in states:
             continue
         before = chain.reducer.result(states[str(k)])
-        results[k] = chain.finish(before)
-        counts[k] = _nonfinite_numbers(results[k]) or _nonfinite_numbers(before)
-    return results, counts
-
-
-def _nonfinite_numbers(result: Mapping[str, Tensor]) -> int:
-    return sum(int((~value.isfinite()).sum()) for value in result.values())
+        results[k], counts[k] = chain.finish(before), 0
+        for result in (results[k], before):
+            bad = sum(int((~value.isfinite()).sum()) for value in result.values())
+            counts[k] = counts[k] or bad
+    others = {owner: state for owner, state in states.items() if owner != NONFINITE}
+    every = {k: n for k, n in states.get(NONFINITE, {}).items() if int(k) not in counts}
+    every |= {str(k): torch.tensor(count) for k, count in counts.items() if count}
+    return results, counts, others | ({NONFINITE: every} if every else {})
 
 
 def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...]:
@@ -69,26 +69,11 @@ def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...
     for k, chain in enumerate(file.chains):
         kept = int(noted[str(k)][...]) if str(k) in noted else 0
         if chain.reduced:
-            found.append(max(kept, sum(map(_nonfinite, chain.values())) if aggregates else 0))
+            arrays = chain.values() if aggregates else ()
+            found.append(max(kept, sum(int((~np.isfinite(a[...])).sum()) for a in arrays)))
         else:
             found.append(kept + sum(int(getattr(a, "overflowed", 0)) for a in chain.values()))
     return tuple(found)
-
-
-def _nonfinite(array: Any) -> int:
-    if not array.shape:
-        return int((~np.isfinite(array[...])).sum())
-    step = max(1, _PIECE // max(1, prod(array.shape[1:])))
-    parts = (array[start : start + step] for start in range(0, array.shape[0], step))
-    return sum(int((~np.isfinite(part)).sum()) for part in parts)
-
-
-def with_counts(states: Mapping[str, State], counts: Mapping[int, int]) -> dict[str, State]:
-    """Return the states with the counts of aggregates, where there is anything to count."""
-    kept = {k: count for k, count in states.get(NONFINITE, {}).items() if int(k) not in counts}
-    every = kept | {str(k): torch.tensor(count) for k, count in counts.items() if count}
-    others = {owner: state for owner, state in states.items() if owner != NONFINITE}
-    return others | ({NONFINITE: every} if every else {})
 
 
 def mean_gradient_norms(
@@ -104,13 +89,19 @@ def mean_gradient_norms(
 
 
 def require_written(
-    file: GradientFile, index: Sequence[int], states: Mapping[str, State], *, kept: bool
+    file: GradientFile,
+    index: Sequence[int],
+    chains: Mapping[int, Chain],
+    states: Mapping[str, State],
+    *,
+    kept: bool,
 ) -> None:
     """Hold a file that has just been written against itself before it takes its place.
 
     The checksums tell that the bytes are those that were handed over; this tells whether these were
     the right ones: rows of the samples `index`, and states of reducers that have counted as many
-    samples as there are (all of them where `kept`, else the finite ones).
+    samples as there are (all of them where `kept`, else the finite ones). What a reducer of the
+    user's own has in its state is not known.
 
     Raises:
         OutputError: Its rows are of other samples, or its aggregates of more or fewer than it has.
@@ -122,8 +113,9 @@ def require_written(
             remedy=_REPORT,
         )
     right = file.n if kept else int(np.count_nonzero(file.samples["finite"]))
+    own = {str(k) for k, chain in chains.items() if ".py:" in chain.text}
     for owner, state in states.items():
-        n = state.get("n")
+        n = None if owner in own else state.get("n")
         if isinstance(n, Tensor) and n.numel() == 1 and float(n) != right:
             raise OutputError(
                 f"its aggregates are of {float(n):,.0f} samples, of {right:,} that there are",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.cli.listing import registries
+from gradscope.cli.before import registries
 from tests.cli.conftest import SAMPLES, Gradscope
 
 MODELS = (
