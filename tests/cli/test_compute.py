@@ -250,7 +250,7 @@ def large(small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A run whose file counts as large."""
     import gradscope.run  # noqa: F401
 
-    monkeypatch.setattr(sys.modules["gradscope.run.disk"], "LARGE", 0)
+    monkeypatch.setattr(sys.modules["gradscope.run.inspection"], "LARGE", 0)
     project.write(tmp_path, samples=2000)
     return [*small, "-o", tmp_path / "o.h5"]
 
