@@ -1,4 +1,4 @@
-"""What a finished file says of its run: which numbers are finite, whether it contradicts itself.
+"""What a finished file says of its run: which numbers are finite, and what of them is proved.
 
 Numbers of a chain that are not finite although the gradients are come from a stage. They are
 counted in rows as they are written, and in aggregates when these are taken, before the stages that
@@ -6,10 +6,13 @@ follow the reducer as well as after them (a sign hides what has overflowed).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain as chained
 from math import nan
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from gradscope.blocks import Gradients
@@ -17,7 +20,8 @@ from gradscope.blocks.base import as_rows
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State
-from gradscope.storage import GradientFile
+from gradscope.stats import Proof
+from gradscope.storage import GradientFile, Part
 
 NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
@@ -122,3 +126,122 @@ def require_written(
                 where=owner,
                 remedy=_REPORT,
             )
+
+
+class _Check(BaseModel, extra="allow"):
+    error: float = 0.0
+    tolerance: float = 0.0
+    parameter: str = ""
+
+    @property
+    def rank(self) -> float:
+        """How near it was to failing."""
+        return self.error / self.tolerance if self.tolerance else self.error
+
+
+class _FirstBatch(BaseModel):
+    """What a file's certificate says of its first batch; nothing, where that is malformed."""
+
+    verdict: str = ""
+    backend: str = ""
+    dtype: str = ""
+    samples: int = 0
+    nonfinite: int = 0
+    completeness: _Check = _Check()
+    agreement: _Check = _Check()
+    compared: list[int] = []
+    unused: list[str] = []
+
+    @classmethod
+    def of(cls, certificate: Mapping[str, Any]) -> "_FirstBatch":
+        try:
+            return cls.model_validate(certificate, strict=True)
+        except ValidationError:
+            return cls()
+
+
+def combined(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the certificate of files that become one, given in the order of their samples.
+
+    The proofs of their first batches stand together: counts are sums, errors the largest. It is
+    verified if all of them are; `merged` says of which samples nothing was proved.
+    """
+    if len(parts) == 1:
+        return dict(parts[0].certificate)
+    proofs = [(part, Proof.of(part.certificate)) for part in parts]
+    proved = [(part, proof) for part, proof in proofs if proof.verified]
+    first_only = [
+        (part.start, part.stop - 1)
+        for part, proof in proved  # with batches after the first, none of which was audited
+        if proof.verify in ("first", None) and (proof.batches is None or proof.batches > 1)
+    ]
+    unverified = [(part.start, part.stop - 1) for part, proof in proofs if not proof.verified]
+    merged = {
+        "count": len(parts),
+        "verified": len(proved),
+        "unverified": _joined(unverified),
+        "first_only": _joined(first_only),
+    }
+    if not proved:
+        return {**parts[0].certificate, "merged": merged}
+    return {
+        "verified": len(proved) == len(parts),
+        **_first_batches([_FirstBatch.of(part.certificate) for part, _ in proved]),
+        "unproved": sorted(set(chained(*(proof.unproved for _, proof in proofs)))),
+        "proves": any(proof.proves for _, proof in proved),
+        "audit": _audit(proofs),
+        "merged": merged,
+    }
+
+
+def _audit(proofs: Sequence[tuple[Part, Proof]]) -> dict[str, Any]:
+    counted = [proof for _, proof in proofs if proof.error is not None]
+    worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
+    words = {proof.verify for _, proof in proofs}
+    batches = [
+        p.batches or (-(-len(part) // part.batch) if part.batch else 0) for part, p in proofs
+    ]
+    return {
+        "verify": words.pop() if len(words) == 1 else "mixed",
+        "batches": sum(batches),
+        "proved": sum(proof.proved or int(bool(proof.verified)) for _, proof in proofs),
+        "audited": _joined(chained(*(proof.audited for _, proof in proofs))),
+        "error": worst.error or 0.0,
+        "parameter": worst.parameter or "",
+    }
+
+
+def _first_batches(found: Sequence[_FirstBatch]) -> dict[str, Any]:
+    """Return what the proofs of several batches are together."""
+    completeness = max((one.completeness for one in found), key=lambda check: check.rank)
+    agreement = max((one.agreement for one in found), key=lambda check: check.rank)
+    counts = {key: sum(getattr(one, key) for one in found) for key in ("samples", "nonfinite")}
+    compared = sorted(chained(*(one.compared for one in found)))
+    names = dict.fromkeys(chained(*(one.backend.split(", ") for one in found)))
+    passed = (
+        f"passed: sums of {counts['samples'] - counts['nonfinite']} samples to "
+        f"{completeness.error:.0e}, {len(compared)} of them alone to {agreement.error:.0e} "
+        f"({found[0].dtype})"
+    )
+    scaled = (one.verdict for one in found if one.completeness.rank > 1)  # sums do not add up
+    return {
+        "verdict": next(scaled, passed),
+        "backend": ", ".join(name for name in names if name),
+        "dtype": found[0].dtype,
+        **counts,
+        "completeness": completeness.model_dump(),
+        "agreement": agreement.model_dump(),
+        "compared": compared,
+        "unused": [name for name in found[0].unused if all(name in one.unused for one in found)],
+    }
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return first and last positions, neighbours as one."""
+    found: list[list[int]] = []
+    for first, last in spans:
+        if found and found[-1][1] + 1 == first:
+            found[-1][1] = last
+        else:
+            found.append([first, last])
+    return found
