@@ -301,13 +301,15 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
     """Return what is stored of a batch, not computed where a block can do it later."""
     gradients, problem = evaluation.gradients, job.scope.problem
     shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
-    squared = gradients.squared_norms
+    squared, targets = gradients.squared_norms, batch.targets
+    if not isinstance(targets, Tensor) or not targets.dim() or targets[0].numel() != 1:
+        targets = None  # stored are only those of one number a sample
     return Rows(
         index=batch.index,
         loss=mean(evaluation.losses, shown),
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
-        target=_one_number(batch.targets),
+        target=None if targets is None else targets.flatten(),
         id=job.dataset.ids(batch.index),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
         chains=tuple(
@@ -329,10 +331,3 @@ def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
     losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
     return tuple(losses), tuple(norms)
-
-
-def _one_number(targets: object) -> Tensor | None:
-    """Return the targets (n,) when they are one number a sample."""
-    if isinstance(targets, Tensor) and targets.dim() and targets[0].numel() == 1:
-        return targets.flatten()
-    return None

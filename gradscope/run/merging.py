@@ -38,12 +38,10 @@ from gradscope.run.outcome import (
 )
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import State, reducers
-from gradscope.stages.reducers.base import Merge as MergeStates
 from gradscope.stats import Json, Record, few, require_consistent, tolerances, wide
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
-    GradientFile,
     Joiner,
     Part,
     Parts,
@@ -100,18 +98,20 @@ class Merge:
         """Copy the rows of the next file, and merge its reducers' states with those so far."""
         for owner, state in self.joiner.add(part).items():
             before = self.states.get(owner)
-            self.states[owner] = state if before is None else self._merge_of(owner)(before, state)
+            self.states[owner] = state if before is None else self._merged(owner, before, state)
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
         results, _, self.states = results_of(self.chains, self.states)
         certificate = combined(self.parts.files)
+        index = range(self.parts.start, self.parts.stop)
+        kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
         self.joiner.finish(
             results=results,
             certificate=certificate,
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
-            look=self._look,
+            look=lambda file: require_written(file, index, self.chains, self.states, kept=kept),
         )
         with writing(self.path):
             size = self.path.stat().st_size
@@ -133,20 +133,13 @@ class Merge:
             seconds=time.perf_counter() - self.begun,
         )
 
-    def _look(self, file: GradientFile) -> None:
-        """Hold the file against itself before it takes its place."""
-        kept = file.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
-        index = range(self.parts.start, self.parts.stop)
-        require_written(file, index, self.chains, self.states, kept=kept)
-
-    def _merge_of(self, owner: str) -> MergeStates:
-        if owner == NONFINITE:
-            return _counted
-        if owner == MEAN_GRADIENT:
-            return reducers.get("mean")().merge
-        reducer = self.chains[int(owner)].reducer
+    def _merged(self, owner: str, a: State, b: State) -> State:
+        if owner == NONFINITE:  # counts by chain
+            return {k: sum(s[k] for s in (a, b) if k in s) + torch.tensor(0) for k in (a | b)}
+        mean = owner == MEAN_GRADIENT
+        reducer = reducers.get("mean")() if mean else self.chains[int(owner)].reducer
         assert reducer is not None  # of reduced chains only
-        return reducer.merge
+        return reducer.merge(a, b)
 
 
 @contextmanager
@@ -195,11 +188,6 @@ def merge(paths: Iterable[Path], output: Path, **how: Any) -> MergeReport:
         for part in under_way.parts.files:
             under_way.add(part)
         return under_way.finish()
-
-
-def _counted(a: State, b: State) -> State:
-    """Add counts by chain."""
-    return {k: sum(s[k] for s in (a, b) if k in s) + torch.tensor(0) for k in (a | b)}
 
 
 def _plan(parts: Parts) -> FilePlan:
