@@ -58,8 +58,7 @@ def render_error(error: GradscopeError, console: Console) -> None:
         error: What was raised.
         console: On stderr.
     """
-    head = error.what if error.where is None else f"{error.where}: {error.what}"
-    text = Text.assemble(("error", "bold red"), ": ", visible(_cut(head), keep="\n"))
+    text = Text.assemble(("error", "bold red"), ": ", visible(_cut(error.head), keep="\n"))
     if error.remedy is not None:
         text.append("\n" + visible(_cut(error.remedy), keep="\n"))
     console.print(text, soft_wrap=True)
