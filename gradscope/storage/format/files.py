@@ -153,7 +153,9 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
             raise
         if again and is_shortage(error) and not isinstance(error, OSError):
             raise
-        number = _number(error)
+        number = error.errno if isinstance(error, OSError) else None
+        found = re.search(r"errno = (\d+)", str(error))
+        number = number or (int(found[1]) if found else None)
         if is_shortage(error):
             what, remedy = f"memory ran out: {_line(error)}", "Free some, and give --resume."
         elif number in _FULL:
@@ -241,10 +243,3 @@ def _is_of_hdf5(error: Exception) -> bool:
 
 def _line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _number(error: Exception) -> int | None:
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    found = re.search(r"errno = (\d+)", str(error))
-    return int(found[1]) if found else None

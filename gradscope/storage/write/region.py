@@ -157,7 +157,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Column:
+class ParameterRegions:
     """The regions of one parameter's rows: one of them if dense, else one for each factor."""
 
     kind: str | None
@@ -218,8 +218,8 @@ class Regions:
 
     by_path: dict[str, Region]  # every data set that is written
     tables: tuple[dict[str, Region], ...]  # the columns of /samples and of /norms
-    # {parameter: Column} for each chain; empty for a reduced one
-    chains: tuple[dict[str, Column], ...]
+    # {parameter: ParameterRegions} for each chain; empty for a reduced one
+    chains: tuple[dict[str, ParameterRegions], ...]
 
     @classmethod
     def of(cls, file: h5py.File) -> "Regions":
@@ -227,12 +227,14 @@ class Regions:
         found = {path: Region(dataset) for path, dataset in datasets(file)}
         scratch, chains = Scratch(), file["chains"]
 
-        def column(path: str) -> Column:
+        def column(path: str) -> ParameterRegions:
             if path in found:
-                return Column(None, found[path].shape[1:], {DENSE: found[path]}, scratch)
+                return ParameterRegions(None, found[path].shape[1:], {DENSE: found[path]}, scratch)
             kind = str(file[path].attrs["kind"])
             shape = tuple(int(s) for s in file[path].attrs["shape"])
-            return Column(kind, shape, {k: found[f"{path}/{k}"] for k in KINDS[kind]}, scratch)
+            return ParameterRegions(
+                kind, shape, {k: found[f"{path}/{k}"] for k in KINDS[kind]}, scratch
+            )
 
         return cls(
             found,
