@@ -5,6 +5,7 @@ from gradscope.run.execute import Run
 from gradscope.run.inspection import Estimate, Inspection, Room, estimate, inspect, preflight
 from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
+from gradscope.run.outcome import RunReport
 from gradscope.run.start import compute, start
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MergeReport",
     "Room",
     "Run",
+    "RunReport",
     "compute",
     "estimate",
     "inspect",
