@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
-from gradscope.comparison.diagnosis import Mistake, Pair, cosine, diagnose, factor, wrong_shape
+from gradscope.comparison.diagnosis import Compared, Mistake, cosine, diagnose, factor, wrong_shape
 from gradscope.comparison.result import ParameterAgreement
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY
@@ -98,7 +98,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
     if not agrees:
         seen = (errors > 0.0) | finite  # not the rows that are not finite on both sides
         mistake = diagnose(
-            Pair(
+            Compared(
                 found=a[seen],
                 loop=b[seen],
                 errors=errors[seen],

@@ -26,7 +26,7 @@ class Mistake(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pair:
+class Compared:
     """One parameter's gradients as found and as the loop has them, both real and in float64."""
 
     found: Tensor  # (m, *shape), the rows looked at
@@ -58,13 +58,13 @@ class Pair:
             return None
         return c
 
-    def rows(self, mask: Tensor) -> "Pair":
+    def rows(self, mask: Tensor) -> "Compared":
         """Return the pair of the samples in a mask (m,)."""
         parts = {k: getattr(self, k)[mask] for k in ("found", "loop", "errors", "samples")}
         return replace(self, **parts)
 
 
-def diagnose(pair: Pair) -> Mistake:
+def diagnose(pair: Compared) -> Mistake:
     """Say what is wrong with gradients that disagree."""
     mistake = next((found for found in (detect(pair) for detect in DETECTORS) if found), None)
     if mistake is not None:
@@ -78,7 +78,7 @@ def diagnose(pair: Pair) -> Mistake:
     return _unknown(pair)
 
 
-def _missing(pair: Pair) -> Mistake | None:
+def _missing(pair: Compared) -> Mistake | None:
     """Zeros where the loop has a gradient, or a gradient where the loop has zeros."""
     here, there = bool(pair.found.any()), bool(pair.loop.any())
     if not here and there:
@@ -97,7 +97,7 @@ def _missing(pair: Pair) -> Mistake | None:
     return None
 
 
-def _imprecise(pair: Pair) -> Mistake | None:
+def _imprecise(pair: Compared) -> Mistake | None:
     """NaN or infinity on one side only; or the right numbers in a lower precision."""
     bad, right = (~as_rows(t).isfinite().all(1) for t in (pair.found, pair.loop))
     if bool((right & ~bad).any()):
@@ -125,13 +125,13 @@ def _imprecise(pair: Pair) -> Mistake | None:
     )
 
 
-def _scaled(pair: Pair) -> Mistake | None:
+def _scaled(pair: Compared) -> Mistake | None:
     """The loop's gradients times one factor that is not 1."""
     c = pair.multiple(pair.found, pair.loop)
     return None if c is None or pair.near(c, 1.0) else _explained(c, pair)
 
 
-def _explained(c: float, pair: Pair) -> Mistake:
+def _explained(c: float, pair: Compared) -> Mistake:
     """Say where a factor c ≠ 1 comes from."""
     n = pair.n
     if pair.near(c, -1.0):
@@ -168,11 +168,11 @@ def _explained(c: float, pair: Pair) -> Mistake:
     )
 
 
-def _besides(c: float, pair: Pair) -> str:
+def _besides(c: float, pair: Compared) -> str:
     return "" if pair.near(c, 1.0) else f" Besides, {_explained(c, pair).meaning}."
 
 
-def _reordered(pair: Pair) -> Mistake | None:
+def _reordered(pair: Compared) -> Mistake | None:
     """Every row is some sample's gradient but not its own, or the sum over all samples."""
     found, loop = as_rows(pair.found), as_rows(pair.loop)
     if len(found) < 2:
@@ -221,7 +221,7 @@ def _matched(a: Tensor, b: Tensor, slack: float) -> Tensor | None:
     return at if bool((best <= allowed).all()) else None
 
 
-def _rearranged(pair: Pair) -> Mistake | None:
+def _rearranged(pair: Compared) -> Mistake | None:
     """The right numbers with axes swapped, flipped, or the sample axis last."""
     for what, read in _readings(pair.found):
         c = pair.multiple(read(), pair.loop)
@@ -269,7 +269,7 @@ def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mista
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")
 
 
-def _unknown(pair: Pair) -> Mistake:
+def _unknown(pair: Compared) -> Mistake:
     if pair.coupled:
         return Mistake(
             "coupled",
@@ -293,7 +293,7 @@ def _unknown(pair: Pair) -> Mistake:
     )
 
 
-DETECTORS: tuple[Callable[[Pair], Mistake | None], ...] = (
+DETECTORS: tuple[Callable[[Compared], Mistake | None], ...] = (
     _imprecise,
     _missing,
     _scaled,  # a factor or a sign

@@ -2,7 +2,6 @@
 
 import copy
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from gradscope.comparison.agreement import Oracle, agreements
 from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
-from gradscope.core.memory import peak_memory
+from gradscope.core.memory import peak_memory, timed
 from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.core.stops import is_stop
 from gradscope.engine import Answer, glimpsed
@@ -289,7 +288,7 @@ def measure(
 
     def watched() -> tuple[float, int | None]:
         with peak_memory(device) as peak:
-            seconds = _seconds(call, device)
+            seconds = timed(call, device)[0]
         return seconds, peak[0] if peak else None
 
     warm, peak = watched()
@@ -298,18 +297,7 @@ def measure(
     seconds, peak = watched()
     if warm > slow:
         return seconds, peak
-    return statistics.median(_seconds(call, device) for _ in range(_REPEATS)), peak
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return statistics.median(timed(call, device)[0] for _ in range(_REPEATS)), peak
 
 
 def compiled(parameters: Sequence[str] | None = None) -> Implementation:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from gradscope.report.terminal import heading, print_facts, print_table
 from gradscope.report.text import visible
-from gradscope.stats import RunReport, parameter_table
+from gradscope.stats import parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
 from gradscope.stats.sections import (
     NONE,
@@ -28,7 +28,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, MergeReport, Room
+    from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
     from gradscope.storage import Exported
 
 _STATUS = {
@@ -143,7 +143,7 @@ def _render_kernels(choices: Sequence["Chosen"], console: Console, measured: boo
     print_table(console, Table(columns, "request", [one.request for one in choices]))
 
 
-def render_run(result: RunReport, console: Console) -> None:
+def render_run(result: "RunReport", console: Console) -> None:
     """Print what was computed, what of it was proved, and what was written where."""
     print_table(console, parameter_table(result.parameters))
     heading(console, "Run")

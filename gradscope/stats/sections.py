@@ -79,6 +79,9 @@ class BarPicture(Picture):
     mark: float | None = None
     second: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "height", max(1.8, 1.0 + 0.2 * len(self.names)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramPicture(Picture):

@@ -122,17 +122,6 @@ def test_a_learning_step_inside_the_loss():
     agrees(model, inputs(6, 4), loss, inputs(6, 2))
 
 
-def test_chunks_give_the_same(monkeypatch):
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    setup = Setup(model, smooth, inputs(7, 4), inputs(7, 2))
-    whole = run("expand", setup)
-    monkeypatch.setattr(package, "CHUNK_BYTES", 3 * 8 * 23)  # three samples
-    parts = run("expand", setup)
-    torch.testing.assert_close(parts.losses, whole.losses)
-    for name, block in whole.gradients.items():
-        torch.testing.assert_close(parts.gradients[name].dense(), block.dense())
-
-
 def test_only_the_selected_parameters():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     problem = Problem.of(model, smooth, "2.*")

@@ -4,6 +4,7 @@ Each command runs in a fork that nothing else has run in, with an exit code, a s
 of its own, as the installed script would.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -62,6 +63,8 @@ def load() -> None:
     """Import what commands need, for all forks at once."""
     for name in ("comparison", "run", "report"):
         importlib.import_module(f"gradscope.{name}")
+    gc.collect()
+    gc.freeze()  # to be looked through, all of it would be copied into each fork
 
 
 def command(
