@@ -24,6 +24,7 @@ GUARDS = {
     "seal": "the checksums that a reader compares",
     "tests": "nothing but the test suite",
 }
+_PACKAGE = Path(gradscope.__file__).parent
 TOLERANCE = 1e-6  # of an answer in float64, relative to the largest number of its kind
 
 
@@ -61,13 +62,13 @@ class Mutant:
         Methods, registered, decorated and imported functions are still the objects they were: it
         is their code that changes, and the functions inside them with it.
         """
-        path = str(Path(gradscope.__file__).parent / self.file)
-        source = Path(path).read_text()
+        path = _PACKAGE / self.file
+        source = path.read_text()
         said = f"mutant {self.name!r}: {self.file} is to have its old text once"
         assert source.count(self.old) == 1, f"{said}, not {source.count(self.old)} times; mend it"
         before, after = _codes(source), _codes(source.replace(self.old, self.new))
         changed = {code: after[key] for key, code in before.items() if after.get(key, code) != code}
-        every = (f for f in _functions() if f.__code__.co_filename == path)
+        every = (f for f in _functions() if f.__code__.co_filename == str(path))
         held = [(f, f.__code__) for f in every if f.__code__ in changed]
         assert held, f"mutant {self.name!r}: no loaded function of {self.file} has its old text"
         try:
@@ -98,9 +99,13 @@ def _codes(source: str) -> dict[tuple[str, int], CodeType]:
 def _functions() -> list[FunctionType]:
     """Return all functions that are anywhere in memory, once all files with mutants are loaded."""
     for mutant in MUTANTS.values():
-        name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        import_module(f"gradscope.{name}")
-    return [f for f in gc.get_objects() if type(f) is FunctionType]
+        if (_PACKAGE / mutant.file).exists():
+            name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            import_module(f"gradscope.{name}")
+    gc.unfreeze()  # what is frozen is not among the objects
+    found = [f for f in gc.get_objects() if type(f) is FunctionType]
+    gc.freeze()
+    return found
 
 
 MUTANTS: dict[str, Mutant] = {}

@@ -12,15 +12,15 @@ convolution = partial(mutant, "blocks/convolution.py")
 
 outer(
     "both factors scaled: a factor for each sample is applied to both factors of a product",
-    "factors, self.left), self.right,",
-    "factors, self.left), self.right * over_samples(factors, self.right),",
+    "OuterBlock(times(left, factors), right,",
+    "OuterBlock(times(left, factors), times(right, factors),",
     Asked("mlp", "clip:max_norm=0.5 | mean"),
 )
 mutant(
     "blocks/base.py",
     "factors of a table ignored: an embedding's rows stay as they are where they are scaled",
-    "{last: values * over_samples(factors, values)}",
-    "{last: values}",
+    "{last: times(getattr(self, last), factors)}",
+    "{last: getattr(self, last)}",
     Asked("tokens", "clip:max_norm=0.5 | mean"),
 )
 products(

@@ -23,8 +23,8 @@ vmap(
 )
 vmap(
     "sample axis second: the sample axis comes behind a parameter's first axis, of the same size",
-    "return gradients, losses",
-    "return {k: g.transpose(0, 1).contiguous() for k, g in gradients.items()}, losses",
+    "return losses, gradients",
+    "return losses, {k: g.transpose(0, 1).contiguous() for k, g in gradients.items()}",
     Asked("four", backend="vmap"),
 )
 vmap(
@@ -53,7 +53,7 @@ layers(
     Asked("tokens", backend="expand"),
 )
 mutant(
-    "backends/expand/matmul.py",
+    "backends/expand/layers.py",
     "stack off by one: in a stack of products each result is that of the next matrix",
     "torch.bmm(rows, b[0])",
     "torch.bmm(rows, b[0]).roll(1, 0)",
@@ -66,7 +66,7 @@ layers(
     Asked("cnn", backend="expand"),
 )
 mutant(
-    "backends/expand/evaluation.py",
+    "backends/expand/__init__.py",
     "rows shifted: every sample has the gradient of the one before it",
     "name: mode.samples.of(gradient).contiguous()",
     "name: mode.samples.of(gradient).roll(1, 0)",
@@ -88,14 +88,14 @@ loop(
 )
 loop(
     "neighbour's own loss: of a joint forward pass each sample gets its neighbour's gradient",
-    "torch.split(_picks(losses), step)",
-    "torch.split(_picks(losses).roll(1, 0), step)",
+    "        picks = _picks(losses)",
+    "        picks = _picks(losses).roll(1, 0)",
     Asked("coupled", backend="vmap"),
 )
 loop(
     "centred rows: what all samples have in common is taken off their gradients",
-    "[torch.cat(rows) for rows",
-    "[torch.cat(rows) - torch.cat(rows).mean(0) for rows",
+    "{name: torch.cat([part[name] for part in parts]) for",
+    "{name: (g := torch.cat([part[name] for part in parts])) - g.mean(0) for",
     Asked("coupled", backend="vmap"),
 )
 mutant(
@@ -139,8 +139,8 @@ order(
 )
 order(
     "one batch twice: of two batches a quantile holds the first one twice",
-    'entries(state, "values") for state in (a, b)',
-    'entries(state, "values") for state in (a, a)',
+    'torch.cat([part["values"] for part in pair])',
+    'torch.cat([pair[0]["values"]] * 2)',
     Asked("mlp", "quantile:q=0.5", streamed=2),
 )
 # wrong formulas, which no guard can tell from another wish
