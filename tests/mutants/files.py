@@ -9,7 +9,7 @@ plain = partial(mutant, scenario=Written("plain"), guard="completion")
 rows = partial(plain, "run/execute.py")
 region = partial(plain, "storage/write/region.py")
 target = partial(plain, "storage/write/target.py")
-sealed = partial(plain, "storage/write/finish.py", guard="seal")
+sealed = partial(plain, "storage/write/create.py", guard="seal")
 
 rows(
     "index off by one: samples are recorded by the position after theirs",

@@ -40,8 +40,8 @@ class Written:
     def numbers(self) -> Numbers:
         with (
             _folder() as folder,
-            patch("gradscope.storage.write.finish.require_intact"),
-            patch("gradscope.storage.write.finish._verify"),
+            patch("gradscope.storage.write.create.require_intact"),
+            patch("gradscope.storage.write.create._verify"),
         ):
             with suppress(GradscopeError):
                 self._write(folder, verify="never")
