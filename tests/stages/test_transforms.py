@@ -140,11 +140,11 @@ def test_every_transform_has_a_case() -> None:
     assert own == {text.partition(":")[0] for text in ALL} | ELSEWHERE.keys()
 
 
+@pytest.mark.parametrize("cuts", [(), (1, 2, 4)])
 @pytest.mark.parametrize("text", ALL)
-def test_rows(text: str) -> None:
+def test_rows(text: str, cuts: tuple[int, ...]) -> None:
     gradients, rows = everything()
-    for cuts in ((), (1, 2, 4)):
-        compare(run(text, gradients, cuts), ALL[text](rows))
+    compare(run(text, gradients, cuts), ALL[text](rows))
 
 
 @pytest.mark.parametrize("text", ALL)
