@@ -14,8 +14,7 @@ from gradscope.core import stops, streams
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradscope.run import Job, Run
-    from gradscope.stats import RunReport
+    from gradscope.run import Job, Run, RunReport
 
 
 @options.with_settings

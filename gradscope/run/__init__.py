@@ -6,6 +6,7 @@ from gradscope.run.execute import Run
 from gradscope.run.inspection import Estimate, Inspection, estimate, inspect
 from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
+from gradscope.run.outcome import RunReport
 from gradscope.run.start import compute, start
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "MergeReport",
     "Room",
     "Run",
+    "RunReport",
     "compute",
     "estimate",
     "inspect",

@@ -26,6 +26,7 @@ from gradscope.run.job import Job
 from gradscope.run.outcome import (
     MEAN_GRADIENT,
     NONFINITE,
+    RunReport,
     mean_gradient_norms,
     nonfinite_of_file,
     nonfinite_of_rows,
@@ -37,7 +38,7 @@ from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
-from gradscope.stats import RunReport, parameter_rows, require_consistent
+from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`

@@ -31,8 +31,15 @@ from gradscope.core.problem import Loss
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
-from gradscope.sources import CheckpointReport, code, load_function, load_model, sha256
-from gradscope.sources.data import datasets
+from gradscope.sources import (
+    CheckpointReport,
+    Dataset,
+    code,
+    load_function,
+    load_model,
+    open_dataset,
+    sha256,
+)
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
@@ -51,7 +58,7 @@ class Job:
     chains: tuple[Chain, ...]  # bound, in the order given
     scope: Session  # model, loss and backend, with the proof of its answers
     checkpoint: CheckpointReport  # what was loaded into the model
-    dataset: datasets.Dataset
+    dataset: Dataset
     rows: range  # the positions of the selected samples in it
     whole: range  # those of the run that this is a shard of; `rows` if it is none
     batch_size: int  # samples a batch, if memory allows it
@@ -165,7 +172,7 @@ def prepare(spec: RunSpec) -> Job:
     torch.manual_seed(spec.compute.seed)
     loaded = load_model(spec.model, spec.checkpoint)
     model = _placed(loaded.model, spec)
-    dataset = datasets.open_dataset(spec.dataset)
+    dataset = open_dataset(spec.dataset)
     whole = dataset.rows(spec.compute.samples)
     scope = _session(model, loss, spec)
     name = spec.loss.stage.name
@@ -331,7 +338,7 @@ def _usual_batch(
     spec: RunSpec,
     bound: Iterable[Chain],
     scope: Session,
-    dataset: datasets.Dataset,
+    dataset: Dataset,
     rows: range,
 ) -> int:
     """Return a batch size by what is asked for alone: shards are cut by it, on any machine."""

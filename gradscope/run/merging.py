@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gradscope.config import RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
@@ -61,9 +61,7 @@ _USUAL_BATCH = 256
 class MergeReport(Record):
     """What one `gradscope merge` did, for its last words and its `--json`."""
 
-    schema_: Literal["gradscope.merge"] = Field(
-        default="gradscope.merge", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["gradscope.merge"] = "gradscope.merge"
     version: Literal[1] = 1
     path: str  # of the file that was written
     bytes: int

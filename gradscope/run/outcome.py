@@ -7,7 +7,7 @@ follow the reducer as well as after them (a sign hides what has overflowed).
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import nan, prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,12 +18,32 @@ from gradscope.blocks.base import as_rows
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State
+from gradscope.stats import Json, ParameterRow, Record
 from gradscope.storage import GradientFile
 
 NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
 _PIECE = 2**20  # numbers of a stored array in work at a time
 _REPORT = "This is a mistake in gradscope: please report it."
+
+
+class RunReport(Record):
+    """What one `gradscope compute` did, for its last words and its `--json`."""
+
+    schema_: Literal["gradscope.compute"] = "gradscope.compute"
+    version: Literal[1] = 1
+    parameters: tuple[ParameterRow, ...]  # one row each, in the model's order
+    certificate: Json  # the proof of the first batch, and what was audited
+    backend: str  # which one ran
+    notes: tuple[str, ...] = ()  # why that backend, unused parameters, what else is worth a line
+    samples: int
+    nonfinite: int  # samples that are not finite
+    chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
+    seconds: float  # wall time
+    path: str | None = None  # of what was written
+    bytes: int | None = None
+    chains: tuple[str, ...] = ()  # in canonical spelling
+    audits: str | None = None  # what was audited, in a line
 
 
 def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:

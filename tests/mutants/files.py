@@ -16,7 +16,7 @@ from gradscope.run import execute
 from gradscope.run.merging import Merge
 from gradscope.storage import Rows, Writer
 from gradscope.storage.format import seal
-from gradscope.storage.write import finish
+from gradscope.storage.write import create
 from gradscope.storage.write.region import Region
 from gradscope.storage.write.target import Target
 from tests.mutants.base import Install, after, around, before, mutant
@@ -154,7 +154,7 @@ def _written_late(path: Path) -> None:
 
 
 def _then(change: Callable[[Path], None]) -> Install:
-    return around(finish, "sync_folder", after(lambda _, path: change(path)))
+    return around(create, "sync_folder", after(lambda _, path: change(path)))
 
 
 _caught(

@@ -49,8 +49,8 @@ class Written:
             path = folder / "out.h5"
             with (
                 suppress(GradscopeError),
-                patch("gradscope.storage.write.finish.require_intact"),
-                patch("gradscope.storage.write.finish._verify"),
+                patch("gradscope.storage.write.create.require_intact"),
+                patch("gradscope.storage.write.create._verify"),
             ):
                 self._write(folder, path, verify="never")
             return _plainly(path)
