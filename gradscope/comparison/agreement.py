@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
-from gradscope.comparison.diagnosis import Mistake, Pair, cosine, diagnose, factor, wrong_shape
+from gradscope.comparison.diagnosis import Compared, Mistake, cosine, diagnose, factor, wrong_shape
 from gradscope.comparison.result import ParameterAgreement
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY
@@ -63,7 +63,7 @@ class Oracle:
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
-        scale = float(alone[alone.isfinite()].abs().max()) if bool(alone.isfinite().any()) else 0.0
+        scale = float(alone.abs().where(alone.isfinite(), 0.0).max())
         same = torch.allclose(
             together, alone, rtol=_SAME_LOSS, atol=_SAME_LOSS * scale, equal_nan=True
         )
@@ -98,7 +98,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
     if not agrees:
         seen = (errors > 0.0) | finite  # not the rows that are not finite on both sides
         mistake = diagnose(
-            Pair(
+            Compared(
                 found=a[seen],
                 loop=b[seen],
                 errors=errors[seen],

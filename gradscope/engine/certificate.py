@@ -195,8 +195,13 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
             require_consistent(answer.backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    if len(unused) == len(squared):
-        _require_graph(answer.problem, batch)
+    if len(unused) == len(squared) and not answer.problem.losses(batch).requires_grad:
+        raise ModelError(  # all rows are zero, as a slip leaves them
+            "the losses do not depend on any parameter: they are cut off from the graph",
+            where="the model or its loss",
+            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
+            "forward pass and in the loss.",
+        )
     certificate = Certificate(
         backend=answer.backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
@@ -343,17 +348,6 @@ def _agreement(answer: Answer, chosen: Tensor) -> Check:
         return judged(problem, claim, objective, right, Objective.twice(one))
 
     return _worst([alone(k) for k in chosen.tolist()])
-
-
-def _require_graph(problem: Problem, batch: Batch) -> None:
-    """Refuse losses that no parameter can reach, as a slip leaves them: all rows would be zero."""
-    if not problem.losses(batch).requires_grad:
-        raise ModelError(
-            "the losses do not depend on any parameter: they are cut off from the graph",
-            where="the model or its loss",
-            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
-            "forward pass and in the loss.",
-        )
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}

@@ -31,9 +31,9 @@ from gradscope.run.execute import (
     without_progress,
 )
 from gradscope.run.job import Job, file_plan
+from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
-from gradscope.stats import RunReport
 from gradscope.storage import LONGEST, Writer, open_writer, require_place, writing
 
 

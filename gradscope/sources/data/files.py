@@ -75,11 +75,6 @@ class FileSamples:
         """No code of the user's makes them."""
         return {}
 
-    @cached_property
-    def _row(self) -> int:
-        """The bytes that one sample takes."""
-        return _COPIES * sum(map(_row_bytes, self.columns.values()))
-
     def stored(self, name: str) -> dict[str, Any]:
         """Return what a description says of an array as it is stored."""
         column = self.columns[name]
@@ -93,7 +88,8 @@ class FileSamples:
                 where=str(self.spec.path),
                 remedy="Leave it as it is while a run reads it, and begin again.",
             )
-        require_available(len(rows) * self._row, self.memory)
+        sample = _COPIES * sum(map(_row_bytes, self.columns.values()))
+        require_available(len(rows) * sample, self.memory)
         ascending, back = in_order(rows)
         parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
         for start, stop in runs(ascending):  # all columns of one stretch: files come in rows

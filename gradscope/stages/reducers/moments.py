@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block, Gradients, wide
 from gradscope.blocks.base import squares
 from gradscope.stages.reducers.base import (
     Part,
@@ -26,7 +26,6 @@ from gradscope.stages.reducers.base import (
     power_sum,
     reducers,
     tiles,
-    wide,
 )
 
 _SAFE = 0.01  # share of Σ|g|² that must be left after the mean's part is taken off: two digits lost

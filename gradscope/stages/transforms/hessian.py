@@ -8,7 +8,6 @@ with differences of gradients in float64.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,6 @@ from gradscope.core.shortage import is_shortage
 from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
 from gradscope.stages.transforms.base import NeedsProblem, Scope, Transform, Vector, transform
 
-_REMEDY = "Use operations whose backward pass can itself be differentiated."
 _ERROR_NODE = "torch::autograd::Error"
 _STEP = 1e-5  # of the length of the parameters, for differences of gradients
 _TOLERANCE = 1e-4
@@ -97,23 +95,38 @@ class _SampleLoss:
 def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
     """Return {name: (H v) (*shape)}, and whether custom functions took part.
 
-    It is the gradient of ⟨g, v⟩, v held fixed.
+    It is the gradient of ⟨g, v⟩, v held fixed. Only kernels that have a second derivative are used.
     """
-    with _twice_differentiable(loss.problem), torch.enable_grad():
-        value = loss.value()
-        custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
-        slopes = _gradients(value, loss.parameters, create_graph=True)
-        pairs = zip(loss.problem.parameters, slopes, strict=True)
-        along = torch.stack([_real_product(g, vector[name]) for name, g in pairs]).sum()
-        if any(node.name() == _ERROR_NODE for node in _nodes(along)):
-            raise UnsupportedError(
-                "hvp cannot differentiate this model twice: a custom autograd function allows "
-                "one derivative only (once_differentiable)",
-                remedy=_REMEDY,
-            )
-        found = _gradients(along, loss.parameters)
-    pairs = zip(loss.problem.parameters, found, strict=True)
-    return {name: g.detach() for name, g in pairs}, custom
+    remedy = "Use operations whose backward pass can itself be differentiated."
+    try:
+        with unfused(), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            value = loss.value()
+            custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
+            products = []
+            slopes = _gradients(value, loss.parameters, create_graph=True)
+            for name, slope in zip(loss.problem.parameters, slopes, strict=True):
+                dtype = torch.promote_types(slope.dtype, torch.float64)
+                product = slope.to(dtype) * vector[name].to(dtype).conj()
+                products.append(product.sum().real)
+            along = torch.stack(products).sum()
+            if any(node.name() == _ERROR_NODE for node in _nodes(along)):
+                raise UnsupportedError(
+                    "hvp cannot differentiate this model twice: a custom autograd function allows "
+                    "one derivative only (once_differentiable)",
+                    remedy=remedy,
+                )
+            found = [g.detach() for g in _gradients(along, loss.parameters)]
+    except GradscopeError:
+        raise
+    except Exception as error:  # whatever torch or the user's code raises
+        if is_shortage(error):
+            raise
+        raise UnsupportedError(
+            f"hvp cannot differentiate this model twice: {first_line(error)}",
+            where=layer_of(error, loss.problem.model),
+            remedy=remedy,
+        ) from error
+    return dict(zip(loss.problem.parameters, found, strict=True)), custom
 
 
 def _gradients(
@@ -126,12 +139,6 @@ def _gradients(
         value, parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
     return [g.to_dense() if g.is_sparse else g for g in found]
-
-
-def _real_product(gradient: Tensor, vector: Tensor) -> Tensor:
-    """Return Re Σ g · conj(v) in float64."""
-    dtype = torch.promote_types(gradient.dtype, torch.float64)
-    return (gradient.to(dtype) * vector.to(dtype).conj()).sum().real
 
 
 def _nodes(value: Tensor) -> Iterator[Node]:
@@ -180,21 +187,3 @@ def _require_agreement(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> None:
 
 def _length(tensors: list[Tensor]) -> float:
     return float(torch.stack([t.abs().square().sum() for t in tensors]).sum().sqrt())
-
-
-@contextmanager
-def _twice_differentiable(problem: Problem) -> Iterator[None]:
-    """Keep to kernels that have a second derivative, and name the layer where there is none."""
-    try:
-        with unfused(), sdpa_kernel(SDPBackend.MATH):
-            yield
-    except GradscopeError:
-        raise
-    except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error):
-            raise
-        raise UnsupportedError(
-            f"hvp cannot differentiate this model twice: {first_line(error)}",
-            where=layer_of(error, problem.model),
-            remedy=_REMEDY,
-        ) from error

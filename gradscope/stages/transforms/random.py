@@ -57,23 +57,18 @@ def quantize(bits: int, seed: int = 0) -> Transform:
 
     def draw(use: str, name: str, values: Tensor, keys: Tensor) -> Tensor:
         parts = torch.view_as_real(values) if values.is_complex() else values
-        rounded = _rounded(parts, steps, uniform(seed, use, name, keys, parts))
+        if not parts[0].numel():
+            return values
+        largest = as_rows(parts).abs().amax(1).double()
+        largest = largest.reshape(-1, *[1] * (parts.dim() - 1))
+        unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
+        exact = parts.double().abs() / unit * steps
+        below = exact.floor()  # and up in magnitude where the draw is below what that cuts off
+        level = below + (uniform(seed, use, name, keys, parts) < exact - below)
+        rounded = (parts.sgn() * (level / steps * largest)).to(parts.dtype)
         return torch.view_as_complex(rounded) if values.is_complex() else rounded
 
     return _drawn("quantize", draw)
-
-
-def _rounded(values: Tensor, steps: int, draws: Tensor) -> Tensor:
-    """Round (n, ...) up in magnitude where the draw is below the fraction that is cut off."""
-    if values[0].numel() == 0:
-        return values
-    largest = as_rows(values).abs().amax(1).double()
-    largest = largest.reshape(-1, *[1] * (values.dim() - 1))
-    unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
-    exact = values.double().abs() / unit * steps
-    below = exact.floor()
-    level = below + (draws < exact - below)
-    return (values.sgn() * (level / steps * largest)).to(values.dtype)
 
 
 def _drawn(word: str, draw: Callable[[str, str, Tensor, Tensor], Tensor]) -> Transform:
