@@ -127,7 +127,7 @@ MODELS: dict[str, Callable[[], Course]] = {
     "mlp": lambda: _layers(6, 5),
     "classifier": _classifier,
     "single_samples": lambda: _layers(6, 1),
-    "same_size": lambda: _layers(5, 5),
+    "same_size": lambda: _fitted(nn.Linear(4, 3), _randoms(5, 5)),
     "four": lambda: _layers(4, 4, inner=4, out=4),  # of everything, samples included
     "positions": lambda: _layers(5, 3, shape=(6, 4)),
     "long": lambda: _fitted(nn.Linear(3, 2), _randoms(4, 3, shape=(140, 3))),
