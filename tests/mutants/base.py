@@ -98,7 +98,7 @@ def _codes(source: str, path: str) -> dict[tuple[str, int], CodeType]:
 
 @cache
 def _functions() -> list[FunctionType]:
-    """Return all functions of the package that are anywhere in memory, once all files with mutants are loaded."""
+    """Return all functions of the package in memory, once all files with mutants are loaded."""
     for mutant in MUTANTS.values():
         if (_PACKAGE / mutant.file).exists():
             name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
