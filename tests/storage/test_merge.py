@@ -321,15 +321,23 @@ def test_a_stop_at_any_moment(tmp_path: Path, number: int) -> None:
         assert path.read_bytes() == wanted and names(path.parent) == ["o.h5"]
 
 
-@pytest.fixture
-def virtual(tmp_path: Path) -> Path:
-    """A virtual file and its seven shards in one folder."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, seven: list[Path]) -> Path:
+    """A folder with a whole run and, in another one, a virtual file and its seven shards."""
+    folder = tmp_path_factory.mktemp("virtual")
     base = replace(PLAN, layout="auto")
-    write(tmp_path / "whole.h5", whole_plan(base), 0, N)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    merge(shards(folder, SHARES["seven"], base), folder / "o.h5", base, virtual=True)
+    write(folder / "whole.h5", whole_plan(base), 0, N)
+    files = [Path(shutil.copy(path, folder)) for path in seven]
+    (folder / "run").mkdir()
+    files = [path.rename(folder / "run" / path.name) for path in files]
+    merge(files, folder / "run" / "o.h5", base, virtual=True)
     return folder
+
+
+@pytest.fixture
+def virtual(tmp_path: Path, prepared: Path) -> Path:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
 
 
 def test_a_virtual_file_reads_as_the_whole(virtual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
