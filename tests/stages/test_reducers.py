@@ -111,7 +111,7 @@ def test_at_once_and_in_any_split(text: str, dtype: torch.dtype) -> None:
     compare(found, TABLE[text].right(rows), *((1e-5, 1e-6) if single else (1e-12, 1e-13)))
     # these are summed within a batch in the gradients' own precision; everything else in float64
     in_batch = single and text in ("sum", "mean", "second_moment", "moment:k=1", "gram")
-    for seed in range(6):
+    for seed in range(3):
         again = split(reducer(text), grads, seed)
         compare(again, found, *((1e-5, 1e-6) if in_batch else (1e-12, 1e-13)))
 
