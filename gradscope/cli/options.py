@@ -1,6 +1,6 @@
 """The options of commands: those that set something in the run spec, and those of many commands."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
@@ -127,6 +127,16 @@ def show(
         print_json(found.to_json())
     elif not quiet:
         render(found, console(), **how)
+
+
+def tell(document: dict[str, Any], rows: Sequence[tuple[str, str]], *, json: bool) -> None:
+    """Print one document, or the rows that say the same."""
+    from gradscope.report import console, print_facts
+
+    if json:
+        print_json(document)
+    else:
+        print_facts(console(), rows)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from gradscope.core.memory import available, peak_memory, release_freed_memory, 
 from gradscope.engine import settled
 from gradscope.errors import SpecError
 from gradscope.run.execute import Run
-from gradscope.run.job import Job
+from gradscope.run.job import Job, held_densely
 from gradscope.run.overlap import BatchSize
 from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
@@ -59,7 +59,7 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
             return _within(rehearsed, parse_memory(asked.memory), there)
     given = asked.batch_size is not None or job.scope.settings.own_loss
     if there is None and not given:
-        return Budget(min(job.batch_size, job.held_densely))
+        return Budget(min(job.batch_size, held_densely(job.scope)))
     if given and not measured:
         return Budget(job.batch_size, available=there)
     with rehearsal(job) as rehearsed:

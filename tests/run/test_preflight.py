@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is a large one."""
-    monkeypatch.setattr(sys.modules["gradscope.run.disk"], "LARGE", 0)
+    monkeypatch.setattr(sys.modules["gradscope.run.inspection"], "LARGE", 0)
 
 
 @pytest.fixture
