@@ -7,7 +7,6 @@ alone.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from math import prod, sqrt
 from typing import NamedTuple
@@ -66,16 +65,36 @@ class Compared:
 
 def diagnose(pair: Compared) -> Mistake:
     """Say what is wrong with gradients that disagree."""
-    mistake = next((found for found in (detect(pair) for detect in DETECTORS) if found), None)
-    if mistake is not None:
-        return mistake
+    for detect in DETECTORS:
+        if mistake := detect(pair):
+            return mistake
     wrong = pair.errors > pair.tolerance
     count = int(wrong.sum())
     if 0 < count < len(wrong):
         inner, verb = diagnose(pair.rows(wrong)), "differs" if count == 1 else "differ"
         which = f"only {_listed(pair.samples[wrong])} of {pair.n} {verb}"
         return Mistake("some_samples", f"{which}; there: {inner.meaning}")
-    return _unknown(pair)
+    if pair.coupled:
+        return Mistake(
+            "coupled",
+            "the batch's losses differ from those of one sample at a time: samples are coupled "
+            "(BatchNorm in training mode, a contrastive loss) or the model draws random numbers "
+            "(dropout); put it in eval mode, or use a layer without batch statistics",
+        )
+    c, angle = factor(pair.found, pair.loop), cosine(pair.found, pair.loop)
+    fit = f"cosine {angle:.2f}" if c is None else f"c = {_number(c)}, cosine {angle:.2f}"
+    if abs(angle) < min(0.4, max(0.1, 2 / sqrt(max(pair.found[0].numel(), 1)))):
+        return Mistake(
+            "unrelated",
+            f"{fit}: unrelated to the loop's: other samples, other weights (checkpoint), another "
+            "loss, or another mode (dropout, training instead of eval)",
+        )
+    return Mistake(
+        "unknown",
+        f"{fit}: no simple relation; a part of the gradient is missing or wrong (one of several "
+        "uses of the parameter, padding, groups, a .grad that was not cleared, another axis taken "
+        "for the sample axis)",
+    )
 
 
 def _missing(pair: Compared) -> Mistake | None:
@@ -223,31 +242,28 @@ def _matched(a: Tensor, b: Tensor, slack: float) -> Tensor | None:
 
 def _rearranged(pair: Compared) -> Mistake | None:
     """The right numbers with axes swapped, flipped, or the sample axis last."""
-    for what, read in _readings(pair.found):
-        c = pair.multiple(read(), pair.loop)
+    for what, undone in _readings(pair.found):
+        c = pair.multiple(undone, pair.loop)
         if c is not None:
             return Mistake("layout", f"{what}.{_besides(c, pair)}")
     return None
 
 
-def _readings(found: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield what may have happened to (m, *shape) and a function that undoes it."""
+def _readings(found: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what may have happened to (m, *shape), and the gradients with it undone."""
     m, *shape = found.shape
-
-    def transposed(axis0: int, axis1: int) -> Tensor:
-        swapped = [m, *shape]
-        swapped[axis0], swapped[axis1] = swapped[axis1], swapped[axis0]
-        return found.reshape(swapped).transpose(axis0, axis1)
-
     for x, y in combinations(range(len(shape)), 2):
         how = "transposed" if shape[x] == shape[y] else "transposed and then reshaped"
-        yield f"axes {x} and {y} of the parameter are {how}", partial(transposed, x + 1, y + 1)
+        swapped = list(found.shape)
+        swapped[x + 1], swapped[y + 1] = shape[y], shape[x]
+        undone = found.reshape(swapped).transpose(x + 1, y + 1)
+        yield f"axes {x} and {y} of the parameter are {how}", undone
     if len(shape) > 2:
         what = "the kernel is flipped: a convolution where torch has a correlation"
-        yield what, lambda: found.flip([*range(3, found.dim())])
+        yield what, found.flip([*range(3, found.dim())])
     if m > 1 and shape:
         what = "the sample axis was last and reshaped to be first; move it (movedim) instead"
-        yield what, lambda: found.reshape(*shape, m).movedim(-1, 0)
+        yield what, found.reshape(*shape, m).movedim(-1, 0)
 
 
 def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mistake:
@@ -267,30 +283,6 @@ def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mista
     else:
         cause = "it belongs to another parameter, or other samples"
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")
-
-
-def _unknown(pair: Compared) -> Mistake:
-    if pair.coupled:
-        return Mistake(
-            "coupled",
-            "the batch's losses differ from those of one sample at a time: samples are coupled "
-            "(BatchNorm in training mode, a contrastive loss) or the model draws random numbers "
-            "(dropout); put it in eval mode, or use a layer without batch statistics",
-        )
-    c, angle = factor(pair.found, pair.loop), cosine(pair.found, pair.loop)
-    fit = f"cosine {angle:.2f}" if c is None else f"c = {_number(c)}, cosine {angle:.2f}"
-    if abs(angle) < min(0.4, max(0.1, 2 / sqrt(max(pair.found[0].numel(), 1)))):
-        return Mistake(
-            "unrelated",
-            f"{fit}: unrelated to the loop's: other samples, other weights (checkpoint), another "
-            "loss, or another mode (dropout, training instead of eval)",
-        )
-    return Mistake(
-        "unknown",
-        f"{fit}: no simple relation; a part of the gradient is missing or wrong (one of several "
-        "uses of the parameter, padding, groups, a .grad that was not cleared, another axis taken "
-        "for the sample axis)",
-    )
 
 
 DETECTORS: tuple[Callable[[Compared], Mistake | None], ...] = (

@@ -1,13 +1,15 @@
 """What a comparison found, as plain values, and the JSON document of it."""
 
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from gradscope.blocks import Chosen
 
-SCHEMA = "gradscope.compare"
-SCHEMA_VERSION = 1
+_SCHEMA = {"schema": "gradscope.compare", "version": 1}
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,7 @@ class ParameterAgreement:
 
     name: str  # the parameter
     absolute: float | None  # the largest |a − b| of an entry
-    # the largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is rounding
-    # noise
+    # the largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is noise
     relative: float | None
     cosine: float | None  # ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples
     worst_sample: int | None  # the position in the batch where `relative` is reached
@@ -38,9 +39,7 @@ class BackendRow:
     status: str  # "agrees", "disagrees", "refused" (it said that it has no exact way) or "failed"
     reason: str | None = None  # why it did not agree
     remedy: str | None = None  # what to do about it
-    # time for all gradients in the model's own dtype, after a warm-up; None where it was not
-    # measured
-    seconds: float | None = None
+    seconds: float | None = None  # for all gradients in the model's own dtype; None: not measured
     peak_bytes: int | None = None  # peak memory above what was in use before, likewise
     # one entry a parameter; none for a row that refused or failed
     parameters: tuple[ParameterAgreement, ...] = ()
@@ -55,40 +54,20 @@ class BackendRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table that `compare` makes.
+    """The table that `compare` makes."""
 
-    Attributes:
-        agrees: No row disagrees or failed. A row that refused does no harm.
-        samples: n.
-        dtype: The model's own dtype, in which time and memory were measured.
-        baseline_seconds: One plain forward and backward pass of the batch.
-        baseline_bytes: Its peak memory; None where it cannot be measured.
-        coupled: Whether the losses of the batch differ from those of batches of one: the samples
-            depend on each other, or the model draws random numbers.
-        rows: One a backend, then one an implementation or stored result.
-        ways: Which kernel variant was chosen where there are several, with what each took.
-    """
-
-    agrees: bool
-    samples: int
-    dtype: str
-    baseline_seconds: float
-    baseline_bytes: int | None
+    agrees: bool  # no row disagrees or failed; a row that refused does no harm
+    samples: int  # n
+    dtype: str  # the model's own, in which time and memory were measured
+    baseline_seconds: float  # one plain forward and backward pass of the batch
+    baseline_bytes: int | None  # its peak memory; None where it cannot be measured
+    # whether the losses of the batch differ from those of batches of one: the samples depend on
+    # each other, or the model draws random numbers
     coupled: bool
-    rows: tuple[BackendRow, ...]
-    ways: tuple[Chosen, ...] = ()
+    rows: tuple[BackendRow, ...]  # one a backend, then one an implementation or stored result
+    ways: tuple[Chosen, ...] = ()  # which kernel variant was chosen where there are several
 
     def to_json(self) -> dict[str, Any]:
         """Return a document of plain JSON values; what is not finite becomes null."""
-        document = {"schema": SCHEMA, "version": SCHEMA_VERSION, **asdict(self)}
-        document["ways"] = [one.to_json() for one in self.ways]
-        plain: dict[str, Any] = _plain(document)
-        return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        plain = json.loads(TypeAdapter(Comparison).dump_json(self))
+        return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}

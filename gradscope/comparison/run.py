@@ -86,7 +86,13 @@ def compare(
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
-    seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
+
+    def backward() -> None:  # what training does
+        total = problem.losses(batch).sum()
+        if total.requires_grad:
+            torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
+
+    seconds, peak = measure(backward, problem.device)
     with Tuner().active() as tuner:
         rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     rows += [_other_row(label, other, setting) for label, other in others.items()]
@@ -126,23 +132,6 @@ def _chosen(names: Sequence[str], others: Mapping[str, Any]) -> dict[str, Backen
     return chosen
 
 
-def _backward(problem: Problem, batch: Batch) -> tuple[Tensor | None, ...]:
-    """Run what training does: one forward and backward pass of the whole batch."""
-    total = problem.losses(batch).sum()
-    if not total.requires_grad:
-        return ()
-    return torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
-
-
-def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
-    try:
-        with double_precision(), backend(setting.exact) as evaluate:
-            row = _in_every_order(name, evaluate, setting)
-    except Exception as error:
-        return _stopped(name, error, setting.exact.model)
-    return row if row.status == "disagrees" else _as_it_is(row, backend, setting)
-
-
 def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> BackendRow:
     """Compare two answers of a backend: what it has kept of the first may not fit the second."""
     n = len(setting.wide)
@@ -158,22 +147,29 @@ def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> Backend
     return replace(again, reason=f"the same samples in another order: {again.reason}")
 
 
-def _as_it_is(row: BackendRow, backend: Backend, setting: _Setting) -> BackendRow:
-    """Measure a backend on the model itself, and hold every sample against a batch of one."""
+def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
+    """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = setting.problem, setting.batch
+    try:
+        with double_precision(), backend(setting.exact) as evaluate:
+            row = _in_every_order(name, evaluate, setting)
+    except Exception as error:
+        return _stopped(name, error, setting.exact.model)
+    if row.status == "disagrees":
+        return row
     try:
         with backend(problem) as evaluate:
             with problem.state.kept():
                 evaluation = evaluate(batch)
-            if row.backend != REFERENCE:
-                glimpsed(Answer(problem, row.backend, batch, evaluation, alone=len(batch)))
+            if name != REFERENCE:
+                glimpsed(Answer(problem, name, batch, evaluation, alone=len(batch)))
             del evaluation
             seconds, peak = measure(lambda: _dense(evaluate(batch)), problem.device)
     except CertificateError as error:
         reason = f"in {problem.precision} alone: {error.what}".replace("torch.", "")
         return replace(row, status="disagrees", reason=reason)
     except RefusedError as error:
-        return _stopped(row.backend, error, problem.model)
+        return _stopped(name, error, problem.model)
     except Exception:  # the dtype may be one in which it cannot run
         return row
     return replace(row, seconds=seconds, peak_bytes=peak)
@@ -241,29 +237,23 @@ def _compared(label: str, found: Mapping[str, Any], setting: _Setting) -> Backen
 
 
 def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRow:
+    """Say which parameters disagree, and what the most of them have in common."""
     wrong = [p for p in parameters if not p.agrees]
     if not wrong:
         return BackendRow(label, "agrees", parameters=parameters)
-    return BackendRow(label, "disagrees", _summary(wrong, len(parameters)), parameters=parameters)
-
-
-def _summary(wrong: list[ParameterAgreement], total: int) -> str:
-    """Say which parameters disagree, and what the most of them have in common."""
-    counts = Counter(p.meaning for p in wrong)
-    meaning, count = counts.most_common(1)[0]
+    meaning, count = Counter(p.meaning for p in wrong).most_common(1)[0]
     names = [p.name for p in wrong if p.meaning == meaning]
     shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
-    which = "all parameters" if count == total > 1 else shown
+    which = "all parameters" if count == len(parameters) > 1 else shown
     rest = f"; {len(wrong) - count} more for other reasons" if count < len(wrong) else ""
-    return f"{which}: {meaning}{rest}"
+    return BackendRow(label, "disagrees", f"{which}: {meaning}{rest}", parameters=parameters)
 
 
 def _stopped(label: str, error: BaseException, model: nn.Module) -> BackendRow:
     """Make the row of a backend or implementation that raised."""
     if isinstance(error, GradscopeError):
-        reason = error.what if error.where is None else f"{error.where}: {error.what}"
         status = "refused" if isinstance(error, RefusedError) else "failed"
-        return BackendRow(label, status, reason, error.remedy)
+        return BackendRow(label, status, error.head, error.remedy)
     where = layer_of(error, model)
     reason = first_line(error) if where is None else f"{where}: {first_line(error)}"
     return BackendRow(label, "failed", reason)

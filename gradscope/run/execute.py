@@ -32,7 +32,6 @@ from gradscope.run.outcome import (
     nonfinite_of_rows,
     require_written,
     results_of,
-    with_counts,
 )
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
@@ -148,9 +147,8 @@ class Run:
             NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
         """
         seen: list[RunReport] = []
-        results, counts = results_of(dict(enumerate(self.chains)), self.states)
+        results, counts, self.states = results_of(dict(enumerate(self.chains)), self.states)
         self._judge(counts)
-        self.states = with_counts(self.states, counts)
         size = sum(t.nbytes for state in self.states.values() for t in state.values())
         self.writer.finish(
             results=results,
@@ -173,10 +171,8 @@ class Run:
         Raises:
             OutputError: Its numbers do not belong together.
         """
-        own = {str(k) for k, chain in enumerate(self.chains) if ".py:" in chain.text}
-        counting = {owner: state for owner, state in self.states.items() if owner not in own}
-        kept = self.job.scope.settings.nonfinite == "keep"
-        require_written(file, self.job.rows, counting, kept=kept)
+        chains, kept = dict(enumerate(self.chains)), self.job.scope.settings.nonfinite == "keep"
+        require_written(file, self.job.rows, chains, self.states, kept=kept)
         try:
             require_consistent(file, self.job.scope.settings.seed)
         except ResultFileError as error:
@@ -306,13 +302,15 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
     """Return what is stored of a batch, not computed where a block can do it later."""
     gradients, problem = evaluation.gradients, job.scope.problem
     shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
-    squared = gradients.squared_norms
+    squared, targets = gradients.squared_norms, batch.targets
+    if not isinstance(targets, Tensor) or not targets.dim() or targets[0].numel() != 1:
+        targets = None  # stored are only those of one number a sample
     return Rows(
         index=batch.index,
         loss=mean(evaluation.losses, shown),
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
-        target=_one_number(batch.targets),
+        target=None if targets is None else targets.flatten(),
         id=job.dataset.ids(batch.index),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
         chains=tuple(
@@ -334,10 +332,3 @@ def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
     losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
     return tuple(losses), tuple(norms)
-
-
-def _one_number(targets: object) -> Tensor | None:
-    """Return the targets (n,) when they are one number a sample."""
-    if isinstance(targets, Tensor) and targets.dim() and targets[0].numel() == 1:
-        return targets.flatten()
-    return None
