@@ -108,7 +108,7 @@ class State:
             yield
         finally:
             _put_back(held)
-            for taken in self._before[1]:
+            for taken in reversed(self._before[1]):  # the first taken are the model's own
                 taken.put(taken.items)
             self._before = None
 
@@ -127,6 +127,8 @@ class State:
         """
         own = [*self._model.parameters(), *self._model.buffers()]
         roots = [(self._model, "model"), (self._loss, "loss")]
+        if self._before is not None:  # what earlier passes of the outer body left is not the state
+            self._begin()
         known = {id(p): p._version for p in own} if again else {}
         before = {key: _take(table, but=known) for key, table in reachable(roots, own)}
         generators = {
