@@ -10,8 +10,8 @@ losses and per-sample gradients:
 It is exact, or it raises a `RefusedError` that names the layer and the remedy.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.locate import first_line, layer_of
+from gradscope.core.locate import unsupported
 from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry, suggestion
-from gradscope.core.shortage import is_shortage
-from gradscope.errors import GradscopeError, SpecError, UnsupportedError
+from gradscope.errors import SpecError, UnsupportedError
 
 AUTO = "auto"
 
@@ -126,21 +125,6 @@ def require_unhooked(backend: str, problem: Problem) -> None:
             )
 
 
-@contextmanager
-def refusing(backend: str, model: nn.Module, remedy: str) -> Iterator[None]:
-    """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer.
-
-    Errors of gradscope and running out of memory pass through unchanged.
-    """
-    try:
-        yield
-    except GradscopeError:
-        raise
-    except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error):
-            raise
-        raise UnsupportedError(
-            f"the {backend} backend cannot run this model: {first_line(error)}",
-            where=layer_of(error, model),
-            remedy=remedy,
-        ) from error
+def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextManager[None]:
+    """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer."""
+    return unsupported(f"the {backend} backend cannot run this model", model, remedy)

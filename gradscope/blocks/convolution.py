@@ -28,8 +28,8 @@ from gradscope.blocks.base import (
 from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.variants import Variant, fastest, seconds
 
-_PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
-_FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
+PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
+FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ConvolutionBlock(TensorBlock):
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
-        size = TILE_BYTES if out is None else _PATCH_BYTES  # tiles are used where they were made
+        size = TILE_BYTES if out is None else PATCH_BYTES  # tiles are used where they were made
         if self._patches_at_once(size) >= self.n:
             return self.outer.dense(out)
         out = self._buffer() if out is None else out
@@ -245,7 +245,7 @@ class ConvolutionBlock(TensorBlock):
     @property
     def _few_patches(self) -> bool:
         groups, t, _, c = self.sizes
-        return groups * t * c * self.dtype.itemsize <= _FEW_PATCHES
+        return groups * t * c * self.dtype.itemsize <= FEW_PATCHES
 
     @staticmethod
     def _kernel(

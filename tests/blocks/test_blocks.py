@@ -15,6 +15,7 @@ from gradscope.blocks import (
     CenteredBlock,
     DenseBlock,
     DerivedBlock,
+    ExpectedBlock,
     Gradients,
     MappedBlock,
     OuterBlock,
@@ -26,6 +27,7 @@ from gradscope.blocks import (
     SquaredBlock,
     TotalBlock,
     base,
+    derived,
     from_factors,
     total,
 )
@@ -40,10 +42,10 @@ Pair = tuple[Block, Tensor]
 SEEDS = itertools.count()
 
 
-def drawn(dtype, kind: str, *sizes) -> Pair:
+def drawn(dtype, kind: str, *sizes, n=N) -> Pair:
     """Other numbers every time; the dense rows are written out in numpy."""
-    draw = Draw(dtype, N, next(SEEDS))
-    draw.scale = torch.ones(N, dtype=torch.float64)
+    draw = Draw(dtype, n, next(SEEDS))
+    draw.scale = torch.ones(n, dtype=torch.float64)
     block, rows = getattr(draw, kind)(*sizes)
     return block, torch.from_numpy(rows).to(dtype)
 
@@ -106,6 +108,14 @@ def keyed(pair: Pair) -> Pair:
     return RandomBlock(pair[0], keys, fn), fn(pair[1], keys)
 
 
+def expected(dtype, fn: Callable[[Pair], Pair] = lambda pair: pair) -> Pair:
+    """Of three rows a sample."""
+    weights = torch.rand(N, 3, dtype=torch.float64).softmax(1)
+    block, values = fn(drawn(dtype, "outer", 1, 2, 4, 3, (4, 3), n=3 * N))
+    right = torch.einsum("nc,ncrs->nrs", weights.to(values.dtype), values.view(N, 3, 4, 3))
+    return ExpectedBlock(block, weights), right
+
+
 def sparse(dtype) -> Pair:
     """Three entries a sample, and padding."""
     values = torch.randn(N, 3).to(dtype) * (1 + unit(dtype))
@@ -164,6 +174,8 @@ KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "preconditioned positions": lambda t: preconditioned(outer(t, t=2, r=6, c=7)),
     "keyed": lambda t: keyed(outer(t, t=2)),
     "sparse": sparse,
+    "expected": expected,
+    "expected square": lambda t: expected(t, squared),
 }
 
 
@@ -347,7 +359,9 @@ def test_overridden_operations_equal_the_dense_ones(
         if own and (block.shape or name != "transpose"):
             check(block, values)
     close(block.dense(), values)  # which they have left alone
-    monkeypatch.setattr(base, "TILE_BYTES", 1)
+    for module in (base, derived):
+        monkeypatch.setattr(module, "TILE_BYTES", 1)
+    close(block.dense(), values)
     assert [rows.stop - rows.start for rows, _ in block.tiles()] == [1] * N
     close(torch.cat([tile for _, tile in block.tiles()]), values)
 

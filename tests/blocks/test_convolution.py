@@ -42,11 +42,11 @@ VARIANTS = {
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small = request.param == "by few patches at a time"
-    for size in ("_PATCH_BYTES", "TILE_BYTES"):
+    for size in ("PATCH_BYTES", "TILE_BYTES"):
         monkeypatch.setattr(convolution, size, 1 if small else 10**9)
     if small:
         monkeypatch.setattr(base, "TILE_BYTES", 1)
-    monkeypatch.setattr(convolution, "_FEW_PATCHES", 10**9 if "patches" in request.param else 0)
+    monkeypatch.setattr(convolution, "FEW_PATCHES", 10**9 if "patches" in request.param else 0)
     with Tuner(preferred=frozenset(VARIANTS[request.param])).active():
         yield
 

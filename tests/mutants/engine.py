@@ -55,8 +55,8 @@ layers(
 mutant(
     "backends/expand/layers.py",
     "stack off by one: in a stack of products each result is that of the next matrix",
-    "torch.bmm(rows, b[0])",
-    "torch.bmm(rows, b[0]).roll(1, 0)",
+    "unfold(torch.bmm(fold(a), fold(b)), n)",
+    "unfold(torch.bmm(fold(a), fold(b)), n).roll(1, 1)",
     Asked("experts", backend="expand"),
 )
 layers(

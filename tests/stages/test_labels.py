@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.blocks import DenseBlock, ExpectedBlock, OuterBlock, SquaredBlock
 from gradscope.core.batch import Batch
 from gradscope.errors import SpecError
 from gradscope.scope import NonFiniteWarning
@@ -188,33 +187,6 @@ def test_a_sample_that_is_not_finite_is_left_out_with_all_its_labels():
     torch.testing.assert_close(
         flat(found), fisher_diagonal(model, inputs[kept]), rtol=1e-10, atol=1e-15
     )
-
-
-def test_an_expected_block_is_its_dense_form():
-    g = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=g, dtype=torch.float64)
-
-    outer = OuterBlock.matrix(draw(12, 2, 4), draw(12, 2, 3))
-    weights, vector = draw(4, 3).softmax(1), draw(4, 3)
-    for base in (outer, SquaredBlock(outer), DenseBlock(draw(12, 4, 3))):
-        block = ExpectedBlock(base, weights)
-        right = (base.dense().reshape(4, 3, 4, 3) * weights[:, :, None, None]).sum(1)
-        factors = draw(4)
-        close = torch.testing.assert_close
-        close(block.dense(), right)
-        close(block.dense(torch.empty_like(right)), right)
-        close(block.weighted_sum(), right.sum(0))
-        close(block.weighted_sum(factors), (factors[:, None, None] * right).sum(0))
-        close(block.scale(factors).dense(), factors[:, None, None] * right)
-        close(block.squared_sum(), (right**2).sum(0))
-        close(block.squared_norms(), (right**2).sum((1, 2)))
-        close(block.dot(vector), (right * vector).sum((1, 2)))
-        for rows in (slice(1, 3), torch.tensor([3, 0]), torch.tensor([True, False, True, True])):
-            close(block.select(rows).dense(), right[rows])
-        close(block.to(torch.float32).dense(), right.float())
-        assert (block.n, block.shape) == (4, (4, 3))
 
 
 @pytest.mark.parametrize(

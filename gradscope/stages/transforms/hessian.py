@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
-from gradscope.core.locate import first_line, layer_of
+from gradscope.core.locate import unsupported
 from gradscope.core.problem import Problem, unfused
-from gradscope.core.shortage import is_shortage
-from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.stages.transforms.base import NeedsProblem, Scope, Transform, Vector, transform
 
 _ERROR_NODE = "torch::autograd::Error"
@@ -97,35 +96,27 @@ def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str,
 
     It is the gradient of ⟨g, v⟩, v held fixed. Only kernels that have a second derivative are used.
     """
+    what = "hvp cannot differentiate this model twice"
     remedy = "Use operations whose backward pass can itself be differentiated."
-    try:
-        with unfused(), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-            value = loss.value()
-            custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
-            products = []
-            slopes = _gradients(value, loss.parameters, create_graph=True)
-            for name, slope in zip(loss.problem.parameters, slopes, strict=True):
-                dtype = torch.promote_types(slope.dtype, torch.float64)
-                product = slope.to(dtype) * vector[name].to(dtype).conj()
-                products.append(product.sum().real)
-            along = torch.stack(products).sum()
-            if any(node.name() == _ERROR_NODE for node in _nodes(along)):
-                raise UnsupportedError(
-                    "hvp cannot differentiate this model twice: a custom autograd function allows "
-                    "one derivative only (once_differentiable)",
-                    remedy=remedy,
-                )
-            found = [g.detach() for g in _gradients(along, loss.parameters)]
-    except GradscopeError:
-        raise
-    except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error):
-            raise
-        raise UnsupportedError(
-            f"hvp cannot differentiate this model twice: {first_line(error)}",
-            where=layer_of(error, loss.problem.model),
-            remedy=remedy,
-        ) from error
+    with (
+        unsupported(what, loss.problem.model, remedy),
+        unfused(),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.enable_grad(),
+    ):
+        value = loss.value()
+        custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
+        products = []
+        slopes = _gradients(value, loss.parameters, create_graph=True)
+        for name, slope in zip(loss.problem.parameters, slopes, strict=True):
+            dtype = torch.promote_types(slope.dtype, torch.float64)
+            product = slope.to(dtype) * vector[name].to(dtype).conj()
+            products.append(product.sum().real)
+        along = torch.stack(products).sum()
+        if any(node.name() == _ERROR_NODE for node in _nodes(along)):
+            once = "a custom autograd function allows one derivative only (once_differentiable)"
+            raise UnsupportedError(f"{what}: {once}", remedy=remedy)
+        found = [g.detach() for g in _gradients(along, loss.parameters)]
     return dict(zip(loss.problem.parameters, found, strict=True)), custom
 
 
