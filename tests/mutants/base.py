@@ -32,13 +32,13 @@ class Scenario(Protocol):
     """Something that a user asks for, small enough to be done in a moment."""
 
     def numbers(self) -> Numbers:
-        """Return the answer, with every guard that can be left out left out."""
+        """Return the answer, with all guards off that can be switched off."""
 
     def right(self) -> Numbers:
         """Return what it should be, computed without the engine in float64."""
 
     def caught_by(self) -> str | None:
-        """Ask with all guards; return the first that objects, or None."""
+        """Ask with all guards on; return the name of the first that refuses, or None."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _functions() -> list[FunctionType]:
         if (_PACKAGE / mutant.file).exists():
             name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             import_module(f"gradscope.{name}")
-    gc.unfreeze()  # what is frozen is not among the objects
+    gc.unfreeze()  # tests/conftest.py freezes what is imported, which hides it from `get_objects`
     every = [f for f in gc.get_objects() if type(f) is FunctionType]
     gc.freeze()
     return [f for f in every if f.__code__.co_filename.startswith(str(_PACKAGE))]
