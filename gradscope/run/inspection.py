@@ -184,12 +184,7 @@ def inspect(job: Job) -> Inspection:
 
 
 def estimate(job: Job, path: Path | None) -> Estimate:
-    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written.
-
-    Raises:
-        SpecError: The memory budget does not hold a single sample.
-        RefusedError: No backend has an exact, proved answer.
-    """
+    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
     with Tuner(measures=False).active():
         budget = plan(job, measured=True)
     size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
@@ -215,10 +210,6 @@ def preflight(
     """Return what a run needs whose file may have more than `large` bytes, None for any other.
 
     A few samples are computed, and forgotten again.
-
-    Raises:
-        OutputError: The file does not fit.
-        RefusedError: No backend has an exact, proved answer.
     """
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
