@@ -24,6 +24,8 @@ def list_(
     json: options.Json = False,
 ) -> None:
     """List the backends, transforms, reducers, losses or formats there are."""
+    from gradscope.report import print_facts
+
     rows = [
         {"name": name, "summary": registry.summary(name)}
         for registry in registries()[kind]
@@ -32,7 +34,8 @@ def list_(
     if kind == "backends":
         rows.insert(0, {"name": "auto", "summary": AUTO_SUMMARY})
     document = {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
-    options.tell(document, [(row["name"], row["summary"]) for row in rows], json=json)
+    facts = [(row["name"], row["summary"]) for row in rows]
+    options.show(document, lambda _, console: print_facts(console, facts), json=json)
 
 
 def registries() -> "dict[str, list[Registry[Any]]]":
@@ -64,6 +67,7 @@ def init(
     json: options.Json = False,
 ) -> None:
     """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
+    from gradscope.report import print_facts
     from gradscope.sources.draft import draft
     from gradscope.storage import require_place
 
@@ -80,11 +84,12 @@ def init(
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
         raise OutputError(what, where=str(output), remedy="Choose another name.") from error
-    document = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
+    told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
     following = shlex.join(["gradscope", "check", "--config", str(output)])
     rows += [("written", str(output)), ("next", following)]
-    options.tell({"schema": "gradscope.init", "version": 1, **document}, rows, json=json)
+    document = {"schema": "gradscope.init", "version": 1, **told}
+    options.show(document, lambda _, console: print_facts(console, rows), json=json)
 
 
 @options.with_settings

@@ -1,6 +1,6 @@
 """The options of commands: those that set something in the run spec, and those of many commands."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
@@ -120,25 +120,11 @@ def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
 def show(
     found: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
 ) -> None:
-    """Print what a command found as one document (`to_json`), as text, or not at all."""
+    """Print what a command found as one document (itself, or its `to_json`), as text, or not."""
     from gradscope.report import console
 
-    if json:
-        print_json(found.to_json())
+    if json:  # names in their own letters
+        document = found if isinstance(found, dict) else found.to_json()
+        typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())
     elif not quiet:
         render(found, console(), **how)
-
-
-def tell(document: dict[str, Any], rows: Sequence[tuple[str, str]], *, json: bool) -> None:
-    """Print one document, or the rows that say the same."""
-    from gradscope.report import console, print_facts
-
-    if json:
-        print_json(document)
-    else:
-        print_facts(console(), rows)
-
-
-def print_json(document: dict[str, Any]) -> None:
-    """Print one document to stdout, names in their own letters."""
-    typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())

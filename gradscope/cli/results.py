@@ -121,7 +121,7 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Write rows, aggregates or the sample table of a result file for other programs."""
-    from gradscope.report import console, render_export
+    from gradscope.report import render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
 
@@ -129,8 +129,5 @@ def export(
     chosen = None if samples is None else parse_samples(samples)
     with stops.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
         found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
-    if json:
-        files = [vars(one) for one in found]
-        options.print_json({"schema": "gradscope.export", "version": 1, "files": files})
-    else:
-        render_export(found, console())
+    document = {"schema": "gradscope.export", "version": 1, "files": [vars(one) for one in found]}
+    options.show(document, lambda _, console: render_export(found, console), json=json)

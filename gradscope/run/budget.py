@@ -43,14 +43,8 @@ class Budget:
 def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budget:
     """Return the batch size that was asked for, or one that fits into memory.
 
-    Args:
-        job: What is computed.
-        measured: Find out the peak in any case, not only where the batch size depends on it.
-        there: Bytes of memory that there are; by default what the system tells.
-
-    Raises:
-        SpecError: The memory budget does not hold a single sample.
-        RefusedError: What the run would be refused for.
+    The peak is found out where the batch size depends on it, or where it is to be `measured`;
+    `there` are the bytes of memory that there are, by default what the system tells.
     """
     asked = job.spec.compute
     there = available(job.scope.problem.device) if there is None else there

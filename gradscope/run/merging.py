@@ -142,25 +142,17 @@ class Merge:
 
 @contextmanager
 def merging(
-    paths: Iterable[Path],
-    output: Path,
+    paths: Iterable[Path],  # in any order
+    output: Path,  # the file of the whole run
     *,
-    overwrite: bool = False,
-    virtual: bool = False,
-    code: Iterable[Path] = (),
-    anew: RunSpec | None = None,
+    overwrite: bool = False,  # a file that is there
+    virtual: bool = False,  # leave the rows where they are, and refer to them
+    code: Iterable[Path] = (),  # Python files that chains name and that may be run
+    anew: RunSpec | None = None,  # the run, to compute a few samples of each file anew
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
     Leaving the block early leaves nothing behind.
-
-    Args:
-        paths: The files, in any order.
-        output: The file of the whole run.
-        overwrite: Replace a file that is there.
-        virtual: Leave the rows where they are, and refer to them.
-        code: Python files that chains name and that may be run.
-        anew: The run, of which a few samples of each file are computed anew and compared.
 
     Raises:
         ResultFileError: A file cannot be read or is of another run; samples are missing or twice;
@@ -311,9 +303,6 @@ def _recompute(
 
     `spec` says where model, weights, data and loss are; what else the numbers depend on is taken
     from the files. Returns how many were, and why others were not.
-
-    Raises:
-        ResultFileError: `spec` is of another run, or numbers differ.
     """
     reason = None  # why samples computed one by one need not give the numbers of the files
     if parts.identity.get("coupling") == "own-loss":

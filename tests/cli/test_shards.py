@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
@@ -12,6 +11,7 @@ from gradscope.storage import open_file
 from tests.cli.conftest import Gradscope
 from tests.cli.forked import Forked
 from tests.run import project
+from tests.run.test_pipeline import contents
 
 CHAINS = (
     "identity",
@@ -61,18 +61,6 @@ def files(made: Path, tmp_path: Path) -> list[Path]:
     """The shards, to do with as one likes."""
     found = sorted(made.glob("o.shard-*.h5"))
     return [Path(shutil.copy2(path, tmp_path)) for path in found]
-
-
-def contents(path: Path) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-
-    def add(name: str, item: h5py.HLObject) -> None:
-        if isinstance(item, h5py.Dataset) and name.startswith(("samples", "norms", "chains")):
-            found[name] = item[...]
-
-    with h5py.File(path) as file:
-        file.visititems(add)
-    return found
 
 
 def assert_same_run(path: Path, whole: Path) -> None:
