@@ -13,7 +13,7 @@ import resource
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from os import getpid
 from pathlib import Path
@@ -77,14 +77,20 @@ def kills(
 def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterator[Case]:
     """Yield each fault at each operation of each job."""
     for job in jobs:
-        folder, old = begun(job, scratch)
-        done = _step(job, folder, COUNT)
-        assert done.code == 0, done
-        wanted = (folder / job.result).read_bytes()
+        case = undisturbed(job, scratch)
         for kind in kinds:
             for k in range(faults.seen(kind.kinds)):
-                yield Case(job, kind.after(k), wanted, old, scratch)
-        shutil.rmtree(folder)
+                yield replace(case, fault=kind.after(k))
+
+
+def undisturbed(job: Job, scratch: Path, fault: Fault = COUNT, journal: int = -1) -> Case:
+    """Run a job on a disk that only counts, or records what is done."""
+    folder, old = begun(job, scratch)
+    done = _step(job, folder, fault, journal)
+    assert done.code == 0, done
+    wanted = (folder / job.result).read_bytes()
+    shutil.rmtree(folder)
+    return Case(job, fault, wanted, old, scratch)
 
 
 def _judged(case: Case) -> Verdict:
@@ -124,23 +130,22 @@ def begun(job: Job, scratch: Path, old: bytes | None = None) -> tuple[Path, byte
     if job.before is not None and old is None:
         runs.finished(job.before, folder)
         old = (folder / job.result).read_bytes()
-    _clear(folder, job, old)
-    return folder, old
-
-
-def _clear(folder: Path, job: Job, old: bytes | None) -> None:
     for path in folder.iterdir():
         path.unlink()
     if old is not None:
         (folder / job.result).write_bytes(old)
+    return folder, old
 
 
-def _step(job: Job, folder: Path, fault: Fault) -> Outcome:
+def _step(job: Job, folder: Path, fault: Fault, journal: int = -1) -> Outcome:
     """Start a job in a process of its own, on such a disk."""
-    faults.share()
+    here = faults.are_here()
+    if here:
+        faults.share()
 
     def body() -> None:
-        fault.arm(folder)
+        if here:
+            fault.arm(folder, journal)
         job.start(folder)
 
     return apart(body)
@@ -169,7 +174,7 @@ _NEW_NAMESPACE, _RECURSIVE, _PRIVATE, _AGAIN = 0x20000, 0x4000, 0x40000, 0x20  #
 
 def full(jobs: Sequence[Job], scratch: Path, setting: Setting) -> Iterator[Row]:
     """Yield the rows: a small file system, where one can be mounted, and limits."""
-    known = [_undisturbed(job, scratch) for job in jobs]
+    known = [undisturbed(job, scratch) for job in jobs]
     sizes = [
         (case, size)
         for case in known
@@ -186,15 +191,6 @@ def can_mount(scratch: Path) -> bool:
     folder = scratch / "mount"
     folder.mkdir(exist_ok=True)
     return apart(lambda: _mount(folder, 2**20)).code == 0
-
-
-def _undisturbed(job: Job, scratch: Path) -> Case:
-    folder, old = begun(job, scratch)
-    done = apart(lambda: job.start(folder))
-    assert done.code == 0, done
-    wanted = (folder / job.result).read_bytes()
-    shutil.rmtree(folder)
-    return Case(job, COUNT, wanted, old, scratch)
 
 
 def _mount(folder: Path, size: int, again: bool = False) -> None:
@@ -222,7 +218,7 @@ def _on_small_disk(given: tuple[Case, int]) -> Verdict:
             (folder / case.job.result).write_bytes(case.old)
         done = apart(lambda: case.job.start(folder))
         _mount(folder, 2**28, again=True)
-        print(_kind(done), _trouble_on_disk(case, folder, done) or "", end="")
+        print(_told_of(case, folder, done), end="")
 
     return _verdict(case, size, apart(body))
 
@@ -238,7 +234,7 @@ def _limited(given: tuple[Case, int]) -> Verdict:
 
     def body() -> None:
         done = apart(start)
-        print(_kind(done), _trouble_on_disk(case, folder, done) or "", end="")
+        print(_told_of(case, folder, done), end="")
 
     try:
         return _verdict(case, size, apart(body))
@@ -246,16 +242,14 @@ def _limited(given: tuple[Case, int]) -> Verdict:
         shutil.rmtree(folder)
 
 
-def _kind(done: Outcome) -> str:
-    return RIGHT if done.code == 0 else REFUSED
-
-
-def _trouble_on_disk(case: Case, folder: Path, done: Outcome) -> str | None:
+def _told_of(case: Case, folder: Path, done: Outcome) -> str:
+    """Return what came of a run, and what is wrong."""
+    kind, trouble = REFUSED if done.code else RIGHT, ""
     if done.code and not is_one_message(done, (6,)):
-        return told(done)
-    if done.code and "disk" not in done.err:
-        return f"the message does not tell of the disk, {told(done)}"
-    return trouble_after(folder, case, done)
+        trouble = told(done)
+    elif done.code and "disk" not in done.err:
+        trouble = f"the message does not tell of the disk, {told(done)}"
+    return f"{kind} {trouble or trouble_after(folder, case, done) or ''}"
 
 
 def _verdict(case: Case, size: int, done: Outcome) -> Verdict:
@@ -346,7 +340,11 @@ def disk_after(
     sure = [dict(names)]  # the names since the folder was synced, after each change of them
     for operation in done:
         if operation.kind == "o":
-            _open(operation, names, open_)
+            name, flags = Path(operation.data.decode()).name, operation.offset
+            is_file = not flags & os.O_DIRECTORY and (name in names or flags & os.O_CREAT)
+            stored = open_[operation.file] = names.setdefault(name, Stored()) if is_file else None
+            if stored is not None and flags & os.O_TRUNC:
+                stored.since.append((0, None))
             sure.append(dict(names))
         elif operation.kind in "ru":
             old, new = (Path(name).name for name in operation.data.decode().split("\0"))
@@ -363,17 +361,6 @@ def disk_after(
             open_[operation.file].since.append((operation.offset, data))  # type: ignore[union-attr]
     found = rng.choice(sure)
     return {name: stored.after_a_loss(rng) for name, stored in found.items()}
-
-
-def _open(operation: Operation, names: dict[str, Stored], open_: dict[int, Stored | None]) -> None:
-    name, flags = Path(operation.data.decode()).name, operation.offset
-    if flags & os.O_DIRECTORY or (name not in names and not flags & os.O_CREAT):
-        open_[operation.file] = None
-        return
-    stored = names.setdefault(name, Stored())
-    open_[operation.file] = stored
-    if flags & os.O_TRUNC:
-        stored.since.append((0, None))
 
 
 def power(jobs: list[Job], scratch: Path, setting: Setting, losses: int) -> Row:
@@ -407,16 +394,7 @@ def power(jobs: list[Job], scratch: Path, setting: Setting, losses: int) -> Row:
 
 def _recorded(job: Job, scratch: Path) -> tuple[Case, list[Operation]]:
     """Run a job undisturbed, and return what it did."""
-    folder, old = begun(job, scratch)
     journal = scratch / "journal"
     with journal.open("wb") as file:
-
-        def body() -> None:
-            RECORD.arm(folder, file.fileno())
-            job.start(folder)
-
-        done = apart(body)
-    assert done.code == 0, done
-    case = Case(job, RECORD, (folder / job.result).read_bytes(), old, scratch)
-    shutil.rmtree(folder)
+        case = undisturbed(job, scratch, RECORD, file.fileno())
     return case, list(operations(journal))

@@ -40,6 +40,7 @@ from tests.storage.example import PLAN, contents, with_layout, write
 
 MEMORY = 4 * 2**30  # bytes that reading one file may take
 TOGETHER = 25  # cases in one process
+_NUMBERS = (2**63 - 1, 2**62, 2**40, 2**31, 2**32 - 1, 2**64 - 1, 0, 0x7FF8 << 48, 0x7FC00000)
 
 Found = dict[str, Any]  # arrays by name, or whatever else there is in a file
 Read = Callable[[Path], Found]
@@ -120,55 +121,34 @@ class _Group:
         content = damaged.read_bytes()
         damaged.write_bytes(mutated(content, rng))
         verdict, text = _verdict(kind, place, wanted)
-        if verdict == FAILURE:
-            text = f"{text}; kept in {self._kept(folder, f'{name}-{number}')}"
+        if verdict == FAILURE:  # the file is kept, to be looked at
+            place = Path("build", "drill", f"{self._setting.seed}-{name}-{number}")
+            shutil.copytree(folder, place, dirs_exist_ok=True)
+            text = f"{name} {number}: {text}; kept in {place}"
         shutil.rmtree(folder)
-        return Verdict(verdict, f"{name} {number}: {text}" if verdict == FAILURE else "")
-
-    def _kept(self, folder: Path, name: str) -> Path:
-        """Keep a file that something is wrong with, to be looked at."""
-        place = Path("build", "drill", f"{self._setting.seed}-{name}")
-        shutil.copytree(folder, place, dirs_exist_ok=True)
-        return place
+        return Verdict(verdict, text)
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
     """Return a file with some damage: often very little of it."""
-    way = rng.random()
-    if way < 0.3:
-        return _flipped(content, rng)
-    if way < 0.5:
-        return _with_numbers(content, rng)
-    if way < 0.6:
-        return _swapped(content, rng)
-    return fuzz.mutated(content, rng)
-
-
-def _flipped(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with one to three bits flipped."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 3)):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    data, way, at = bytearray(content), rng.random(), rng.randrange(len(content))
+    if way < 0.3:  # one to three bits are flipped
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif way < 0.5:  # a huge, negative or strange number: a length, a size, a NaN
+        size = rng.choice((2, 4, 8))
+        number = rng.choice(_NUMBERS) % 2 ** (8 * size)
+        data[at : at + size] = number.to_bytes(size, rng.choice(("little", "big")))
+    elif way < 0.6:  # two blocks are in each other's place
+        other, size = rng.randrange(len(data)), rng.choice((8, 64, 512, 4096))
+        size = min(size, len(data) - max(at, other))
+        data[at : at + size], data[other : other + size] = (
+            data[other : other + size],
+            data[at : at + size],
+        )
+    else:
+        return fuzz.mutated(content, rng)
     return bytes(data)
-
-
-def _with_numbers(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with a huge, negative or strange number in it: a length, a size, a NaN."""
-    numbers = (2**63 - 1, 2**62, 2**40, 2**31, 2**32 - 1, 2**64 - 1, 0, 0x7FF8 << 48, 0x7FC00000)
-    size = rng.choice((2, 4, 8))
-    number = (rng.choice(numbers) % 2 ** (8 * size)).to_bytes(size, rng.choice(("little", "big")))
-    at = rng.randrange(len(content))
-    return content[:at] + number + content[at + size :]
-
-
-def _swapped(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with two blocks in each other's place."""
-    size = rng.choice((8, 64, 512, 4096))
-    first, second = sorted(rng.randrange(len(content)) for _ in range(2))
-    second = max(second, first + size)
-    a, b = content[first : first + size], content[second : second + size]
-    data = content[:first] + b + content[first + size : second] + a + content[second + size :]
-    return data[: len(content)]
 
 
 def _laid(kind: Kind, folder: Path) -> Path:
@@ -222,7 +202,12 @@ def checkpoints(scratch: Path) -> dict[str, Kind]:
     folder = _hugging_face(scratch / "hf")
     return {
         "w.pt": Kind({"w.pt": good["w.pt"]}, "w.pt", _weights),
-        "old.pt": Kind({"old.pt": good["old.pt"]}, "old.pt", _weights, _by_torch),
+        "old.pt": Kind(
+            {"old.pt": good["old.pt"]},
+            "old.pt",
+            _weights,
+            lambda path: _arrays(torch.load(path, weights_only=True)["state_dict"]),
+        ),
         "w.safetensors": Kind(
             {"w.safetensors": good["w.safetensors"]}, "w.safetensors", _weights, _by_safetensors
         ),
@@ -232,6 +217,10 @@ def checkpoints(scratch: Path) -> dict[str, Kind]:
         "config.json": Kind(folder, "hf/config.json", _held, lenient=True, weight=1),
         "hf": Kind(folder, "hf/model.safetensors", _held, _by_safetensors, weight=1),
     }
+
+
+def _by_safetensors(path: Path) -> Found:
+    return _arrays(safetensors.torch.load(path.read_bytes()))
 
 
 def _hugging_face(folder: Path) -> dict[str, bytes]:
@@ -262,14 +251,6 @@ def _held(path: Path) -> Found:
     return {name.removeprefix("model."): value.detach().numpy() for name, value in state.items()}
 
 
-def _by_torch(path: Path) -> Found:
-    return _arrays(torch.load(path, weights_only=True)["state_dict"])
-
-
-def _by_safetensors(path: Path) -> Found:
-    return _arrays(safetensors.torch.load(path.read_bytes()))
-
-
 # Data
 
 
@@ -278,7 +259,7 @@ def data() -> dict[str, Kind]:
     others: dict[str, Read | None] = {
         "plain.npz": None,
         "packed.npz": None,
-        "single.npy": _by_numpy,
+        "single.npy": lambda path: _pair(np.load(path)),
         "data.safetensors": lambda path: _pair(safetensors.numpy.load(path.read_bytes())),
         "data.h5": _by_h5py,
         "data.csv": _by_csv,
@@ -301,10 +282,6 @@ def _samples(path: Path) -> Found:
 
 def _pair(arrays: Any) -> Found:
     return {name: np.asarray(arrays[name]) for name in ("inputs", "targets")}
-
-
-def _by_numpy(path: Path) -> Found:
-    return _pair(np.load(path))
 
 
 def _by_h5py(path: Path) -> Found:
@@ -338,15 +315,10 @@ def texts() -> dict[str, Kind]:
     good = {name: fuzz.good_files()[name] for name in ("run.toml", "dataset.toml")}
     more = fuzz_files.companions() | fuzz_files.checkpoints()
 
-    def reader(read: Callable[[Path], None]) -> Read:
-        def found(path: Path) -> Found:
-            read(path)
-            return {}
-
-        return found
-
     return {
-        name: Kind(more | {name: content}, name, reader(read), lenient=True)
+        name: Kind(
+            more | {name: content}, name, lambda path, read=read: read(path) or {}, lenient=True
+        )
         for name, (content, read) in good.items()
     }
 
