@@ -62,7 +62,7 @@ class Case:
 
 
 def kills(
-    commands: Sequence[Job], writers: Sequence[Job], scratch: Path, setting: Setting
+    commands: Sequence[Job], writers: Sequence[Job], scratch: Path, setting: Setting, losses: int
 ) -> Iterator[Row]:
     """Yield the rows: the command line, killed and with a failing disk; and the writer alone."""
     for drill, jobs, kinds, share in (
@@ -72,6 +72,7 @@ def kills(
         ("the disk fails at an operation of the writer", writers, FAILURES, 0.06),
     ):
         yield judged(drill, list(cases(jobs, kinds, scratch)), _judged, setting.part(share))
+    yield power([*commands, *writers], scratch, setting, losses)
 
 
 def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterator[Case]:
@@ -98,7 +99,12 @@ def _judged(case: Case) -> Verdict:
     folder, _ = begun(case.job, case.scratch, case.old)
     try:
         done = _step(case.job, folder, case.fault)
-        trouble = _trouble_of(done, case) or trouble_after(folder, case, done)
+        trouble = None
+        if case.fault.action in (Action.KILL, Action.HALF_AND_KILL):
+            trouble = None if done.code == KILLED else f"it was not killed, {told(done)}"
+        elif done.code and not is_one_message(done, (3, 6)):
+            trouble = told(done)
+        trouble = trouble or trouble_after(folder, case, done)
     finally:
         shutil.rmtree(folder)
     if trouble is not None:
@@ -156,15 +162,6 @@ def _is_there(folder: Path, case: Case) -> bool:
     return result.exists() and result.read_bytes() == case.wanted
 
 
-def _trouble_of(done: Outcome, case: Case) -> str | None:
-    """Return what is wrong with how a process ended."""
-    if case.fault.action in (Action.KILL, Action.HALF_AND_KILL):
-        return None if done.code == KILLED else f"it was not killed, {told(done)}"
-    if done.code == 0 or is_one_message(done, (3, 6)):
-        return None
-    return told(done)
-
-
 # A full disk, of every size that is too small for a run, and a limit on files' sizes
 
 _PAGE = 4096
@@ -180,17 +177,12 @@ def full(jobs: Sequence[Job], scratch: Path, setting: Setting) -> Iterator[Row]:
         for case in known
         for size in range(_PAGE, _ROOM * len(case.wanted) + 8 * _PAGE, _PAGE)
     ]
-    if can_mount(scratch):
+    folder = scratch / "mount"
+    folder.mkdir()
+    if apart(lambda: _mount(folder, 2**20)).code == 0:  # for this process alone
         yield judged("a full disk, of every size", sizes, _on_small_disk, setting.part(0.03))
     limits = [(case, size) for case in known for size in range(0, len(case.wanted) + 512, 512)]
     yield judged("a limit on the size of files", limits, _limited, setting.part(0.03))
-
-
-def can_mount(scratch: Path) -> bool:
-    """Whether this process may mount file systems, for itself alone."""
-    folder = scratch / "mount"
-    folder.mkdir(exist_ok=True)
-    return apart(lambda: _mount(folder, 2**20)).code == 0
 
 
 def _mount(folder: Path, size: int, again: bool = False) -> None:
