@@ -29,5 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what is imported out of all collections: before memory is measured there is one."""
+    import torch._dynamo  # noqa: F401  (vmap loads it when it first runs)
+
     gc.collect()
     gc.freeze()

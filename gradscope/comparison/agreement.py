@@ -10,7 +10,6 @@ from torch import Tensor
 from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
 from gradscope.comparison.diagnosis import Compared, Mistake, cosine, diagnose, factor, wrong_shape
-from gradscope.comparison.result import ParameterAgreement
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY
 from gradscope.core.problem import Problem
@@ -36,6 +35,25 @@ _PRECISIONS = {
 }
 _SMALLEST = 1e-6  # of the largest sample's norm: a sample that almost vanishes is noise
 _SAME_LOSS = 1e-8
+
+
+@dataclass(frozen=True)
+class ParameterAgreement:
+    """How close one parameter's per-sample gradients a are to the loop's b.
+
+    Numbers are None where the shapes do not allow them.
+    """
+
+    name: str  # the parameter
+    absolute: float | None  # the largest |a − b| of an entry
+    # the largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is noise
+    relative: float | None
+    cosine: float | None  # ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples
+    worst_sample: int | None  # the position in the batch where `relative` is reached
+    factor: float | None  # c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best
+    kind: str  # one word for the mistake, or "agrees"
+    meaning: str  # what it means and what to do
+    agrees: bool  # whether `relative` is within the tolerance of a's dtype
 
 
 @dataclass(frozen=True)

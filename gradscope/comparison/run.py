@@ -1,6 +1,8 @@
 """`compare`: all backends against the float64 loop on the same samples."""
 
 import copy
+import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from gradscope.backends import Backend, Evaluate, backends
-from gradscope.blocks import Evaluation, Tuner
-from gradscope.comparison.agreement import Oracle, agreements
-from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
+from gradscope.blocks import Chosen, Tuner
+from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
@@ -33,8 +35,51 @@ from gradscope.stages.losses import resolve
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
 _REPEATS = 3
+_SCHEMA = {"schema": "gradscope.compare", "version": 1}
 
 Implementation = Callable[[nn.Module, Loss, Any, Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend, implementation or stored result."""
+
+    backend: str  # its name or label
+    status: str  # "agrees", "disagrees", "refused" (it said that it has no exact way) or "failed"
+    reason: str | None = None  # why it did not agree
+    remedy: str | None = None  # what to do about it
+    seconds: float | None = None  # for all gradients in the model's own dtype; None: not measured
+    peak_bytes: int | None = None  # peak memory above what was in use before, likewise
+    # one entry a parameter; none for a row that refused or failed
+    parameters: tuple[ParameterAgreement, ...] = ()
+
+    @property
+    def worst(self) -> ParameterAgreement | None:
+        """The parameter that is furthest off, those without numbers before all others."""
+        if not self.parameters:
+            return None
+        return max(self.parameters, key=lambda p: math.inf if p.relative is None else p.relative)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The table that `compare` makes."""
+
+    agrees: bool  # no row disagrees or failed; a row that refused does no harm
+    samples: int  # n
+    dtype: str  # the model's own, in which time and memory were measured
+    baseline_seconds: float  # one plain forward and backward pass of the batch
+    baseline_bytes: int | None  # its peak memory; None where it cannot be measured
+    # whether the losses of the batch differ from those of batches of one: the samples depend on
+    # each other, or the model draws random numbers
+    coupled: bool
+    rows: tuple[BackendRow, ...]  # one a backend, then one an implementation or stored result
+    ways: tuple[Chosen, ...] = ()  # which kernel variant was chosen where there are several
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a document of plain JSON values; what is not finite becomes null."""
+        plain = json.loads(TypeAdapter(Comparison).dump_json(self))
+        return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}
 
 
 @dataclass(frozen=True)
@@ -136,10 +181,10 @@ def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> Backend
     """Compare two answers of a backend: what it has kept of the first may not fit the second."""
     n = len(setting.wide)
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    row = _judged(name, agreements(_dense(evaluate(setting.wide)), setting.oracle))
+    row = _judged(name, agreements(evaluate(setting.wide).gradients.dense(), setting.oracle))
     if n == 1 or row.status == "disagrees":
         return row
-    found = _dense(evaluate(setting.wide.select(shuffled)))
+    found = evaluate(setting.wide.select(shuffled)).gradients.dense()
     back = shuffled.argsort()
     again = _judged(name, agreements({k: g[back] for k, g in found.items()}, setting.oracle))
     if again.status == "agrees":
@@ -164,7 +209,7 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
             if name != REFERENCE:
                 glimpsed(Answer(problem, name, batch, evaluation, alone=len(batch)))
             del evaluation
-            seconds, peak = measure(lambda: _dense(evaluate(batch)), problem.device)
+            seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)
     except CertificateError as error:
         reason = f"in {problem.precision} alone: {error.what}".replace("torch.", "")
         return replace(row, status="disagrees", reason=reason)
@@ -173,10 +218,6 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
     except Exception:  # the dtype may be one in which it cannot run
         return row
     return replace(row, seconds=seconds, peak_bytes=peak)
-
-
-def _dense(evaluation: Evaluation) -> dict[str, Tensor]:
-    return evaluation.gradients.dense()
 
 
 def _other_row(

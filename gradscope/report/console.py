@@ -24,15 +24,10 @@ class _Console(Console):
 def console(
     *, stderr: bool = False, color: bool | None = None, file: TextIO | None = None
 ) -> Console:
-    """Return a console on stdout, or on stderr.
+    """Return a console on stdout, on stderr, or on a `file`; `color` False switches colour off.
 
     Escape sequences go to a terminal only, whatever FORCE_COLOR says. NO_COLOR and COLUMNS are
     honoured; a pipe is 80 columns wide unless COLUMNS says otherwise.
-
-    Args:
-        stderr: Write to stderr.
-        color: False switches colour off; None leaves it to the terminal and NO_COLOR.
-        file: Write here instead.
     """
     stream = file or (streams.err() if stderr else streams.out())
     if not (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf"):
@@ -56,10 +51,6 @@ def render_error(error: GradscopeError, console: Console) -> None:
 
     Lines are left to the terminal to wrap, so that a caret stays under what it points at. A line
     of thousands of characters, which no one reads, is cut in the middle.
-
-    Args:
-        error: What was raised.
-        console: On stderr.
     """
     text = Text.assemble(("error", "bold red"), ": ", visible(_cut(error.head), keep="\n"))
     if error.remedy is not None:
@@ -75,12 +66,7 @@ def _cut(text: str) -> str:
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""Replace control, format and other unprintable characters by escapes like \x1b.
-
-    Args:
-        text: From a model, a file or a user.
-        keep: Characters to leave alone, such as a line break.
-    """
+    r"""Replace unprintable characters but those to `keep` by escapes like \x1b."""
     return "".join(
         character if character in keep or unicodedata.category(character) not in _UNSAFE
         # repr's escapes, and no more of its quotes

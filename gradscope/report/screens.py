@@ -41,13 +41,7 @@ _STATUS = {
 
 
 def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
-    """Print a row a backend, then what disagrees, then every refusal with its remedy.
-
-    Args:
-        comparison: What was found.
-        console: On stdout.
-        verbose: Print also which kernels were chosen.
-    """
+    """Print a row a backend, with `verbose` the kernels, then what disagrees, then refusals."""
     rows, baseline = comparison.rows, comparison.baseline_seconds
     worst = [r.worst.relative if r.worst else None for r in rows]
     times = [r.seconds / baseline if r.seconds is not None and baseline > 0 else None for r in rows]

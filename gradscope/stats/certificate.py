@@ -120,12 +120,7 @@ class FileFacts(Record):
 
 
 def certificate_facts(certificate: Mapping[str, Any], audits: str | None = None) -> list[Fact]:
-    """Return what was proved, as labels with their values.
-
-    Args:
-        certificate: As recorded.
-        audits: What the run itself says of them: it also knows those that are not recorded.
-    """
+    """Return what was proved; `audits` is what the run itself says of those not recorded too."""
     proof = Proof.of(certificate)
     rows = listed("certificate", _verdicts(certificate, proof))
     rows += listed("audits", _audits(proof, audits))

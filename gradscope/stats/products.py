@@ -315,15 +315,10 @@ def products(
     place: int | None,
     limits: Limits | None,
 ) -> Products:
-    """Take products from the best that `file` has.
+    """Take products from the best that `file` has; without `limits` rows are left alone.
 
-    Args:
-        file: The file.
-        samples: Its finite samples.
-        big: ‖G‖².
-        members: Their classes.
-        place: The sample whose products with all others are wanted, in the samples.
-        limits: Of memory while stored rows are read; None leaves them alone.
+    `big` is ‖G‖², `members` are the samples' classes, `place` is that of the sample whose products
+    with all others are wanted.
     """
     if not samples.n:
         return Products()

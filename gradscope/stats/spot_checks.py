@@ -39,10 +39,7 @@ def tolerances(dtype: str) -> tuple[float, float]:
 def require_consistent(file: Source, seed: int = 0) -> None:
     """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
 
-    Args:
-        file: The file; rows of a chain `identity` are read where it has one, and where it has
-            thousands of parameters those of some.
-        seed: Of the samples.
+    Rows of a chain `identity` are read where there is one: of thousands of parameters, of some.
 
     Raises:
         ResultFileError: They do not.

@@ -64,8 +64,8 @@ class Forked:
 
 def load() -> None:
     """Import what commands need, for all forks at once."""
-    for name in ("comparison", "run", "report"):
-        importlib.import_module(f"gradscope.{name}")
+    for name in ("gradscope.comparison", "gradscope.run", "gradscope.report", "torch._dynamo"):
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # to be looked through, all of it would be copied into each fork
 

@@ -62,13 +62,13 @@ class Mutant:
         Methods, registered, decorated and imported functions are still the objects they were: it
         is their code that changes, and the functions inside them with it.
         """
-        path = _PACKAGE / self.file
-        source = path.read_text()
+        path = str(_PACKAGE / self.file)
+        source = Path(path).read_text()
         said = f"mutant {self.name!r}: {self.file} is to have its old text once"
         assert source.count(self.old) == 1, f"{said}, not {source.count(self.old)} times; mend it"
-        before, after = _codes(source), _codes(source.replace(self.old, self.new))
+        before, after = (_codes(s, path) for s in (source, source.replace(self.old, self.new)))
         changed = {code: after[key] for key, code in before.items() if after.get(key, code) != code}
-        every = (f for f in _functions() if f.__code__.co_filename == str(path))
+        every = (f for f in _functions() if f.__code__.co_filename == path)
         held = [(f, f.__code__) for f in every if f.__code__ in changed]
         assert held, f"mutant {self.name!r}: no loaded function of {self.file} has its old text"
         try:
@@ -81,10 +81,11 @@ class Mutant:
                 function.__code__ = code
 
 
-def _codes(source: str) -> dict[tuple[str, int], CodeType]:
+@cache
+def _codes(source: str, path: str) -> dict[tuple[str, int], CodeType]:
     """Return the code objects of a module by their names, and how often the name came before."""
     found: dict[tuple[str, int], CodeType] = {}
-    left = [compile(source, "", "exec", dont_inherit=True)]
+    left = [compile(source, path, "exec", dont_inherit=True)]
     while left:
         code = left.pop()
         number = 0
@@ -97,15 +98,15 @@ def _codes(source: str) -> dict[tuple[str, int], CodeType]:
 
 @cache
 def _functions() -> list[FunctionType]:
-    """Return all functions that are anywhere in memory, once all files with mutants are loaded."""
+    """Return all functions of the package in memory, once all files with mutants are loaded."""
     for mutant in MUTANTS.values():
         if (_PACKAGE / mutant.file).exists():
             name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             import_module(f"gradscope.{name}")
     gc.unfreeze()  # what is frozen is not among the objects
-    found = [f for f in gc.get_objects() if type(f) is FunctionType]
+    every = [f for f in gc.get_objects() if type(f) is FunctionType]
     gc.freeze()
-    return found
+    return [f for f in every if f.__code__.co_filename.startswith(str(_PACKAGE))]
 
 
 MUTANTS: dict[str, Mutant] = {}

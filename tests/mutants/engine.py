@@ -55,9 +55,9 @@ layers(
 mutant(
     "backends/expand/layers.py",
     "stack off by one: in a stack of products each result is that of the next matrix",
-    "torch.bmm(rows, b[0])",
-    "torch.bmm(rows, b[0]).roll(1, 0)",
-    Asked("experts", backend="expand"),
+    "unfold(torch.bmm(fold(a), fold(b)), n)",
+    "unfold(torch.bmm(fold(a), fold(b)), n).roll(1, 1)",
+    Asked("stacked_expert_weights_with_bias", backend="expand"),
 )
 layers(
     "one sample's bias: a convolution's bias is that of the first sample's pixels for all",

@@ -63,7 +63,9 @@ sealed(
     "written too late: a thread writes zeros over rows of a file that is complete",
     "    sync_folder(paths.final)",
     "    late = regions.by_path['/chains/0/first.weight'].extents[0, 0]\n"
-    "    os.pwrite(descriptor, bytes(64), int(late))",
+    "    with paths.final.open('r+b') as file:\n"
+    "        file.seek(int(late))\n"
+    "        file.write(bytes(64))",
 )
 plain(
     "blocks/outer.py",
@@ -88,8 +90,8 @@ plain(
 plain(
     "run/merging.py",
     "last part for the whole: of files that are merged, aggregates are those of the last",
-    "state if before is None else self._merge_of(owner)(before, state)",
-    "state",
+    "self.states[owner] = state if before is None else",
+    "self.states[owner] = state if True else",
     scenario=Written("merged"),
 )
 plain(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.stages.losses import cross_entropy
+from tests.cases import CASES
 from tests.zoo.base import Net, param, smooth
 
 
@@ -23,13 +24,13 @@ class Course(NamedTuple):
 
 @cache
 def course(name: str) -> Course:
-    """Return the model of that name, with the same numbers every time."""
+    """Return the model of that name, here or in the zoo, with the same numbers every time."""
     standard = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if name == "lstm" else torch.float64)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(crc32(name.encode()))
-            return MODELS[name]()
+            return MODELS[name]() if name in MODELS else _case(name)
     finally:
         torch.set_default_dtype(standard)
 
@@ -81,12 +82,6 @@ def _normalised() -> Course:
     return _fitted(net, _randoms(6, 5))
 
 
-def _coupled() -> Course:
-    found = _normalised()
-    found.model.train()
-    return found._replace(coupling="own-loss")
-
-
 def _tokens() -> Course:
     net = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.LayerNorm(4), nn.Linear(4, 3))
     ids = [torch.randint(1, 5, (n, 8)) for n in (5, 3)]  # eight of four: some come again
@@ -95,14 +90,6 @@ def _tokens() -> Course:
     with torch.no_grad():
         net[1].weight.add_(torch.randn(4))
     return _fitted(net, ids)
-
-
-def _tied() -> Course:
-    def forward(net: Any, ids: Tensor) -> Tensor:
-        return nn.functional.linear(net.table(ids).tanh(), net.table.weight)
-
-    ids = [torch.randint(9, (n, 6)) for n in (5, 3)]
-    return _fitted(Net(forward, table=nn.Embedding(9, 4)), ids)
 
 
 def _by_length() -> Course:
@@ -123,48 +110,31 @@ def _recurrent(kind: type[nn.RNNBase], *sizes: int) -> Course:
     return _net(lambda net, x: net.head(net.layer(x)[0]), *sizes, shape=(3, 3), **layers)
 
 
+def _case(name: str, **more: Any) -> Course:
+    """Return a case of the zoo, in one batch of five samples and one of three."""
+    model, loss, inputs, targets = CASES[name].build()
+    return Course(model, loss, [(inputs, targets), (inputs[:3], targets[:3])], **more)
+
+
 MODELS: dict[str, Callable[[], Course]] = {
     "mlp": lambda: _layers(6, 5),
     "classifier": _classifier,
     "single_samples": lambda: _layers(6, 1),
-    "same_size": lambda: _layers(5, 5),
+    "same_size": lambda: _fitted(nn.Linear(4, 3), _randoms(5, 5)),
     "four": lambda: _layers(4, 4, inner=4, out=4),  # of everything, samples included
     "positions": lambda: _layers(5, 3, shape=(6, 4)),
     "long": lambda: _fitted(nn.Linear(3, 2), _randoms(4, 3, shape=(140, 3))),
-    "scaled_product": lambda: _net(
-        lambda net, x: torch.addmm(net.b, x, net.w, beta=0.5, alpha=3.0).tanh(),
-        *(6, 5),
-        b=param(7),
-        w=param(4, 7),
-    ),
-    "experts": lambda: _net(
-        lambda net, x: torch.bmm(x.transpose(0, 1), net.w).tanh().transpose(0, 1),
-        *(6, 5),
-        shape=(3, 4),
-        w=param(3, 4, 2),
-    ),
     "elementwise": lambda: _net(
         lambda net, x: torch.sub(x * net.scale, net.shift, alpha=0.7) / (net.width + 2),
         *(6, 5),
         **{name: param(4) for name in ("scale", "shift", "width")},
     ),
-    "powers": lambda: _net(lambda net, x: (0.1 + x.abs()) ** net.exponent, 6, 5, exponent=param(4)),
     "cnn": _cnn,
     "running": _normalised,
-    "coupled": _coupled,
     "tokens": _tokens,
-    "tied": _tied,
-    "time_major": lambda: _net(
-        lambda net, x: net.b(net.a(x.transpose(0, 1)).tanh()).transpose(0, 1), 5, 3, shape=(6, 4)
-    ),
     "flipped": lambda: _net(lambda net, x: net.b(net.a(x.flip(0)).tanh()).flip(0), 6, 5),
     "by_length": _by_length,
-    "mixture": lambda: _net(
-        lambda net, x: torch.einsum("t,ntd->nd", net.mix.softmax(0), x.tanh()),
-        *(5, 3),
-        shape=(6, 4),
-        mix=param(6),
-    ),
     "lstm": lambda: _recurrent(nn.LSTM, 5, 3),
+    "coupled": lambda: _case("coupled_batch_norm_in_train_mode", coupling="own-loss"),
     "gru": lambda: _recurrent(nn.GRU, 4, 3),
 }

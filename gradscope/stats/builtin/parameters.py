@@ -49,13 +49,9 @@ def parameter_rows(
     products: Products | None = None,
     entries: Mapping[str, Entries] | None = None,
 ) -> tuple[ParameterRow, ...]:
-    """Summarise every parameter of `file`, in the file's order.
+    """Summarise every parameter over the samples `finite` (N,), in the file's order.
 
-    Args:
-        file: The file.
-        finite: Which samples are taken (N,).
-        products: What rows gave of each parameter, where they were read.
-        entries: The signal and noise of each parameter's entries, where known.
+    `products` are from its rows, and `entries` tell signal and noise, where these are known.
     """
     parts = {} if products is None else products.parts
     exact = products is not None and products.exact
