@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from gradscope.backends import Backend, Evaluate, backends
-from gradscope.blocks import Chosen, Evaluation, Tuner
+from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
@@ -181,10 +181,10 @@ def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> Backend
     """Compare two answers of a backend: what it has kept of the first may not fit the second."""
     n = len(setting.wide)
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    row = _judged(name, agreements(_dense(evaluate(setting.wide)), setting.oracle))
+    row = _judged(name, agreements(evaluate(setting.wide).gradients.dense(), setting.oracle))
     if n == 1 or row.status == "disagrees":
         return row
-    found = _dense(evaluate(setting.wide.select(shuffled)))
+    found = evaluate(setting.wide.select(shuffled)).gradients.dense()
     back = shuffled.argsort()
     again = _judged(name, agreements({k: g[back] for k, g in found.items()}, setting.oracle))
     if again.status == "agrees":
@@ -209,7 +209,7 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
             if name != REFERENCE:
                 glimpsed(Answer(problem, name, batch, evaluation, alone=len(batch)))
             del evaluation
-            seconds, peak = measure(lambda: _dense(evaluate(batch)), problem.device)
+            seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)
     except CertificateError as error:
         reason = f"in {problem.precision} alone: {error.what}".replace("torch.", "")
         return replace(row, status="disagrees", reason=reason)
@@ -218,10 +218,6 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
     except Exception:  # the dtype may be one in which it cannot run
         return row
     return replace(row, seconds=seconds, peak_bytes=peak)
-
-
-def _dense(evaluation: Evaluation) -> dict[str, Tensor]:
-    return evaluation.gradients.dense()
 
 
 def _other_row(

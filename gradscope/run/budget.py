@@ -45,10 +45,6 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
 
     The peak is found out where the batch size depends on it, or where it is to be `measured`;
     `there` are the bytes of memory that there are, by default what the system tells.
-
-    Raises:
-        SpecError: The memory budget does not hold a single sample.
-        RefusedError: What the run would be refused for.
     """
     asked = job.spec.compute
     there = available(job.scope.problem.device) if there is None else there

@@ -109,9 +109,6 @@ class Run:
 
         Where an audit finds the backend wrong, and `auto` has another, the run goes back to what
         was proved: `remaining` goes on from there.
-
-        Raises:
-            RefusedError: There is no other. What was proved is kept.
         """
         done, returns = 0, self.returns
         while done < len(batch) and self.returns == returns:
@@ -141,11 +138,7 @@ class Run:
         )
 
     def finish(self) -> RunReport:
-        """Write the aggregates, verify the file and put it in its place.
-
-        Raises:
-            NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
-        """
+        """Write the aggregates, verify the file and put it in its place."""
         seen: list[RunReport] = []
         results, counts, self.states = results_of(dict(enumerate(self.chains)), self.states)
         self._judge(counts)
@@ -166,11 +159,7 @@ class Run:
         return seen[0].model_copy(update=more)
 
     def _checked(self, file: GradientFile) -> RunReport:
-        """Hold the file against itself before it gets to its place.
-
-        Raises:
-            OutputError: Its numbers do not belong together.
-        """
+        """Hold the file against itself before it gets to its place."""
         chains, kept = dict(enumerate(self.chains)), self.job.scope.settings.nonfinite == "keep"
         require_written(file, self.job.rows, chains, self.states, kept=kept)
         try:

@@ -184,12 +184,7 @@ def inspect(job: Job) -> Inspection:
 
 
 def estimate(job: Job, path: Path | None) -> Estimate:
-    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written.
-
-    Raises:
-        SpecError: The memory budget does not hold a single sample.
-        RefusedError: No backend has an exact, proved answer.
-    """
+    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
     with Tuner(measures=False).active():
         budget = plan(job, measured=True)
     size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
@@ -209,26 +204,25 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     )
 
 
-def preflight(job: Job, path: Path, *, overwrite: bool = False) -> Room | None:
-    """Return what a run needs whose file may be `LARGE`, None for any other.
+def preflight(
+    job: Job, path: Path, *, overwrite: bool = False, large: int | None = None
+) -> Room | None:
+    """Return what a run needs whose file may have more than `large` bytes, None for any other.
 
     A few samples are computed, and forgotten again.
-
-    Raises:
-        OutputError: The file does not fit.
-        RefusedError: No backend has an exact, proved answer.
     """
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
     n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
     most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
-    if refused or most <= LARGE:  # unless a chain makes rows larger
+    large = LARGE if large is None else large
+    if refused or most <= large:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
     with Tuner(measures=False).active(), rehearsal(job) as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
     found.require(path)
-    return found if found.bytes > LARGE else None
+    return found if found.bytes > large else None
 
 
 def _tried(job: Job, path: Path | None, n: int) -> Room:

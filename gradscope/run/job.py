@@ -191,12 +191,7 @@ def prepare(spec: RunSpec) -> Job:
 
 
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
-    """Return the chains and the loss, bound.
-
-    Raises:
-        SpecError: A name or an argument does not fit; one error tells all that do not.
-        ModelError: The loss is the user's own, and cannot be imported.
-    """
+    """Return the chains and the loss, bound."""
     problems: list[SpecError] = []
     bound: list[Chain] = []
 

@@ -303,9 +303,6 @@ def _recompute(
 
     `spec` says where model, weights, data and loss are; what else the numbers depend on is taken
     from the files. Returns how many were, and why others were not.
-
-    Raises:
-        ResultFileError: `spec` is of another run, or numbers differ.
     """
     reason = None  # why samples computed one by one need not give the numbers of the files
     if parts.identity.get("coupling") == "own-loss":

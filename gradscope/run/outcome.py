@@ -125,9 +125,6 @@ def require_written(
     the right ones: rows of the samples `index`, and states of reducers that have counted as many
     samples as there are (all of them where `kept`, else the finite ones). What a reducer of the
     user's own has in its state is not known.
-
-    Raises:
-        OutputError: Its rows are of other samples, or its aggregates of more or fewer than it has.
     """
     if not np.array_equal(file.samples["index"], np.asarray(index)):
         raise OutputError(

@@ -34,7 +34,7 @@ from gradscope.run.job import Job, file_plan
 from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
-from gradscope.storage import LONGEST, open_writer, require_place, writing
+from gradscope.storage import open_writer, writing
 
 
 @contextmanager
@@ -52,7 +52,6 @@ def start(
     """
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
-    require_place(path, LONGEST)
     with writing(path):
         _refuse_inputs(job, path)
     layout = file_plan(job)

@@ -1,6 +1,6 @@
 """Statistics of a result file, from the file alone, in float64 with numpy.
 
-A statistic is one file of `builtin/`; `statistic` registers one from anywhere.
+A statistic is in one file of `builtin/`; `statistic` registers one from anywhere.
 """
 
 from gradscope.stats.summary import (  # first: the statistics register with it
@@ -19,7 +19,7 @@ from gradscope.stats.builtin.parameters import ParameterRow, parameter_rows, par
 from gradscope.stats.certificate import Proof
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.records import Json, Record, wide
-from gradscope.stats.sections import Picture, Section, Shown, Table, numbers, short, whole
+from gradscope.stats.sections import Picture, Section, numbers, short
 from gradscope.stats.spot_checks import few, require_consistent, tolerances
 from gradscope.stats.training import History, Step, measure, read_history, record
 
@@ -34,11 +34,9 @@ __all__ = [
     "Proof",
     "Record",
     "Section",
-    "Shown",
     "Statistic",
     "Step",
     "Summary",
-    "Table",
     "builtin",
     "difference",
     "few",
@@ -55,6 +53,5 @@ __all__ = [
     "statistics",
     "summarize",
     "tolerances",
-    "whole",
     "wide",
 ]

@@ -111,19 +111,6 @@ def test_coupled_samples(gradscope: Gradscope, tmp_path: Path, coupling: str, co
         assert "--coupling" in done.err
 
 
-def test_an_existing_file_is_replaced_only_when_asked(
-    gradscope: Gradscope, digits: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.h5"
-    arguments = ["compute", "--config", digits, "--samples", ":20", "-q", "-o", out]
-    assert gradscope(*arguments).code == 0
-    before = out.stat()
-    assert gradscope(*arguments).code == 6
-    assert out.stat() == before
-    assert gradscope(*arguments, "--overwrite").code == 0
-    assert out.stat().st_ino != before.st_ino
-
-
 def test_compressed_rows_are_the_same(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
     run = ["compute", "--config", digits, "--samples", ":20", "-q", "-t", "identity", "-t", "mean"]
     assert gradscope(*run, "-o", tmp_path / "plain.h5").code == 0

@@ -71,6 +71,7 @@ def not_cleared(model, loss, inputs, targets):
 PLANTED = {
     "mean-reduced": (with_mistake(lambda g: g / N), "all parameters: c = 1/n with n = 5"),
     "transposed": (with_mistake(transposed), "2.weight: axes 0 and 1 of the parameter are trans"),
+    "not finite": (with_mistake(lambda g: g * math.nan), "NaN or infinity in samples 0, 1, 2"),
     "permuted": (with_mistake(lambda g: g.flip(0)), "all parameters: the samples are in another"),
     "not cleared": (not_cleared, "a .grad that was not cleared"),
     "one name missing": (without("0.bias"), "0.bias: there is no gradient for this parameter"),
@@ -295,9 +296,9 @@ def test_the_model_is_left_as_it_was():
             inputs.zero_()
         return found
 
-    both = {"rude": rude, "right": right}
-    result = compare(model, "cross_entropy", inputs, targets, ["loop"], against=both)
-    assert result.agrees
+    others = {"rude": rude, "right": right, "not cleared": not_cleared}
+    result = compare(model, "cross_entropy", inputs, targets, ["loop"], against=others)
+    assert [row.status for row in result.rows] == [*["agrees"] * 3, "disagrees"]
     assert bool(inputs.any())
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(4, 3, dtype=torch.float64))
@@ -342,17 +343,15 @@ def test_words_are_checked_before_anything_runs():
             compare(model, "cross_entropy", inputs, targets, **options)
 
 
-def test_the_json_document():
-    against = {"mine": with_mistake(lambda g: g * math.nan)}
-    result = compare(*problem_of("cross_entropy"), ["loop"], against=against)
+def test_the_json_document(result):
     document = result.to_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert (document["schema"], document["version"]) == ("gradscope.compare", 1)
     assert (document["agrees"], document["samples"], document["dtype"]) == (False, N, "float64")
-    assert [row["status"] for row in document["rows"]] == ["agrees", "disagrees"]
-    parameter = document["rows"][1]["parameters"][0]
-    assert parameter["relative"] is None
-    assert parameter["kind"] == "not_finite"
+    assert [row["status"] for row in document["rows"]] == [row.status for row in result.rows]
+    row = next(row for row in document["rows"] if row["backend"] == "not finite")
+    parameter = row["parameters"][0]
+    assert (parameter["relative"], parameter["kind"]) == (None, "not_finite")
     assert isinstance(result, Comparison)
 
 

@@ -51,7 +51,7 @@ scatter(
     "cross term of tied weights: norms count what two uses of a weight have in common once",
     ".mH)).sum((1, 2)).real",
     ".mH)).sum((1, 2)).real / 2",
-    Asked("tied", "norms"),
+    Asked("tied_embedding_and_output", "norms"),
 )
 outer(
     "square before the sum over positions: second moments square each position's part",

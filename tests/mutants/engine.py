@@ -57,7 +57,7 @@ mutant(
     "stack off by one: in a stack of products each result is that of the next matrix",
     "unfold(torch.bmm(fold(a), fold(b)), n)",
     "unfold(torch.bmm(fold(a), fold(b)), n).roll(1, 1)",
-    Asked("experts", backend="expand"),
+    Asked("stacked_expert_weights_with_bias", backend="expand"),
 )
 layers(
     "one sample's bias: a convolution's bias is that of the first sample's pixels for all",

@@ -28,13 +28,13 @@ layers(
     "factor alpha dropped: the factor of a product in addmm does not reach the weight's gradient",
     "return site if by == 1 else",
     "return site if True else",
-    Asked("scaled_product"),
+    Asked("addmm_and_baddbmm"),
 )
 layers(
     "wrong expert: stacked weights get the gradient of their neighbour in the stack",
     "return OuterBlock(a, b, site.shape)",
     "return OuterBlock(a.roll(1, 1), b, site.shape)",
-    Asked("experts"),
+    Asked("stacked_expert_weights_with_bias"),
 )
 mutant(
     "backends/hooks/rules/base.py",
@@ -129,13 +129,13 @@ axes(
     "mask off by one: an operation without a rule keeps the gradient of the next sample",
     "        kept = torch.zeros_like(split)",
     "        kept, sample = torch.zeros_like(split), (sample + 1) % n",
-    Asked("powers"),
+    Asked("parameter_as_denominator_and_exponent"),
 )
 axes(
     "time-major read as batch-major: samples and time change places in an axis that holds both",
     "return self._split(values, n).movedim",
     "return SampleAxis(k, self.after, self.before)._split(values, n).movedim",
-    Asked("time_major"),
+    Asked("linear_samples_merged_last_positions_equal_samples"),
 )
 analysis(
     "stale layout: where samples lie in a sorted batch is taken from the first batch",
@@ -181,7 +181,7 @@ pullback(
     "one use of two: of a weight that is used twice only one use counts",
     "parts[names[id(leaf)]].append(block)",
     "parts[names[id(leaf)]] = [block]",
-    Asked("tied"),
+    Asked("tied_embedding_and_output"),
 )
 analysis(
     "frontier with a gap: one of the edges from parameters to samples is left out",
@@ -199,7 +199,7 @@ pullback(
     "samples reversed in a product: a batched product through a softmax comes back backwards",
     "name: DenseBlock(value) for",
     "name: DenseBlock(value.flip(0)) for",
-    Asked("mixture"),
+    Asked("softmax_over_a_parameter"),
 )
 backend(
     "single sample counted twice: a batch of one, evaluated twice over, gives twice the gradient",

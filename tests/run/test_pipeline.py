@@ -185,11 +185,3 @@ def test_every_sample_model_runs_and_is_proved(name: str, tmp_path: Path) -> Non
     assert report.backend == "hooks"
     assert report.samples == 12
     assert report.nonfinite == 0
-
-
-def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SpecError, match="no device 'cuda'"):
-        prepare(spec(device="cuda"))

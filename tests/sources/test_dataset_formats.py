@@ -376,6 +376,7 @@ def test_samples_are_selected(tmp_path: Path) -> None:
         (np.array(["a", "é", "a", "b"]), "samples 0 and 2 are both 'a'"),
         (np.ones(4), "one integer or text a sample"),
         (np.arange(3), "3 ids for 4 samples"),
+        (np.array(3), "0 ids for 4 samples"),
     ],
 )
 def test_ids_that_name_no_sample(tmp_path: Path, ids: np.ndarray, expected: str) -> None:

@@ -117,7 +117,9 @@ def length_of(stored: StoredColumn) -> int:
     """Return N."""
     if isinstance(stored, TextColumn):
         return stored.n
-    return int(stored.lengths.shape[0] if isinstance(stored, SequenceColumn) else stored.shape[0])
+    if isinstance(stored, SequenceColumn):
+        return len(stored.lengths)
+    return int(stored.shape[0]) if stored.shape else 0
 
 
 def even(stored: Numbers | SequenceColumn) -> Numbers:

@@ -222,16 +222,16 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
 
 
 def _check_lengths(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    remedy = "The first axis of each array must be the sample axis."
-    flat = [name for name, shape in shapes.items() if not shape]
-    if flat:
-        what = f"the array {flat[0]} has no axes, so no samples"
-        raise DatasetError(what, remedy=remedy)
-    lengths = {name: shape[0] for name, shape in shapes.items()}
-    if len(set(lengths.values())) > 1:
+    what, remedy = "", "The first axis of each array must be the sample axis."
+    lengths = {name: shape[0] for name, shape in shapes.items() if shape}
+    if len(lengths) < len(shapes):
+        flat = next(name for name in shapes if name not in lengths)
+        what = f"the array {flat} has no axes, so no samples"
+    elif len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
         what = f"the arrays have different numbers of samples: {told}"
-        raise DatasetError(what, remedy=remedy)
-    if 0 in lengths.values():
+    elif 0 in lengths.values():
         what = f"there are no samples: the arrays {', '.join(lengths)} are empty"
-        raise DatasetError(what, remedy="Give at least one sample.")
+        remedy = "Give at least one sample."
+    if what:
+        raise DatasetError(what, remedy=remedy)
