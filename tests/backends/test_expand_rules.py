@@ -12,9 +12,9 @@ from gradscope.backends.expand.facts import facts_of, rules
 from gradscope.backends.expand.mode import Interpreter
 from gradscope.backends.expand.tensor import (
     Differ,
+    Expansion,
     Own,
     PerSample,
-    Samples,
     SharedWrite,
     leaves,
     tensors_of,
@@ -91,7 +91,7 @@ def judged(key, example, own):
         torch.manual_seed(0)
         return example(Maker(own))
 
-    func, samples = operator(key), Samples(N)
+    func, samples = operator(key), Expansion(N)
     for level in Own:  # as the backend tries them
         try:
             ours = answers(func, made(), leaf, Interpreter(N, level))
@@ -121,7 +121,7 @@ def test_a_rule_does_what_torch_does_for_each_sample(monkeypatch):
 def test_no_axes_at_all_is_not_all_axes(key):
     x = PerSample(torch.randn(N, 4, 6))
     args = (x, []) if key == "flip.default" else (x, [1], [])
-    assert rules.get(key)(Samples(N), *args) is NotImplemented
+    assert rules.get(key)(Expansion(N), *args) is NotImplemented
 
 
 def test_rules_leave_axes_out_of_range_to_torch():

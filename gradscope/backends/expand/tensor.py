@@ -41,7 +41,7 @@ class SharedWrite(BaseException):
 
 
 class Differ(BaseException):
-    """Samples take different ways through the model, which their `keys` name; a signal too."""
+    """Expansion take different ways through the model, which their `keys` name; a signal too."""
 
     def __init__(self, keys: list[str]) -> None:
         super().__init__(keys)
@@ -141,7 +141,7 @@ class Common(Tensor):
 
 
 @dataclass(frozen=True)
-class Samples:
+class Expansion:
     """The number n of samples, and the way from logical to physical."""
 
     n: int
