@@ -126,14 +126,16 @@ class ConvolutionBlock(TensorBlock):
         size = TILE_BYTES if out is None else PATCH_BYTES  # tiles are used where they were made
         if self._patches_at_once(size) >= self.n:
             return self.outer.dense(out)
-        out = self._buffer() if out is None else out
+        if out is None:
+            out = self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
         for start, some in self._with_patches(size):
             some.dense(out[start : start + some.n])
         return out
 
     def _each(self, out: Tensor | None) -> Tensor:
         """The backward kernel, once for each sample."""
-        out = self._buffer() if out is None else out
+        if out is None:
+            out = self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
         for i in range(self.n):
             out[i] = self._kernel(self.gradients[i], self.inputs[i], self.geometry, self.shape)
         return out
@@ -148,9 +150,6 @@ class ConvolutionBlock(TensorBlock):
         stacked = (n * self.shape[0], *self.shape[1:])
         found = self._kernel(gradients, inputs, together, stacked).view(n, *self.shape)
         return found if out is None else out.copy_(found)
-
-    def _buffer(self) -> Tensor:
-        return self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, dense gradients of these rows); where patches are small, of many at once."""

@@ -83,11 +83,6 @@ class Look:
     alone: int = 0  # samples that are compared with a batch of one
     recorded: bool = False  # the same run does so every time
 
-    @property
-    def none(self) -> bool:
-        """Whether it is not looked at."""
-        return not (self.whole or self.alone)
-
 
 @dataclass
 class Auditor:

@@ -184,7 +184,11 @@ class Session:
                 look = self.auditor.begin(
                     len(batch), number, last=last, new=evaluation.new, proof=proof
                 )
-                audited = self.settings.verify == "audit" and proof is None and not look.none
+                audited = (
+                    self.settings.verify == "audit"
+                    and proof is None
+                    and (look.whole or look.alone > 0)
+                )
                 if audited:
                     evaluation, proof = self._audited(batch, request, number, look, evaluation)
                 self.auditor.end(look, proof, audited=audited)

@@ -137,7 +137,7 @@ def chain_of(file: Source, text: str) -> Arrays | None:
 
 
 def rows_of(file: Source) -> Arrays | None:
-    """Return {name: (N, *shape)}, every sample's own gradient, likewise."""
+    """Return {name: (N, *shape)}, every sample's own gradient, or None where not stored."""
     return chain_of(file, "identity")
 
 
@@ -175,7 +175,7 @@ def projections_of(file: Source) -> tuple[str, Floats] | None:
 
 
 def aggregate_of(file: Source, text: str) -> dict[str, Floats] | None:
-    """Return {name: (*shape)} of the reduced chain `text`, likewise."""
+    """Return {name: (*shape)} of the reduced chain `text`, or None where it is not stored."""
     found = chain_of(file, text)
     return None if found is None else {k: np.asarray(v[...]) for k, v in found.items()}
 

@@ -8,7 +8,6 @@ with differences of gradients in float64.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,10 +59,10 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
             for i in range(len(batch)):
                 one = gradients.select(slice(i, i + 1))
                 vector = shared or {name: block.dense()[0] for name, block in one.items()}
-                loss = _SampleLoss(problem, *((batch.one(i), 0) if alone else (batch, i)))
-                product, custom = _product(loss, vector)
+                own = (batch.one(i), 0) if alone else (batch, i)
+                product, custom = _product(problem, *own, vector)
                 if custom:
-                    _require_agreement(loss, vector)
+                    _require_agreement(problem, *own, vector)
                 for name, row in product.items():
                     rows[name][i] = row
             return gradients.of({name: DenseBlock(value) for name, value in rows.items()})
@@ -73,42 +72,26 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
     return NeedsProblem(given)
 
 
-@dataclass(frozen=True)
-class _SampleLoss:
-    """The loss of the sample at `position` of a batch: of one, or of those it is coupled to."""
-
-    problem: Problem
-    batch: Batch
-    position: int
-
-    def value(self) -> Tensor:
-        """Return the loss () with its graph."""
-        return self.problem.losses(self.batch)[self.position]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The selected parameters, in the model's order."""
-        return list(self.problem.parameters.values())
-
-
-def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    """Return {name: (H v) (*shape)}, and whether custom functions took part.
+def _product(
+    problem: Problem, batch: Batch, position: int, vector: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], bool]:
+    """Return {name: (H v) (*shape)} of a sample's loss, and whether custom functions took part.
 
     It is the gradient of ⟨g, v⟩, v held fixed. Only kernels that have a second derivative are used.
     """
     what = "hvp cannot differentiate this model twice"
     remedy = "Use operations whose backward pass can itself be differentiated."
     with (
-        unsupported(what, loss.problem.model, remedy),
+        unsupported(what, problem.model, remedy),
         unfused(),
         sdpa_kernel(SDPBackend.MATH),
         torch.enable_grad(),
     ):
-        value = loss.value()
+        value = problem.losses(batch)[position]
         custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
         products = []
-        slopes = _gradients(value, loss.parameters, create_graph=True)
-        for name, slope in zip(loss.problem.parameters, slopes, strict=True):
+        slopes = _gradients(value, problem, create_graph=True)
+        for name, slope in zip(problem.parameters, slopes, strict=True):
             dtype = torch.promote_types(slope.dtype, torch.float64)
             product = slope.to(dtype) * vector[name].to(dtype).conj()
             products.append(product.sum().real)
@@ -116,14 +99,13 @@ def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str,
         if any(node.name() == _ERROR_NODE for node in _nodes(along)):
             once = "a custom autograd function allows one derivative only (once_differentiable)"
             raise UnsupportedError(f"{what}: {once}", remedy=remedy)
-        found = [g.detach() for g in _gradients(along, loss.parameters)]
-    return dict(zip(loss.problem.parameters, found, strict=True)), custom
+        found = [g.detach() for g in _gradients(along, problem)]
+    return dict(zip(problem.parameters, found, strict=True)), custom
 
 
-def _gradients(
-    value: Tensor, parameters: list[Tensor], *, create_graph: bool = False
-) -> list[Tensor]:
+def _gradients(value: Tensor, problem: Problem, *, create_graph: bool = False) -> list[Tensor]:
     """Return ∂value/∂p for each parameter, dense, zeros where it is not reached."""
+    parameters = list(problem.parameters.values())
     if not value.requires_grad:
         return [torch.zeros_like(p) for p in parameters]
     found = torch.autograd.grad(
@@ -144,26 +126,26 @@ def _nodes(value: Tensor) -> Iterator[Node]:
         waiting.extend(found)
 
 
-def _require_agreement(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> None:
+def _require_agreement(
+    problem: Problem, batch: Batch, position: int, vector: Mapping[str, Tensor]
+) -> None:
     """Compare the product with central differences of gradients, on a copy in float64."""
-    problem = loss.problem.converted(torch.float64)
-    wide = _SampleLoss(problem, loss.batch.to(problem.device, torch.float64), loss.position)
-    starts = [p.detach().clone() for p in wide.parameters]
+    problem = problem.converted(torch.float64)
+    batch, parameters = batch.to(problem.device, torch.float64), [*problem.parameters.values()]
+    starts = [p.detach().clone() for p in parameters]
     directions = [vector[name].to(p) for name, p in problem.parameters.items()]
     length = _length(directions)
     if length == 0:
         return
     step = _STEP * (1 + _length(starts)) / length
     sides = []
-    for sign in (1, -1):
+    for shift in (step, -step, 0.0):
         with torch.no_grad():
-            for p, start, along in zip(wide.parameters, starts, directions, strict=True):
-                p.copy_(start + sign * step * along)
-        sides.append(_gradients(wide.value(), wide.parameters))
-    with torch.no_grad():
-        for p, start in zip(wide.parameters, starts, strict=True):
-            p.copy_(start)
-    found = list(_product(wide, vector)[0].values())
+            for p, start, along in zip(parameters, starts, directions, strict=True):
+                p.copy_(start + shift * along)
+        if shift:
+            sides.append(_gradients(problem.losses(batch)[position], problem))
+    found = list(_product(problem, batch, position, vector)[0].values())
     right = [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
     error = _length([a - b for a, b in zip(found, right, strict=True)])
     rounding = 1e-8 * _length(sides[0]) * length
