@@ -41,7 +41,7 @@ class SharedWrite(BaseException):
 
 
 class Differ(BaseException):
-    """Expansion take different ways through the model, which their `keys` name; a signal too."""
+    """Samples take different ways through the model, which their `keys` name; a signal too."""
 
     def __init__(self, keys: list[str]) -> None:
         super().__init__(keys)
