@@ -33,7 +33,7 @@ CHUNK_BYTES = 2**28  # of dense gradients that are computed at a time
 
 State = dict[str, Tensor]
 Starts = Callable[[Sequence[str], Gradients], dict[str, State]]
-Answer = tuple[Tensor, dict[str, Tensor]]  # losses (n,) and {name: gradients (n, *shape)}
+LossesAndRows = tuple[Tensor, dict[str, Tensor]]  # losses (n,) and {name: gradients (n, *shape)}
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,11 @@ def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
 
 
 def in_parts(
-    problem: Problem, batch: Batch, parts: Sequence[Tensor], evaluate: Callable[[Batch], Answer]
-) -> Answer:
+    problem: Problem,
+    batch: Batch,
+    parts: Sequence[Tensor],
+    evaluate: Callable[[Batch], LossesAndRows],
+) -> LossesAndRows:
     """Evaluate a batch in parts, given by the positions of their samples."""
     if len(parts) == 1:
         return evaluate(batch)

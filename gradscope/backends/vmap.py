@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from gradscope.backends.base import (
     CHUNK_BYTES,
     ROWS,
-    Answer,
     Evaluate,
+    LossesAndRows,
     Request,
     backends,
     chunks,
@@ -77,7 +77,7 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     yield evaluate
 
 
-def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Answer:
+def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> LossesAndRows:
     """Return losses (n,) and gradients (n, *shape) of a batch that fits in memory."""
     leaves = tensors((batch.inputs, batch.targets))
     shared = [t.dim() == 0 for t in leaves]  # constants without a sample axis

@@ -187,17 +187,17 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
         else:
             with path.open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
-            text = content[:_MAX_BYTES].decode("utf-8-sig")
-            long = _LONG_KEY.search(text)
-            if len(content) > _MAX_BYTES:
-                what = f"the file is larger than {_MAX_BYTES:,} bytes"
-                remedy = "This must be a TOML file of settings; data and weights have their own."
-            elif long is not None:
+            what = f"the file is larger than {_MAX_BYTES:,} bytes"
+            remedy = "This must be a TOML file of settings; data and weights have paths of their "
+            remedy += "own."
+            if len(content) <= _MAX_BYTES:
+                text = content.decode("utf-8-sig")
+                long = _LONG_KEY.search(text)
+                if long is None:
+                    return tomllib.loads(text)
                 line = text.count("\n", 0, long.start()) + 1
                 what = f"more than {_MAX_PARTS} names are joined by dots at line {line}"
                 remedy = "Shorten the key."
-            else:
-                return tomllib.loads(text)
     except OSError as error:
         what, remedy = f"cannot be read: {error.strerror}", "Check its permissions."
     except UnicodeDecodeError as error:

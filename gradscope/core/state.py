@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.reach import PLAIN, Items, Table, reachable
+from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.errors import GradscopeError, UnsupportedError
 
 _COPIED = 2**24  # bytes of a value of which a copy is kept
@@ -43,7 +43,7 @@ _ITERATORS: tuple[type, ...] = (
 class _Taken:
     """A table as it was."""
 
-    table: Table
+    table: StateTable
     items: Items  # its values, the objects themselves
     marks: Items  # what tells whether a value was changed in place
     copies: Items  # of the values that can be put back when they are
@@ -85,7 +85,9 @@ class State:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._model, self._loss = model, loss
         self.latest = ""
-        self._known: dict[Hashable, tuple[Table, set[Hashable]]] = {}  # keys that change in place
+        self._known: dict[
+            Hashable, tuple[StateTable, set[Hashable]]
+        ] = {}  # keys that change in place
         self._before: tuple[list[tuple[Any, Any]], list[_Taken]] | None = None
 
     @property
@@ -228,7 +230,7 @@ def facts(model: nn.Module) -> list[Any]:
 
 
 def _take(
-    table: Table, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
+    table: StateTable, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
 ) -> _Taken:
     """Return a table as it is, with copies of values and marks of them."""
     items = table.read()

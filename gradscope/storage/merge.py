@@ -82,12 +82,7 @@ class Parts:
 
 
 def check_parts(paths: Iterable[Path]) -> Parts:
-    """Open every file, and return what they are together.
-
-    Raises:
-        ResultFileError: One cannot be read, is damaged or of another run, samples are missing, or
-            two files have the same.
-    """
+    """Open every file, and return what they are together; refuse what is not all of one run."""
     found: Parts | None = None
     for path in paths:
         with opened(path) as source, reading(str(path)):
@@ -266,13 +261,8 @@ def open_joiner(
 ) -> Iterator["Joiner"]:
     """Open the file of a whole run for its parts; unless it gets finished, nothing stays behind.
 
-    Args:
-        path: The final file.
-        plan: The run, as if it had been one.
-        parts: Its files.
-        batch: The samples of a batch, on which the chunks of the new file depend.
-        overwrite: Replace a file that is there.
-        virtual: Leave the rows where they are, and refer to them.
+    `plan` is the run as if it had been one. The chunks of the new file depend on the samples of a
+    `batch`. A `virtual` file leaves the rows where they are, and refers to them.
 
     Raises:
         RefusedError: The rows cannot be referred to, because their forms differ.

@@ -134,11 +134,12 @@ def test_no_tensor_of_torch_func_stays_in_the_model():
     copy.deepcopy(setup.model)(setup.inputs)
 
 
-def test_a_selection_of_the_parameters():
+@pytest.mark.parametrize("backend", [vmap, expand])
+def test_a_selection_of_the_parameters(backend):
     setup = CASES["encoder_layer_in_eval_mode"].build()
     _, right = per_sample_gradients(*setup)
     problem = Problem.of(setup.model, setup.loss, "1.*")
-    with vmap(problem) as evaluate:
+    with backend(problem) as evaluate:
         result = evaluate(Batch.of(setup.inputs, setup.targets))
     assert list(result.gradients) == ["1.weight", "1.bias"]
     for name, block in result.gradients.items():

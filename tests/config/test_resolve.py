@@ -267,6 +267,7 @@ DEEP = b".".join([b"a"] * 50_000)
         (b"a = " + b"[" * 100_000, "nested too deeply"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (b"a = 1\n" * 200_000, "larger than 1,000,000 bytes"),
+        (b"\xff" * 1_000_001, "larger than 1,000,000 bytes"),  # weights, by mistake
         (b"\x00", "not valid TOML"),
         (b"\n" + DEEP + b" = 1", "more than 32 names are joined by dots at line 2"),
         (b"[" + b" . ".join([b'"a.\\""'] * 9_000) + b"]", "names are joined by dots at line 1"),

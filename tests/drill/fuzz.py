@@ -43,6 +43,7 @@ from tests.storage.example import PLAN, contents, with_layout, write
 
 MEMORY = 4 * 2**30  # bytes that reading one file may take
 TOGETHER = 25  # cases in one process
+_NUMBERS = (2**63 - 1, 2**62, 2**40, 2**31, 2**32 - 1, 2**64 - 1, 0, 0x7FF8 << 48, 0x7FC00000)
 SECONDS = 20  # that reading one file may take
 
 _BYTES = [b"\0", b"\xff" * 8, b"\x80", b"{", b"[" * 40, b'"', b"'", b"=", b"9" * 30, b"\n", b"../"]
@@ -127,33 +128,37 @@ class Group:
         content = damaged.read_bytes()
         damaged.write_bytes(mutated(content, rng))
         verdict, text = _verdict(kind, place, wanted)
-        if verdict == FAILURE:
-            text = f"{text}; kept in {self._kept(folder, f'{name}-{number}')}"
+        if verdict == FAILURE:  # the file is kept, to be looked at
+            kept = Path("build", "drill", f"{self._setting.seed}-{name}-{number}")
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            text = f"{text}; kept in {kept}"
         shutil.rmtree(folder)
         return Verdict(verdict, f"{name} {number}: {text}")
-
-    def _kept(self, folder: Path, name: str) -> Path:
-        """Keep a file that something is wrong with, to be looked at."""
-        place = Path("build", "drill", f"{self._setting.seed}-{name}")
-        shutil.copytree(folder, place, dirs_exist_ok=True)
-        return place
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
     """Return a file with some damage: often very little of it."""
-    way = rng.random()
-    if way < 0.3:
-        return _flipped(content, rng)
-    if way < 0.5:
-        return _with_numbers(content, rng)
-    if way < 0.6:
-        return _swapped(content, rng)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(content) + 1)
-        length = rng.choice((1, 2, 8, 64, len(content) // 3))
-        part = content[at : at + length]
-        content = rng.choice(_ACCIDENTS)(content, at, length, part, rng)
-    return content
+    data, way, at = bytearray(content), rng.random(), rng.randrange(len(content))
+    if way < 0.3:  # one to three bits are flipped
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif way < 0.5:  # a huge, negative or strange number: a length, a size, a NaN
+        size = rng.choice((2, 4, 8))
+        number = rng.choice(_NUMBERS) % 2 ** (8 * size)
+        data[at : at + size] = number.to_bytes(size, rng.choice(("little", "big")))
+    elif way < 0.6:  # two blocks are in each other's place
+        other, size = rng.randrange(len(data)), rng.choice((8, 64, 512, 4096))
+        size = min(size, len(data) - max(at, other))
+        a, b = data[at : at + size], data[other : other + size]
+        data[at : at + size], data[other : other + size] = b, a
+    else:  # one to four accidents
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(content) + 1)
+            length = rng.choice((1, 2, 8, 64, len(content) // 3))
+            part = content[at : at + length]
+            content = rng.choice(_ACCIDENTS)(content, at, length, part, rng)
+        return content
+    return bytes(data)
 
 
 _Accident = Callable[[bytes, int, int, bytes, random.Random], bytes]
@@ -166,33 +171,6 @@ _ACCIDENTS: list[_Accident] = [
     lambda c, at, n, part, rng: c[at:] + c[:at],  # turned round
     lambda c, at, n, part, rng: c[:at] + bytes(len(part)) + c[at + n :],  # zeroed
 ]
-
-
-def _flipped(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with one to three bits flipped."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 3)):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return bytes(data)
-
-
-def _with_numbers(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with a huge, negative or strange number in it: a length, a size, a NaN."""
-    numbers = (2**63 - 1, 2**62, 2**40, 2**31, 2**32 - 1, 2**64 - 1, 0, 0x7FF8 << 48, 0x7FC00000)
-    size = rng.choice((2, 4, 8))
-    number = (rng.choice(numbers) % 2 ** (8 * size)).to_bytes(size, rng.choice(("little", "big")))
-    at = rng.randrange(len(content))
-    return content[:at] + number + content[at + size :]
-
-
-def _swapped(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with two blocks in each other's place."""
-    size = rng.choice((8, 64, 512, 4096))
-    first, second = sorted(rng.randrange(len(content)) for _ in range(2))
-    second = max(second, first + size)
-    a, b = content[first : first + size], content[second : second + size]
-    data = content[:first] + b + content[first + size : second] + a + content[second + size :]
-    return data[: len(content)]
 
 
 def _laid(kind: Kind, folder: Path) -> Path:
@@ -312,7 +290,7 @@ def data() -> dict[str, Kind]:
     others: dict[str, Read | None] = {
         "plain.npz": None,
         "packed.npz": None,
-        "single.npy": _by_numpy,
+        "single.npy": lambda path: _pair(np.load(path)),
         "data.safetensors": lambda path: _pair(safetensors.numpy.load(path.read_bytes())),
         "data.h5": _by_h5py,
         "data.csv": _by_csv,
@@ -341,10 +319,6 @@ def _read(spec: DatasetSpec) -> Found:
 
 def _pair(arrays: Any) -> Found:
     return {name: np.asarray(arrays[name]) for name in ("inputs", "targets")}
-
-
-def _by_numpy(path: Path) -> Found:
-    return _pair(np.load(path))
 
 
 def _by_h5py(path: Path) -> Found:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from gradscope.backends.base import (
     CHUNK_BYTES,
     ROWS,
-    Answer,
     Evaluate,
+    LossesAndRows,
     Request,
     backends,
     chunks,
@@ -53,7 +53,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     """
     own = Own.NOTHING  # a model that has written to shared tensors once will do so again
 
-    def attempt(batch: Batch) -> Answer:
+    def attempt(batch: Batch) -> LossesAndRows:
         nonlocal own
         while True:
             try:
@@ -81,12 +81,12 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     yield evaluate
 
 
-def _evaluated(problem: Problem, batch: Batch, own: Own) -> Answer:
+def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
     """Run the model, the loss and one backward pass; `own` is each sample's own.
 
     Raises:
         SharedWrite: The model writes to a tensor that samples share.
-        Differ: Samples take different ways through the model.
+        Differ: Expansion take different ways through the model.
     """
     n = len(batch)
     params = {k: _leaf(p, n) for k, p in problem.parameters.items()}

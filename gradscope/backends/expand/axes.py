@@ -8,8 +8,8 @@ from torch import Tensor
 from gradscope.backends.expand.facts import aten, each, facts_of, rules
 from gradscope.backends.expand.tensor import (
     Common,
+    Expansion,
     PerSample,
-    Samples,
     fold,
     is_shared,
     leaves,
@@ -38,7 +38,7 @@ _PLAIN_INDEX = frozenset(("index_select", "index_add", "index_copy", "index_fill
     "select_backward slice_backward diagonal_backward "
     "unfold_backward _fft_c2c _fft_r2c _fft_c2r"
 )
-def by_axes(func: Any, s: Samples, *args: Any, **kwargs: Any) -> Any:
+def by_axes(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """All tensors have the same number of logical axes; axes are counted past the samples."""
     facts = facts_of(func)
     bound, index = facts.bind(args, kwargs), None
@@ -79,7 +79,7 @@ def _moved(axes: Any, width: int, name: str) -> Any:
 @each("min.default", aten.amin.default)
 @each("any.default", aten.any.dims)
 @each("all.default", aten.all.dims)
-def over_all(along: Any, func: Any, s: Samples, t: Tensor, **kwargs: Any) -> Any:
+def over_all(along: Any, func: Any, s: Expansion, t: Tensor, **kwargs: Any) -> Any:
     """A reduction over everything, by the one `along` given axes."""
     if t.dim() == 0:
         return NotImplemented
@@ -92,7 +92,7 @@ def over_all(along: Any, func: Any, s: Samples, t: Tensor, **kwargs: Any) -> Any
     "cholesky_inverse mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
     "huber_loss huber_loss_backward"
 )
-def trailing(func: Any, s: Samples, *args: Any, **kwargs: Any) -> Any:
+def trailing(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """Act on trailing axes, whatever stands before, or on single entries, if not reduced."""
     if len({t.dim() for t in tensors_of(args, kwargs)}) > 1:
         return NotImplemented
@@ -119,7 +119,7 @@ def trailing(func: Any, s: Samples, *args: Any, **kwargs: Any) -> Any:
     "avg_pool3d avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward",
     5,
 )
-def with_rows(width: int, func: Any, s: Samples, *args: Any, **kwargs: Any) -> Any:
+def with_rows(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """Tensors of `width` logical axes have a leading axis of rows or images: samples are more."""
     found = tensors_of(args, kwargs)
     if any(t.dim() != width or t.shape[0] != found[0].shape[0] for t in found):
@@ -133,7 +133,7 @@ def with_rows(width: int, func: Any, s: Samples, *args: Any, **kwargs: Any) -> A
     "upsample_bilinear2d_backward upsample_bicubic2d_backward"
 )
 def upsampled(
-    func: Any, s: Samples, grad: Tensor, size: list[int], shape: list[int], *rest: Any
+    func: Any, s: Expansion, grad: Tensor, size: list[int], shape: list[int], *rest: Any
 ) -> Any:
     """The backward pass of an upsampling takes the shape of the input, rows first."""
     return unfold(func(fold(s.of(grad)), size, [s.n * shape[0], *shape[1:]], *rest), s.n)
@@ -141,7 +141,7 @@ def upsampled(
 
 @each("nll_loss_forward nll_loss_backward", 2)
 @each("nll_loss2d_forward nll_loss2d_backward", 4)
-def likelihood(width: int, func: Any, s: Samples, *args: Any, **kwargs: Any) -> Any:
+def likelihood(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """Unreduced negative log-likelihoods of rows, or of images; the weights are common to all."""
     facts = facts_of(func)
     bound = facts.bind(args, kwargs)
@@ -161,20 +161,20 @@ def likelihood(width: int, func: Any, s: Samples, *args: Any, **kwargs: Any) -> 
 
 
 @each("new_zeros new_ones new_empty new_full")
-def new(func: Any, s: Samples, t: Tensor, size: list[int], *args: Any, **kwargs: Any) -> Any:
+def new(func: Any, s: Expansion, t: Tensor, size: list[int], *args: Any, **kwargs: Any) -> Any:
     """Fresh memory for each sample."""
     return func(s.of(t), [s.n, *size], *args, **kwargs)
 
 
 @rules.register("stack.default")
-def stack(s: Samples, tensors: list[Tensor], dim: int = 0) -> Tensor:
+def stack(s: Expansion, tensors: list[Tensor], dim: int = 0) -> Tensor:
     """Stack along a new axis, counted past the sample axis."""
     width = tensors[0].dim() + 1
     return torch.stack([s.of(t) for t in tensors], dim % width + 1)
 
 
 @rules.register("repeat.default")
-def repeat(s: Samples, t: Tensor, repeats: list[int]) -> Tensor:
+def repeat(s: Expansion, t: Tensor, repeats: list[int]) -> Tensor:
     """Repeat along logical axes; new ones come right after the sample axis."""
     missing = (slice(None), *[None] * (len(repeats) - t.dim()))
     return s.of(t)[missing].repeat(1, *repeats)
@@ -182,7 +182,7 @@ def repeat(s: Samples, t: Tensor, repeats: list[int]) -> Tensor:
 
 @rules.register("new_empty_strided.default")
 def new_empty_strided(
-    s: Samples, t: Tensor, size: list[int], stride: list[int], **kwargs: Any
+    s: Expansion, t: Tensor, size: list[int], stride: list[int], **kwargs: Any
 ) -> Tensor:
     """Fresh memory of the given layout for each sample, one after another."""
     extent = 1 + sum((a - 1) * b for a, b in zip(size, stride, strict=True) if a)
@@ -190,7 +190,7 @@ def new_empty_strided(
 
 
 @rules.register("_pack_padded_sequence.default")
-def pack(s: Samples, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def pack(s: Expansion, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return the packed entries, and the batch sizes that all samples share.
 
     The lengths steer Python code: samples that `Differ` in them go apart.

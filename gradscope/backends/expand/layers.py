@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.expand.facts import aten, each, rules
-from gradscope.backends.expand.tensor import Samples, fold, is_shared, leaves, unfold
+from gradscope.backends.expand.tensor import Expansion, fold, is_shared, leaves, unfold
 
 Scalar = int | float | complex
 Align = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +50,7 @@ def batched(a: Tensor, b: Tensor) -> Tensor:
 
 @rules.register("mm.default")
 @rules.register("mv.default")
-def mm(s: Samples, a: Tensor, b: Tensor) -> Tensor:
+def mm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
     """(p, k) by (k, q), or by (k,)."""
     if b.dim() == 1:
         return product(s.of(a), s.of(b).unsqueeze(2)).squeeze(2)
@@ -58,7 +58,7 @@ def mm(s: Samples, a: Tensor, b: Tensor) -> Tensor:
 
 
 @rules.register("bmm.default")
-def bmm(s: Samples, a: Tensor, b: Tensor) -> Tensor:
+def bmm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
     """(b, p, k) by (b, k, q)."""
     return batched(s.of(a), s.of(b))
 
@@ -67,7 +67,7 @@ def bmm(s: Samples, a: Tensor, b: Tensor) -> Tensor:
 @rules.register("addmv.default")
 @rules.register("baddbmm.default")
 def addmm(
-    s: Samples, c: Tensor, a: Tensor, b: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
+    s: Expansion, c: Tensor, a: Tensor, b: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> Tensor:
     """beta·c + alpha·a b; c broadcasts from the right, past the sample axis."""
     pc, pa, pb = s.of(c), s.of(a), s.of(b)
@@ -84,13 +84,13 @@ def addmm(
 
 
 @rules.register("dot.default")
-def dot(s: Samples, a: Tensor, b: Tensor) -> Tensor:
+def dot(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
     """Sum of products, (k,) by (k,)."""
     return product(s.of(a).unsqueeze(1), s.of(b).unsqueeze(2)).flatten()
 
 
 @rules.register("vdot.default")
-def vdot(s: Samples, a: Tensor, b: Tensor) -> Tensor:
+def vdot(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
     """Sum of products, the first factor conjugated."""
     return product(s.of(a).conj_physical().unsqueeze(1), s.of(b).unsqueeze(2)).flatten()
 
@@ -117,7 +117,7 @@ def _trailing(affine: Tensor, like: Tensor) -> Tensor:
 
 
 def _affine(
-    s: Samples, out: Tensor, weight: Tensor | None, bias: Tensor | None, align: Align
+    s: Expansion, out: Tensor, weight: Tensor | None, bias: Tensor | None, align: Align
 ) -> Tensor:
     """Apply what a layer has after its normalisation, each sample its own."""
     if weight is not None:
@@ -127,7 +127,7 @@ def _affine(
 
 @rules.register("convolution.default")
 def convolution(
-    s: Samples, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
+    s: Expansion, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
 ) -> Tensor:
     """Convolve, transposed or not; geometry ends with the number of groups."""
     px, pw = s.of(x), s.of(weight)
@@ -142,7 +142,7 @@ def convolution(
 
 @rules.register("convolution_backward.default")
 def convolution_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -170,7 +170,12 @@ def convolution_backward(
 
 @rules.register("native_layer_norm.default")
 def layer_norm(
-    s: Samples, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    s: Expansion,
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise over the trailing axes `shape`; the affine map is applied on its own."""
     out, mean, rstd = aten.native_layer_norm(s.of(x), shape, None, None, eps)
@@ -179,7 +184,7 @@ def layer_norm(
 
 @rules.register("native_layer_norm_backward.default")
 def layer_norm_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     shape: list[int],
@@ -207,7 +212,7 @@ def layer_norm_backward(
 
 @rules.register("native_group_norm.default")
 def group_norm(
-    s: Samples,
+    s: Expansion,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -226,7 +231,7 @@ def group_norm(
 
 @rules.register("native_group_norm_backward.default")
 def group_norm_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     mean: Tensor,
@@ -257,19 +262,19 @@ def group_norm_backward(
     return to_x, to_weight, to_bias
 
 
-def _flat(s: Samples, t: Tensor | None) -> Tensor | None:
+def _flat(s: Expansion, t: Tensor | None) -> Tensor | None:
     """Return (n, c) as (n·c,), a view where it is written to."""
     return None if t is None else s.of(t).reshape(-1)
 
 
-def _saved(s: Samples, t: Tensor) -> Tensor:
+def _saved(s: Expansion, t: Tensor) -> Tensor:
     """Return saved statistics (n·c,), or (0,) in eval mode, as (n, c) or (n, 0)."""
     return t.reshape(s.n, -1) if t.numel() else t.new_empty(s.n, 0)
 
 
 @rules.register("native_batch_norm.default")
 def batch_norm(
-    s: Samples,
+    s: Expansion,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -286,7 +291,7 @@ def batch_norm(
 
 @rules.register("native_batch_norm_backward.default")
 def batch_norm_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -309,7 +314,7 @@ def batch_norm_backward(
     "_scaled_dot_product_flash_attention_for_cpu_backward"
 )
 def attention(
-    func: Any, s: Samples, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any
+    func: Any, s: Expansion, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any
 ) -> Any:
     """Fused attention: the samples are rows; a mask is (t, s) or (b or 1, h or 1, t, s)."""
     if attn_mask is not None:

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.backends.expand.facts import Facts, aten, facts_of, rules
 from gradscope.backends.expand.tensor import (
+    Expansion,
     Own,
     PerSample,
-    Samples,
     SharedWrite,
     leaves,
     refuse,
@@ -36,7 +36,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, n: int, own: Own) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.samples = Samples(n)
+        self.samples = Expansion(n)
         self.own = own
         self.refusal: UnsupportedError | None = None  # kept, should the model's code catch it
 
@@ -229,7 +229,7 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*mine, **named)
 
 
-def sample_by_sample(s: Samples, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def sample_by_sample(s: Expansion, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the physical results of any operator, applied to each sample and stacked.
 
     What it writes to is written through slices. Raises `Differ` where samples have results of

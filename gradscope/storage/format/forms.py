@@ -31,7 +31,6 @@ from gradscope.storage.format.numbers import (
     name_of,
     named,
     stored_dtype,
-    text_type,
     unescape,
 )
 from gradscope.storage.plan import FilePlan
@@ -114,7 +113,12 @@ def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
         plist.set_fletcher32()
     shape = array.shape
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    kind = h5_type(array.dtype) if array.text is None else text_type(array.text)
+    kind = h5_type(array.dtype)
+    if array.text is not None:  # UTF-8, with zeros behind a text
+        kind = h5py.h5t.C_S1.copy()
+        kind.set_size(array.text)
+        kind.set_cset(h5py.h5t.CSET_UTF8)
+        kind.set_strpad(h5py.h5t.STR_NULLPAD)
     made = h5py.h5d.create(group.id, name.encode(), kind, space, plist, utf8_links())
     return h5py.Dataset(made)
 

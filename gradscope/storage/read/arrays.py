@@ -17,7 +17,7 @@ from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS
 from gradscope.storage.format.numbers import as_numpy, named, numpy_dtype, unescape
-from gradscope.storage.read.checks import REMEDY, Checks
+from gradscope.storage.format.seal import REMEDY, Checks
 
 T = TypeVar("T")
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType

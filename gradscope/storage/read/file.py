@@ -20,9 +20,8 @@ from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import SOURCES
 from gradscope.storage.format.numbers import escape, unescape
-from gradscope.storage.format.seal import seal_of
+from gradscope.storage.format.seal import Checks, seal_of
 from gradscope.storage.read.arrays import Lazy, StoredArray, StoredChain, column, stored_states
-from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 
 _BATCH_BYTES = 2**28  # of dense rows, unless the caller says how many

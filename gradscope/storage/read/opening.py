@@ -34,8 +34,7 @@ from gradscope.storage.format.layout import (
     is_known,
 )
 from gradscope.storage.format.numbers import unescape
-from gradscope.storage.format.seal import Seal, seal_of
-from gradscope.storage.read.checks import REMEDY, Checks
+from gradscope.storage.format.seal import REMEDY, Checks, Seal, seal_of
 
 _DEPTH = 4  # /chains/0/NAME/left
 _CHUNK_BYTES = 2 * CHUNK_BYTES

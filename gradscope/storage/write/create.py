@@ -68,16 +68,7 @@ def lay_out(
     batch: int,
     more: Callable[[h5py.File], None] = lambda file: None,
 ) -> Regions:
-    """Begin the `.part`: what the run is, and all data sets with a sample axis.
-
-    Args:
-        paths: Of the file.
-        target: The `.part`.
-        plan: What will be stored.
-        forms: Of the columns, by their paths.
-        batch: How many rows come at a time.
-        more: Creates whatever else is to be there.
-    """
+    """Begin the `.part`: what the run is, `more`, and all columns, whose rows come by batches."""
     os.ftruncate(target.descriptor, 0)
     with target.editing() as file:
         file.attrs["format"] = FORMAT

@@ -24,9 +24,8 @@ from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
 from gradscope.storage.format.files import read, require_free, sync_folder, write, writing
 from gradscope.storage.format.numbers import as_numpy
-from gradscope.storage.format.seal import damaged, gaps, joined
+from gradscope.storage.format.seal import damage_text, damaged, gaps, joined
 from gradscope.storage.plan import FilePlan, States, differences
-from gradscope.storage.read.checks import damage_text
 from gradscope.storage.write.region import Mark, Regions
 
 COMMIT_SECONDS = 1.0

@@ -22,10 +22,9 @@ from gradscope.storage.format.files import reading, writing
 from gradscope.storage.format.forms import DENSE
 from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets, Shape, datasets
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
-from gradscope.storage.format.seal import NO_RECORDS
+from gradscope.storage.format.seal import NO_RECORDS, Checks
 from gradscope.storage.plan import Rows
 from gradscope.storage.read.arrays import dense_rows
-from gradscope.storage.read.checks import Checks
 from gradscope.storage.write.target import Target
 
 PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches

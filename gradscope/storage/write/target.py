@@ -153,13 +153,10 @@ class Target:
         write(self.descriptor, data.data, offset)
 
     def write_chunks(self, places: np.ndarray, chunks: Sequence[np.ndarray]) -> list[int]:
-        """Write chunks that have a place, offset and size (m, 2), with their Fletcher-32.
+        """Write chunks that have a place, offset and size (m, 2); return the CRC-32C of each.
 
         They go to the disk from several threads: through HDF5 they would go from one, and a run
         that stores rows would take longer.
-
-        Returns:
-            The CRC-32C of each.
         """
         run = list(zip(places.tolist(), chunks, strict=True))
         if sum(map(len, chunks)) < _AT_ONCE:
@@ -178,8 +175,7 @@ class Target:
     def pack_chunk(self, path: str, start: int, data: np.ndarray) -> tuple[int, int, int]:
         """Have HDF5 compress the chunk that begins at byte `start` of a data set, and place it.
 
-        Returns:
-            Its offset, its size and its CRC-32C.
+        What is returned is its offset, its size and its CRC-32C.
         """
         with self._guarded():
             require_memory()
@@ -277,15 +273,11 @@ def _write_run(descriptor: int, run: Sequence[tuple[list[int], np.ndarray]]) -> 
 
 
 def fletcher32(data: np.ndarray, length: int) -> bytes:
-    """Return HDF5's Fletcher-32 checksum of a chunk, many words at a time.
+    """Return HDF5's Fletcher-32 checksum of `data` (m,) uint8 and zeros up to `length`.
 
     Over the n 16-bit words wᵢ of a chunk, it is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5 adds one
     word after the other; here the words are a table, and the sums over its columns and rows give
-    both.
-
-    Args:
-        data: (m,) uint8, contiguous; at most 128 MiB, so that no sum overflows.
-        length: The chunk's bytes, m or more: zeros follow the data.
+    both. Up to 128 MiB no sum overflows.
 
     Source: Fletcher 1982, doi:10.1109/TCOM.1982.1095369; `H5_checksum_fletcher32` of HDF5.
     """

@@ -18,8 +18,8 @@ from gradscope.storage.format.files import (
     writing,
 )
 from gradscope.storage.format.forms import create_columns, stored_form
+from gradscope.storage.format.seal import Checks
 from gradscope.storage.plan import FilePlan, Rows, States
-from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.file import open_file
 from gradscope.storage.write.create import Look, complete, forms_of, lay_out
 from gradscope.storage.write.journal import (
@@ -44,14 +44,10 @@ def open_writer(
 ) -> Iterator["Writer"]:
     """Open a result file for writing; yields a `Writer`.
 
-    When the body ends without `finish`, by an exception or not, what is complete is kept for
-    `resume`; where nothing is, nothing stays behind.
-
-    Args:
-        path: The final file; the work goes on in `path`.part.
-        plan: What will be stored.
-        overwrite: Replace a file that is there; it stays untouched until the new one is complete.
-        resume: Go on with an unfinished run of the same plan, or find that nothing is left to do.
+    The work goes on in `path`.part. When the body ends without `finish`, by an exception or not,
+    what is complete is kept for `resume`; where nothing is, nothing stays behind. `overwrite`
+    replaces a file that is there, which stays untouched until the new one is complete; `resume`
+    goes on with an unfinished run of the same plan, or finds that nothing is left to do.
 
     Raises:
         OutputError: The file cannot be written, is there already, or belongs to another run.
@@ -105,16 +101,10 @@ class Writer:
         self._structure = found.structure if found else None
 
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Write one batch.
+        """Write one batch, whose rows follow those that are complete, and the states after it.
 
-        Args:
-            rows: The batch's rows, which follow those that are complete.
-            states: The reducers' states after this batch. They may be changed in place later:
-                what is to be kept is copied or written before this returns.
-            proved: Whether `go_back` may go back to it.
-
-        Raises:
-            OutputError: It cannot be written; what was complete before stays so.
+        States may be changed in place later: what is to be kept is copied or written before this
+        returns. To a batch that is `proved`, `go_back` may go back.
         """
         n = int(rows.index.shape[0])
         if self.completed + n > self._plan.n:
@@ -145,13 +135,10 @@ class Writer:
                 self._commit(replace(self._point, states=states or {}))
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Forget the batches after the last one that was proved.
+        """Forget the batches after the last one that was proved; return rows and states left.
 
         Where that is not possible (states too large to be kept twice, compressed rows, which lie
         where they were put), the file begins anew.
-
-        Returns:
-            How many rows are left, and the reducers' states after them.
         """
         point, regions = self._proved, self._regions
         with writing(self._paths.final):
@@ -183,9 +170,6 @@ class Writer:
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, for /states: what files are merged from.
             look: Called with the file while it is open for its verification.
-
-        Raises:
-            OutputError: Rows are missing, or the file cannot be completed.
         """
         if self._done:
             return

@@ -24,7 +24,7 @@ from gradscope.backends.hooks.graph.axes import (
     support,
 )
 from gradscope.backends.hooks.graph.movement import movers, stays
-from gradscope.backends.hooks.graph.trace import Output, Program, Trace
+from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 
@@ -44,7 +44,7 @@ class FrontierEdge:
 class Analysis:
     """The static facts of a program."""
 
-    program: Program  # what was analysed
+    program: RecordedProgram  # what was analysed
     # the sample axis of each output at the frontier that has the samples in order
     axes: dict[Output, SampleAxis]
     # the axis of each output at the frontier whose owners each batch must tell: masked, sorted
@@ -167,7 +167,7 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     after = movers(first, second, sizes)
     on_frontier = {edge.node: after[edge.node] for edge in frontier}
     return Analysis(
-        program=Program.of(first),
+        program=RecordedProgram.of(first),
         axes={output: axis for output, axis in axes.items() if output[0] in on_frontier},
         open={output: axis for output, axis in still_open.items() if output[0] in on_frontier},
         movers=on_frontier,
