@@ -86,7 +86,7 @@ def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
 
     Raises:
         SharedWrite: The model writes to a tensor that samples share.
-        Differ: Expansion take different ways through the model.
+        Differ: Samples take different ways through the model.
     """
     n = len(batch)
     params = {k: _leaf(p, n) for k, p in problem.parameters.items()}
