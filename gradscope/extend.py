@@ -24,8 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.backends.hooks.rules import Rule, Site, node_rules
-from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
-from gradscope.core.problem import model_loss
+from gradscope.blocks import (
+    Block,
+    DenseBlock,
+    Gradients,
+    MappedBlock,
+    OuterBlock,
+    ScatterBlock,
+    wide,
+)
+from gradscope.core.problem import Predictive, model_loss
 from gradscope.sources import (
     NumberColumn,
     SequenceColumn,
@@ -36,7 +44,7 @@ from gradscope.sources import (
     matching,
 )
 from gradscope.sources.formats import Reader
-from gradscope.stages.losses import Normaliser, Predictive, loss, per_sample_loss
+from gradscope.stages.losses import Normaliser, loss, per_sample_loss
 from gradscope.stages.reducers import Reducer, State, reducers
 from gradscope.stages.reducers.base import (
     added,
@@ -46,7 +54,6 @@ from gradscope.stages.reducers.base import (
     on_one_device,
     ordered,
     tiles,
-    wide,
 )
 from gradscope.stages.transforms import (
     NeedsMean,

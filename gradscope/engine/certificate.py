@@ -10,6 +10,7 @@ finite is known. State: what the forward pass changes in the model is found, and
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -194,8 +195,13 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
             require_consistent(answer.backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    if len(unused) == len(squared):
-        _require_graph(answer.problem, batch)
+    if len(unused) == len(squared) and not answer.problem.losses(batch).requires_grad:
+        raise ModelError(  # all rows are zero, as a slip leaves them
+            "the losses do not depend on any parameter: they are cut off from the graph",
+            where="the model or its loss",
+            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
+            "forward pass and in the loss.",
+        )
     certificate = Certificate(
         backend=answer.backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
@@ -320,39 +326,28 @@ def _worst(checks: Sequence[Check]) -> Check:
 
 
 def _agreement(answer: Answer, chosen: Tensor) -> Check:
-    """Compare the samples at positions `chosen` with what each gives by itself."""
-    return _worst([alone(answer, k) for k in chosen.tolist()])
-
-
-def alone(answer: Answer, sample: int) -> Check:
-    """Compare one sample with a batch of one, or with its own loss in its batch."""
+    """Compare samples with batches of one, or with their own losses in their batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
-    gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
-    claim = Claim.of(gradients, losses.new_ones(1))
-    if answer.own_loss:
-        weights = torch.zeros_like(losses)
-        weights[sample] = 1
-        right = own_gradient(problem, batch, sample)
-        return judged(problem, claim, Objective.together(batch, weights), right)
-    one = batch.one(sample)
-    loss, right = one_sample(problem, one)
-    here = losses[sample : sample + 1]
-    if not same(here, loss[None], losses, problem.precision):
-        require_independent(problem, batch)
-        _explain(answer, one, here, loss[None])
-    objective = Objective.together(one, claim.weights)
-    return judged(problem, claim, objective, right, Objective.twice(one))
+    require_once = cache(lambda: require_independent(problem, batch))
 
+    def alone(sample: int) -> Check:
+        gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
+        claim = Claim.of(gradients, losses.new_ones(1))
+        if answer.own_loss:
+            weights = torch.zeros_like(losses)
+            weights[sample] = 1
+            right = own_gradient(problem, batch, sample)
+            return judged(problem, claim, Objective.together(batch, weights), right)
+        one = batch.one(sample)
+        loss, right = one_sample(problem, one)
+        here = losses[sample : sample + 1]
+        if not same(here, loss[None], losses, problem.precision):
+            require_once()
+            _explain(answer, one, here, loss[None])
+        objective = Objective.together(one, claim.weights)
+        return judged(problem, claim, objective, right, Objective.twice(one))
 
-def _require_graph(problem: Problem, batch: Batch) -> None:
-    """Refuse losses that no parameter can reach, as a slip leaves them: all rows would be zero."""
-    if not problem.losses(batch).requires_grad:
-        raise ModelError(
-            "the losses do not depend on any parameter: they are cut off from the graph",
-            where="the model or its loss",
-            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
-            "forward pass and in the loss.",
-        )
+    return _worst([alone(k) for k in chosen.tolist()])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}

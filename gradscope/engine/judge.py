@@ -109,10 +109,6 @@ class Objective:
         """Return that of a single sample, as the mean of two of it."""
         return cls((sample.resized(2),), (torch.full((2,), 0.5),))
 
-    def in_double_precision(self) -> "Objective":
-        """Return the same on widened inputs and targets."""
-        return replace(self, batches=tuple(b.in_double_precision() for b in self.batches))
-
     def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
         found: list[Tensor] = []
@@ -203,7 +199,8 @@ def _in_float64(
     """Return the gradient without rounding, and how far rounding can lead away from it."""
     with double_precision():
         wide = problem.converted(torch.float64)
-        truth = objective.in_double_precision().evaluated(wide)[1]
+        batches = tuple(batch.in_double_precision() for batch in objective.batches)
+        truth = replace(objective, batches=batches).evaluated(wide)[1]
     spread = dict.fromkeys(names, 0.0)
     for near in nearby(problem, _TRIALS):
         found = objective.evaluated(near)[1]

@@ -67,27 +67,23 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
             where="gradscope.transform",
             remedy=f'Write @gradscope.transform("elementwise"), or: {", ".join(_SCOPES)}.',
         )
-    return partial(_declared, _SCOPES[scope])
+    kind = _SCOPES[scope]
 
+    def declared(function: Callable[..., Any]) -> TransformFactory:
+        own = inspect.signature(function, eval_str=True)
 
-def _declared(scope: Scope, function: Callable[..., Any]) -> TransformFactory:
-    """Return the factory, whose signature has the options: all parameters but the first."""
-    own = inspect.signature(function, eval_str=True)
+        def make(**options: Any) -> Transform:
+            return _made(function.__name__, kind, partial(function, **options))
 
-    def make(**options: Any) -> Transform:
-        return _made(function.__name__, scope, partial(function, **options))
+        update_wrapper(make, function)
+        options = list(own.parameters.values())[1:]
+        for k, option in enumerate(options):  # one without an annotation has its default's type
+            if option.annotation is option.empty and isinstance(option.default, _PLAIN):
+                options[k] = option.replace(annotation=type(option.default))
+        make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
+        return TransformFactory(make, kind, function)
 
-    update_wrapper(make, function)
-    options = [_option(p) for p in list(own.parameters.values())[1:]]
-    make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
-    return TransformFactory(make, scope, function)
-
-
-def _option(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter; without an annotation it has the type of its default."""
-    bare = parameter.annotation is parameter.empty
-    known = isinstance(parameter.default, _PLAIN)
-    return parameter.replace(annotation=type(parameter.default)) if bare and known else parameter
+    return declared
 
 
 def _made(name: str, scope: Scope, function: Callable[[Any], Any]) -> Transform:

@@ -214,16 +214,14 @@ def test_a_plan_says_what_a_run_takes(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_stays_within_its_budget(folder: Path, tmp_path: Path) -> None:
-    megabytes, sizes = (150, 600), []
-    for most in megabytes:
-        out = tmp_path / f"{most}.h5"
-        run = fresh("run", folder, out, memory=f"{most}MB", backend="hooks")
-        assert run["peak"] <= most * 10**6
-        with open_file(out) as file:
-            sizes.append(file.run["batch_size"])
-            assert file.certificate["samples"] == sizes[-1]
-        assert any("--memory" in note for note in run["notes"])
-    assert sizes[0] < sizes[1]
+    out = tmp_path / "out.h5"
+    run = fresh("run", folder, out, memory="150MB", backend="hooks")
+    assert run["peak"] <= 150 * 10**6
+    with open_file(out) as file:
+        size = file.run["batch_size"]
+        assert file.certificate["samples"] == size
+    assert 1 < size < 128  # not all of them
+    assert any("--memory" in note for note in run["notes"])
 
 
 def test_a_budget_for_nothing(tmp_path: Path) -> None:

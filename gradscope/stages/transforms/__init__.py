@@ -6,7 +6,6 @@ from gradscope.stages.transforms import (  # noqa: F401  each registers its tran
     norms,
     project,
     random,
-    topk,
     vectors,
 )
 from gradscope.stages.transforms.base import (

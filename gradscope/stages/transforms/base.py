@@ -119,3 +119,10 @@ def widened(gradients: Gradients) -> Gradients:
 def blockwise(fn: Callable[[Block], Block]) -> Transform:
     """Return the transform that applies `fn` to each parameter's block, in at least float32."""
     return lambda gradients: widened(gradients).map(fn)
+
+
+def by_parts(fn: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply `fn` to real numbers, or to the real and imaginary parts (..., 2) of complex ones."""
+    if not values.is_complex():
+        return fn(values)
+    return torch.view_as_complex(fn(torch.view_as_real(values)))

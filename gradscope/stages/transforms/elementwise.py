@@ -12,6 +12,7 @@ from gradscope.stages.transforms.base import (
     Scope,
     Transform,
     blockwise,
+    by_parts,
     transform,
     widened,
 )
@@ -80,12 +81,10 @@ def clamp(min_: float | None = None, max_: float | None = None) -> Transform:
         raise ValueError(f"min must not be above max, and is {low} with max {high}")
     most = max(abs(limit) for limit in (min_, max_) if limit is not None)
 
-    def apply(t: Tensor) -> Tensor:
-        parts = torch.view_as_real(t) if t.is_complex() else t
-        limited = parts.clamp(low, high)
-        return torch.view_as_complex(limited) if t.is_complex() else limited
-
-    return _mapped(apply, lambda bound: bound + _ROOT * most)
+    return _mapped(
+        lambda t: by_parts(lambda parts: parts.clamp(low, high), t),
+        lambda bound: bound + _ROOT * most,
+    )
 
 
 @transform("threshold", Scope.ELEMENTWISE)

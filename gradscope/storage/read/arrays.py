@@ -17,7 +17,7 @@ from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS
 from gradscope.storage.format.numbers import as_numpy, named, numpy_dtype, unescape
-from gradscope.storage.read.checks import REMEDY, Checks
+from gradscope.storage.format.seal import REMEDY, Checks
 
 T = TypeVar("T")
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
@@ -42,9 +42,9 @@ class StoredArray:
             self.shape = tuple(int(s) for s in item.shape)
             self.dtype = item.dtype
         else:
+            self.representation = "factored"
             with reading(self._where):
-                self.representation = "factored"
-                self.shape = _factored_shape(item, self._where)
+                self.shape = _factored_shape(item)
                 self.dtype = numpy_dtype(named(str(item.attrs["dtype"])))
 
     @property
@@ -154,12 +154,6 @@ class StoredChain(Lazy[StoredArray]):
         super().__init__(names, read, kept=True)
 
 
-def norms(group: h5py.Group, checks: Checks, order: list[str]) -> Lazy[np.ndarray]:
-    """Return {parameter: (N,)}, each read and checked when asked for."""
-    found = {unescape(name): name for name in group}
-    return Lazy((n for n in order if n in found), lambda name: column(group[found[name]], checks))
-
-
 def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
     """Return the state of one reducer, {key: tensor}."""
     if KEYS not in group.attrs:  # as in the first version
@@ -213,7 +207,7 @@ def dense_rows(group: h5py.Group, rows: slice, checks: Checks) -> np.ndarray:
     return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
 
 
-def _factored_shape(group: h5py.Group, where: str) -> tuple[int, ...]:
+def _factored_shape(group: h5py.Group) -> tuple[int, ...]:
     """Return (N, *shape), having checked that the factors make up such an array."""
     shape = tuple(int(s) for s in group.attrs["shape"])
     first, second = (group[name] for name in KINDS[str(group.attrs["kind"])])
@@ -227,7 +221,6 @@ def _factored_shape(group: h5py.Group, where: str) -> tuple[int, ...]:
     if not fits or min(shape, default=1) < 0:
         raise ResultFileError(
             f"factors of {first.shape} and {second.shape} do not make an array of {shape}",
-            where=where,
             remedy="The file is damaged; compute it again.",
         )
     return (n, *shape)
