@@ -1,6 +1,7 @@
 """Memory: how much there is, how much a run takes, and the batch size that follows."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -189,9 +190,10 @@ else:
 
 def fresh(how: str, folder: Path, out: Path, **options: Any) -> dict[str, Any]:
     """Plan or compute in a process of its own, as the command does."""
+    steady = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # else malloc keeps now more, now less
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, how, str(folder), str(out), json.dumps(options)],
-        capture_output=True, text=True, check=False, cwd=ROOT,
+        capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | steady,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
