@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,7 @@ def shard(gradscope: Gradscope, options: list[str], out: Path, index: int, count
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_shards_equal_the_single_run(
+    forked: Forked,
     gradscope: Gradscope,
     options: list[str],
     made: Path,
@@ -97,7 +99,8 @@ def test_shards_equal_the_single_run(
 ) -> None:
     out = tmp_path / "o.h5"
     if count != 3:
-        files = [shard(gradscope, options, out, k, count) for k in range(count)]
+        alike = partial(forked.run, cwd=tmp_path)  # with as many threads as the single run
+        files = [shard(alike, options, out, k, count) for k in range(count)]
     assert not out.exists()
     done = gradscope("merge", *files[::-1], "-o", out)
     assert done.code == 0, done.err
