@@ -33,6 +33,8 @@ class Forked:
     """A process that runs one command after the other, each in a fork."""
 
     def __enter__(self) -> Self:
+        import torch
+
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.forked"],
             stdin=subprocess.PIPE,
@@ -40,7 +42,7 @@ class Forked:
             text=True,
             cwd=Path(__file__).parents[2],
             env={k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
-            | {"OMP_NUM_THREADS": "1"},
+            | {"OMP_NUM_THREADS": str(torch.get_num_threads())},  # a file names their number
         )
         return self
 
