@@ -2,7 +2,7 @@
 
     from gradscope import extend
 
-    @extend.transform("damped", extend.Scope.FACTOR)
+    @extend.transform("damped", extend.TransformScope.FACTOR)
     def damped(gamma: float = 0.01) -> extend.Transform: ...
 
 | decorator | above | found as |
@@ -59,8 +59,8 @@ from gradscope.stages.transforms import (
     NeedsMean,
     NeedsProblem,
     ReadsNorms,
-    Scope,
     Transform,
+    TransformScope,
     Vector,
     random,
     transform,
@@ -85,7 +85,6 @@ __all__ = [
     "Record",
     "Reducer",
     "ScatterBlock",
-    "Scope",
     "Section",
     "SequenceColumn",
     "Site",
@@ -94,6 +93,7 @@ __all__ = [
     "Summary",
     "TextColumn",
     "Transform",
+    "TransformScope",
     "Vector",
     "added",
     "blockwise",

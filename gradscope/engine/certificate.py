@@ -30,8 +30,8 @@ from gradscope.core.independence import (
 from gradscope.core.problem import Problem
 from gradscope.engine.judge import (
     NOTHING,
-    Check,
     Claim,
+    LargestError,
     Objective,
     judged,
     require_consistent,
@@ -51,8 +51,8 @@ class Certificate:
     samples: int
     positions: tuple[int, int]  # of the first and the last sample
     nonfinite: int  # samples without a finite gradient; these are flagged, not examined
-    completeness: Check  # Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ
-    agreement: Check  # single samples against batches of one
+    completeness: LargestError  # Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ
+    agreement: LargestError  # single samples against batches of one
     compared: tuple[int, ...]  # positions of these
     unused: tuple[str, ...]  # parameters that no sample's loss here reaches: their rows are zero
     unproved: tuple[str, ...]  # whose gradient is no more than rounding, so that nothing is proved
@@ -233,7 +233,7 @@ def glimpsed(answer: Answer) -> None:
 
 def _sums(
     answer: Answer, claim: Claim, after: Certificate | None, draw: torch.Generator
-) -> Iterator[Check]:
+) -> Iterator[LargestError]:
     """Compare losses and the claim with the samples in two other batches, and as they are.
 
     After an earlier proof the two other batches suffice.
@@ -315,7 +315,7 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     _require_passed(check, "completeness", answer.backend, batch)
 
 
-def _worst(checks: Sequence[Check]) -> Check:
+def _worst(checks: Sequence[LargestError]) -> LargestError:
     """Return the check that is nearest to failing, with what all of them say of rounding."""
     if not checks:
         return NOTHING
@@ -325,12 +325,12 @@ def _worst(checks: Sequence[Check]) -> Check:
     return replace(worst, dtype=dtype, small=tuple(small))
 
 
-def _agreement(answer: Answer, chosen: Tensor) -> Check:
+def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
     """Compare samples with batches of one, or with their own losses in their batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     require_once = cache(lambda: require_independent(problem, batch))
 
-    def alone(sample: int) -> Check:
+    def alone(sample: int) -> LargestError:
         gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
         claim = Claim.of(gradients, losses.new_ones(1))
         if answer.own_loss:
@@ -353,7 +353,7 @@ def _agreement(answer: Answer, chosen: Tensor) -> Check:
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
 
 
-def _require_passed(check: Check, what: str, backend: str, batch: Batch) -> None:
+def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) -> None:
     if not check.passed:
         raise CertificateError(
             f"the {backend} backend failed the proof of {what}: relative error {check.error:.2e} "

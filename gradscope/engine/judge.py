@@ -43,7 +43,7 @@ _ROUNDINGS = 64.0  # of terms that cancel
 
 
 @dataclass(frozen=True)
-class Check:
+class LargestError:
     """One comparison, of the parameter that is worst off."""
 
     error: float  # relative
@@ -63,7 +63,7 @@ class Check:
         return _rank(self.error, self.tolerance)
 
 
-NOTHING = Check(0.0, "", 0.0)  # where there was nothing to compare
+NOTHING = LargestError(0.0, "", 0.0)  # where there was nothing to compare
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def judged(
     right: Mapping[str, Tensor],
     other: Objective | None = None,
     small: frozenset[str] = frozenset(),
-) -> Check:
+) -> LargestError:
     """Compare a claim with what is right, and have rounding answer for what differs.
 
     Args:
@@ -161,7 +161,7 @@ def judged(
                     noise.append(k)
     told = [k for k in right if k not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
-    return Check(
+    return LargestError(
         error=errors.get(worst, 0.0),
         parameter=worst,
         tolerance=allowed.get(worst, tolerance),

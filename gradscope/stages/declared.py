@@ -32,9 +32,9 @@ from gradscope.core.locate import own_stage
 from gradscope.errors import ModelError, SpecError
 from gradscope.stages.reducers.base import Reducer, State
 from gradscope.stages.transforms.base import (
-    Scope,
     Transform,
     TransformFactory,
+    TransformScope,
     blockwise,
     widened,
 )
@@ -42,7 +42,7 @@ from gradscope.stages.transforms.base import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SCOPES = {scope.name.lower(): scope for scope in Scope}
+_SCOPES = {scope.name.lower(): scope for scope in TransformScope}
 _PLAIN = (bool, int, float, str)
 
 # Uneven numbers of both signs, large, small and zero; no two of one magnitude.
@@ -86,14 +86,14 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
     return declared
 
 
-def _made(name: str, scope: Scope, function: Callable[[Any], Any]) -> Transform:
+def _made(name: str, scope: TransformScope, function: Callable[[Any], Any]) -> Transform:
     """Return the transform, having tried what can be tried without data."""
     fn = _guarded(name, function)
-    if scope in (Scope.LINEAR, Scope.VECTOR):
+    if scope in (TransformScope.LINEAR, TransformScope.VECTOR):
         return partial(_on_rows, name, fn)
     probe = torch.tensor(_PROBE, dtype=torch.float64)
     try:
-        if scope is Scope.ELEMENTWISE:
+        if scope is TransformScope.ELEMENTWISE:
             _require_own(name, fn, "entry", probe.reshape(3, 4), ())
             return blockwise(lambda block: MappedBlock(block, fn))
         _require_own(name, fn, "sample", probe.abs(), (1,))

@@ -60,6 +60,36 @@ def test_numbers_of_every_kind(
     assert found["missing"] == []
 
 
+def test_flipped_labels_and_a_duplicate_are_found(gradscope: Gradscope, tmp_path: Path) -> None:
+    """1% of the digits' labels are wrong: nine in ten are among the 5% largest norms."""
+    data = np.load(SAMPLES / "digits_mlp" / "data.npz")
+    rng = np.random.default_rng(1)
+    images, labels = data["images"], data["labels"].copy()
+    wrong = rng.choice(len(labels), len(labels) // 100, replace=False)
+    labels[wrong] = (labels[wrong] + rng.integers(1, 10, len(wrong))) % 10
+    twin = next(k for k in range(len(labels)) if k not in wrong)
+    np.savez(
+        tmp_path / "data.npz",
+        images=np.concatenate([images, images[[twin]]]),
+        labels=np.append(labels, labels[twin]),
+    )
+    spec = (SAMPLES / "digits_mlp" / "dataset.toml").read_text()
+    (tmp_path / "dataset.toml").write_text(spec)
+    options = ["--config", SAMPLES / "digits_mlp" / "run.toml", "-t", "identity", "-q"]
+    weights = SAMPLES / "digits_mlp" / "weights.safetensors"
+    path = tmp_path / "out.h5"
+    done = gradscope("compute", weights, tmp_path / "dataset.toml", *options, "-o", path)
+    assert done.code == 0, done.err
+    found = json.loads(gradscope("stats", path, "--top", "90", "--json").out)
+    flipped = set(wrong.tolist())
+    large = {row["index"] for row in found["samples"]}
+    assert len(large & flipped) >= 0.9 * len(flipped)
+    first = {row["index"] for row in found["largest_losses"][: len(flipped)]}
+    assert len(first & flipped) >= 0.9 * len(flipped)
+    pairs = [(pair["first"], pair["second"]) for pair in found["duplicates"]["same"]]
+    assert pairs == [(twin, len(labels))]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_fails_no_check(gradscope: Gradscope, tmp_path: Path, dtype: str) -> None:
     """Rows are rounded, norms are not: what differs between them is no fault of the file."""

@@ -9,7 +9,7 @@ import torch
 from gradscope.blocks import DenseBlock, Gradients, Tuner, outer
 from gradscope.errors import SpecError
 from gradscope.stages.chain import bind
-from gradscope.stages.transforms import Scope, Vector, transforms
+from gradscope.stages.transforms import TransformScope, Vector, transforms
 from tests.stages import examples
 from tests.stages.examples import N, Rows, compare, each, everything, example, flat, mean, scaled
 
@@ -337,7 +337,7 @@ def test_a_vector_that_does_not_fit(text: str) -> None:
 def test_every_transform_declares_its_scope_and_says_what_it_is() -> None:
     for name in transforms.names():
         factory = transforms.get(name)
-        assert isinstance(factory.scope, Scope), name
+        assert isinstance(factory.scope, TransformScope), name
         assert transforms.summary(name).endswith((".", ";", ",")), name
 
 

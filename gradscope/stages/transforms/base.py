@@ -18,7 +18,7 @@ from gradscope.errors import SpecError
 Transform = Callable[[Gradients], Gradients]
 
 
-class Scope(StrEnum):
+class TransformScope(StrEnum):
     """How much of a sample's gradient one entry of the result depends on."""
 
     ELEMENTWISE = "elementwise"
@@ -88,7 +88,10 @@ class TransformFactory(StageFactory[Step]):
     """
 
     def __init__(
-        self, make: Callable[..., Step], scope: Scope, function: Callable[..., Any] | None = None
+        self,
+        make: Callable[..., Step],
+        scope: TransformScope,
+        function: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(make)
         self.scope = scope
@@ -98,7 +101,9 @@ class TransformFactory(StageFactory[Step]):
 transforms: Registry[TransformFactory] = Registry("transform")
 
 
-def transform(name: str, scope: Scope) -> Callable[[Callable[..., Step]], TransformFactory]:
+def transform(
+    name: str, scope: TransformScope
+) -> Callable[[Callable[..., Step]], TransformFactory]:
     """Register a factory: it takes the stage's arguments and returns the transform.
 
     Args:

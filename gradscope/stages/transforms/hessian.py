@@ -21,14 +21,20 @@ from gradscope.core.independence import require_independent
 from gradscope.core.locate import unsupported
 from gradscope.core.problem import Problem, unfused
 from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
-from gradscope.stages.transforms.base import NeedsProblem, Scope, Transform, Vector, transform
+from gradscope.stages.transforms.base import (
+    NeedsProblem,
+    Transform,
+    TransformScope,
+    Vector,
+    transform,
+)
 
 _ERROR_NODE = "torch::autograd::Error"
 _STEP = 1e-5  # of the length of the parameters, for differences of gradients
 _TOLERANCE = 1e-4
 
 
-@transform("hvp", Scope.VECTOR)
+@transform("hvp", TransformScope.VECTOR)
 def hvp(with_: Vector | None = None) -> NeedsProblem:
     """T(g) = Hᵢ gᵢ = ½∇‖gᵢ‖², Hᵢ the Hessian of the sample's own loss; with a stored v, Hᵢ v.
 

@@ -14,12 +14,18 @@ from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, SparseBlock
 from gradscope.blocks.base import TILE_BYTES, as_rows, p_norms
-from gradscope.stages.transforms.base import ReadsNorms, Scope, Transform, transform, widened
+from gradscope.stages.transforms.base import (
+    ReadsNorms,
+    Transform,
+    TransformScope,
+    transform,
+    widened,
+)
 
 Per = Literal["sample", "parameter"]
 
 
-@transform("norm", Scope.VECTOR)
+@transform("norm", TransformScope.VECTOR)
 def norm(p: float = 2.0, per: Per = "sample") -> Transform:
     """T(g) = ‖g‖ₚ: one number a sample, or one a sample and parameter.
 
@@ -34,7 +40,7 @@ def norm(p: float = 2.0, per: Per = "sample") -> Transform:
     return apply
 
 
-@transform("clip", Scope.FACTOR)
+@transform("clip", TransformScope.FACTOR)
 def clip(max_norm: float, p: float = 2.0, per: Per = "sample") -> Transform:
     """T(g) = g · min(1, max_norm / ‖g‖ₚ), over all parameters together or each by itself.
 
@@ -47,7 +53,7 @@ def clip(max_norm: float, p: float = 2.0, per: Per = "sample") -> Transform:
     return _by_norm(lambda sizes: (max_norm / sizes).clamp(max=1.0), p, per)
 
 
-@transform("normalize", Scope.FACTOR)
+@transform("normalize", TransformScope.FACTOR)
 def normalize(p: float = 2.0, per: Per = "sample") -> Transform:
     """T(g) = g / ‖g‖ₚ, over all parameters together or each by itself; a zero stays zero.
 
@@ -57,7 +63,7 @@ def normalize(p: float = 2.0, per: Per = "sample") -> Transform:
     return _by_norm(lambda sizes: torch.where(sizes == 0, 0.0, 1.0 / sizes), p, per)
 
 
-@transform("topk", Scope.VECTOR)
+@transform("topk", TransformScope.VECTOR)
 def topk(k: int | None = None, fraction: float | None = None) -> Transform:
     """Keep the k entries of largest magnitude of a sample's whole gradient, zero the rest.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients
 from gradscope.stages.transforms import random
-from gradscope.stages.transforms.base import Scope, Transform, transform, widened
+from gradscope.stages.transforms.base import Transform, TransformScope, transform, widened
 
 Kind = Literal["gaussian", "rademacher", "sparse", "kronecker"]
 Tile = tuple[slice, slice, Tensor]
@@ -30,7 +30,7 @@ _LARGEST = 2**24  # numbers of a projection
 _ROWS, _COLUMNS = 16, 4096  # of a stream: changing these changes every matrix
 
 
-@transform("project", Scope.LINEAR)
+@transform("project", TransformScope.LINEAR)
 def project(dim: int, kind: Kind = "gaussian", seed: int = 0) -> Transform:
     """T(g) = P g / √dim, P random: the single entry `project` (n, dim), in float64.
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients, RandomBlock
 from gradscope.blocks.base import as_rows
-from gradscope.stages.transforms.base import Scope, Transform, by_parts, transform, widened
+from gradscope.stages.transforms.base import Transform, TransformScope, by_parts, transform, widened
 
 _STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
 _MOST_BITS = 24  # beyond, the levels are finer than float32
 
 
-@transform("noise", Scope.ELEMENTWISE)
+@transform("noise", TransformScope.ELEMENTWISE)
 def noise(std: float, seed: int = 0) -> Transform:
     """T(g) = g + std · z, z standard normal, independent in every entry: the Gaussian mechanism.
 
@@ -41,7 +41,7 @@ def noise(std: float, seed: int = 0) -> Transform:
     return _drawn("noise", draw)
 
 
-@transform("quantize", Scope.VECTOR)
+@transform("quantize", TransformScope.VECTOR)
 def quantize(bits: int, seed: int = 0) -> Transform:
     """Stochastic rounding to 2^bits − 1 even levels over [−max|g|, max|g|]; unbiased.
 

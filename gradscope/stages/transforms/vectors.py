@@ -17,8 +17,8 @@ from gradscope.blocks.base import squares
 from gradscope.errors import SpecError
 from gradscope.stages.transforms.base import (
     NeedsMean,
-    Scope,
     Transform,
+    TransformScope,
     Vector,
     transform,
     widened,
@@ -27,7 +27,7 @@ from gradscope.stages.transforms.base import (
 Apply = Callable[[Block], Block]
 
 
-@transform("dot", Scope.LINEAR)
+@transform("dot", TransformScope.LINEAR)
 def dot(with_: Vector) -> Transform:
     """T(g) = ⟨g, v⟩ = Σ g · conj(v) over all parameters: the single entry `dot` (n,), in float64.
 
@@ -40,7 +40,7 @@ def dot(with_: Vector) -> Transform:
     return apply
 
 
-@transform("cosine", Scope.VECTOR)
+@transform("cosine", TransformScope.VECTOR)
 def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Transform | NeedsMean:
     """T(g) = Re⟨g, v⟩ / (‖g‖₂ ‖v‖₂): the single entry `cosine` (n,), 0 if g or v is zero.
 
@@ -55,7 +55,7 @@ def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Tr
     return NeedsMean(lambda mean: _cosine(Vector(mean, "the mean of the samples")))
 
 
-@transform("precondition", Scope.ELEMENTWISE)
+@transform("precondition", TransformScope.ELEMENTWISE)
 def precondition(with_: Vector, damping: float = 0.0) -> Transform:
     """T(g) = g / (√v + damping), v a stored second moment (Adam); or F⁻¹g, F of a stored `kfac`.
 

@@ -30,11 +30,12 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
+from gradscope.blocks import from_factors
 from gradscope.core.shortage import require_memory, started
 from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import read, read_into, write
-from gradscope.storage.format.layout import RECORD, ChunkOffsets, datasets
-from gradscope.storage.format.numbers import as_numpy, format_of, h5_type, read_rows
+from gradscope.storage.format.layout import KINDS, RECORD, ChunkOffsets, datasets
+from gradscope.storage.format.numbers import as_numpy, format_of, h5_type, named, read_rows
 
 NO_RECORDS = np.empty((0, RECORD), np.int64)
 
@@ -180,6 +181,20 @@ class Checks:
         made = np.empty(shape, np.int16 if halves else dataset.dtype)
         self._fill(dataset, known, start * row, made.reshape(-1).view(np.uint8))
         return as_numpy(torch.from_numpy(made).view(torch.bfloat16)) if halves else made
+
+    def dense(self, group: h5py.Group, start: int, stop: int) -> np.ndarray:
+        """Return dense rows start:stop (n, *shape) of a factored group, in their factors' dtype."""
+        kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
+        factors = {k: torch.from_numpy(self.rows(group[k], start, stop)) for k in KINDS[kind]}
+        index = factors.get("index", torch.zeros(0))
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[0]:
+            raise ResultFileError(
+                f"an index points outside the table of {shape[0]} rows",
+                where=f"{group.file.filename}: {group.name}",
+                remedy="The file is damaged; compute it again.",
+            )
+        block = from_factors(kind, factors, shape)
+        return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
 
     def whole(self, dataset: h5py.Dataset) -> np.ndarray:
         """Return all numbers, also of a data set without axes."""

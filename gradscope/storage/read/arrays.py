@@ -10,13 +10,11 @@ from typing import TypeVar
 
 import h5py
 import numpy as np
-import torch
 
-from gradscope.blocks import from_factors
 from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS
-from gradscope.storage.format.numbers import as_numpy, named, numpy_dtype, unescape
+from gradscope.storage.format.numbers import named, numpy_dtype, unescape
 from gradscope.storage.format.seal import REMEDY, Checks
 
 T = TypeVar("T")
@@ -100,7 +98,7 @@ class StoredArray:
     def _read(self, start: int, stop: int) -> np.ndarray:
         with reading(self._where):
             if isinstance(self._item, h5py.Group):
-                return dense_rows(self._item, slice(start, stop), self._checks)
+                return self._checks.dense(self._item, start, stop)
             return self._checks.rows(self._item, start, stop)
 
     def __repr__(self) -> str:
@@ -187,24 +185,6 @@ def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.
             remedy=REMEDY,
         )
     return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
-
-
-def dense_rows(group: h5py.Group, rows: slice, checks: Checks) -> np.ndarray:
-    """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype."""
-    kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
-    factors = {
-        name: torch.from_numpy(checks.rows(group[name], rows.start, rows.stop))
-        for name in KINDS[kind]
-    }
-    index = factors.get("index", torch.zeros(0))
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[0]:
-        raise ResultFileError(
-            f"an index points outside the table of {shape[0]} rows",
-            where=f"{group.file.filename}: {group.name}",
-            remedy="The file is damaged; compute it again.",
-        )
-    block = from_factors(kind, factors, shape)
-    return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
 
 
 def _factored_shape(group: h5py.Group) -> tuple[int, ...]:

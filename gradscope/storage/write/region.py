@@ -24,7 +24,6 @@ from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets,
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
 from gradscope.storage.format.seal import NO_RECORDS, Checks
 from gradscope.storage.plan import Rows
-from gradscope.storage.read.arrays import dense_rows
 from gradscope.storage.write.target import Target
 
 PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches
@@ -136,7 +135,7 @@ def copy_rows(
             if isinstance(item, h5py.Dataset):
                 rows = checks.rows(item, start, stop)
             else:
-                rows = dense_rows(item, slice(start, stop), checks)
+                rows = checks.dense(item, start, stop)
         with writing(path):
             region.add(torch.from_numpy(rows).to(region.dtype), target)
 
