@@ -9,11 +9,12 @@ import copy
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +71,24 @@ def model_loss(fn: Loss) -> BoundLoss:
     """Declare a loss of the form `(model, inputs, targets) -> (n,)`.
 
     For losses that need more than the outputs: a Laplacian of the network, a gradient penalty,
-    weight decay inside the loss.
+    weight decay inside the loss. From then on `fn` itself is known as a model loss, too.
     """
+    with suppress(TypeError):  # an object of the user's that cannot be referred to weakly
+        _model_losses.add(fn)
     return BoundLoss(fn, of_model=True)
 
 
 def is_model_loss(loss: Loss) -> bool:
     """Whether `loss` takes `(model, inputs, targets)` rather than `(outputs, targets)`."""
-    return isinstance(loss, BoundLoss) and loss.of_model
+    if isinstance(loss, BoundLoss):
+        return loss.of_model
+    try:
+        return loss in _model_losses
+    except TypeError:
+        return False
+
+
+_model_losses: WeakSet[Loss] = WeakSet()  # a registry: the functions given to `model_loss`
 
 
 @dataclass(frozen=True)

@@ -270,11 +270,14 @@ def test_options_of_a_users_loss():
         bound(tempered, parse_loss("mine.py:tempered:temperature=2"))
 
 
-def test_a_model_loss_keeps_its_mark():
-    @model_loss
+@pytest.mark.parametrize("by_its_result", [True, False])
+def test_a_model_loss_keeps_its_mark(by_its_result):
     def decayed(model, inputs, targets, *, decay: float):
         penalty = sum(p.square().sum() for p in model.parameters())
         return (model(inputs) - targets).square().sum(1) + decay * penalty
+
+    marked = model_loss(decayed)
+    decayed = marked if by_its_result else decayed
 
     model = nn.Linear(3, 2).double()
     inputs, targets = torch.randn(4, 3).double(), torch.randn(4, 2).double()
