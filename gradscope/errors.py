@@ -42,9 +42,13 @@ class GradscopeError(Exception):
         self.where = where if self.where is None else f"{where}: {self.where}"
         return self
 
+    @property
+    def head(self) -> str:
+        """Where it is and what is wrong, without the remedy."""
+        return self.what if self.where is None else f"{self.where}: {self.what}"
+
     def __str__(self) -> str:
-        head = self.what if self.where is None else f"{self.where}: {self.what}"
-        return head if self.remedy is None else f"{head}\n{self.remedy}"
+        return self.head if self.remedy is None else f"{self.head}\n{self.remedy}"
 
 
 class SpecError(GradscopeError):

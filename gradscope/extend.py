@@ -2,7 +2,7 @@
 
     from gradscope import extend
 
-    @extend.transform("damped", extend.Scope.FACTOR)
+    @extend.transform("damped", extend.TransformScope.FACTOR)
     def damped(gamma: float = 0.01) -> extend.Transform: ...
 
 | decorator | above | found as |
@@ -24,8 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.backends.hooks.rules import Rule, Site, node_rules
-from gradscope.blocks import Block, DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
-from gradscope.core.problem import model_loss
+from gradscope.blocks import (
+    Block,
+    DenseBlock,
+    Gradients,
+    MappedBlock,
+    OuterBlock,
+    ScatterBlock,
+    wide,
+)
+from gradscope.core.problem import Predictive, model_loss
 from gradscope.sources import (
     NumberColumn,
     SequenceColumn,
@@ -36,7 +44,7 @@ from gradscope.sources import (
     matching,
 )
 from gradscope.sources.formats import Reader
-from gradscope.stages.losses import Normaliser, Predictive, loss, per_sample_loss
+from gradscope.stages.losses import Normaliser, loss, per_sample_loss
 from gradscope.stages.reducers import Reducer, State, reducers
 from gradscope.stages.reducers.base import (
     added,
@@ -46,14 +54,13 @@ from gradscope.stages.reducers.base import (
     on_one_device,
     ordered,
     tiles,
-    wide,
 )
 from gradscope.stages.transforms import (
     NeedsMean,
     NeedsProblem,
     ReadsNorms,
-    Scope,
     Transform,
+    TransformScope,
     Vector,
     random,
     transform,
@@ -78,7 +85,6 @@ __all__ = [
     "Record",
     "Reducer",
     "ScatterBlock",
-    "Scope",
     "Section",
     "SequenceColumn",
     "Site",
@@ -87,6 +93,7 @@ __all__ = [
     "Summary",
     "TextColumn",
     "Transform",
+    "TransformScope",
     "Vector",
     "added",
     "blockwise",

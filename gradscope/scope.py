@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -232,14 +231,9 @@ class Scope:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Audit the last batch, unless that was done or an error is under way, and close."""
-        self.session.__exit__(kind, error, traceback)
+        self.session.__exit__(kind, *rest)
 
     def _chain(self, text: str) -> Chain:
         """Return a bound chain, which most are for as long as the scope lives."""

@@ -4,7 +4,7 @@ import gc
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ PEERS = [m for m in METHODS.values() if m.comparable and not m.ours and not m.co
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
+def _quick_collections() -> None:
     """Memory is watched after a collection, which takes long with all of torch to go through."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other people's code
@@ -40,8 +40,6 @@ def _quick_collections() -> Iterator[None]:
                 import_module(name)
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def tiny(name: str) -> Workload:

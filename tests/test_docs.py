@@ -18,7 +18,7 @@ import gradscope
 from gradscope.backends import backends, own_loss_backends
 from gradscope.backends.hooks.rules import node_rules
 from gradscope.cli.app import app
-from gradscope.cli.listing import AUTO_SUMMARY
+from gradscope.cli.before import AUTO_SUMMARY
 from gradscope.config import RunSpec
 from gradscope.core.registry import Registry
 from gradscope.sources import checkpoint_readers, dataset_readers

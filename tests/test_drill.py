@@ -101,7 +101,11 @@ def test_a_reader_of_wrong_numbers_is_found_out(tmp_path: Path) -> None:
         return {"first": b"g"}
 
     (tmp_path / "f").write_bytes(b"bad")
-    for read, verdict in ((careless, FAILURE), (careful, REFUSED)):
+
+    def broken(path: Path) -> fuzz.Found:
+        raise KeyError("not ours")
+
+    for read, verdict in ((careless, FAILURE), (broken, FAILURE), (careful, REFUSED)):
         kind = fuzz.Kind({"f": b"good"}, "f", read)
         assert fuzz._verdict(kind, tmp_path / "f", {"first": b"g"})[0] == verdict
     kind = fuzz.Kind({"f": b"good"}, "f", careless, other=careless)

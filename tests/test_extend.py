@@ -26,7 +26,7 @@ import torch
 from gradscope import extend
 
 
-@extend.transform("damped", extend.Scope.FACTOR)
+@extend.transform("damped", extend.TransformScope.FACTOR)
 def damped(gamma: float = 0.01):
     """g / (norm + gamma)."""
     return lambda gradients: gradients.scale(1 / (gradients.norms + gamma))

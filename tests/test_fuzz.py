@@ -1,33 +1,19 @@
-"""A few hundred damaged files; `python -m tests.fuzz` reads as many as one likes."""
+"""Damaged files of each kind; `python -m tests.drill` judges thousands, also in little memory."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
 
-from tests import fuzz, fuzz_files
+from tests.drill import fuzz
+from tests.drill.verdicts import FAILURE, REFUSED, Setting
 
 
-@pytest.mark.parametrize("name", fuzz.good_files())
-def test_the_good_files_are_good(tmp_path: Path, name: str) -> None:
-    for companion, content in fuzz_files.companions().items():
-        (tmp_path / companion).write_bytes(content)
-    content, read = fuzz.good_files()[name]
-    (tmp_path / name).write_bytes(content)
-    assert fuzz.outcome(tmp_path / name, read) == "loaded"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_damaged_the_answer_is_ours(tmp_path: Path, seed: int) -> None:
-    found = fuzz.rounds(tmp_path, 500, seed)
-    assert sum(found.values()) == 500
-    refused = {name for name, what in found if what != "loaded"}
-    assert refused == set(fuzz.good_files())  # every kind was really damaged
-
-
-def test_a_finding_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: Path) -> None:
-        raise KeyError("not ours")
-
-    monkeypatch.setattr(fuzz, "load", broken)
-    with pytest.raises(AssertionError, match=r"of seed 0, .*KeyError"):
-        fuzz.rounds(tmp_path, 100, 0)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_damaged_the_answer_is_right_or_ours(tmp_path: Path, seed: int) -> None:
+    kinds = fuzz.checkpoints() | fuzz.data() | fuzz.texts()
+    group = fuzz.Group("some", kinds, tmp_path, Setting(seed, workers=1, seconds=inf))
+    verdicts = [group.judge(number) for number in range(300)]
+    assert [verdict.text for verdict in verdicts if verdict.kind == FAILURE] == []
+    refused = {verdict.text.split()[0] for verdict in verdicts if verdict.kind == REFUSED}
+    assert refused == set(kinds)  # every kind was really damaged

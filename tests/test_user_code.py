@@ -94,30 +94,29 @@ def matrix(grads):
     return np.concatenate([v.double().numpy().reshape(6, -1) for v in grads.dense().values()], 1)
 
 
-def test_elementwise(mine):
+def softened(rows, level):
+    return np.sign(rows) * np.maximum(np.abs(rows) - level, 0)
+
+
+def norms_of(rows, p):
+    return np.c_[np.linalg.norm(rows[:, :12], p, 1), np.linalg.norm(rows[:, 12:], p, 1)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "right"),
+    [
+        ("soft_threshold:level=0.5", lambda rows: softened(rows, 0.5)),
+        ("soft_threshold", lambda rows: softened(rows, 0.1)),
+        ("damped:gamma=0.25", lambda rows: rows / (np.linalg.norm(rows, axis=1)[:, None] + 0.25)),
+        ("by_parameter:p=1,suffix=.l1", lambda rows: norms_of(rows, 1)),
+    ],
+)
+def test_a_transform_and_its_arguments(mine, stage, right):
     grads = gradients()
-    rows = matrix(grads)
-    for text, level in ((":level=0.5", 0.5), ("", 0.1)):
-        found = matrix(bind(f"{mine}:soft_threshold{text}").rows(grads))
-        right = np.sign(rows) * np.maximum(np.abs(rows) - level, 0)
-        np.testing.assert_allclose(found, right, rtol=1e-12)
-
-
-def test_factor(mine):
-    grads = gradients()
-    rows = matrix(grads)
-    right = rows / (np.linalg.norm(rows, axis=1, keepdims=True) + 0.25)
-    found = bind(f"{mine}:damped:gamma=0.25").rows(grads)
-    np.testing.assert_allclose(matrix(found), right, rtol=1e-12)
-
-
-def test_rows(mine):
-    grads = gradients()
-    found = bind(f"{mine}:by_parameter:p=1,suffix=.l1").rows(grads).dense()
-    assert list(found) == ["w.l1", "b.l1"]
-    for name, value in grads.dense().items():
-        sums = value.abs().flatten(1).sum(1)
-        torch.testing.assert_close(found[f"{name}.l1"], sums, rtol=1e-12, atol=0)
+    found = bind(f"{mine}:{stage}").rows(grads)
+    np.testing.assert_allclose(matrix(found), right(matrix(grads)), rtol=1e-12)
+    names = ["w.l1", "b.l1"] if "suffix" in stage else ["w", "b"]
+    assert list(found.dense()) == names
 
 
 def test_what_writes_into_its_rows_leaves_the_gradients_alone(mine):
@@ -146,16 +145,15 @@ def test_after_a_reducer_and_in_half_precision(mine):
     rows = matrix(gradients())
     chain = bind(f"mean | {mine}:soft_threshold:level=0.2")
     found = chain.result(chain.update(None, gradients()))
-    mean = rows.mean(0)
-    right = np.sign(mean) * np.maximum(np.abs(mean) - 0.2, 0)
-    np.testing.assert_allclose(
-        np.concatenate([v.numpy().ravel() for v in found.values()]), right, rtol=1e-12, atol=1e-15
-    )
+    found = np.concatenate([v.numpy().ravel() for v in found.values()])
+    np.testing.assert_allclose(found, softened(rows.mean(0), 0.2), rtol=1e-12, atol=1e-15)
     half = bind(f"{mine}:soft_threshold").rows(gradients(torch.bfloat16))
     assert half["w"].dense().dtype == torch.float32
 
 
-def test_the_function_itself_stays_within_reach():
+def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
+    """As an entry point's object is; the function itself stays within reach."""
+
     @gradscope.transform("elementwise")
     def cubed(g, times: int = 1):
         """T(g) = times · g³."""
@@ -163,16 +161,6 @@ def test_the_function_itself_stays_within_reach():
 
     assert cubed.function(torch.tensor(2.0), times=2) == 16
     assert (cubed.__name__, cubed.__doc__) == ("cubed", "T(g) = times · g³.")
-
-
-def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
-    """As an entry point's object is."""
-
-    @gradscope.transform("elementwise")
-    def cubed(g, times: int = 1):
-        """T(g) = times · g³."""
-        return times * g**3
-
     monkeypatch.setitem(transforms._entries, "cubed", cubed)
     grads = gradients()
     found = matrix(bind("cubed:times=3").rows(grads))
@@ -201,23 +189,22 @@ def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
 )
 def test_what_does_not_bind(tmp_path, scope, body, chain, words):
     path = written(tmp_path, f'@gradscope.transform("{scope}")\ndef f{body}')
+    assert words in refusal(f"{path}:{chain}")
+
+
+def refusal(chain):
     with pytest.raises(GradscopeError) as caught:
-        bind(f"{path}:{chain}")
-    assert words in str(caught.value)
+        bind(chain)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
+def test_what_is_no_stage(tmp_path):
+    for code, words in (
         ("def f(g): return g", "@gradscope.transform"),
         ("@gradscope.transform\ndef f(g): return g", "not a scope"),
         ("@gradscope.reducer\ndef f(): return 3", "int, not a reducer"),
-    ],
-)
-def test_what_is_no_stage(tmp_path, code, words):
-    with pytest.raises(GradscopeError) as caught:
-        bind(f"{written(tmp_path, code)}:f")
-    assert words in str(caught.value)
+    ):
+        assert words in refusal(f"{written(tmp_path, code)}:f")
 
 
 @pytest.mark.parametrize(
@@ -255,8 +242,8 @@ def test_from_the_command_line(cli, tmp_path, mine):  # noqa: F811
     with gradscope.open(out) as file:
         for name, rows in file.chains[2].items():
             rows = np.asarray(rows[:], dtype=np.float64)
-            soft = np.sign(rows) * np.maximum(np.abs(rows) - 0.01, 0)
-            np.testing.assert_allclose(file.chains[0][name][:], soft.mean(0), atol=1e-7)
+            soft = softened(rows, 0.01).mean(0)
+            np.testing.assert_allclose(file.chains[0][name][:], soft, atol=1e-7)
             factors = 1 / (file.samples["norm"] + 0.5)
             scaled = np.tensordot(factors, rows, 1)
             np.testing.assert_allclose(file.chains[1][name][:], scaled, rtol=1e-4, atol=1e-5)

@@ -10,31 +10,30 @@ losses and per-sample gradients:
 It is exact, or it raises a `RefusedError` that names the layer and the remedy.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from gradscope.blocks import Evaluation, Gradients
+from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.locate import first_line, layer_of
+from gradscope.core.locate import unsupported
 from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry, suggestion
-from gradscope.core.shortage import is_shortage
-from gradscope.errors import GradscopeError, SpecError, UnsupportedError
+from gradscope.errors import SpecError, UnsupportedError
 
 AUTO = "auto"
 
 _ORDER = ("hooks", "vmap", "expand", "loop")  # of auto: hooks keeps structure, loop runs anything
 
+CHUNK_BYTES = 2**28  # of dense gradients that are computed at a time
+
 State = dict[str, Tensor]
 Starts = Callable[[Sequence[str], Gradients], dict[str, State]]
-
-
-def _nothing(keys: Sequence[str], gradients: Gradients) -> dict[str, State]:
-    return {}
+LossesAndRows = tuple[Tensor, dict[str, Tensor]]  # losses (n,) and {name: gradients (n, *shape)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Request:
     rows: bool = True  # the gradients themselves
     keys: tuple[str, ...] = ()  # of the reductions
     # takes keys and gradients; returns the state of each reduction after this batch
-    starts: Starts = _nothing
+    starts: Starts = lambda keys, gradients: {}
     # {name: (n, *shape)}, what the gradients will be written into, if that is known
     out: Mapping[str, Tensor] | None = None
     stored: bool = False  # the dense gradients are stored, each entry of them
@@ -86,6 +85,38 @@ def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
     return (name,)
 
 
+def in_parts(
+    problem: Problem,
+    batch: Batch,
+    parts: Sequence[Tensor],
+    evaluate: Callable[[Batch], LossesAndRows],
+) -> LossesAndRows:
+    """Evaluate a batch in parts, given by the positions of their samples."""
+    if len(parts) == 1:
+        return evaluate(batch)
+    losses = None
+    values = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
+    for rows in parts:
+        found, gradients = evaluate(batch.select(rows))
+        losses = found.new_empty(len(batch)) if losses is None else losses
+        losses[rows] = found
+        for name, gradient in gradients.items():
+            values[name][rows] = gradient
+    assert losses is not None
+    return losses, values
+
+
+def chunks(problem: Problem, batch: Batch, size: int) -> Sequence[Tensor]:
+    """Return the positions of samples, as many at a time as have `size` bytes of gradients."""
+    row = sum(p.numel() * p.element_size() for p in problem.parameters.values())
+    return torch.split(torch.arange(len(batch)), max(1, size // max(1, row)))
+
+
+def dense_evaluation(losses: Tensor, values: Mapping[str, Tensor]) -> Evaluation:
+    """Return losses (n,) and dense gradients (n, *shape) as an evaluation."""
+    return Evaluation(losses, Gradients({name: DenseBlock(g) for name, g in values.items()}))
+
+
 def require_unhooked(backend: str, problem: Problem) -> None:
     """Refuse parameters with a hook on their gradient, which this backend would not run."""
     for name, p in problem.parameters.items():
@@ -97,21 +128,6 @@ def require_unhooked(backend: str, problem: Problem) -> None:
             )
 
 
-@contextmanager
-def refusing(backend: str, model: nn.Module, remedy: str) -> Iterator[None]:
-    """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer.
-
-    Errors of gradscope and running out of memory pass through unchanged.
-    """
-    try:
-        yield
-    except GradscopeError:
-        raise
-    except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error):
-            raise
-        raise UnsupportedError(
-            f"the {backend} backend cannot run this model: {first_line(error)}",
-            where=layer_of(error, model),
-            remedy=remedy,
-        ) from error
+def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextManager[None]:
+    """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer."""
+    return unsupported(f"the {backend} backend cannot run this model", model, remedy)

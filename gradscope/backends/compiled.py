@@ -35,6 +35,7 @@ from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
+from gradscope.core.memory import timed
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import CertificateError, UnsupportedError
@@ -68,14 +69,11 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
     from torch._dynamo.utils import counters
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    call = torch.compile(_copied(fn), fullgraph=True, dynamic=False)
     before = counters["stats"]["unique_graphs"]
-    try:
+    with _quiet():
         get_cpp_compiler()  # before minutes are spent on a graph
-        with _quiet():
-            call(*arguments)
-    except Exception as error:  # whatever torch or the code that it traces raises
-        raise NotCompiledError(first_line(error)) from error
+        call = torch.compile(_copied(fn), fullgraph=True, dynamic=False)
+        call(*arguments)
     if counters["stats"]["unique_graphs"] == before:
         raise NotCompiledError("torch.compile is switched off")
 
@@ -99,7 +97,10 @@ def _copied(fn: FunctionType) -> FunctionType:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Compile in this process alone, without warnings and log messages."""
+    """Compile in this process alone, without warnings and log messages.
+
+    What torch, or the code that it traces, raises is a `NotCompiledError`.
+    """
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
@@ -116,6 +117,8 @@ def _quiet() -> Iterator[None]:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
             yield
+        except Exception as error:
+            raise NotCompiledError(first_line(error)) from error
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
@@ -146,7 +149,7 @@ class Program:
         def program(values: dict[str, Tensor], batch: Batch) -> Any:
             # kernels of fused attention would be called sample by sample
             with sdpa_kernel(SDPBackend.MATH):
-                gradients, losses = per_sample(problem, values, batch)
+                losses, gradients = per_sample(problem, values, batch)
             blocks = _Traced({name: DenseBlock(g) for name, g in gradients.items()}, _NOWHERE)
             states = starts(keys, blocks) if keys else {}
             return losses, blocks.squared_norms, states, gradients if rows else {}
@@ -227,10 +230,7 @@ class _Traced(Gradients):
     def power_sum(self, name: str, power: int) -> Tensor:
         """Return Σᵢ gᵢ, or Σᵢ |gᵢ|² in float64 since no program looks at its range, (*shape)."""
         values = self[name].dense()
-        if power == 1:
-            return precise(values).sum(0)
-        wide = torch.complex128 if values.is_complex() else torch.float64
-        return squares(values.to(wide)).sum(0)
+        return precise(values).sum(0) if power == 1 else squares(_wide(values)).sum(0)
 
     def asked(self, powers: frozenset[int]) -> "_Traced":
         """Return these: the compiler takes sums in one pass by itself."""
@@ -239,12 +239,6 @@ class _Traced(Gradients):
     def of(self, blocks: Any) -> "_Traced":
         """Return other blocks for the same samples."""
         return _Traced(blocks, self.index)
-
-
-def shape_of(batch: Batch) -> tuple[Any, ...]:
-    """Return what a program is compiled for: shapes, dtypes and devices."""
-    found = tensors((batch.inputs, batch.targets))
-    return tuple((tuple(t.shape), t.dtype, t.device) for t in found)
 
 
 def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
@@ -259,11 +253,8 @@ def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
         return starts((key,), _Traced(blocks, _NOWHERE))
 
     own = _copied(reduction)  # type: ignore[arg-type]
-    try:
-        with _quiet():
-            torch.compile(own, fullgraph=True, dynamic=False, backend="eager")(rows)
-    except Exception as error:  # whatever torch or the code that it traces raises
-        raise NotCompiledError(first_line(error)) from error
+    with _quiet():
+        torch.compile(own, fullgraph=True, dynamic=False, backend="eager")(rows)
 
 
 class Ranges:
@@ -349,6 +340,7 @@ class Compiled:
         self._problem, self._plain, self._notes = problem, plain, notes
         self._faster, self._check, self._clock = faster, check, clock
         self._able = True
+        self._tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
         self._programs: dict[Key, Program | None] = {}
         self._met: Counter[Key] = Counter()
         self._ranges = Ranges()
@@ -357,7 +349,9 @@ class Compiled:
         """Evaluate a batch by its program, if it has one."""
         if not self._able:
             return self._plain(batch, request)
-        key = (request.rows, request.keys), shape_of(batch)
+        given = tensors((batch.inputs, batch.targets))
+        shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in given)
+        key = (request.rows, request.keys), shapes
         program = self._programs.get(key)
         if program is not None and self._ranges.hold(batch):
             try:
@@ -370,7 +364,11 @@ class Compiled:
                 self._notes.append(f"no longer compiled: {why}")
         right = self._plain(batch, request)
         self._ranges.widen(batch)
-        if self._may_compile(key):
+        self._met[key] += 1
+        # a batch of a second shape may be the last of its data: wait until another of it comes
+        another = any(met == key[0] and shape != key[1] for met, shape in self._met)
+        waits = another and self._met[key] < _COMES_AGAIN
+        if not waits and key not in self._programs and len(self._programs) < _PROGRAMS:
             self._programs[key] = None
             if self._pays(batch, request):
                 self._programs[key] = self._made(batch, request, right)
@@ -389,26 +387,13 @@ class Compiled:
     def require_equal(self, found: Evaluation, right: Evaluation, request: Request) -> None:
         """Hold a program's answer against the plain one; where they differ, use none any more."""
         off = distance(found, right, request, tuple(found.states))
-        if not self._is_near(off):
+        if not off <= self._tolerance:
             self._able = False
             self.forget()
             raise CertificateError(
                 f"the compiled program is off by {off:.1e}",
                 remedy="Leave --compile out.",
             )
-
-    def _is_near(self, off: float) -> bool:
-        return off <= _TOLERANCES.get(self._problem.dtype, 1e-8)
-
-    def _may_compile(self, key: Key) -> bool:
-        """Whether a program may be made; a batch of a second shape may be the last of its data.
-
-        So its program waits until another of that shape comes.
-        """
-        self._met[key] += 1
-        another = any(met == key[0] and shape != key[1] for met, shape in self._met)
-        waits = another and self._met[key] < _COMES_AGAIN
-        return not (key in self._programs or len(self._programs) >= _PROGRAMS or waits)
 
     def _pays(self, batch: Batch, request: Request) -> bool:
         """Whether what is left to do is long enough, so that compiling may shorten it."""
@@ -437,7 +422,7 @@ class Compiled:
         said = f"vmap compiled in {time.perf_counter() - begun:.1f} s"
         if self._check:
             off = distance(program(batch), right, request, program.keys)
-            if not self._is_near(off):
+            if not off <= self._tolerance:
                 self._notes.append(f"not compiled: the program is off by {off:.1e}")
                 return None
             said += f", equal to what is proved to {off:.0e}"
@@ -458,19 +443,16 @@ class Compiled:
 
     def _seconds(self, way: Callable[[Batch], Evaluation], batch: Batch, request: Request) -> float:
         """Return how long it takes to get all that is requested."""
-        self._synchronize()
-        start = self._clock()
-        found = way(batch)
-        _ = found.gradients.squared_norms
-        request.starts([key for key in request.keys if key not in found.states], found.gradients)
-        if request.rows:
-            found.gradients.dense(request.out)
-        self._synchronize()
-        return self._clock() - start
 
-    def _synchronize(self) -> None:
-        if self._problem.device.type == "cuda":
-            torch.cuda.synchronize(self._problem.device)
+        def run() -> None:
+            found = way(batch)
+            _ = found.gradients.squared_norms
+            keys = [key for key in request.keys if key not in found.states]
+            request.starts(keys, found.gradients)
+            if request.rows:
+                found.gradients.dense(request.out)
+
+        return timed(run, self._problem.device, self._clock)[0]
 
 
 def distance(found: Evaluation, right: Evaluation, request: Request, keys: Sequence[str]) -> float:
@@ -521,4 +503,4 @@ def _size(t: Tensor) -> float:
 
 
 def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+    return t.to(torch.promote_types(t.dtype, torch.float64))

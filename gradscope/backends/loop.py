@@ -7,29 +7,29 @@ backward pass for each loss. These rows sum to the gradient of the total loss, a
 samples share a batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 
 import torch
 from torch import Tensor
 
 from gradscope.backends.base import (
+    CHUNK_BYTES,
     ROWS,
     Evaluate,
     Request,
     backends,
+    chunks,
+    dense_evaluation,
     own_loss_backends,
     refusing,
     require_unhooked,
 )
-from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem, slopes
 
 OUTSIDE = "Its backward pass fails in ordinary training too."
-
-_BYTES = 2**28  # gradients that one batched backward pass may hold
 
 
 @backends.register("loop")
@@ -45,8 +45,7 @@ def loop(problem: Problem) -> Iterator[Evaluate]:
             losses.append(loss)
             for name, gradient in gradients.items():
                 values[name][i] = gradient
-        blocks = {name: DenseBlock(value) for name, value in values.items()}
-        return Evaluation(torch.stack(losses), Gradients(blocks))
+        return dense_evaluation(torch.stack(losses), values)
 
     yield evaluate
 
@@ -75,7 +74,8 @@ def own_loss(problem: Problem) -> Iterator[Evaluate]:
         losses = problem.losses(batch)
         with refusing("loop", problem.model, OUTSIDE):
             single = [_pulled(problem, losses, pick) for pick in _picks(losses)]
-        return _joint(problem, losses, [torch.stack(rows) for rows in zip(*single, strict=True)])
+        rows = {name: torch.stack([one[name] for one in single]) for name in problem.parameters}
+        return dense_evaluation(losses.detach(), rows)
 
     yield evaluate
 
@@ -84,17 +84,19 @@ def own_loss(problem: Problem) -> Iterator[Evaluate]:
 @contextmanager
 def own_loss_at_once(problem: Problem) -> Iterator[Evaluate]:
     """One joint forward pass, all losses pulled back in batched vector-Jacobian products."""
-    size = sum(prod(p.shape) * p.element_size() for p in problem.parameters.values())
-    step = max(1, _BYTES // max(1, size))
     remedy = "Use backend loop: one ordinary backward pass a sample."
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("vmap", problem)
         losses = problem.losses(batch)
+        picks = _picks(losses)
         with refusing("vmap", problem.model, remedy):
-            picks = torch.split(_picks(losses), step)
-            parts = [_pulled(problem, losses, some, batched=True) for some in picks]
-        return _joint(problem, losses, [torch.cat(rows) for rows in zip(*parts, strict=True)])
+            parts = [
+                _pulled(problem, losses, picks[some], batched=True)
+                for some in chunks(problem, batch, CHUNK_BYTES)
+            ]
+        rows = {name: torch.cat([part[name] for part in parts]) for name in problem.parameters}
+        return dense_evaluation(losses.detach(), rows)
 
     yield evaluate
 
@@ -102,8 +104,7 @@ def own_loss_at_once(problem: Problem) -> Iterator[Evaluate]:
 def own_gradient(problem: Problem, batch: Batch, sample: int) -> dict[str, Tensor]:
     """Return {name: ∂Lᵢ/∂θ (*shape)} of one sample within its batch."""
     losses = problem.losses(batch)
-    rows = _pulled(problem, losses, _picks(losses)[sample])
-    return dict(zip(problem.parameters, rows, strict=True))
+    return _pulled(problem, losses, _picks(losses)[sample])
 
 
 def _picks(losses: Tensor) -> Tensor:
@@ -112,26 +113,21 @@ def _picks(losses: Tensor) -> Tensor:
 
 def _pulled(
     problem: Problem, losses: Tensor, picks: Tensor, *, batched: bool = False
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """Return the gradients of Σᵢ picks[i] Lᵢ, or of each row of picks when batched."""
-    parameters: list[Tensor] = list(problem.parameters.values())
+    parameters = problem.parameters
+    found: Sequence[Tensor | None] = [None] * len(parameters)
+    if losses.requires_grad:
+        found = torch.autograd.grad(
+            losses,
+            list(parameters.values()),
+            grad_outputs=picks,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
     lead = picks.shape[:1] if batched else ()
-    if not losses.requires_grad:
-        return [p.new_zeros(*lead, *p.shape) for p in parameters]
-    found = torch.autograd.grad(
-        losses,
-        parameters,
-        grad_outputs=picks,
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=batched,
-    )
-    return [
-        p.new_zeros(*lead, *p.shape) if g is None else dense(g)
-        for g, p in zip(found, parameters, strict=True)
-    ]
-
-
-def _joint(problem: Problem, losses: Tensor, rows: list[Tensor]) -> Evaluation:
-    named = zip(problem.parameters, rows, strict=True)
-    return Evaluation(losses.detach(), Gradients({k: DenseBlock(g) for k, g in named}))
+    return {
+        name: p.new_zeros(*lead, *p.shape) if g is None else dense(g)
+        for (name, p), g in zip(parameters.items(), found, strict=True)
+    }

@@ -20,21 +20,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.base import (
+    CHUNK_BYTES,
     ROWS,
     Evaluate,
+    LossesAndRows,
     Request,
     backends,
+    chunks,
+    dense_evaluation,
+    in_parts,
     refusing,
     require_unhooked,
 )
-from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.problem import Problem
 from gradscope.errors import UnsupportedError
 
 Step = Callable[..., tuple[Tensor, ...]]
-
-CHUNK_BYTES = 256 * 2**20  # gradients computed at a time; one sample's, if these are larger
 
 _REMEDIES = {  # a word of torch's message, and what helps
     "randomness": "The model draws random numbers: put it in eval mode, or set dropout to 0.",
@@ -54,55 +57,44 @@ _REMEDY = "Use the backend hooks, or loop, which runs everything that trains wit
 
 @backends.register("vmap")
 @contextmanager
-def vmap(problem: Problem) -> Iterator[Evaluate]:
+def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     """torch.func: vmap over samples of the gradient of one sample's loss."""
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("vmap", problem)
+        values = {k: p.detach() for k, p in problem.parameters.items()}
+        parts = chunks(problem, batch, chunk)
         try:
             with refusing("vmap", problem.model, _REMEDY), problem.state.kept(), untouched():
-                return _evaluate(problem, batch)
+                answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
         except UnsupportedError as error:
             problem.losses(batch)  # a model that fails by itself is not for us to refuse
             text = str(error.__cause__)
             error.remedy = next((v for k, v in _REMEDIES.items() if k in text), _REMEDY)
             raise
+        return dense_evaluation(*answer)
 
     yield evaluate
 
 
-def _evaluate(problem: Problem, batch: Batch) -> Evaluation:
-    values = {k: p.detach() for k, p in problem.parameters.items()}
-    row = sum(p.numel() * p.element_size() for p in values.values())
-    step = max(1, CHUNK_BYTES // max(1, row))
-    if step >= len(batch):
-        dense, losses = per_sample(problem, values, batch)
-    else:
-        parts = []
-        dense = {k: p.new_empty(len(batch), *p.shape) for k, p in values.items()}
-        for start in range(0, len(batch), step):
-            rows = slice(start, start + step)
-            gradients, found = per_sample(problem, values, batch.select(rows))
-            parts.append(found)
-            for name, gradient in gradients.items():
-                dense[name][rows] = gradient
-        losses = torch.cat(parts)
-    return Evaluation(losses, Gradients({k: DenseBlock(v) for k, v in dense.items()}))
-
-
-def per_sample(
-    problem: Problem, values: dict[str, Tensor], batch: Batch
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return {name: gradients (n, *shape)} and losses (n,) of a batch that fits in memory."""
+def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> LossesAndRows:
+    """Return losses (n,) and gradients (n, *shape) of a batch that fits in memory."""
     leaves = tensors((batch.inputs, batch.targets))
     shared = [t.dim() == 0 for t in leaves]  # constants without a sample axis
 
     def loss(
         values: dict[str, Tensor], zero: Tensor, sample: list[Tensor], index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        own = [_own(t, zero) for t in sample]
-        axes = iter([t if s else t.unsqueeze(0) for t, s in zip(own, shared, strict=True)])
-        inputs, targets = map_tensors(lambda _: next(axes), (batch.inputs, batch.targets))
+        def own(t: Tensor, constant: bool) -> Tensor:
+            # What the model may differentiate by must be a tensor of the gradient transform. It
+            # becomes one by an operation with `zero`, which is one already; t − 0 is t exactly,
+            # signed zeros, infinities and NaN included.
+            if t.is_floating_point() or t.is_complex():
+                t = t - zero.detach().to(t.dtype)
+            return t if constant else t.unsqueeze(0)
+
+        each = iter([own(t, constant) for t, constant in zip(sample, shared, strict=True)])
+        inputs, targets = map_tensors(lambda _: next(each), (batch.inputs, batch.targets))
         with _Rewrites(zero):
             one = Batch(inputs, targets, index.unsqueeze(0))
             value = problem.functional_losses(values, one)[0]
@@ -115,16 +107,7 @@ def per_sample(
         (gradients, _), losses = torch.func.vmap(gradient, in_dims=over)(
             values, zero, leaves, batch.index
         )
-    return gradients, losses
-
-
-def _own(t: Tensor, zero: Tensor) -> Tensor:
-    """Return `t` as a tensor of the gradient transform, which may then be differentiated by.
-
-    It becomes one by an operation with `zero`, which is one already; t − 0 is t exactly, signed
-    zeros, infinities and NaN included.
-    """
-    return t - zero.detach().to(t.dtype) if t.is_floating_point() or t.is_complex() else t
+    return losses, gradients
 
 
 @contextmanager
@@ -189,8 +172,12 @@ def recurrent(
     direction, w_ih, w_hh, b_ih and b_hh when `has_biases`, and w_hr of an LSTM whose outputs are
     projected. Returns the outputs, with the axes of `inputs`, then the final states.
     """
-    if not isinstance(has_biases, bool):  # the arguments of a packed sequence come in another order
-        raise NotImplementedError("packed sequences have no sample axis")  # `refusing` adds where
+    # For a packed sequence torch calls these functions with (data, batch_sizes, states, weights,
+    # has_biases, ...), so `has_biases` here is a list of weights. The rows of all its sequences are
+    # interleaved in `data`, so there is no sample axis for vmap. `refusing` makes this error an
+    # UnsupportedError that names the layer, and `_REMEDIES` says what to do.
+    if not isinstance(has_biases, bool):
+        raise NotImplementedError("packed sequences have no sample axis")
     starts = (states,) if isinstance(states, Tensor) else tuple(states)
     directions = 2 if bidirectional else 1
     each = len(weights) // (layers * directions)

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gradscope.blocks.affine import CenteredBlock, KroneckerBlock, PreconditionedBlock
-from gradscope.blocks.base import Block, DenseBlock, Factors
+from gradscope.blocks.base import Block, DenseBlock, Factors, wide
 from gradscope.blocks.convolution import ConvolutionBlock, Geometry
 from gradscope.blocks.derived import (
+    CenteredBlock,
     DerivedBlock,
     ExpectedBlock,
+    KroneckerBlock,
     MappedBlock,
+    PreconditionedBlock,
     RandomBlock,
     ScaledBlock,
     SquaredBlock,
@@ -52,6 +54,7 @@ __all__ = [
     "from_factors",
     "total",
     "unmeasured",
+    "wide",
 ]
 
 

@@ -1,7 +1,7 @@
 """What every block can do: from dense tiles where it knows no better way; and the dense block."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import inf, prod
@@ -40,10 +40,15 @@ def size(t: Tensor) -> Tensor:
 
 def over_samples(factors: Tensor, like: Tensor) -> Tensor:
     """Return `factors` (n,) with trailing axes and of a dtype to multiply `like` (n, ...) by."""
-    dtype = (
-        like.dtype if not factors.is_complex() else torch.promote_types(like.dtype, factors.dtype)
+    both = torch.promote_types(like.dtype, factors.dtype)
+    return factors.to(both if factors.is_complex() else like.dtype).reshape(
+        -1, *[1] * (like.dim() - 1)
     )
-    return factors.to(dtype).reshape(-1, *[1] * (like.dim() - 1))
+
+
+def times(values: Tensor, factors: Tensor | None) -> Tensor:
+    """Return `values` (n, ...) times a factor (n,) for each sample, if there are any."""
+    return values if factors is None else values * over_samples(factors, values)
 
 
 def p_norms(rows: Tensor, p: float) -> Tensor:
@@ -176,11 +181,13 @@ class Block(ABC):
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 when none are given."""
-        return self._reduced(precise, weights)
+        parts = ((precise(tile), rows) for rows, tile in self.tiles())
+        return reduce(torch.Tensor.add_, (_summed(*part, weights) for part in parts))
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² elementwise (*shape)."""
-        return self._reduced(lambda t: squares(precise(t)), weights)
+        parts = ((squares(precise(tile)), rows) for rows, tile in self.tiles())
+        return reduce(torch.Tensor.add_, (_summed(*part, weights) for part in parts))
 
     def sums(
         self, weights: Tensor | None = None, for_squares: Tensor | None = None
@@ -200,8 +207,8 @@ class Block(ABC):
             values = precise(tile)
             length = values[0].numel() * values.element_size()
             if values.device.type != "cpu" or values.is_complex() or length < _LONG_ROW:
-                first += _summed(values, weights, part)
-                second += _summed(squares(values), for_squares, part)
+                first += _summed(values, part, weights)
+                second += _summed(squares(values), part, for_squares)
                 continue
             ones = [1.0] * len(values)  # long rows, one by one: each is read once
             w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
@@ -262,15 +269,6 @@ class Block(ABC):
         """Return (n,), True where every entry of the sample's gradient is finite."""
         return torch.cat([as_rows(t).isfinite().all(1) for _, t in self.tiles()])
 
-    def _reduced(self, fn: Callable[[Tensor], Tensor], weights: Tensor | None) -> Tensor:
-        """Return Σᵢ wᵢ fn(gᵢ) (*shape), tile by tile."""
-        result: Tensor | None = None
-        for part, tile in self.tiles():
-            found = _summed(fn(tile), weights, part)
-            result = found if result is None else result.add_(found)
-        assert result is not None  # a block holds at least one sample
-        return result
-
     def _parts(self, size: int) -> Iterator[slice]:
         """Yield samples whose dense form has at most `size` bytes, or one sample."""
         row = max(1, prod(self.shape) * self.dtype.itemsize)
@@ -279,11 +277,14 @@ class Block(ABC):
             yield slice(self.n * k // count, self.n * (k + 1) // count)
 
 
-def _summed(values: Tensor, weights: Tensor | None, part: slice) -> Tensor:
+def _summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
     """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 when none are given."""
-    if weights is None:
-        return values.sum(0)
-    return (values * over_samples(weights[part], values)).sum(0)
+    return times(values, None if weights is None else weights[part]).sum(0)
+
+
+def wide(block: Block) -> Block:
+    """Cast a block to float64 or complex128, where its sums are then taken."""
+    return block.to(torch.promote_types(block.dtype, torch.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,9 +300,8 @@ class TensorBlock(Block):
 
     @property
     def dtype(self) -> torch.dtype:
-        first, *others = (getattr(self, name).dtype for name in self.numbers)
-        found: torch.dtype = reduce(torch.promote_types, others, first)
-        return found
+        dtypes: Iterator[torch.dtype] = (getattr(self, name).dtype for name in self.numbers)
+        return reduce(torch.promote_types, dtypes)
 
     @property
     def device(self) -> torch.device:
@@ -309,17 +309,15 @@ class TensorBlock(Block):
         return found
 
     def select(self, rows: slice | Tensor) -> Self:
-        return replace(
-            self, **{name: getattr(self, name)[rows] for name in (*self.numbers, *self.places)}
-        )
+        own = (*self.numbers, *self.places)
+        return replace(self, **{name: getattr(self, name)[rows] for name in own})
 
     def to(self, dtype: torch.dtype) -> Self:
         return replace(self, **{name: getattr(self, name).to(dtype) for name in self.numbers})
 
     def scale(self, factors: Tensor) -> Self:
-        *_, last = self.numbers
-        values = getattr(self, last)
-        return replace(self, **{last: values * over_samples(factors, values)})
+        last = self.numbers[-1]
+        return replace(self, **{last: times(getattr(self, last), factors)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,12 +337,6 @@ class DenseBlock(TensorBlock):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         return self.values if out is None else out.copy_(self.values)
-
-    def select(self, rows: slice | Tensor) -> "DenseBlock":
-        return DenseBlock(self.values[rows])
-
-    def scale(self, factors: Tensor) -> "DenseBlock":
-        return DenseBlock(self.values * over_samples(factors, self.values))
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         yield slice(0, self.n), slice(0, prod(self.shape)), as_rows(self.values)

@@ -28,8 +28,8 @@ from gradscope.blocks.base import (
 from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.variants import Variant, fastest, seconds
 
-_PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
-_FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
+PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
+FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
 
 
 @dataclass(frozen=True)
@@ -123,17 +123,19 @@ class ConvolutionBlock(TensorBlock):
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
-        size = TILE_BYTES if out is None else _PATCH_BYTES  # tiles are used where they were made
+        size = TILE_BYTES if out is None else PATCH_BYTES  # tiles are used where they were made
         if self._patches_at_once(size) >= self.n:
             return self.outer.dense(out)
-        out = self._buffer() if out is None else out
+        if out is None:
+            out = self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
         for start, some in self._with_patches(size):
             some.dense(out[start : start + some.n])
         return out
 
     def _each(self, out: Tensor | None) -> Tensor:
         """The backward kernel, once for each sample."""
-        out = self._buffer() if out is None else out
+        if out is None:
+            out = self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
         for i in range(self.n):
             out[i] = self._kernel(self.gradients[i], self.inputs[i], self.geometry, self.shape)
         return out
@@ -148,9 +150,6 @@ class ConvolutionBlock(TensorBlock):
         stacked = (n * self.shape[0], *self.shape[1:])
         found = self._kernel(gradients, inputs, together, stacked).view(n, *self.shape)
         return found if out is None else out.copy_(found)
-
-    def _buffer(self) -> Tensor:
-        return self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, dense gradients of these rows); where patches are small, of many at once."""
@@ -245,7 +244,7 @@ class ConvolutionBlock(TensorBlock):
     @property
     def _few_patches(self) -> bool:
         groups, t, _, c = self.sizes
-        return groups * t * c * self.dtype.itemsize <= _FEW_PATCHES
+        return groups * t * c * self.dtype.itemsize <= FEW_PATCHES
 
     @staticmethod
     def _kernel(

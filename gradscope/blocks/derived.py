@@ -1,16 +1,20 @@
-"""Blocks made from another block: scaled, mapped entry by entry, randomised, averaged."""
+"""Blocks made from another block: scaled, mapped, randomised, averaged, centred, preconditioned."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import TILE_BYTES, Block, over_samples, precise, squares
+from gradscope.blocks.base import TILE_BYTES, Block, precise, squares, times, wide
 from gradscope.blocks.outer import OuterBlock
+
+# ‖g − μ‖² = ‖g‖² − 2⟨g, μ⟩ + ‖μ‖² loses what the result is smaller than its terms. It is taken in
+# float64; below this share of the terms the difference itself is squared instead.
+_CANCELS = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +22,7 @@ class DerivedBlock(Block):
     """What blocks that are made from another one have in common."""
 
     base: Block  # the block it is made from, of the same n and shape
+    each: ClassVar[tuple[str, ...]] = ()  # names of further fields (n, ...), of single samples
 
     @property
     def n(self) -> int:
@@ -37,17 +42,20 @@ class DerivedBlock(Block):
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape); what is needed on the way is made a tile at a time."""
-        size = self.n * prod(self.shape)
-        if out is None and size * self.dtype.itemsize <= TILE_BYTES:
-            return self._values(self.base.dense())
         if out is None:
+            if self.n * prod(self.shape) * self.dtype.itemsize <= TILE_BYTES:
+                return self._values(self.base.dense())
             out = torch.empty(self.n, *self.shape, dtype=self.dtype, device=self.device)
         for rows, tile in self.base.tiles():
             out[rows] = self.select(rows)._values(tile)
         return out
 
     def select(self, rows: slice | Tensor) -> Self:
-        return replace(self, base=self.base.select(rows))
+        def of(values: Tensor) -> Tensor:
+            return values[rows.to(values.device) if isinstance(rows, Tensor) else rows]
+
+        own = {name: of(getattr(self, name)) for name in self.each}
+        return replace(self, base=self.base.select(rows), **own)
 
     def scale(self, factors: Tensor) -> Block:
         """Multiply sample i by `factors[i]`, when the gradients are asked for."""
@@ -69,14 +77,12 @@ class ScaledBlock(DerivedBlock):
     """fᵢ gᵢ, for a base that has no factor to put fᵢ into."""
 
     by: Tensor  # the factors fᵢ (n,)
+    each = ("by",)
 
     @property
     def dtype(self) -> torch.dtype:
         base = self.base.dtype
         return torch.promote_types(base, self.by.dtype) if self.by.is_complex() else base
-
-    def select(self, rows: slice | Tensor) -> "ScaledBlock":
-        return ScaledBlock(self.base.select(rows), self.by[rows])
 
     def scale(self, factors: Tensor) -> "ScaledBlock":
         return ScaledBlock(self.base, self.by * factors)
@@ -85,10 +91,10 @@ class ScaledBlock(DerivedBlock):
         return self.base.bound() * self.by.abs().amax()
 
     def squared_norms(self) -> Tensor:
-        return self._times(squares(self.by), self.base.squared_norms())
+        return times(self.base.squared_norms(), squares(self.by))
 
     def norms(self, p: float = 2.0) -> Tensor:
-        return self._times(self.by.abs(), self.base.norms(p))
+        return times(self.base.norms(p), self.by.abs())
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         if self.by.is_complex():  # a real base takes no complex weights
@@ -106,21 +112,17 @@ class ScaledBlock(DerivedBlock):
         return self.base.sums(_product(self.by, weights), _product(squares(self.by), for_squares))
 
     def dot(self, vector: Tensor) -> Tensor:
-        return self._times(self.by, self.base.dot(vector))
+        return times(self.base.dot(vector), self.by)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         for samples, entries, values in self.base.pieces():
-            yield samples, entries, self._times(self.by[samples], values)
+            yield samples, entries, times(values, self.by[samples])
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._times(self.by, self.base.two_sided(left, right))
+        return times(self.base.two_sided(left, right), self.by)
 
     def _values(self, base: Tensor) -> Tensor:
-        return self._times(self.by, base)
-
-    @staticmethod
-    def _times(factors: Tensor, values: Tensor) -> Tensor:
-        return values * over_samples(factors, values)
+        return times(base, self.by)
 
 
 def _product(factors: Tensor, weights: Tensor | None) -> Tensor:
@@ -176,10 +178,7 @@ class RandomBlock(DerivedBlock):
 
     keys: Tensor  # (n,) int64, what each sample draws by
     fn: Callable[[Tensor, Tensor], Tensor]  # from (m, *shape) and keys (m,) to (m, *shape)
-
-    def select(self, rows: slice | Tensor) -> "RandomBlock":
-        keys = self.keys[rows.to(self.keys.device) if isinstance(rows, Tensor) else rows]
-        return RandomBlock(self.base.select(rows), keys, self.fn)
+    each = ("keys",)
 
     def _values(self, base: Tensor) -> Tensor:
         return self.fn(base, self.keys)
@@ -212,7 +211,7 @@ class ExpectedBlock(DerivedBlock):
         return ExpectedBlock(self.base.select(every[rows].flatten()), self.weights[rows])
 
     def scale(self, factors: Tensor) -> "ExpectedBlock":
-        return ExpectedBlock(self.base, self.weights * over_samples(factors, self.weights))
+        return ExpectedBlock(self.base, times(self.weights, factors))
 
     def to(self, dtype: torch.dtype) -> "ExpectedBlock":
         return ExpectedBlock(self.base.to(dtype), self.weights)
@@ -232,3 +231,135 @@ class ExpectedBlock(DerivedBlock):
     def _parts(self, size: int) -> Iterator[slice]:
         """Yield samples of which all classes fit."""
         return super()._parts(size // max(1, self.weights.shape[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class CenteredBlock(DerivedBlock):
+    """gᵢ − μ, the difference taken in float64."""
+
+    mean: Tensor  # μ (*shape), float64 or complex128
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        if self.base.held is not None:
+            return super().weighted_sum(weights)
+        base = wide(self.base).weighted_sum(weights)
+        return _rounded(base - self._weight(weights) * self.mean, self)
+
+    def squared_norms(self) -> Tensor:
+        if not self.base.has_shortcuts:
+            return super().squared_norms()
+        base = wide(self.base)
+        terms = base.squared_norms() + squares(self.mean).sum()
+        found = terms - 2 * base.dot(self.mean).real
+        doubtful = ~(found > _CANCELS * terms) & (terms > 0)
+        if bool(doubtful.any()):
+            part = CenteredBlock(base.select(doubtful), self.mean)
+            found[doubtful] = Block.squared_norms(part)
+        return _rounded(found, self)
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        positive = weights is None or bool((weights >= 0).all())
+        if not (self.base.has_shortcuts and positive):
+            return super().squared_sum(weights)
+        base = wide(self.base)
+        terms = base.squared_sum(weights) + self._weight(weights) * squares(self.mean)
+        found = terms - 2 * (base.weighted_sum(weights) * self.mean.conj()).real
+        if bool((~(found > _CANCELS * terms) & (terms > 0)).any()):
+            found = Block.squared_sum(CenteredBlock(base, self.mean), weights)
+        return _rounded(found, self)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        if not self.base.has_shortcuts:
+            return super().dot(vector)
+        own = vector.to(self.mean.dtype)
+        return _rounded(wide(self.base).dot(own) - (self.mean * own.conj()).sum(), self)
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        mean = self.mean.reshape(left.shape[1], right.shape[1])
+        taken = left.to(mean.dtype) @ mean @ right.to(mean.dtype).mT
+        return self.base.two_sided(left, right) - taken
+
+    def _values(self, base: Tensor) -> Tensor:
+        return (base.to(self.mean.dtype) - self.mean).to(base.dtype)
+
+    def _weight(self, weights: Tensor | None) -> Tensor | float:
+        return float(self.n) if weights is None else weights.to(self.mean.real.dtype).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class PreconditionedBlock(DerivedBlock):
+    """d ∘ gᵢ: every entry times a fixed number."""
+
+    diagonal: Tensor  # d (*shape), real, float64
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        if self.base.held is not None:
+            return super().weighted_sum(weights)
+        return _rounded(wide(self.base).weighted_sum(weights) * self.diagonal, self)
+
+    def squared_sum(self, weights: Tensor | None = None) -> Tensor:
+        if not self.base.has_shortcuts:
+            return super().squared_sum(weights)
+        found = wide(self.base).squared_sum(weights)
+        return _rounded(found * squares(self.diagonal), self)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖d ∘ gᵢ‖² (n,); of one outer product it is b² D² a²."""
+        if isinstance(self.base, OuterBlock) and self.base.sizes[1] == 1:
+            found = SquaredBlock(wide(self.base)).dot(squares(self.diagonal))
+            return _rounded(found, self)
+        return super().squared_norms()
+
+    def dot(self, vector: Tensor) -> Tensor:
+        if not self.base.has_shortcuts:
+            return super().dot(vector)
+        base = wide(self.base)
+        return _rounded(base.dot(vector.to(base.dtype) * self.diagonal), self)
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the base's pieces times d, in d's precision."""
+        for samples, entries, values in self.base.pieces():
+            yield samples, entries, values * self.diagonal.flatten()[entries]
+
+    def _values(self, base: Tensor) -> Tensor:
+        # in float64: 1/√v may be beyond what g's dtype holds, although g/√v is not
+        return (base * self.diagonal).to(base.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock(DerivedBlock):
+    """L Gᵢ Rᵀ, with the gradient of k·r·c entries read as k matrices Gᵢ (r, c)."""
+
+    left: Tensor  # L (k, r, r), float64 or complex128
+    right: Tensor  # R (k, c, c)
+
+    @classmethod
+    def of(cls, base: Block, left: Tensor, right: Tensor) -> Block:
+        """Return the block; of outer products it is the outer products of L b and R a."""
+        sizes = (left.shape[0], left.shape[-1], right.shape[-1])
+        if isinstance(base, OuterBlock) and (base.sizes[0], *base.sizes[2:]) == sizes:
+            widened = wide(base)
+            assert isinstance(widened, OuterBlock)
+            rows = widened.left @ left.mT.to(widened.left.dtype)
+            columns = widened.right @ right.mT.to(widened.right.dtype)
+            return OuterBlock(rows, columns, base.shape).to(base.dtype)
+        return cls(base, left, right)
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        if self.base.held is not None:
+            return super().weighted_sum(weights)
+        found = wide(self.base).weighted_sum(weights)
+        return _rounded(self._values(found.unsqueeze(0))[0], self)
+
+    def _values(self, base: Tensor) -> Tensor:
+        sizes = (self.left.shape[0], self.left.shape[-1], self.right.shape[-1])
+        dtype = torch.promote_types(base.dtype, self.left.dtype)
+        matrices = base.reshape(len(base), *sizes).to(dtype)
+        found = self.left.to(dtype) @ matrices @ self.right.mT.to(dtype)
+        return found.reshape(base.shape).to(base.dtype)
+
+
+def _rounded(values: Tensor, block: Block) -> Tensor:
+    """Return what was taken in float64 in the block's own precision."""
+    dtype = torch.promote_types(block.dtype.to_real(), torch.float32)
+    return values.to(dtype.to_complex() if values.is_complex() else dtype)

@@ -23,11 +23,11 @@ from gradscope.blocks.base import (
     DenseBlock,
     Factors,
     TensorBlock,
-    over_samples,
     p_norms,
     precise,
     size,
     squares,
+    times,
 )
 from gradscope.blocks.products import contracted, ghost, separate
 from gradscope.blocks.variants import Variant, fastest, seconds
@@ -86,15 +86,12 @@ class OuterBlock(TensorBlock):
         dense = product.view(self.n, *self.shape)
         return dense if out is None or direct else out.copy_(dense)
 
-    def select(self, rows: slice | Tensor) -> "OuterBlock":
-        return OuterBlock(self.left[rows], self.right[rows], self.shape)
-
     def scale(self, factors: Tensor) -> "OuterBlock":
         """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
-        _, _, r, c = self.sizes
-        if r <= c:
-            return OuterBlock(self.left * over_samples(factors, self.left), self.right, self.shape)
-        return OuterBlock(self.left, self.right * over_samples(factors, self.right), self.shape)
+        left, right = self.left, self.right
+        if left.shape[-1] <= right.shape[-1]:
+            return OuterBlock(times(left, factors), right, self.shape)
+        return OuterBlock(left, times(right, factors), self.shape)
 
     def reshape(self, shape: tuple[int, ...]) -> "OuterBlock":
         return OuterBlock(self.left, self.right, shape)
@@ -160,9 +157,7 @@ class OuterBlock(TensorBlock):
         if not self.sums_squares:
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
-        if weights is not None:
-            left = left * over_samples(weights, left)
-        return contracted(left, right).reshape(self.shape)
+        return contracted(times(left, weights), right).reshape(self.shape)
 
     def bound(self) -> Tensor:
         """Return the product of the factors' norms (Cauchy and Schwarz)."""

@@ -56,8 +56,8 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
 
     def one_by_one() -> Tensor:
         if r > c:  # the kernel copies its first factor: better the smaller one
-            return _stacked(columns, rows).mT
-        return _stacked(rows, columns)
+            return _one_by_one(columns, rows).mT
+        return _one_by_one(rows, columns)
 
     variants = {"gemm": Variant(seconds(flops), lambda: torch.bmm(rows.mT, columns))}
     if _by_onednn(rows, columns):
@@ -96,7 +96,7 @@ def tanh(x: Tensor) -> Tensor:
 
     Both are off by less than the last digit of float32 (7e-8 against 6e-8 of the value).
     """
-    if x.numel() < _LARGE or not x.is_contiguous() or not _suits_onednn(x):
+    if x.numel() < _LARGE or not x.is_contiguous() or not _by_onednn(x):
         return torch.tanh(x)
     if x.numel() <= _PART:
         return _tanh(x)
@@ -121,19 +121,14 @@ def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     return (torch.bmm(a, b.mH) * torch.bmm(c, d.mH)).sum((1, 2)).real
 
 
-def _one_by_one(left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
+def _one_by_one(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Return leftᵢᵀ rightᵢ (m, r, c), in `out` if given."""
+    if out is None and len(left) == 1:
+        return _linear(left[0].mT, right[0].mT)[None]  # as it is: a copy would cost a third of it
     found = left.new_empty(len(left), left.shape[2], right.shape[2]) if out is None else out
     for place, a, b in zip(found, left, right, strict=True):
         place.copy_(_linear(a.mT, b.mT))
     return found
-
-
-def _stacked(left: Tensor, right: Tensor) -> Tensor:
-    """Return leftₖᵀ rightₖ (k, ·, ·)."""
-    if len(left) == 1:
-        return _linear(left[0].mT, right[0].mT)[None]  # as it is: a copy would cost a third of it
-    return torch.stack([_linear(a.mT, b.mT) for a, b in zip(left, right, strict=True)])
 
 
 def _linear(
@@ -151,14 +146,10 @@ def _tanh(x: Tensor) -> Tensor:
     return found
 
 
-def _by_onednn(*factors: Tensor) -> bool:
-    """Whether oneDNN's linear layer takes these."""
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and _suits_onednn(*factors)
-
-
-def _suits_onednn(*given: Tensor) -> bool:
+def _by_onednn(*given: Tensor) -> bool:
     """Whether oneDNN's kernels take these numbers; they have no derivative."""
-    if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not (known and mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
         return False
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return not tracked and plain(given, torch.float32)

@@ -13,11 +13,11 @@ from gradscope.blocks.base import (
     Block,
     Factors,
     TensorBlock,
-    over_samples,
     p_norms,
     precise,
     size,
     squares,
+    times,
 )
 
 
@@ -61,13 +61,12 @@ class ScatterBlock(TensorBlock):
         return (met * (right[:, 0] @ precise(self.rows).mH)).sum((1, 2)).real
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
-        if direct and out is not None:
-            table = out.zero_()
-        else:
-            table = torch.zeros(self.n, *self.shape, dtype=self.dtype, device=self.device)
+        if out is not None and out.is_contiguous() and out.dtype == self.dtype:
+            self.add_to(out.zero_())
+            return out
+        table = self.rows.new_zeros(self.n, *self.shape)
         self.add_to(table)
-        return table if out is None or direct else out.copy_(table)
+        return table if out is None else out.copy_(table)
 
     def add_to(self, out: Tensor) -> None:
         """Add the rows to `out` (n, v, d) where they belong."""
@@ -95,17 +94,13 @@ class ScatterBlock(TensorBlock):
         return p_norms(table.index_put_((samples, place), each), p)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        rows = precise(self.rows)
-        if weights is not None:
-            rows = rows * over_samples(weights, rows)
+        rows = times(precise(self.rows), weights)
         return _added(self.size, self.index.flatten(), rows.flatten(0, 1))
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         samples, index, merged = self.merged
-        values = squares(merged)
-        if weights is not None:
-            values = values * over_samples(weights[samples], values)
-        return _added(self.size, index, values)
+        own = None if weights is None else weights[samples]
+        return _added(self.size, index, times(squares(merged), own))
 
     def bound(self) -> Tensor:
         """Return √t times the norm of all rows: at most t of them meet."""
@@ -189,7 +184,5 @@ class SparseBlock(TensorBlock):
 
     def _added(self, values: Tensor, weights: Tensor | None) -> Tensor:
         """Return Σᵢ wᵢ of the values (n, s) at their places (*shape)."""
-        if weights is not None:
-            values = values * over_samples(weights, values)
-        table = values.new_zeros(prod(self.shape))
+        table, values = values.new_zeros(prod(self.shape)), times(values, weights)
         return table.index_add_(0, self.index.flatten(), values.flatten()).view(self.shape)

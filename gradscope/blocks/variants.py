@@ -7,7 +7,6 @@ last digits: without a tuner, or under one that does not measure, the cost model
 that the same run gives the same bits.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradscope.core.memory import timed
 
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
 _HOPELESS = 3.0  # times the cheapest prediction
@@ -74,18 +75,6 @@ def power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
-    """Return the seconds that `run` takes, and its answer."""
-    waits = device.type == "cuda"
-    if waits:
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    answer = run()
-    if waits:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun, answer
-
-
 class Tuner:
     """Chooses variants while it is active, and remembers what it chose for as long as it lives.
 
@@ -103,7 +92,7 @@ class Tuner:
         *,
         measures: bool = True,
         preferred: frozenset[str] = frozenset(),
-        timed: Callable[[Callable[[], Tensor], torch.device], tuple[float, Tensor]] = _timed,
+        timed: Callable[[Callable[[], Tensor], torch.device], tuple[float, Tensor]] = timed,
     ) -> None:
         self.measures, self.preferred = measures, preferred
         self.chosen: dict[str, Chosen] = {}

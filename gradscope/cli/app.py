@@ -13,14 +13,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from gradscope.cli.check import check
+from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
-from gradscope.cli.export import export
-from gradscope.cli.init import init
-from gradscope.cli.listing import list_
 from gradscope.cli.merge import merge
-from gradscope.cli.stats import stats
+from gradscope.cli.results import export, stats
 from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped
 from gradscope.errors import GradscopeError

@@ -53,12 +53,12 @@ def compare(
         typer.echo(f"would compare {names} on {len(rows)} samples", file=streams.out())
         return
     result = _compared(job, rows, others)
+    found: Any = result
     if json:
         codes = {name: code_digests(name, "implementation") for name in others if ":" in name}
-        options.print_json(result.to_json() | {"digests": job.digests | codes})
-    else:
-        quiet = quiet and result.agrees
-        options.show(result, render_comparison, json=False, quiet=quiet, verbose=verbose)
+        found = result.to_json() | {"digests": job.digests | codes}
+    quiet = quiet and result.agrees
+    options.show(found, render_comparison, json=json, quiet=quiet, verbose=verbose)
     if not result.agrees:
         raise typer.Exit(DISAGREEMENT)
     if result.coupled:

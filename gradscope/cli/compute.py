@@ -14,8 +14,7 @@ from gradscope.core import stops, streams
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
-    from gradscope.run import Job, Run
-    from gradscope.stats import RunReport
+    from gradscope.run import Job, Run, RunReport
 
 
 @options.with_settings
@@ -40,54 +39,31 @@ def compute(
         device = worker.device(spec.compute.device)
         spec = spec.computing(shard=str(worker.shard), device=device)
         resume, quiet = resume or worker.restarted, quiet or worker.shard.index > 0
-    from gradscope.report import render_run
+    from gradscope.report import console, render_plan, render_room, render_run
+    from gradscope.run import estimate, preflight, prepare
+    from gradscope.storage import LONGEST, require_place
 
     stops.unwinding()
     with stops.told(lambda: _nothing_new(resume)):
-        job, place = _prepared(spec, output)
+        here = Path.cwd()
+        job, place = prepare(spec), None
+        if output is not None:
+            place = job.place(output if Path.cwd() == here else here / output)  # code may chdir
+            require_place(place, LONGEST)
         if dry_run or place is None:
-            _plan(job, place, json, verbose)
+            plan = estimate(job, place)
+            options.show(plan, render_plan, json=json, verbose=verbose)
+            plan.room.require(place or Path.cwd())
             return
-        _check_room(job, place, overwrite=overwrite, quiet=quiet or json)
+        room = preflight(job, place, overwrite=overwrite)
+        if room is not None and not (quiet or json):
+            render_room(room, console(stderr=True))
     report = _run(job, place, resume=resume, overwrite=overwrite, quiet=quiet or json)
     with stops.told(lambda: f"stopped; {place} is complete"):
         options.show(report, render_run, json=json, quiet=quiet)
     broken = report.nonfinite or any(report.chains_nonfinite)
     if broken and job.shard is None:  # of shards, merge says so: others wait for these
         raise typer.Exit(options.NONFINITE)
-
-
-def _prepared(spec: RunSpec, output: Path | None) -> "tuple[Job, Path | None]":
-    """Load what the run needs, and return where its result goes."""
-    from gradscope.run import prepare
-    from gradscope.storage import LONGEST, require_place
-
-    here = Path.cwd()
-    job = prepare(spec)
-    if output is None:
-        return job, None
-    place = job.place(output if Path.cwd() == here else here / output)  # the user's code may chdir
-    require_place(place, LONGEST)
-    return job, place
-
-
-def _plan(job: "Job", output: Path | None, json: bool, verbose: bool) -> None:
-    from gradscope.report import render_plan
-    from gradscope.run import estimate
-
-    found = estimate(job, output)
-    options.show(found, render_plan, json=json, verbose=verbose)
-    found.room.require(output or Path.cwd())
-
-
-def _check_room(job: "Job", output: Path, *, overwrite: bool, quiet: bool) -> None:
-    """Before a large run, say what it will write; refuse what does not fit."""
-    from gradscope.report import console, render_room
-    from gradscope.run import preflight
-
-    room = preflight(job, output, overwrite=overwrite)
-    if room is not None and not quiet:
-        render_room(room, console(stderr=True))
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":

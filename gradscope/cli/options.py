@@ -120,15 +120,11 @@ def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
 def show(
     found: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
 ) -> None:
-    """Print what a command found as one document (`to_json`), as text, or not at all."""
+    """Print what a command found as one document (itself, or its `to_json`), as text, or not."""
     from gradscope.report import console
 
-    if json:
-        print_json(found.to_json())
+    if json:  # names in their own letters
+        document = found if isinstance(found, dict) else found.to_json()
+        typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())
     elif not quiet:
         render(found, console(), **how)
-
-
-def print_json(document: dict[str, Any]) -> None:
-    """Print one document to stdout, names in their own letters."""
-    typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())

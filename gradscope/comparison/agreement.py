@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gradscope.backends import backends
 from gradscope.blocks.base import as_rows
-from gradscope.comparison.diagnosis import Mistake, Pair, cosine, diagnose, factor, wrong_shape
-from gradscope.comparison.result import ParameterAgreement
+from gradscope.comparison.diagnosis import Compared, Mistake, cosine, diagnose, factor, wrong_shape
 from gradscope.core.batch import Batch
 from gradscope.core.independence import COUPLED_REMEDY
 from gradscope.core.problem import Problem
@@ -39,6 +38,25 @@ _SAME_LOSS = 1e-8
 
 
 @dataclass(frozen=True)
+class ParameterAgreement:
+    """How close one parameter's per-sample gradients a are to the loop's b.
+
+    Numbers are None where the shapes do not allow them.
+    """
+
+    name: str  # the parameter
+    absolute: float | None  # the largest |a − b| of an entry
+    # the largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is noise
+    relative: float | None
+    cosine: float | None  # ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples
+    worst_sample: int | None  # the position in the batch where `relative` is reached
+    factor: float | None  # c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best
+    kind: str  # one word for the mistake, or "agrees"
+    meaning: str  # what it means and what to do
+    agrees: bool  # whether `relative` is within the tolerance of a's dtype
+
+
+@dataclass(frozen=True)
 class Oracle:
     """The loop's gradients."""
 
@@ -63,7 +81,7 @@ class Oracle:
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
-        scale = float(alone[alone.isfinite()].abs().max()) if bool(alone.isfinite().any()) else 0.0
+        scale = float(alone.abs().where(alone.isfinite(), 0.0).max())
         same = torch.allclose(
             together, alone, rtol=_SAME_LOSS, atol=_SAME_LOSS * scale, equal_nan=True
         )
@@ -98,7 +116,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
     if not agrees:
         seen = (errors > 0.0) | finite  # not the rows that are not finite on both sides
         mistake = diagnose(
-            Pair(
+            Compared(
                 found=a[seen],
                 loop=b[seen],
                 errors=errors[seen],

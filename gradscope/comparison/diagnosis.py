@@ -7,7 +7,6 @@ alone.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from math import prod, sqrt
 from typing import NamedTuple
@@ -26,7 +25,7 @@ class Mistake(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pair:
+class Compared:
     """One parameter's gradients as found and as the loop has them, both real and in float64."""
 
     found: Tensor  # (m, *shape), the rows looked at
@@ -58,27 +57,47 @@ class Pair:
             return None
         return c
 
-    def rows(self, mask: Tensor) -> "Pair":
+    def rows(self, mask: Tensor) -> "Compared":
         """Return the pair of the samples in a mask (m,)."""
         parts = {k: getattr(self, k)[mask] for k in ("found", "loop", "errors", "samples")}
         return replace(self, **parts)
 
 
-def diagnose(pair: Pair) -> Mistake:
+def diagnose(pair: Compared) -> Mistake:
     """Say what is wrong with gradients that disagree."""
-    mistake = next((found for found in (detect(pair) for detect in DETECTORS) if found), None)
-    if mistake is not None:
-        return mistake
+    for detect in DETECTORS:
+        if mistake := detect(pair):
+            return mistake
     wrong = pair.errors > pair.tolerance
     count = int(wrong.sum())
     if 0 < count < len(wrong):
         inner, verb = diagnose(pair.rows(wrong)), "differs" if count == 1 else "differ"
         which = f"only {_listed(pair.samples[wrong])} of {pair.n} {verb}"
         return Mistake("some_samples", f"{which}; there: {inner.meaning}")
-    return _unknown(pair)
+    if pair.coupled:
+        return Mistake(
+            "coupled",
+            "the batch's losses differ from those of one sample at a time: samples are coupled "
+            "(BatchNorm in training mode, a contrastive loss) or the model draws random numbers "
+            "(dropout); put it in eval mode, or use a layer without batch statistics",
+        )
+    c, angle = factor(pair.found, pair.loop), cosine(pair.found, pair.loop)
+    fit = f"cosine {angle:.2f}" if c is None else f"c = {_number(c)}, cosine {angle:.2f}"
+    if abs(angle) < min(0.4, max(0.1, 2 / sqrt(max(pair.found[0].numel(), 1)))):
+        return Mistake(
+            "unrelated",
+            f"{fit}: unrelated to the loop's: other samples, other weights (checkpoint), another "
+            "loss, or another mode (dropout, training instead of eval)",
+        )
+    return Mistake(
+        "unknown",
+        f"{fit}: no simple relation; a part of the gradient is missing or wrong (one of several "
+        "uses of the parameter, padding, groups, a .grad that was not cleared, another axis taken "
+        "for the sample axis)",
+    )
 
 
-def _missing(pair: Pair) -> Mistake | None:
+def _missing(pair: Compared) -> Mistake | None:
     """Zeros where the loop has a gradient, or a gradient where the loop has zeros."""
     here, there = bool(pair.found.any()), bool(pair.loop.any())
     if not here and there:
@@ -97,7 +116,7 @@ def _missing(pair: Pair) -> Mistake | None:
     return None
 
 
-def _imprecise(pair: Pair) -> Mistake | None:
+def _imprecise(pair: Compared) -> Mistake | None:
     """NaN or infinity on one side only; or the right numbers in a lower precision."""
     bad, right = (~as_rows(t).isfinite().all(1) for t in (pair.found, pair.loop))
     if bool((right & ~bad).any()):
@@ -125,13 +144,13 @@ def _imprecise(pair: Pair) -> Mistake | None:
     )
 
 
-def _scaled(pair: Pair) -> Mistake | None:
+def _scaled(pair: Compared) -> Mistake | None:
     """The loop's gradients times one factor that is not 1."""
     c = pair.multiple(pair.found, pair.loop)
     return None if c is None or pair.near(c, 1.0) else _explained(c, pair)
 
 
-def _explained(c: float, pair: Pair) -> Mistake:
+def _explained(c: float, pair: Compared) -> Mistake:
     """Say where a factor c ≠ 1 comes from."""
     n = pair.n
     if pair.near(c, -1.0):
@@ -168,11 +187,11 @@ def _explained(c: float, pair: Pair) -> Mistake:
     )
 
 
-def _besides(c: float, pair: Pair) -> str:
+def _besides(c: float, pair: Compared) -> str:
     return "" if pair.near(c, 1.0) else f" Besides, {_explained(c, pair).meaning}."
 
 
-def _reordered(pair: Pair) -> Mistake | None:
+def _reordered(pair: Compared) -> Mistake | None:
     """Every row is some sample's gradient but not its own, or the sum over all samples."""
     found, loop = as_rows(pair.found), as_rows(pair.loop)
     if len(found) < 2:
@@ -221,33 +240,30 @@ def _matched(a: Tensor, b: Tensor, slack: float) -> Tensor | None:
     return at if bool((best <= allowed).all()) else None
 
 
-def _rearranged(pair: Pair) -> Mistake | None:
+def _rearranged(pair: Compared) -> Mistake | None:
     """The right numbers with axes swapped, flipped, or the sample axis last."""
-    for what, read in _readings(pair.found):
-        c = pair.multiple(read(), pair.loop)
+    for what, undone in _readings(pair.found):
+        c = pair.multiple(undone, pair.loop)
         if c is not None:
             return Mistake("layout", f"{what}.{_besides(c, pair)}")
     return None
 
 
-def _readings(found: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield what may have happened to (m, *shape) and a function that undoes it."""
+def _readings(found: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what may have happened to (m, *shape), and the gradients with it undone."""
     m, *shape = found.shape
-
-    def transposed(axis0: int, axis1: int) -> Tensor:
-        swapped = [m, *shape]
-        swapped[axis0], swapped[axis1] = swapped[axis1], swapped[axis0]
-        return found.reshape(swapped).transpose(axis0, axis1)
-
     for x, y in combinations(range(len(shape)), 2):
         how = "transposed" if shape[x] == shape[y] else "transposed and then reshaped"
-        yield f"axes {x} and {y} of the parameter are {how}", partial(transposed, x + 1, y + 1)
+        swapped = list(found.shape)
+        swapped[x + 1], swapped[y + 1] = shape[y], shape[x]
+        undone = found.reshape(swapped).transpose(x + 1, y + 1)
+        yield f"axes {x} and {y} of the parameter are {how}", undone
     if len(shape) > 2:
         what = "the kernel is flipped: a convolution where torch has a correlation"
-        yield what, lambda: found.flip([*range(3, found.dim())])
+        yield what, found.flip([*range(3, found.dim())])
     if m > 1 and shape:
         what = "the sample axis was last and reshaped to be first; move it (movedim) instead"
-        yield what, lambda: found.reshape(*shape, m).movedim(-1, 0)
+        yield what, found.reshape(*shape, m).movedim(-1, 0)
 
 
 def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mistake:
@@ -269,31 +285,7 @@ def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mista
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")
 
 
-def _unknown(pair: Pair) -> Mistake:
-    if pair.coupled:
-        return Mistake(
-            "coupled",
-            "the batch's losses differ from those of one sample at a time: samples are coupled "
-            "(BatchNorm in training mode, a contrastive loss) or the model draws random numbers "
-            "(dropout); put it in eval mode, or use a layer without batch statistics",
-        )
-    c, angle = factor(pair.found, pair.loop), cosine(pair.found, pair.loop)
-    fit = f"cosine {angle:.2f}" if c is None else f"c = {_number(c)}, cosine {angle:.2f}"
-    if abs(angle) < min(0.4, max(0.1, 2 / sqrt(max(pair.found[0].numel(), 1)))):
-        return Mistake(
-            "unrelated",
-            f"{fit}: unrelated to the loop's: other samples, other weights (checkpoint), another "
-            "loss, or another mode (dropout, training instead of eval)",
-        )
-    return Mistake(
-        "unknown",
-        f"{fit}: no simple relation; a part of the gradient is missing or wrong (one of several "
-        "uses of the parameter, padding, groups, a .grad that was not cleared, another axis taken "
-        "for the sample axis)",
-    )
-
-
-DETECTORS: tuple[Callable[[Pair], Mistake | None], ...] = (
+DETECTORS: tuple[Callable[[Compared], Mistake | None], ...] = (
     _imprecise,
     _missing,
     _scaled,  # a factor or a sign

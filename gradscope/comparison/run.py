@@ -1,23 +1,24 @@
 """`compare`: all backends against the float64 loop on the same samples."""
 
 import copy
+import json
+import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from gradscope.backends import Backend, Evaluate, backends
-from gradscope.blocks import Evaluation, Tuner
-from gradscope.comparison.agreement import Oracle, agreements
-from gradscope.comparison.result import BackendRow, Comparison, ParameterAgreement
+from gradscope.blocks import Chosen, Tuner
+from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
-from gradscope.core.memory import peak_memory
+from gradscope.core.memory import peak_memory, timed
 from gradscope.core.problem import Loss, Problem, double_precision
 from gradscope.core.stops import is_stop
 from gradscope.engine import Answer, glimpsed
@@ -34,8 +35,51 @@ from gradscope.stages.losses import resolve
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
 _REPEATS = 3
+_SCHEMA = {"schema": "gradscope.compare", "version": 1}
 
 Implementation = Callable[[nn.Module, Loss, Any, Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend, implementation or stored result."""
+
+    backend: str  # its name or label
+    status: str  # "agrees", "disagrees", "refused" (it said that it has no exact way) or "failed"
+    reason: str | None = None  # why it did not agree
+    remedy: str | None = None  # what to do about it
+    seconds: float | None = None  # for all gradients in the model's own dtype; None: not measured
+    peak_bytes: int | None = None  # peak memory above what was in use before, likewise
+    # one entry a parameter; none for a row that refused or failed
+    parameters: tuple[ParameterAgreement, ...] = ()
+
+    @property
+    def worst(self) -> ParameterAgreement | None:
+        """The parameter that is furthest off, those without numbers before all others."""
+        if not self.parameters:
+            return None
+        return max(self.parameters, key=lambda p: math.inf if p.relative is None else p.relative)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The table that `compare` makes."""
+
+    agrees: bool  # no row disagrees or failed; a row that refused does no harm
+    samples: int  # n
+    dtype: str  # the model's own, in which time and memory were measured
+    baseline_seconds: float  # one plain forward and backward pass of the batch
+    baseline_bytes: int | None  # its peak memory; None where it cannot be measured
+    # whether the losses of the batch differ from those of batches of one: the samples depend on
+    # each other, or the model draws random numbers
+    coupled: bool
+    rows: tuple[BackendRow, ...]  # one a backend, then one an implementation or stored result
+    ways: tuple[Chosen, ...] = ()  # which kernel variant was chosen where there are several
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a document of plain JSON values; what is not finite becomes null."""
+        plain = json.loads(TypeAdapter(Comparison).dump_json(self))
+        return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}
 
 
 @dataclass(frozen=True)
@@ -87,7 +131,13 @@ def compare(
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
-    seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
+
+    def backward() -> None:  # what training does
+        total = problem.losses(batch).sum()
+        if total.requires_grad:
+            torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
+
+    seconds, peak = measure(backward, problem.device)
     with Tuner().active() as tuner:
         rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     rows += [_other_row(label, other, setting) for label, other in others.items()]
@@ -127,31 +177,14 @@ def _chosen(names: Sequence[str], others: Mapping[str, Any]) -> dict[str, Backen
     return chosen
 
 
-def _backward(problem: Problem, batch: Batch) -> tuple[Tensor | None, ...]:
-    """Run what training does: one forward and backward pass of the whole batch."""
-    total = problem.losses(batch).sum()
-    if not total.requires_grad:
-        return ()
-    return torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
-
-
-def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
-    try:
-        with double_precision(), backend(setting.exact) as evaluate:
-            row = _in_every_order(name, evaluate, setting)
-    except Exception as error:
-        return _stopped(name, error, setting.exact.model)
-    return row if row.status == "disagrees" else _as_it_is(row, backend, setting)
-
-
 def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> BackendRow:
     """Compare two answers of a backend: what it has kept of the first may not fit the second."""
     n = len(setting.wide)
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    row = _judged(name, agreements(_dense(evaluate(setting.wide)), setting.oracle))
+    row = _judged(name, agreements(evaluate(setting.wide).gradients.dense(), setting.oracle))
     if n == 1 or row.status == "disagrees":
         return row
-    found = _dense(evaluate(setting.wide.select(shuffled)))
+    found = evaluate(setting.wide.select(shuffled)).gradients.dense()
     back = shuffled.argsort()
     again = _judged(name, agreements({k: g[back] for k, g in found.items()}, setting.oracle))
     if again.status == "agrees":
@@ -159,29 +192,32 @@ def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> Backend
     return replace(again, reason=f"the same samples in another order: {again.reason}")
 
 
-def _as_it_is(row: BackendRow, backend: Backend, setting: _Setting) -> BackendRow:
-    """Measure a backend on the model itself, and hold every sample against a batch of one."""
+def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
+    """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = setting.problem, setting.batch
+    try:
+        with double_precision(), backend(setting.exact) as evaluate:
+            row = _in_every_order(name, evaluate, setting)
+    except Exception as error:
+        return _stopped(name, error, setting.exact.model)
+    if row.status == "disagrees":
+        return row
     try:
         with backend(problem) as evaluate:
             with problem.state.kept():
                 evaluation = evaluate(batch)
-            if row.backend != REFERENCE:
-                glimpsed(Answer(problem, row.backend, batch, evaluation, alone=len(batch)))
+            if name != REFERENCE:
+                glimpsed(Answer(problem, name, batch, evaluation, alone=len(batch)))
             del evaluation
-            seconds, peak = measure(lambda: _dense(evaluate(batch)), problem.device)
+            seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)
     except CertificateError as error:
         reason = f"in {problem.precision} alone: {error.what}".replace("torch.", "")
         return replace(row, status="disagrees", reason=reason)
     except RefusedError as error:
-        return _stopped(row.backend, error, problem.model)
+        return _stopped(name, error, problem.model)
     except Exception:  # the dtype may be one in which it cannot run
         return row
     return replace(row, seconds=seconds, peak_bytes=peak)
-
-
-def _dense(evaluation: Evaluation) -> dict[str, Tensor]:
-    return evaluation.gradients.dense()
 
 
 def _other_row(
@@ -242,29 +278,23 @@ def _compared(label: str, found: Mapping[str, Any], setting: _Setting) -> Backen
 
 
 def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRow:
+    """Say which parameters disagree, and what the most of them have in common."""
     wrong = [p for p in parameters if not p.agrees]
     if not wrong:
         return BackendRow(label, "agrees", parameters=parameters)
-    return BackendRow(label, "disagrees", _summary(wrong, len(parameters)), parameters=parameters)
-
-
-def _summary(wrong: list[ParameterAgreement], total: int) -> str:
-    """Say which parameters disagree, and what the most of them have in common."""
-    counts = Counter(p.meaning for p in wrong)
-    meaning, count = counts.most_common(1)[0]
+    meaning, count = Counter(p.meaning for p in wrong).most_common(1)[0]
     names = [p.name for p in wrong if p.meaning == meaning]
     shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
-    which = "all parameters" if count == total > 1 else shown
+    which = "all parameters" if count == len(parameters) > 1 else shown
     rest = f"; {len(wrong) - count} more for other reasons" if count < len(wrong) else ""
-    return f"{which}: {meaning}{rest}"
+    return BackendRow(label, "disagrees", f"{which}: {meaning}{rest}", parameters=parameters)
 
 
 def _stopped(label: str, error: BaseException, model: nn.Module) -> BackendRow:
     """Make the row of a backend or implementation that raised."""
     if isinstance(error, GradscopeError):
-        reason = error.what if error.where is None else f"{error.where}: {error.what}"
         status = "refused" if isinstance(error, RefusedError) else "failed"
-        return BackendRow(label, status, reason, error.remedy)
+        return BackendRow(label, status, error.head, error.remedy)
     where = layer_of(error, model)
     reason = first_line(error) if where is None else f"{where}: {first_line(error)}"
     return BackendRow(label, "failed", reason)
@@ -289,7 +319,7 @@ def measure(
 
     def watched() -> tuple[float, int | None]:
         with peak_memory(device) as peak:
-            seconds = _seconds(call, device)
+            seconds = timed(call, device)[0]
         return seconds, peak[0] if peak else None
 
     warm, peak = watched()
@@ -298,18 +328,7 @@ def measure(
     seconds, peak = watched()
     if warm > slow:
         return seconds, peak
-    return statistics.median(_seconds(call, device) for _ in range(_REPEATS)), peak
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return statistics.median(timed(call, device)[0] for _ in range(_REPEATS)), peak
 
 
 def compiled(parameters: Sequence[str] | None = None) -> Implementation:

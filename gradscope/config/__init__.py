@@ -4,7 +4,6 @@ Nothing here loads anything, and torch is not imported.
 """
 
 from gradscope.config.resolve import MOST, combined, load, resolve
-from gradscope.config.shards import Shard, Worker, parse_shard, this_worker
 from gradscope.config.spec import (
     CheckpointSpec,
     CompareSpec,
@@ -19,13 +18,17 @@ from gradscope.config.spec import (
 from gradscope.config.values import (
     HELD,
     Compression,
+    Shard,
+    Worker,
     function_of,
     memory_text,
     parse_compression,
     parse_loss,
     parse_memory,
     parse_samples,
+    parse_shard,
     split_reference,
+    this_worker,
 )
 
 __all__ = [

@@ -79,7 +79,12 @@ def resolve(
     problems: list[SpecError] = []
     layers = _layers(config, overrides, problems)
     merged, origin = _merge(layers)
-    opposed = _contradictions(merged, origin)
+    opposed = []
+    computing = merged.get("compute")
+    if isinstance(computing, Mapping) and {"batch_size", "memory"} <= computing.keys():
+        where = origin["compute", "memory"].place(("compute", "memory"))
+        what = "memory is there to choose the batch size, and batch_size is given too"
+        opposed.append(SpecError(what, where=where, remedy="Give one of them."))
     for section in ("model", "checkpoint", "dataset", "loss"):
         merged.setdefault(section, {})  # so that the missing key is named, not only its table
     places = {
@@ -118,18 +123,16 @@ def combined(problems: list[SpecError]) -> SpecError:
     if len(unique) == 1:
         return unique[0]
     count = f"{len(unique)}" if len(unique) <= MOST else f"more than {MOST}"
-    lines = [*map(_in_one_line, unique[:MOST]), *(["..."] if len(unique) > MOST else [])]
+    lines = []
+    for problem in unique[:MOST]:
+        place = "" if problem.where is None else f"{problem.where}: "
+        remedy = problem.remedy or ""
+        between = "\n" if "\n" in remedy else " "  # a picture stands below its line
+        lines.append(f"{place}{problem.what}.{between}{remedy}".rstrip())
+    lines += ["..."] if len(unique) > MOST else []
     error = SpecError(f"{count} settings are wrong:", remedy="\n".join(lines))
     error.parts = tuple(unique)
     return error
-
-
-def _in_one_line(problem: SpecError) -> str:
-    """Return an error as a line of a list; a remedy that is a picture stands below it."""
-    place = "" if problem.where is None else f"{problem.where}: "
-    remedy = problem.remedy or ""
-    between = "\n" if "\n" in remedy else " "
-    return f"{place}{problem.what}.{between}{remedy}".rstrip()
 
 
 def _layers(
@@ -175,57 +178,37 @@ def _merge(layers: list[_Layer]) -> tuple[dict[str, Any], Origin]:
     return merged, origin
 
 
-def _contradictions(merged: Mapping[str, Any], origin: Origin) -> list[SpecError]:
-    """Return one error where a layer itself gives two settings that decide the same."""
-    table = merged.get("compute")
-    if not isinstance(table, Mapping) or not {"batch_size", "memory"} <= table.keys():
-        return []
-    what = "memory is there to choose the batch size, and batch_size is given too"
-    where = origin["compute", "memory"].place(("compute", "memory"))
-    return [SpecError(what, where=where, remedy="Give one of them.")]
-
-
 def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
-    try:
-        return _read_toml(path)
-    except SpecError as error:
-        problems.append(error)
-        return {}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of at most a megabyte."""
-
-    def error(what: str, remedy: str) -> SpecError:
-        return SpecError(what, where=str(path), remedy=remedy)
-
+    """Read a TOML file of at most a megabyte; {} where it cannot be read."""
     try:
         if not path.is_file():
             found = "this is a directory" if path.is_dir() else "this is no regular file"
-            raise error(found if path.exists() else "there is no such file", "Give a TOML file.")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise error(
-                f"the file is larger than {_MAX_BYTES:,} bytes",
-                "This must be a TOML file of settings; data and weights have paths of their own.",
-            )
-        text = content.decode("utf-8-sig")
-        long = _LONG_KEY.search(text)
-        if long is not None:
-            line = text.count("\n", 0, long.start()) + 1
-            what = f"more than {_MAX_PARTS} names are joined by dots at line {line}"
-            raise error(what, "Shorten the key.")
-        return tomllib.loads(text)
-    except OSError as failure:
-        raise error(f"cannot be read: {failure.strerror}", "Check its permissions.") from failure
-    except UnicodeDecodeError as failure:
-        raise error(f"not UTF-8 text at byte {failure.start}", "Save it as UTF-8.") from failure
-    except RecursionError as failure:
-        raise error("tables or arrays are nested too deeply", "Flatten them.") from failure
-    except ValueError as failure:  # TOMLDecodeError, and numbers of thousands of digits
-        reason = str(failure).partition("\n")[0]
-        raise error(f"not valid TOML: {reason}", "Correct it there.") from failure
+            what, remedy = found if path.exists() else "there is no such file", "Give a TOML file."
+        else:
+            with path.open("rb") as file:
+                content = file.read(_MAX_BYTES + 1)
+            what = f"the file is larger than {_MAX_BYTES:,} bytes"
+            remedy = "This must be a TOML file of settings; data and weights have paths of their "
+            remedy += "own."
+            if len(content) <= _MAX_BYTES:
+                text = content.decode("utf-8-sig")
+                long = _LONG_KEY.search(text)
+                if long is None:
+                    return tomllib.loads(text)
+                line = text.count("\n", 0, long.start()) + 1
+                what = f"more than {_MAX_PARTS} names are joined by dots at line {line}"
+                remedy = "Shorten the key."
+    except OSError as error:
+        what, remedy = f"cannot be read: {error.strerror}", "Check its permissions."
+    except UnicodeDecodeError as error:
+        what, remedy = f"not UTF-8 text at byte {error.start}", "Save it as UTF-8."
+    except RecursionError:
+        what, remedy = "tables or arrays are nested too deeply", "Flatten them."
+    except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
+        what = f"not valid TOML: {str(error).partition(chr(10))[0]}"
+        remedy = "Correct it there."
+    problems.append(SpecError(what, where=str(path), remedy=remedy))
+    return {}
 
 
 def _anchored(values: Mapping[str, Any], base: Path, *, flags: bool = False) -> dict[str, Any]:
@@ -340,16 +323,13 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
         what, remedy = f"found a text of {len(value):,} characters", "Write less."
     else:
         what = "missing" if kind == "missing" else f"found {_shown(value)}"
-        remedy = f"Accepted: {_accepted(names)}."
+        if len(names) > 1:
+            found = next(s for s in settings() if (s.section, s.key) == names[:2])
+            accepted = f"{found.accepted} ({found.flags[0]})" if found.flags else found.accepted
+        else:
+            accepted = RunSpec.model_fields[names[0]].description or f"a table [{names[0]}]"
+        remedy = f"Accepted: {accepted}."
     return SpecError(what, where=layer.place(parts), remedy=remedy)
-
-
-def _accepted(names: tuple[str, ...]) -> str:
-    for setting in settings():
-        if (setting.section, setting.key) == names[:2]:
-            flag = f" ({setting.flags[0]})" if setting.flags else ""
-            return f"{setting.accepted}{flag}"
-    return RunSpec.model_fields[names[0]].description or f"a table [{names[0]}]"
 
 
 def _walk(values: Any, location: Parts) -> Parts:

@@ -67,23 +67,19 @@ def settings() -> Iterator[Setting]:
     """Yield every setting in the tables of a run file."""
     for section, table in RunSpec.model_fields.items():
         for key, field in getattr(table.annotation, "model_fields", {}).items():
-            yield _setting(section, key, field)
-
-
-def _setting(section: str, key: str, field: FieldInfo) -> Setting:
-    told: Any = field.json_schema_extra
-    kind, accepted = field.annotation, told["accepted"] or field.description
-    while get_origin(kind) in (Annotated, Union, UnionType):
-        kind, *rest = get_args(kind)
-        said = (each.description for each in rest if isinstance(each, FieldInfo))
-        accepted = accepted or next(filter(None, said), None)
-    words = get_args(kind) if get_origin(kind) is Literal else ()
-    accepted = accepted or f"{', '.join(words[:-1])} or {words[-1]}"
-    flags = tuple(w for w in told["flag"] if w.startswith("-")) or tuple(told["flag"])
-    metavar = told["flag"][-1] if len(told["flag"]) > len(flags) else "|".join(words)
-    default = None if field.is_required() else field.get_default()
-    says = told["commands"], told["help"]
-    return Setting(section, key, kind, default, accepted, flags, metavar, *says)
+            told: Any = field.json_schema_extra
+            kind, accepted = field.annotation, told["accepted"] or field.description
+            while get_origin(kind) in (Annotated, Union, UnionType):
+                kind, *rest = get_args(kind)
+                said = (each.description for each in rest if isinstance(each, FieldInfo))
+                accepted = accepted or next(filter(None, said), None)
+            words = get_args(kind) if get_origin(kind) is Literal else ()
+            accepted = accepted or f"{', '.join(words[:-1])} or {words[-1]}"
+            flags = tuple(w for w in told["flag"] if w.startswith("-")) or tuple(told["flag"])
+            metavar = told["flag"][-1] if len(told["flag"]) > len(flags) else "|".join(words)
+            default = None if field.is_required() else field.get_default()
+            says = told["commands"], told["help"]
+            yield Setting(section, key, kind, default, accepted, flags, metavar, *says)
 
 
 class _Section(BaseModel):

@@ -1,7 +1,8 @@
 """The values of settings: what their texts stand for, and the types of the run file's keys.
 
 A function of the user's is "FILE.py:NAME" or "package.module:NAME". A loss is that or a registered
-name, with arguments as in a chain: `cross_entropy:label_smoothing=0.1,per_sample=sum`.
+name, with arguments as in a chain: `cross_entropy:label_smoothing=0.1,per_sample=sum`. Shards and
+workers are counted from 0, as torchrun's RANK and the tasks of job arrays are.
 """
 
 import json
@@ -13,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
 
-from gradscope.config.shards import parse_shard
 from gradscope.core.grammar import Stage, arguments
 from gradscope.errors import SpecError
 
@@ -23,6 +23,7 @@ HELD = "checkpoint"  # in a factory's place: the model that the checkpoint itsel
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
 _WITH_ARGUMENTS = re.compile(rf"(?P<function>(?:.+?\.py|{_DOTTED}):{_DOTTED})(?::.*)?", re.DOTALL)
+_SHARD = re.compile(r"(0|[1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
 _SAMPLES = re.compile(r"([0-9]{0,18}):([0-9]{0,18})")
 _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", re.IGNORECASE)
 _LEVELS = {"gzip": (1, 4, 9), "zstd": (1, 3, 22), "blosc2": (1, 5, 9)}  # lowest, default, highest
@@ -92,6 +93,88 @@ def parse_samples(text: str) -> slice:
     return slice(start, stop)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The part of worker `index`, from 0, of `count` workers."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def place(self, output: Path) -> Path:
+        """Return the file of this shard, next to the file of the whole run."""
+        name = f"{output.stem}.shard-{self.index}-of-{self.count}{output.suffix}"
+        return output.with_name(name)
+
+    def rows(self, whole: range, batch: int) -> range:
+        """Return this shard's samples, cut between batches of `batch` samples.
+
+        Raises:
+            SpecError: There are fewer batches than shards.
+        """
+        batches = -(-len(whole) // batch)
+        if batches < self.count:
+            raise SpecError(
+                f"{len(whole):,} samples in batches of {batch:,} are {batches:,} batches, too few "
+                f"for {self.count:,} shards",
+                where="shard",
+                remedy=f"Use at most {batches:,} shards, or a smaller --batch-size.",
+            )
+        first, last = (k * batches // self.count * batch for k in (self.index, self.index + 1))
+        return whole[first:last]
+
+
+def parse_shard(text: str) -> Shard:
+    """Return the shard that "I/N" stands for.
+
+    Raises:
+        SpecError: It has another form, or I is not below N.
+    """
+    match = _SHARD.fullmatch(text)
+    shard = Shard(*map(int, match.groups())) if match else Shard(0, 0)
+    if shard.index >= shard.count:
+        remedy = "Accepted: I/N with 0 ≤ I < N: workers are counted from 0."
+        raise SpecError(f"found {text!r}", where="shard", remedy=remedy)
+    return shard
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One of several processes that torchrun has started."""
+
+    shard: Shard  # what it computes
+    local: int | None  # its number on this machine, which picks the GPU; None if there is none
+    restarted: bool  # whether torchrun started it again, because a worker failed
+
+    def device(self, wanted: str | None) -> str | None:
+        """Return this worker's own GPU where any was asked for."""
+        return f"cuda:{self.local}" if wanted == "cuda" and self.local is not None else wanted
+
+
+def this_worker(environment: Mapping[str, str]) -> Worker | None:
+    """Return which of several workers this process is, None where it is the only one.
+
+    Raises:
+        SpecError: RANK and WORLD_SIZE do not fit together.
+    """
+    count = environment.get("WORLD_SIZE", "1")
+    if count == "1":
+        return None
+    index, local = (environment.get(key, "") for key in ("RANK", "LOCAL_RANK"))
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "")
+    try:
+        shard = parse_shard(f"{index}/{count}")
+    except SpecError as error:
+        raise SpecError(
+            f"found RANK={index!r} and WORLD_SIZE={count!r}",
+            where="environment",
+            remedy="Start the workers with torchrun, give --shard I/N, or unset WORLD_SIZE.",
+        ) from error
+    return Worker(shard, int(local) if local.isdecimal() else None, restarts not in ("", "0"))
+
+
 def split_reference(reference: str) -> tuple[str, str]:
     """Split "FILE.py:NAME" or "package.module:NAME" into the place and the name.
 
@@ -126,20 +209,14 @@ def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
     for key, value in (kwargs or {}).items():
         if key in given:
             raise SpecError(f"{key!r} is given twice, in the name and in kwargs", where="loss")
-        given[key] = _as_argument(key, value)
+        if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
+            given[key] = ",".join(map(str, value))
+        elif isinstance(value, str | int | float):
+            given[key] = str(value).lower() if isinstance(value, bool) else str(value)
+        else:
+            remedy = "Accepted: a number, text, true or false, or a list of numbers."
+            raise SpecError(f"{key!r} is {value!r}", where="loss.kwargs", remedy=remedy)
     return Stage(name, given, text)
-
-
-def _as_argument(key: str, value: Any) -> str:
-    """Return a value as it is written in a chain."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str | int | float):
-        return str(value)
-    if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
-        return ",".join(map(str, value))
-    remedy = "Accepted: a number, text, true or false, or a list of numbers."
-    raise SpecError(f"{key!r} is {value!r}", where="loss.kwargs", remedy=remedy)
 
 
 def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:

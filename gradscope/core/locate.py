@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
-from gradscope.errors import GradscopeError, ModelError
+from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 
 _OURS = Path(__file__).parents[1]
 _PACKAGES = (_OURS, Path(torch.__file__).parent)
@@ -107,6 +107,25 @@ def own_stage(what: str) -> Iterator[None]:
     """Turn what a stage of the user's (such as "transform soft_threshold") raises likewise."""
     with _translating(lambda error: ModelError(f"your code {raised(error)}", where=what)):
         yield
+
+
+@contextmanager
+def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
+    """Turn what torch raises into an `UnsupportedError` that names the layer.
+
+    Errors of gradscope and running out of memory pass through unchanged.
+    """
+    try:
+        yield
+    except GradscopeError:
+        raise
+    except Exception as error:  # whatever torch or the user's code raises
+        if is_shortage(error):
+            raise
+        where = layer_of(error, model)
+        raise UnsupportedError(
+            f"{what}: {first_line(error)}", where=where, remedy=remedy
+        ) from error
 
 
 @contextmanager

@@ -1,12 +1,14 @@
-"""How much memory a device has left, how much this process holds there, and the most it held."""
+"""What a device has left, what this process holds there, and what a call takes: bytes, seconds."""
 
 import ctypes
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +16,8 @@ from gradscope.core.libc import function
 
 if sys.platform != "win32":
     import resource
+
+T = TypeVar("T")
 
 _SYSTEM = Path("/")
 _SLACK = 4 * 2**20  # the kernel counts resident pages in bundles
@@ -45,6 +49,20 @@ def taken(device: torch.device, system: Path = _SYSTEM) -> int | None:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return next(_fields(system / "proc/self/status", "VmRSS"), None)
+
+
+def timed(
+    run: Callable[[], T], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, T]:
+    """Return the seconds that `run` takes, with what it leaves to a GPU, and its answer."""
+    waits = device.type == "cuda"
+    if waits:
+        torch.cuda.synchronize(device)
+    begun = clock()
+    answer = run()
+    if waits:
+        torch.cuda.synchronize(device)
+    return clock() - begun, answer
 
 
 @contextmanager

@@ -9,10 +9,12 @@ import copy
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from typing import Any, TypeVar
+from functools import partial, reduce, update_wrapper
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +26,69 @@ from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 Loss = Callable[..., Tensor]
-LossT = TypeVar("LossT", bound=Loss)
-
-_MODEL_LOSS = "__gradscope_model_loss__"
 
 
-def model_loss(fn: LossT) -> LossT:
-    """Mark a loss of the form `(model, inputs, targets) -> (n,)`.
+class Predictive(NamedTuple):
+    """How a model's outputs give a distribution over labels."""
+
+    probabilities: Callable[[Tensor], Tensor]  # from outputs to (n, *positions, c)
+    # from classes (n, *positions), the data's targets and the loss's options to targets
+    targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
+
+
+class BoundLoss:
+    """A loss, and what is known of it: `(outputs, targets) -> (n,)`, or a model loss.
+
+    Attributes:
+        function: Takes outputs and targets (a model loss: model, inputs and targets), then options.
+        options: Those that are set.
+        predictive: The distribution over labels that the loss stands for, if it stands for one.
+        of_model: Whether it is a model loss.
+    """
+
+    def __init__(
+        self,
+        function: Loss,
+        options: dict[str, Any] | None = None,
+        predictive: Predictive | None = None,
+        *,
+        of_model: bool = False,
+    ) -> None:
+        update_wrapper(self, function)  # name, help and signature
+        self.function, self.options, self.predictive = function, options or {}, predictive
+        self.of_model = of_model or is_model_loss(function)
+
+    def __call__(self, *given: Any, **options: Any) -> Tensor:
+        """Return the losses (n,)."""
+        return self.function(*given, **(self.options | options))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Loss:
+        """Return the loss as a method of `instance`."""
+        return self if instance is None else model_loss(MethodType(self.function, instance))
+
+
+def model_loss(fn: Loss) -> BoundLoss:
+    """Declare a loss of the form `(model, inputs, targets) -> (n,)`.
 
     For losses that need more than the outputs: a Laplacian of the network, a gradient penalty,
-    weight decay inside the loss.
+    weight decay inside the loss. From then on `fn` itself is known as a model loss, too.
     """
-    setattr(fn, _MODEL_LOSS, True)
-    return fn
+    with suppress(TypeError):  # an object of the user's that cannot be referred to weakly
+        _model_losses.add(fn)
+    return BoundLoss(fn, of_model=True)
 
 
 def is_model_loss(loss: Loss) -> bool:
     """Whether `loss` takes `(model, inputs, targets)` rather than `(outputs, targets)`."""
-    return bool(getattr(loss, _MODEL_LOSS, False))
+    if isinstance(loss, BoundLoss):
+        return loss.of_model
+    try:
+        return loss in _model_losses
+    except TypeError:
+        return False
+
+
+_model_losses: WeakSet[Loss] = WeakSet()  # a registry: the functions given to `model_loss`
 
 
 @dataclass(frozen=True)
@@ -56,7 +103,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.state is None:
-            object.__setattr__(self, "state", State(self.model, self.loss))
+            object.__setattr__(self, "state", State(self.model, self.function))
 
     @classmethod
     def of(
@@ -82,6 +129,11 @@ class Problem:
         for name, p in chosen.items():
             _require_ordinary(name, p)
         return cls(model, loss, chosen)
+
+    @property
+    def function(self) -> Loss:
+        """What the loss's author wrote, which may hold a state; `BoundLoss` holds none."""
+        return self.loss.function if isinstance(self.loss, BoundLoss) else self.loss
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,7 +206,7 @@ class Problem:
             model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
-        return replace(self, model=model, parameters=parameters, state=State(model, self.loss))
+        return replace(self, model=model, parameters=parameters, state=State(model, self.function))
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:

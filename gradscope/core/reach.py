@@ -24,7 +24,7 @@ from torch import Tensor
 
 Items = dict[Any, Any]
 Named = tuple[Any, str]
-Found = tuple[list["Table"], list[Named]]
+Found = tuple[list["StateTable"], list[Named]]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST = 50_000  # objects that are looked at
@@ -37,7 +37,7 @@ _FOREIGN = (
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class StateTable:
     """Something that holds values by key, known to a reader by its name."""
 
     name: str
@@ -50,7 +50,9 @@ class Table:
         return self.name if usual else f"{self.name}.{key}"
 
 
-def reachable(roots: Iterable[Named], own: Iterable[Tensor]) -> Iterator[tuple[Hashable, Table]]:
+def reachable(
+    roots: Iterable[Named], own: Iterable[Tensor]
+) -> Iterator[tuple[Hashable, StateTable]]:
     """Yield every table that can be reached from named objects, each once, under a lasting key.
 
     Of the model's `own` tensors attributes and flags are looked at, of others nothing.
@@ -99,7 +101,9 @@ def _looked_into(value: Any, name: str) -> Found:
             return [], [(v, name) for v in (value.func, *value.args, *value.keywords.values())]
         case functools._lru_cache_wrapper():  # what it remembers is not put back, but forgotten
             calls = lambda: {"calls": value.cache_info().misses}  # noqa: E731
-            return [Table(name, calls, lambda _: value.cache_clear())], [(value.__wrapped__, name)]
+            return [StateTable(name, calls, lambda _: value.cache_clear())], [
+                (value.__wrapped__, name)
+            ]
         case type():
             return _of_class(value), []
         case torch.Generator() | random.Random() | np.random.Generator():
@@ -107,16 +111,16 @@ def _looked_into(value: Any, name: str) -> Found:
     return _of_object(value, name)
 
 
-def _namespace(values: dict[Any, Any], name: str) -> Table:
+def _namespace(values: dict[Any, Any], name: str) -> StateTable:
     def write(wanted: Items) -> None:
         if list(values) != list(wanted):
             values.clear()
         values.update(wanted)
 
-    return Table(name, lambda: dict(values), write)
+    return StateTable(name, lambda: dict(values), write)
 
 
-def _refilled(values: Any, name: str, read: Callable[[], Items]) -> Table:
+def _refilled(values: Any, name: str, read: Callable[[], Items]) -> StateTable:
     """A list or a set, which is emptied and filled again."""
 
     def write(wanted: Items) -> None:
@@ -126,7 +130,7 @@ def _refilled(values: Any, name: str, read: Callable[[], Items]) -> Table:
         else:
             values.extend(wanted.values())
 
-    return Table(name, read, write)
+    return StateTable(name, read, write)
 
 
 def _of_object(value: Any, name: str) -> Found:
@@ -134,7 +138,9 @@ def _of_object(value: Any, name: str) -> Found:
     tables = []
     if isinstance(value, Tensor):
         flag = lambda: {"requires_grad": value.requires_grad}  # noqa: E731
-        tables.append(Table(name, flag, lambda now: value.requires_grad_(now["requires_grad"])))
+        tables.append(
+            StateTable(name, flag, lambda now: value.requires_grad_(now["requires_grad"]))
+        )
     if isinstance(getattr(value, "__dict__", None), dict):
         tables.append(_namespace(vars(value), name))
     slots = [s for base in type(value).__mro__ for s in _slots(base)]
@@ -149,10 +155,10 @@ def _of_object(value: Any, name: str) -> Found:
             elif hasattr(value, key):
                 delattr(value, key)
 
-    return [*tables, Table(name, read, write)], [(type(value), type(value).__name__)]
+    return [*tables, StateTable(name, read, write)], [(type(value), type(value).__name__)]
 
 
-def _generator(source: Any, name: str) -> Table:
+def _generator(source: Any, name: str) -> StateTable:
     """A random generator of the model's own; its state as bytes, which can be compared."""
 
     def read() -> Items:
@@ -170,7 +176,7 @@ def _generator(source: Any, name: str) -> Table:
         else:
             source.bit_generator.state = pickle.loads(state)
 
-    return Table(name, read, write)
+    return StateTable(name, read, write)
 
 
 def _of_function(fn: types.FunctionType, name: str) -> Found:
@@ -182,7 +188,7 @@ def _of_function(fn: types.FunctionType, name: str) -> Found:
         for cell, variable in zip(fn.__closure__ or (), fn.__code__.co_freevars, strict=True)
     ]
     names = sorted(_names(fn.__code__) & fn.__globals__.keys())
-    named = Table(
+    named = StateTable(
         fn.__module__ or "global",
         lambda: {k: fn.__globals__[k] for k in names if k in fn.__globals__},
         fn.__globals__.update,
@@ -191,7 +197,7 @@ def _of_function(fn: types.FunctionType, name: str) -> Found:
     return [*cells, _namespace(vars(fn), name), named], [(v, name) for v in more]
 
 
-def _cell(cell: types.CellType, name: str) -> Table:
+def _cell(cell: types.CellType, name: str) -> StateTable:
     """A variable of the function around the one that names it; it may have no value (yet)."""
 
     def read() -> Items:
@@ -206,10 +212,10 @@ def _cell(cell: types.CellType, name: str) -> Table:
         else:
             del cell.cell_contents
 
-    return Table(name, read, write)
+    return StateTable(name, read, write)
 
 
-def _of_class(kind: type) -> list[Table]:
+def _of_class(kind: type) -> list[StateTable]:
     """The attributes and methods of a class, where it is the user's own."""
     modules = ((base, sys.modules.get(base.__module__)) for base in kind.__mro__)
     return [
@@ -219,7 +225,7 @@ def _of_class(kind: type) -> list[Table]:
     ]
 
 
-def _class_attributes(kind: type) -> Table:
+def _class_attributes(kind: type) -> StateTable:
     def read() -> Items:
         return {k: v for k, v in vars(kind).items() if not (k[:2] == k[-2:] == "__")}
 
@@ -230,7 +236,7 @@ def _class_attributes(kind: type) -> Table:
             if vars(kind).get(key) is not value:
                 setattr(kind, key, value)
 
-    return Table(kind.__name__, read, write)
+    return StateTable(kind.__name__, read, write)
 
 
 def _slots(base: type) -> list[str]:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.reach import PLAIN, Items, Table, reachable
+from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.errors import GradscopeError, UnsupportedError
 
 _COPIED = 2**24  # bytes of a value of which a copy is kept
@@ -43,7 +43,7 @@ _ITERATORS: tuple[type, ...] = (
 class _Taken:
     """A table as it was."""
 
-    table: Table
+    table: StateTable
     items: Items  # its values, the objects themselves
     marks: Items  # what tells whether a value was changed in place
     copies: Items  # of the values that can be put back when they are
@@ -85,7 +85,9 @@ class State:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._model, self._loss = model, loss
         self.latest = ""
-        self._known: dict[Hashable, tuple[Table, set[Hashable]]] = {}  # keys that change in place
+        self._known: dict[
+            Hashable, tuple[StateTable, set[Hashable]]
+        ] = {}  # keys that change in place
         self._before: tuple[list[tuple[Any, Any]], list[_Taken]] | None = None
 
     @property
@@ -108,7 +110,7 @@ class State:
             yield
         finally:
             _put_back(held)
-            for taken in self._before[1]:
+            for taken in reversed(self._before[1]):  # the first taken are the model's own
                 taken.put(taken.items)
             self._before = None
 
@@ -127,6 +129,8 @@ class State:
         """
         own = [*self._model.parameters(), *self._model.buffers()]
         roots = [(self._model, "model"), (self._loss, "loss")]
+        if self._before is not None:  # what earlier passes of the outer body left is not the state
+            self._begin()
         known = {id(p): p._version for p in own} if again else {}
         before = {key: _take(table, but=known) for key, table in reachable(roots, own)}
         generators = {
@@ -226,7 +230,7 @@ def facts(model: nn.Module) -> list[Any]:
 
 
 def _take(
-    table: Table, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
+    table: StateTable, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
 ) -> _Taken:
     """Return a table as it is, with copies of values and marks of them."""
     items = table.read()

@@ -11,7 +11,7 @@ def printable(text: str) -> str:
 def listed(names: Iterable[str], limit: int = 10) -> str:
     """Return the first names, and how many more there are."""
     every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    more = f" and {len(every) - limit:,} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
 
 

@@ -3,7 +3,7 @@
 from gradscope.engine.audit import Auditor, Audits, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, finite_samples, glimpsed
 from gradscope.engine.fold import Folded, fold, request_of, settled, usable
-from gradscope.engine.judge import Check, require_norms
+from gradscope.engine.judge import LargestError, require_norms
 from gradscope.engine.session import Coupling, NonFinite, Session, Settings, Verify
 
 __all__ = [
@@ -11,9 +11,9 @@ __all__ = [
     "Auditor",
     "Audits",
     "Certificate",
-    "Check",
     "Coupling",
     "Folded",
+    "LargestError",
     "NonFinite",
     "Session",
     "Settings",

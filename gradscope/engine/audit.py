@@ -37,12 +37,15 @@ class Audits:
 
     def with_proof(self, proof: Certificate) -> "Audits":
         """Add a batch that was proved whole."""
-        worst = proof.completeness
-        larger = worst.error >= self.error
+        worst, first, last = proof.completeness, *proof.positions
+        larger, spans = worst.error >= self.error, self.audited
+        if spans and spans[-1][0] <= first <= spans[-1][1] + 1:  # it follows, or repeats
+            *_, (first, known) = spans
+            spans, last = spans[:-1], max(known, last)
         return replace(
             self,
             proved=self.proved + 1,
-            audited=_with_span(self.audited, proof.positions),
+            audited=(*spans, (first, last)),
             error=worst.error if larger else self.error,
             parameter=worst.parameter if larger else self.parameter,
             unproved=tuple(sorted({*self.unproved, *proof.unproved})),
@@ -79,11 +82,6 @@ class Look:
     whole: bool = False  # all of it is proved
     alone: int = 0  # samples that are compared with a batch of one
     recorded: bool = False  # the same run does so every time
-
-    @property
-    def none(self) -> bool:
-        """Whether it is not looked at."""
-        return not (self.whole or self.alone)
 
 
 @dataclass
@@ -138,15 +136,6 @@ class Auditor:
         elif audited:
             audits = replace(audits, alone=audits.alone + 1)
         self.audits = audits
-
-
-def _with_span(
-    spans: tuple[tuple[int, int], ...], new: tuple[int, int]
-) -> tuple[tuple[int, int], ...]:
-    """Add the first and last position of a batch, joined with what it follows or repeats."""
-    if spans and spans[-1][0] <= new[0] <= spans[-1][1] + 1:
-        return (*spans[:-1], (spans[-1][0], max(spans[-1][1], new[1])))
-    return (*spans, new)
 
 
 def is_chosen(ordinal: int, seed: int) -> bool:

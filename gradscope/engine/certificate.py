@@ -10,6 +10,7 @@ finite is known. State: what the forward pass changes in the model is found, and
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from gradscope.core.independence import (
 from gradscope.core.problem import Problem
 from gradscope.engine.judge import (
     NOTHING,
-    Check,
     Claim,
+    LargestError,
     Objective,
     judged,
     require_consistent,
@@ -50,8 +51,8 @@ class Certificate:
     samples: int
     positions: tuple[int, int]  # of the first and the last sample
     nonfinite: int  # samples without a finite gradient; these are flagged, not examined
-    completeness: Check  # Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ
-    agreement: Check  # single samples against batches of one
+    completeness: LargestError  # Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ
+    agreement: LargestError  # single samples against batches of one
     compared: tuple[int, ...]  # positions of these
     unused: tuple[str, ...]  # parameters that no sample's loss here reaches: their rows are zero
     unproved: tuple[str, ...]  # whose gradient is no more than rounding, so that nothing is proved
@@ -194,8 +195,13 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
             require_consistent(answer.backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    if len(unused) == len(squared):
-        _require_graph(answer.problem, batch)
+    if len(unused) == len(squared) and not answer.problem.losses(batch).requires_grad:
+        raise ModelError(  # all rows are zero, as a slip leaves them
+            "the losses do not depend on any parameter: they are cut off from the graph",
+            where="the model or its loss",
+            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
+            "forward pass and in the loss.",
+        )
     certificate = Certificate(
         backend=answer.backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
@@ -227,7 +233,7 @@ def glimpsed(answer: Answer) -> None:
 
 def _sums(
     answer: Answer, claim: Claim, after: Certificate | None, draw: torch.Generator
-) -> Iterator[Check]:
+) -> Iterator[LargestError]:
     """Compare losses and the claim with the samples in two other batches, and as they are.
 
     After an earlier proof the two other batches suffice.
@@ -309,7 +315,7 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     _require_passed(check, "completeness", answer.backend, batch)
 
 
-def _worst(checks: Sequence[Check]) -> Check:
+def _worst(checks: Sequence[LargestError]) -> LargestError:
     """Return the check that is nearest to failing, with what all of them say of rounding."""
     if not checks:
         return NOTHING
@@ -319,46 +325,35 @@ def _worst(checks: Sequence[Check]) -> Check:
     return replace(worst, dtype=dtype, small=tuple(small))
 
 
-def _agreement(answer: Answer, chosen: Tensor) -> Check:
-    """Compare the samples at positions `chosen` with what each gives by itself."""
-    return _worst([alone(answer, k) for k in chosen.tolist()])
-
-
-def alone(answer: Answer, sample: int) -> Check:
-    """Compare one sample with a batch of one, or with its own loss in its batch."""
+def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
+    """Compare samples with batches of one, or with their own losses in their batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
-    gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
-    claim = Claim.of(gradients, losses.new_ones(1))
-    if answer.own_loss:
-        weights = torch.zeros_like(losses)
-        weights[sample] = 1
-        right = own_gradient(problem, batch, sample)
-        return judged(problem, claim, Objective.together(batch, weights), right)
-    one = batch.one(sample)
-    loss, right = one_sample(problem, one)
-    here = losses[sample : sample + 1]
-    if not same(here, loss[None], losses, problem.precision):
-        require_independent(problem, batch)
-        _explain(answer, one, here, loss[None])
-    objective = Objective.together(one, claim.weights)
-    return judged(problem, claim, objective, right, Objective.twice(one))
+    require_once = cache(lambda: require_independent(problem, batch))
 
+    def alone(sample: int) -> LargestError:
+        gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
+        claim = Claim.of(gradients, losses.new_ones(1))
+        if answer.own_loss:
+            weights = torch.zeros_like(losses)
+            weights[sample] = 1
+            right = own_gradient(problem, batch, sample)
+            return judged(problem, claim, Objective.together(batch, weights), right)
+        one = batch.one(sample)
+        loss, right = one_sample(problem, one)
+        here = losses[sample : sample + 1]
+        if not same(here, loss[None], losses, problem.precision):
+            require_once()
+            _explain(answer, one, here, loss[None])
+        objective = Objective.together(one, claim.weights)
+        return judged(problem, claim, objective, right, Objective.twice(one))
 
-def _require_graph(problem: Problem, batch: Batch) -> None:
-    """Refuse losses that no parameter can reach, as a slip leaves them: all rows would be zero."""
-    if not problem.losses(batch).requires_grad:
-        raise ModelError(
-            "the losses do not depend on any parameter: they are cut off from the graph",
-            where="the model or its loss",
-            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
-            "forward pass and in the loss.",
-        )
+    return _worst([alone(k) for k in chosen.tolist()])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
 
 
-def _require_passed(check: Check, what: str, backend: str, batch: Batch) -> None:
+def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) -> None:
     if not check.passed:
         raise CertificateError(
             f"the {backend} backend failed the proof of {what}: relative error {check.error:.2e} "

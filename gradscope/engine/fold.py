@@ -90,7 +90,9 @@ def settled(
     batches: Callable[[], Iterable[Batch]],
     left: int | None = None,
 ) -> tuple[Chain, ...]:
-    """Run the earlier passes that chains need (`center`), all of one round in one pass.
+    """Try reducers in parts, and run the earlier passes that chains need (`center`).
+
+    All passes of one round are run in one.
 
     Args:
         session: Evaluates.
@@ -98,9 +100,18 @@ def settled(
         batches: Starts a pass over the data.
         left: How many batches are to come in all, if that is known.
     """
-    _require_splittable(session, chains)
+    untried = [c for c in chains if c.reducer is not None and c.text not in session.tried]
+    for chain in untried if session.settings.verify != "never" else ():
+        assert chain.reducer is not None
+        session.tried.add(chain.text)
+        found = depends_on_split(chain.reducer)
+        told = f"samples in several batches have another result ({found}) than in one"
+        if found is not None and ".py:" in chain.text:  # a user's own reducer is only named
+            session.notes.append(f"{chain.text}: {told}: see its `merge`")
+        elif found is not None:
+            raise CertificateError(told, where=f"chain {chain.text!r}")
     ready = tuple(map(session.labels.chain, chains))
-    while first := _first_passes(ready):
+    while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = [session.labels.chain(chain) for chain in first.values()]
         states = fold(session, batches(), passes, request=Request(left=left)).states
@@ -116,27 +127,6 @@ def settled(
             for chain in ready
         )
     return ready
-
-
-def _first_passes(chains: Iterable[Chain]) -> dict[str, Chain]:
-    """Return the first passes that chains wait for, each once."""
-    found = (chain.first_pass for chain in chains)
-    return {chain.text: chain for chain in found if chain is not None}
-
-
-def _require_splittable(session: Session, chains: Sequence[Chain]) -> None:
-    """Try each reducer in parts; a user's own one that depends on them is only named."""
-    for chain in chains:
-        never = session.settings.verify == "never"
-        if chain.reducer is None or chain.text in session.tried or never:
-            continue
-        session.tried.add(chain.text)
-        found = depends_on_split(chain.reducer)
-        told = f"samples in several batches have another result ({found}) than in one"
-        if found is not None and ".py:" in chain.text:
-            session.notes.append(f"{chain.text}: {told}: see its `merge`")
-        elif found is not None:
-            raise CertificateError(told, where=f"chain {chain.text!r}")
 
 
 def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:

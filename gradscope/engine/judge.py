@@ -43,7 +43,7 @@ _ROUNDINGS = 64.0  # of terms that cancel
 
 
 @dataclass(frozen=True)
-class Check:
+class LargestError:
     """One comparison, of the parameter that is worst off."""
 
     error: float  # relative
@@ -63,7 +63,7 @@ class Check:
         return _rank(self.error, self.tolerance)
 
 
-NOTHING = Check(0.0, "", 0.0)  # where there was nothing to compare
+NOTHING = LargestError(0.0, "", 0.0)  # where there was nothing to compare
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,6 @@ class Objective:
         """Return that of a single sample, as the mean of two of it."""
         return cls((sample.resized(2),), (torch.full((2,), 0.5),))
 
-    def in_double_precision(self) -> "Objective":
-        """Return the same on widened inputs and targets."""
-        return replace(self, batches=tuple(b.in_double_precision() for b in self.batches))
-
     def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
         found: list[Tensor] = []
@@ -135,7 +131,7 @@ def judged(
     right: Mapping[str, Tensor],
     other: Objective | None = None,
     small: frozenset[str] = frozenset(),
-) -> Check:
+) -> LargestError:
     """Compare a claim with what is right, and have rounding answer for what differs.
 
     Args:
@@ -165,7 +161,7 @@ def judged(
                     noise.append(k)
     told = [k for k in right if k not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
-    return Check(
+    return LargestError(
         error=errors.get(worst, 0.0),
         parameter=worst,
         tolerance=allowed.get(worst, tolerance),
@@ -203,7 +199,8 @@ def _in_float64(
     """Return the gradient without rounding, and how far rounding can lead away from it."""
     with double_precision():
         wide = problem.converted(torch.float64)
-        truth = objective.in_double_precision().evaluated(wide)[1]
+        batches = tuple(batch.in_double_precision() for batch in objective.batches)
+        truth = replace(objective, batches=batches).evaluated(wide)[1]
     spread = dict.fromkeys(names, 0.0)
     for near in nearby(problem, _TRIALS):
         found = objective.evaluated(near)[1]

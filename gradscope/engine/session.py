@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
@@ -56,13 +55,9 @@ class Settings:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("verify", Verify),
-            ("coupling", Coupling),
-            ("nonfinite", NonFinite),
-            ("labels", Mode),
-        ):
-            word, known = getattr(self, name), list(get_args(kind))
+        words = (self.verify, Verify), (self.coupling, Coupling)
+        for word, kind in (*words, (self.nonfinite, NonFinite), (self.labels, Mode)):
+            known = list(get_args(kind))
             if word not in known:
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
 
@@ -106,6 +101,7 @@ class Session:
         self.tuner = Tuner()
         self._model, self._loss = model, resolve(loss)
         self._stack = ExitStack()
+        self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
         self._waiting: list[str] = []
         self._due = True  # a proof is
@@ -122,25 +118,16 @@ class Session:
         problem = Problem.of(self._model, self._loss, asked.parameters)
         self.problem = replace(problem, running_statistics=asked.coupling == "frozen")
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
-        self._compiled = self._compiling()
+        self._compiled = None
+        against = not_compiled(asked.backend, asked.verify, asked.coupling)
+        if asked.compile and against is not None:
+            self.notes.append(f"not compiled: {against}")
+        elif asked.compile:
+            faster, check = asked.backend == AUTO, asked.verify != "never"
+            own = (self.problem, self._uncompiled, self.notes)
+            self._compiled = Compiled(*own, faster=faster, check=check)
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
-
-    def _compiling(self) -> Compiled | None:
-        asked = self.settings
-        if not asked.compile:
-            return None
-        against = not_compiled(asked.backend, asked.verify, asked.coupling)
-        if against is not None:
-            self.notes.append(f"not compiled: {against}")
-            return None
-        return Compiled(
-            self.problem,
-            self._uncompiled,
-            self.notes,
-            faster=asked.backend == AUTO,
-            check=asked.verify != "never",
-        )
 
     def rehearsal(self) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -180,7 +167,12 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        now = self._follow()
+        now = facts(self.problem.model)  # what a proof takes for granted
+        if self._facts is not None and self._facts != now:
+            self.notes.append(
+                "the model was changed between two calls: it is bound and proved anew"
+            )
+            self._bind()
         batch = self.labels.of(batch).detached()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         before = self.certificate
@@ -192,7 +184,11 @@ class Session:
                 look = self.auditor.begin(
                     len(batch), number, last=last, new=evaluation.new, proof=proof
                 )
-                audited = self.settings.verify == "audit" and proof is None and not look.none
+                audited = (
+                    self.settings.verify == "audit"
+                    and proof is None
+                    and (look.whole or look.alone > 0)
+                )
                 if audited:
                     evaluation, proof = self._audited(batch, request, number, look, evaluation)
                 self.auditor.end(look, proof, audited=audited)
@@ -208,16 +204,6 @@ class Session:
         if request.stored:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
-
-    def _follow(self) -> list[Any]:
-        """Return what a proof takes for granted; if that has changed, bind the model anew."""
-        now = facts(self.problem.model)
-        if self._facts is not None and self._facts != now:
-            self.notes.append(
-                "the model was changed between two calls: it is bound and proved anew"
-            )
-            self._bind()
-        return now
 
     def _uncompiled(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
         """Answer by the first candidate that does not refuse, proved where a proof is due."""
@@ -332,12 +318,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Audit the last batch, unless that was done or an error is under way, and close."""
         try:
             if kind is None and self._unaudited is not None and self.settings.verify == "audit":

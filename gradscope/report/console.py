@@ -1,15 +1,18 @@
-"""Consoles: where results and notices go, and in what form; errors as the user sees them."""
+"""Consoles and errors as the user sees them; names that are safe to show and never look alike."""
 
+import unicodedata
+from collections.abc import Sequence
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from gradscope.core import streams
 from gradscope.errors import GradscopeError
-from gradscope.report.text import visible
 
 _LONGEST, _MOST = 5000, 60  # characters of a line of an error, and lines
+_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 class _Console(Console):
@@ -21,15 +24,10 @@ class _Console(Console):
 def console(
     *, stderr: bool = False, color: bool | None = None, file: TextIO | None = None
 ) -> Console:
-    """Return a console on stdout, or on stderr.
+    """Return a console on stdout, on stderr, or on a `file`; `color` False switches colour off.
 
     Escape sequences go to a terminal only, whatever FORCE_COLOR says. NO_COLOR and COLUMNS are
     honoured; a pipe is 80 columns wide unless COLUMNS says otherwise.
-
-    Args:
-        stderr: Write to stderr.
-        color: False switches colour off; None leaves it to the terminal and NO_COLOR.
-        file: Write here instead.
     """
     stream = file or (streams.err() if stderr else streams.out())
     if not (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf"):
@@ -53,13 +51,8 @@ def render_error(error: GradscopeError, console: Console) -> None:
 
     Lines are left to the terminal to wrap, so that a caret stays under what it points at. A line
     of thousands of characters, which no one reads, is cut in the middle.
-
-    Args:
-        error: What was raised.
-        console: On stderr.
     """
-    head = error.what if error.where is None else f"{error.where}: {error.what}"
-    text = Text.assemble(("error", "bold red"), ": ", visible(_cut(head), keep="\n"))
+    text = Text.assemble(("error", "bold red"), ": ", visible(_cut(error.head), keep="\n"))
     if error.remedy is not None:
         text.append("\n" + visible(_cut(error.remedy), keep="\n"))
     console.print(text, soft_wrap=True)
@@ -70,3 +63,47 @@ def _cut(text: str) -> str:
     shown = lines if len(lines) <= _MOST else [*lines[: _MOST - 1], "..."]
     half = _LONGEST // 2
     return "\n".join(x if len(x) <= _LONGEST else f"{x[:half]} ... {x[-half:]}" for x in shown)
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""Replace unprintable characters but those to `keep` by escapes like \x1b."""
+    return "".join(
+        character if character in keep or unicodedata.category(character) not in _UNSAFE
+        # repr's escapes, and no more of its quotes
+        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for character in text
+    )  # fmt: skip
+
+
+def fit_names(names: Sequence[str], width: int) -> list[str]:
+    """Return the names made visible, the long ones cut in the middle to `width` cells.
+
+    The cut keeps as many letters on either side as tells all names apart, the same for all. When
+    no cut does, no name is cut, and the table wraps them.
+    """
+    shown = [visible(name) for name in names]
+    if width < 5 or max(map(cell_len, shown), default=0) <= width:
+        return shown
+    middle = (width - 1) // 2
+    distinct = len(set(shown))
+    for head in sorted(range(width - 1), key=lambda k: abs(k - middle)):
+        cut = [_shortened(name, head, width) for name in shown]
+        if len(set(cut)) == distinct:
+            return cut
+    return shown
+
+
+def _shortened(name: str, head: int, width: int) -> str:
+    if cell_len(name) <= width:
+        return name
+    return f"{_take(name, head)}…{_take(name[::-1], width - 1 - head)[::-1]}"
+
+
+def _take(text: str, cells: int) -> str:
+    """Return the longest beginning of `text` that fills at most `cells` cells."""
+    used = 0
+    for k, character in enumerate(text):
+        used += cell_len(character)
+        if used > cells:
+            return text[:k]
+    return text

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gradscope.errors import OutputError
 from gradscope.report import plots
+from gradscope.report.console import visible
 from gradscope.report.terminal import bins
-from gradscope.report.text import visible
 from gradscope.stats.sections import (
     NONE,
     SYMBOLS,
@@ -116,7 +116,8 @@ def write_html(result: Shown, path: str | Path) -> None:
 def _page(found: Overview) -> str:
     names = " and ".join(Path(path).name for path in found.paths)
     sections = [_section(section) for section in found.sections]
-    pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in _drawn(found))
+    drawn = found.pictures if plots.available() else ()
+    pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in drawn)
     parts = [
         "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in found.warnings),
         _titled("Run", _facts(found.facts) + _records(found)),
@@ -125,20 +126,18 @@ def _page(found: Overview) -> str:
         *sections[1:],
     ]
     body = "\n".join(part for part in parts if part)
-    title = f"{_safe(names)}: gradient statistics"
-    heading = _safe(", ".join(found.paths))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
+<title>{_safe(names)}: gradient statistics</title>
 <style>{_STYLE}</style>
 </head>
 <body>
 <main>
-<h1>{heading}</h1>
+<h1>{_safe(", ".join(found.paths))}</h1>
 {body}
 </main>
 <script>{_SCRIPT}</script>
@@ -158,9 +157,8 @@ def _titled(title: str, content: str) -> str:
 def _section(section: Section) -> str:
     """Return a section, or nothing where pictures show all it has."""
     parts = []
-    rows = [(k, v) for k, v in section.facts if not isinstance(v, Spark)]  # pictures show those
-    if rows:
-        parts.append(_facts(rows))
+    if any(not isinstance(value, Spark) for _, value in section.facts):
+        parts.append(_facts(section.facts))
     if section.pairs:
         items = "".join(
             f"<div><dt>{_safe(label)}</dt><dd>{_safe(value)}</dd></div>"
@@ -185,7 +183,7 @@ def _facts(rows: Sequence[Fact]) -> str:
     """Return labels with values; a label stands once for the values that follow without one."""
     items: list[str] = []
     for label, value in rows:
-        if not isinstance(value, Spark):
+        if not isinstance(value, Spark):  # pictures show those
             term = f"<dt>{_safe(label)}</dt>" if label or not items else ""
             items.append(f"{term}<dd>{_safe(value)}</dd>")
     return f"<dl>\n{chr(10).join(items)}\n</dl>"
@@ -193,20 +191,13 @@ def _facts(rows: Sequence[Fact]) -> str:
 
 def _records(found: Overview) -> str:
     """Return what was recorded, as it is, behind a click."""
-    texts = {
-        name: _safe(json.dumps(record, ensure_ascii=False, indent=2), keep="\n")
-        for name, record in (found.records or {}).items()
-        if record
-    }
-    return "\n".join(
-        f"<details><summary>{_safe(name)}, as recorded</summary>"
-        f'<pre tabindex="0">{text}</pre></details>'
-        for name, text in texts.items()
-    )
-
-
-def _drawn(found: Overview) -> Sequence[Picture]:
-    return found.pictures if plots.available() else ()
+    parts = []
+    for name, record in (found.records or {}).items():
+        if record:
+            text = _safe(json.dumps(record, ensure_ascii=False, indent=2), keep="\n")
+            head = f"<details><summary>{_safe(name)}, as recorded</summary>"
+            parts.append(f'{head}<pre tabindex="0">{text}</pre></details>')
+    return "\n".join(parts)
 
 
 def _picture(picture: Picture) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gradscope.errors import OutputError, SpecError
-from gradscope.report.text import fit_names
+from gradscope.report.console import fit_names
 from gradscope.stats.sections import (
     BarPicture,
     CurvePicture,
@@ -68,6 +68,7 @@ def figure(pictures: Sequence[Picture], ink: str = "black") -> "Figure":
             remedy="Install the extra: pip install 'torch-gradscope[plot]'.",
         )
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     across = min(2, len(pictures))
     pairs = [pictures[k : k + 2] for k in range(0, len(pictures), 2)]
@@ -79,9 +80,21 @@ def figure(pictures: Sequence[Picture], ink: str = "black") -> "Figure":
     for row, pair in zip(rows, pairs, strict=True):
         places = row.subplots(1, across, squeeze=False)[0]
         for axes, picture in zip(places, pair, strict=False):
-            _draw_on(axes, picture)
+            axes.set_title(picture.title)
+            axes.set_xlabel(picture.across)
+            axes.set_ylabel(picture.up)
+            if picture.empty:
+                side = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+                axes.text(0.5, 0.5, picture.empty, **side)
+            else:
+                _draw(picture, axes)
         for axes in row.axes:
-            _paint(axes, ink)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(colors=ink, which="both")
+            for spine in axes.spines.values():
+                spine.set_color(ink)
+            for text in axes.findobj(Text):
+                text.set_color(ink)
         for axes in places[len(pair) :]:
             axes.set_axis_off()
     return drawn
@@ -98,29 +111,6 @@ def save(drawn: "Figure", target: Path | IO[bytes], kind: str, transparent: bool
         drawn.savefig(
             target, format=kind, dpi=150, metadata=dates.get(kind), transparent=transparent
         )
-
-
-def _paint(axes: "Axes", ink: str) -> None:
-    """Draw text and axes in one colour."""
-    from matplotlib.text import Text
-
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(colors=ink, which="both")
-    for spine in axes.spines.values():
-        spine.set_color(ink)
-    for text in axes.findobj(Text):
-        text.set_color(ink)
-
-
-def _draw_on(axes: "Axes", picture: Picture) -> None:
-    axes.set_title(picture.title)
-    axes.set_xlabel(picture.across)
-    axes.set_ylabel(picture.up)
-    if picture.empty:
-        axes.text(0.5, 0.5, picture.empty, ha="center", va="center", transform=axes.transAxes)
-    else:
-        _draw(picture, axes)
 
 
 @singledispatch

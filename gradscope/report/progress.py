@@ -39,16 +39,8 @@ def track(
     """Yield the batches and show how far it has come: a bar on a terminal, else plain lines.
 
     A batch counts as done when the next one is asked for. Loop over the result without giving it
-    a name: then the bar is gone as soon as an exception leaves the loop.
-
-    Args:
-        batches: What to go through.
-        total: How many units there are, when known.
-        unit: Their name, in the plural.
-        size: The units in a batch; its length if not given.
-        quiet: Show nothing.
-        console: On stderr if not given.
-        clock: Seconds.
+    a name: then the bar is gone as soon as an exception leaves the loop. A batch has `size` units
+    (its length) of `total`, where that is known.
     """
     target = console or make_console(stderr=True)
     shown: AbstractContextManager[Report]

@@ -1,5 +1,6 @@
 """What the commands say when they are done: compare, compute, its plan, check, merge, export."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,9 +8,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gradscope.report.terminal import heading, print_facts, print_table
-from gradscope.report.text import visible
-from gradscope.stats import RunReport, parameter_table
+from gradscope.report.console import visible
+from gradscope.report.terminal import heading, print_facts, print_table, safe
+from gradscope.stats import parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
 from gradscope.stats.sections import (
     NONE,
@@ -28,7 +29,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, MergeReport, Room
+    from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
     from gradscope.storage import Exported
 
 _STATUS = {
@@ -40,18 +41,12 @@ _STATUS = {
 
 
 def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
-    """Print a row a backend, then what disagrees, then every refusal with its remedy.
-
-    Args:
-        comparison: What was found.
-        console: On stdout.
-        verbose: Print also which kernels were chosen.
-    """
+    """Print a row a backend, with `verbose` the kernels, then what disagrees, then refusals."""
     rows, baseline = comparison.rows, comparison.baseline_seconds
     worst = [r.worst.relative if r.worst else None for r in rows]
     times = [r.seconds / baseline if r.seconds is not None and baseline > 0 else None for r in rows]
     columns = [
-        Column("status", [_status(r) for r in rows]),
+        Column("status", [_STATUS[r.status] for r in rows]),
         Column("time", [duration(r.seconds) for r in rows], rank=2),
         Column("x plain backward", list(map(short, times)), rank=1),
         Column("peak memory", [size(r.peak_bytes) for r in rows], rank=3),
@@ -68,23 +63,14 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
     for row in rows:
         if not row.parameters and (row.reason or row.remedy):
             console.print()
-            status = _status(row)
-            console.print(
-                Text.assemble((visible(row.backend), "bold"), " ", (status.text, status.style))
-            )
+            name = Text(visible(row.backend), "bold")
+            console.print(Text(" ").join([name, safe(_STATUS[row.status])]))
             _render_advice(row, console, ())
     console.print()
-    tally: dict[str, int] = {}
-    for row in rows:
-        word = _status(row).text
-        tally[word] = tally.get(word, 0) + 1
+    tally = Counter(_STATUS[row.status].text for row in rows)
     counts = ", ".join(f"{n} {word}" for word, n in tally.items())
     text = f"{count(comparison.samples, 'sample')}, {count(len(rows), 'backend')}: {counts}"
     console.print(Text(text, style="green" if comparison.agrees else "bold red"))
-
-
-def _status(row: "BackendRow") -> Styled:
-    return _STATUS.get(row.status, Styled(row.status))
 
 
 def _render_disagreement(row: "BackendRow", console: Console) -> None:
@@ -133,17 +119,16 @@ def _render_kernels(choices: Sequence["Chosen"], console: Console, measured: boo
         for one in choices
     ]
     heading(console, title)
+    word = "fastest" if measured else "kernel"
     columns = [
-        Column(
-            "fastest" if measured else "kernel", [one.variant for one in choices], justify="left"
-        ),
+        Column(word, [one.variant for one in choices], justify="left"),
         Column("time", [duration(one.seconds.get(one.variant)) for one in choices]),
         Column("others", others, rank=1, justify="left"),
     ]
     print_table(console, Table(columns, "request", [one.request for one in choices]))
 
 
-def render_run(result: RunReport, console: Console) -> None:
+def render_run(result: "RunReport", console: Console) -> None:
     """Print what was computed, what of it was proved, and what was written where."""
     print_table(console, parameter_table(result.parameters))
     heading(console, "Run")
@@ -250,6 +235,7 @@ def _space(room: "Room") -> list[Fact]:
 def render_inspection(found: "Inspection", console: Console, verbose: bool = False) -> None:
     """Print what was loaded, what the first batch gave, its proof, and the plan."""
     model, checkpoint, data, loss = found.model, found.checkpoint, found.dataset, found.loss
+    arrays = data["arrays"]
     sizes = f"{count(model['parameters'], 'parameter')} of {count(model['numbers'], 'number')}"
     placed = f"{model['dtype']} on {model['device']}"
     options = [f"{key}={value}" for key, value in loss.items() if key != "name"]
@@ -260,7 +246,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         ("", f"{checkpoint['format']}, {count(checkpoint['tensors'], 'tensor')}"),
         ("data", str(data["path"])),
         ("", f"{data['format']}, {count(data['samples'], 'sample')}"),
-        *(("", _array(name, array)) for name, array in data["arrays"].items()),
+        *(("", f"{k}: {a['dtype']}, {_sizes(a['sample'])} a sample") for k, a in arrays.items()),
         ("loss", ", ".join([loss["name"], *options])),
     ]
     print_facts(console, rows)
@@ -280,9 +266,8 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
     render_plan(found.plan, console, verbose)
 
 
-def _array(name: str, array: dict[str, Any]) -> str:
-    shape = "x".join(map(str, array["sample"])) or "one number"
-    return f"{name}: {array['dtype']}, {shape} a sample"
+def _sizes(shape: Sequence[int]) -> str:
+    return shape_text(shape) if shape else "one number"
 
 
 def _range(values: tuple[float, float, float]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from gradscope.report.text import fit_names, visible
+from gradscope.report.console import fit_names, visible
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import Column, Fact, Line, Section, Shown, Spark, Table, short
 
@@ -56,9 +56,12 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
     grid.add_column(no_wrap=console.width >= _NARROW, overflow="fold", style="dim")
     grid.add_column(overflow="fold")
     for label, value in rows:
-        grid.add_row(
-            safe(label), _sparkline(value, console) if isinstance(value, Spark) else safe(value)
-        )
+        if isinstance(value, Spark):
+            width = min(_SPARK, max(8, console.width - 24))
+            line = sparkline(value.values, width, console.options.ascii_only)
+            grid.add_row(safe(label), Text(line, style="cyan"))
+        else:
+            grid.add_row(safe(label), safe(value))
     console.print(grid)
 
 
@@ -125,26 +128,21 @@ def _print_section(section: Section, console: Console) -> None:
     heading(console, section.title)
     if section.facts:
         print_facts(console, section.facts)
-    if section.pairs:
-        _print_pairs(section.pairs, console)
+    if section.pairs:  # titles with a value under each, in as many lines as the width needs
+        cell = max(max(map(len, pair)) for pair in section.pairs) + 2
+        lines = math.ceil(len(section.pairs) / max(1, (console.width + 2) // cell))
+        step = math.ceil(len(section.pairs) / lines)
+        for start in range(0, len(section.pairs), step):
+            both = zip(*section.pairs[start : start + step], strict=True)
+            for texts, style in zip(both, ("dim", ""), strict=True):
+                line = "".join(f"{text:>{cell}}" for text in texts)[2:]
+                console.print(Text(line, style=style), soft_wrap=True)
     if section.histogram is not None:
         _print_histogram(section.histogram, console)
     if section.table is not None:
         print_table(console, section.table)
     for note in section.notes:
         console.print(Text(visible(note), style="dim") if isinstance(note, str) else safe(note))
-
-
-def _print_pairs(pairs: Sequence[tuple[str, str]], console: Console) -> None:
-    """Print titles with a value under each, in as many lines as the width needs."""
-    cell = max(max(map(len, pair)) for pair in pairs) + 2
-    lines = math.ceil(len(pairs) / max(1, (console.width + 2) // cell))
-    step = math.ceil(len(pairs) / lines)
-    for start in range(0, len(pairs), step):
-        part = pairs[start : start + step]
-        for texts, style in zip(zip(*part, strict=True), ("dim", ""), strict=True):
-            line = "".join(f"{text:>{cell}}" for text in texts)[2:]
-            console.print(Text(line, style=style), soft_wrap=True)
 
 
 def bins(histogram: Histogram) -> list[tuple[str, int]]:
@@ -156,7 +154,7 @@ def bins(histogram: Histogram) -> list[tuple[str, int]]:
 
 
 def _print_histogram(histogram: Histogram, console: Console) -> None:
-    """Print one line a bin: its edges, a bar, its count."""
+    """Print one line a bin: its edges, its count, a bar; what is not zero can be seen."""
     rows = bins(histogram)
     left = max((len(label) for label, _ in rows), default=0)
     right = max((len(f"{n:,}") for _, n in rows), default=0)
@@ -164,22 +162,10 @@ def _print_histogram(histogram: Histogram, console: Console) -> None:
     most = max((n for _, n in rows), default=1)
     for label, n in rows:
         line = Text(f"{label:>{left}}  {n:>{right},}  ")
-        line.append(_bar(n / most, width, console.options.ascii_only), style="cyan")
-        console.print(line, soft_wrap=True)
-
-
-def _bar(share: float, width: int, ascii_only: bool) -> str:
-    """Return a bar `share` (0 to 1) of `width` cells long; what is not zero can be seen."""
-    eighths = max(round(share * width * 8), 1 if share > 0 else 0)
-    if ascii_only:
-        return "#" * ((eighths + 7) // 8)
-    whole, rest = divmod(eighths, 8)
-    return "█" * whole + (_EIGHTHS[rest] if rest else "")
-
-
-def _sparkline(spark: Spark, console: Console) -> Text:
-    width = min(_SPARK, max(8, console.width - 24))
-    return Text(sparkline(spark.values, width, console.options.ascii_only), style="cyan")
+        eighths = max(round(n / most * width * 8), 1 if n else 0)
+        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        bar = "#" * math.ceil(eighths / 8) if console.options.ascii_only else bar
+        console.print(line.append(bar, style="cyan"), soft_wrap=True)
 
 
 def sparkline(values: Sequence[float | None], width: int, ascii_only: bool = False) -> str:

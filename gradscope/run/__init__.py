@@ -1,11 +1,11 @@
 """From a run spec to a result file: prepare a job, plan its cost, run it, merge files."""
 
 from gradscope.run.budget import Budget, plan
-from gradscope.run.disk import Room, preflight
 from gradscope.run.execute import Run
-from gradscope.run.inspection import Estimate, Inspection, estimate, inspect
+from gradscope.run.inspection import Estimate, Inspection, Room, estimate, inspect, preflight
 from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
+from gradscope.run.outcome import RunReport
 from gradscope.run.start import compute, start
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "MergeReport",
     "Room",
     "Run",
+    "RunReport",
     "compute",
     "estimate",
     "inspect",

@@ -18,7 +18,7 @@ from gradscope.core.memory import available, peak_memory, release_freed_memory, 
 from gradscope.engine import settled
 from gradscope.errors import SpecError
 from gradscope.run.execute import Run
-from gradscope.run.job import Job
+from gradscope.run.job import Job, held_densely
 from gradscope.run.overlap import BatchSize
 from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
@@ -43,14 +43,8 @@ class Budget:
 def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budget:
     """Return the batch size that was asked for, or one that fits into memory.
 
-    Args:
-        job: What is computed.
-        measured: Find out the peak in any case, not only where the batch size depends on it.
-        there: Bytes of memory that there are; by default what the system tells.
-
-    Raises:
-        SpecError: The memory budget does not hold a single sample.
-        RefusedError: What the run would be refused for.
+    The peak is found out where the batch size depends on it, or where it is to be `measured`;
+    `there` are the bytes of memory that there are, by default what the system tells.
     """
     asked = job.spec.compute
     there = available(job.scope.problem.device) if there is None else there
@@ -59,7 +53,7 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
             return _within(rehearsed, parse_memory(asked.memory), there)
     given = asked.batch_size is not None or job.scope.settings.own_loss
     if there is None and not given:
-        return Budget(min(job.batch_size, job.held_densely))
+        return Budget(min(job.batch_size, held_densely(job.scope)))
     if given and not measured:
         return Budget(job.batch_size, available=there)
     with rehearsal(job) as rehearsed:

@@ -26,18 +26,18 @@ from gradscope.run.job import Job
 from gradscope.run.outcome import (
     MEAN_GRADIENT,
     NONFINITE,
+    RunReport,
     mean_gradient_norms,
     nonfinite_of_file,
     nonfinite_of_rows,
     require_written,
     results_of,
-    with_counts,
 )
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.reducers import State, carried_state
-from gradscope.stats import RunReport, parameter_rows, require_consistent
+from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
@@ -109,9 +109,6 @@ class Run:
 
         Where an audit finds the backend wrong, and `auto` has another, the run goes back to what
         was proved: `remaining` goes on from there.
-
-        Raises:
-            RefusedError: There is no other. What was proved is kept.
         """
         done, returns = 0, self.returns
         while done < len(batch) and self.returns == returns:
@@ -141,15 +138,10 @@ class Run:
         )
 
     def finish(self) -> RunReport:
-        """Write the aggregates, verify the file and put it in its place.
-
-        Raises:
-            NonFiniteError: A chain has made numbers that are not finite, which was to be an error.
-        """
+        """Write the aggregates, verify the file and put it in its place."""
         seen: list[RunReport] = []
-        results, counts = results_of(dict(enumerate(self.chains)), self.states)
+        results, counts, self.states = results_of(dict(enumerate(self.chains)), self.states)
         self._judge(counts)
-        self.states = with_counts(self.states, counts)
         size = sum(t.nbytes for state in self.states.values() for t in state.values())
         self.writer.finish(
             results=results,
@@ -167,15 +159,9 @@ class Run:
         return seen[0].model_copy(update=more)
 
     def _checked(self, file: GradientFile) -> RunReport:
-        """Hold the file against itself before it gets to its place.
-
-        Raises:
-            OutputError: Its numbers do not belong together.
-        """
-        own = {str(k) for k, chain in enumerate(self.chains) if ".py:" in chain.text}
-        counting = {owner: state for owner, state in self.states.items() if owner not in own}
-        kept = self.job.scope.settings.nonfinite == "keep"
-        require_written(file, self.job.rows, counting, kept=kept)
+        """Hold the file against itself before it gets to its place."""
+        chains, kept = dict(enumerate(self.chains)), self.job.scope.settings.nonfinite == "keep"
+        require_written(file, self.job.rows, chains, self.states, kept=kept)
         try:
             require_consistent(file, self.job.scope.settings.seed)
         except ResultFileError as error:
@@ -305,13 +291,15 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
     """Return what is stored of a batch, not computed where a block can do it later."""
     gradients, problem = evaluation.gradients, job.scope.problem
     shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
-    squared = gradients.squared_norms
+    squared, targets = gradients.squared_norms, batch.targets
+    if not isinstance(targets, Tensor) or not targets.dim() or targets[0].numel() != 1:
+        targets = None  # stored are only those of one number a sample
     return Rows(
         index=batch.index,
         loss=mean(evaluation.losses, shown),
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
-        target=_one_number(batch.targets),
+        target=None if targets is None else targets.flatten(),
         id=job.dataset.ids(batch.index),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
         chains=tuple(
@@ -333,10 +321,3 @@ def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
     losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
     return tuple(losses), tuple(norms)
-
-
-def _one_number(targets: object) -> Tensor | None:
-    """Return the targets (n,) when they are one number a sample."""
-    if isinstance(targets, Tensor) and targets.dim() and targets[0].numel() == 1:
-        return targets.flatten()
-    return None

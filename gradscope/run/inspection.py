@@ -1,19 +1,88 @@
 """What a run would compute, from what, and what it would cost: the first batch, and no file."""
 
-from dataclasses import asdict, dataclass
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import nan
+from math import nan, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from gradscope.blocks import Chosen, Tuner
-from gradscope.engine import finite_samples
-from gradscope.run.budget import plan
-from gradscope.run.disk import Room, tried
-from gradscope.run.job import Job
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Chosen, Evaluation, Tuner
+from gradscope.config import memory_text
+from gradscope.core.batch import Batch
+from gradscope.engine import finite_samples, settled, usable
+from gradscope.errors import OutputError
+from gradscope.run.budget import plan, rehearsal
+from gradscope.run.execute import keeps_states, rows_of
+from gradscope.run.job import Job, file_plan
 from gradscope.run.overlap import BatchSize
+from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
 from gradscope.stages.losses import options
+from gradscope.storage import Layout, file_bytes
+
+if sys.platform != "win32":
+    import resource
+
+LARGE = 10**9  # bytes of a file worth a word beforehand
+_FEW = 32  # samples that tell the structure of all
+_PROJECTED = 256
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a result file takes, and what there is for it."""
+
+    layout: str  # the one asked for
+    layouts: dict[str, int]  # bytes of the file in each layout
+    smaller: dict[str, int]  # bytes of the file by options that would make it smaller
+    kept: int  # bytes of an unfinished file, which are on the disk already
+    free: int  # bytes on the disk, or within the quota where the file system tells it
+    limit: int | None  # bytes that the system lets a file have
+    seconds: float  # of computing, without waiting for the disk
+    compressed: bool  # whether rows are: the bytes are then the most it may take
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the file."""
+        return self.layouts[self.layout]
+
+    def holds(self, size: int) -> bool:
+        """Whether a file of `size` bytes fits."""
+        return size <= self.free + self.kept and (self.limit is None or size <= self.limit)
+
+    def require(self, path: Path) -> None:
+        """Refuse a file that does not fit, and say what would; a compressed one may fit."""
+        if self.compressed or self.holds(self.bytes):
+            return
+        if self.limit is not None and self.bytes > self.limit:
+            there = f"a file may have {memory_text(self.limit)} here (ulimit -f)"
+        else:
+            there = f"the disk has {memory_text(self.free)} free"
+            if self.kept:
+                there += f", besides {memory_text(self.kept)} of the unfinished file"
+        found = [f"{k} ({memory_text(v)})" for k, v in self.smaller.items() if self.holds(v)]
+        raise OutputError(
+            f"the file would take {memory_text(self.bytes)}, and {there}",
+            where=str(path),
+            remedy=f"Store less: {', '.join(found)}; or choose another disk."
+            if found
+            else "Choose another disk, or compute fewer --samples or --parameters.",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"bytes": self.bytes, "fits": self.holds(self.bytes)}
 
 
 @dataclass(frozen=True)
@@ -72,18 +141,55 @@ class Inspection:
         }
 
 
-def estimate(job: Job, path: Path | None) -> Estimate:
-    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written.
+def inspect(job: Job) -> Inspection:
+    """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is."""
+    cost = estimate(job, None)
+    problem, loaded = job.scope.problem, job.checkpoint
+    certificate = job.scope.certificate
+    assert certificate is not None  # the first batch was proved
+    batch = job.load(0, min(cost.batch_size, len(job.rows)))
+    evaluation = job.scope.evaluate(batch, job.request())
+    finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
 
-    Raises:
-        SpecError: The memory budget does not hold a single sample.
-        RefusedError: No backend has an exact, proved answer.
-    """
+    def spread(values: Tensor) -> tuple[float, float, float]:
+        kept = mean(values.detach(), job.scope.labels.of(batch))[finite].double()
+        if not len(kept):
+            return nan, nan, nan
+        return float(kept.min()), float(kept.median()), float(kept.max())
+
+    return Inspection(
+        model={
+            "class": type(problem.model).__name__,
+            "mode": job.spec.model.mode,
+            "parameters": len(problem.parameters),
+            "numbers": sum(p.numel() for p in problem.parameters.values()),
+            "dtype": str(problem.dtype).removeprefix("torch."),
+            "device": str(problem.device),
+        },
+        checkpoint={
+            "path": str(loaded.path),
+            **{k: getattr(loaded, k) for k in ("format", "tensors", "key", "prefix", "sha256")},
+        },
+        dataset=job.dataset.describe(),
+        loss={"name": job.spec.loss.stage.name, **options(problem.loss)},
+        first=FirstBatch(
+            samples=len(batch),
+            loss=spread(evaluation.losses),
+            norm=spread(evaluation.gradients.norms),
+            nonfinite=int((~finite).sum()),
+        ),
+        certificate=certificate.to_json(),
+        plan=cost,
+    )
+
+
+def estimate(job: Job, path: Path | None) -> Estimate:
+    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
     with Tuner(measures=False).active():
         budget = plan(job, measured=True)
     size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
     with Tuner(measures=False).active() as tuner:
-        room = size.fitting(partial(tried, job, path), len(job.rows))
+        room = size.fitting(partial(_tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
     return Estimate(
         samples=len(job.rows),
@@ -98,46 +204,131 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     )
 
 
-def inspect(job: Job) -> Inspection:
-    """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is."""
-    cost = estimate(job, None)
-    first = _first_batch(job, min(cost.batch_size, len(job.rows)))
-    problem, loaded = job.scope.problem, job.checkpoint
-    certificate = job.scope.certificate
-    assert certificate is not None  # the first batch was proved
-    return Inspection(
-        model={
-            "class": type(problem.model).__name__,
-            "mode": job.spec.model.mode,
-            "parameters": len(problem.parameters),
-            "numbers": sum(p.numel() for p in problem.parameters.values()),
-            "dtype": str(problem.dtype).removeprefix("torch."),
-            "device": str(problem.device),
-        },
-        checkpoint={
-            "path": str(loaded.path),
-            "format": loaded.format,
-            "tensors": loaded.tensors,
-            "key": loaded.key,
-            "prefix": loaded.prefix,
-            "sha256": loaded.sha256,
-        },
-        dataset=job.dataset.describe(),
-        loss={"name": job.spec.loss.stage.name, **options(problem.loss)},
-        first=first,
-        certificate=certificate.to_json(),
-        plan=cost,
+def preflight(
+    job: Job, path: Path, *, overwrite: bool = False, large: int | None = None
+) -> Room | None:
+    """Return what a run needs whose file may have more than `large` bytes, None for any other.
+
+    A few samples are computed, and forgotten again.
+    """
+    folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
+    refused = not folder or (there and not overwrite)
+    n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
+    most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
+    large = LARGE if large is None else large
+    if refused or most <= large:  # unless a chain makes rows larger
+        return None  # opening the file says why, or that nothing is left to do
+    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
+    with Tuner(measures=False).active(), rehearsal(job) as rehearsed:
+        found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
+    found.require(path)
+    return found if found.bytes > large else None
+
+
+def _tried(job: Job, path: Path | None, n: int) -> Room:
+    """Evaluate the first n samples twice: the second time tells how long it takes."""
+    batch = job.load(0, n)
+    passes = 1
+
+    def once_more() -> list[Batch]:
+        nonlocal passes
+        passes += 1
+        return [batch]
+
+    left = -(-len(job.rows) // n)
+    chains = settled(job.scope, job.chains, once_more, left)
+    job.scope.evaluate(batch, job.request(left))
+    begun = time.perf_counter()
+    evaluation = job.scope.evaluate(batch, job.request(left))
+    for gradients in rows_of(job, chains, batch, evaluation).chains:
+        for block in (gradients or {}).values():
+            for _ in block.tiles():
+                pass
+    seconds = (time.perf_counter() - begun) * passes * len(job.rows) / n
+    return _room(job, path, chains, batch, evaluation, seconds)
+
+
+def _room(
+    job: Job,
+    path: Path | None,
+    chains: Sequence[Chain],
+    batch: Batch,
+    evaluation: Evaluation,
+    seconds: float,
+) -> Room:
+    """Return what the result file takes, by how one batch is structured.
+
+    Of a file in the working directory where `path` is None; the chains have had earlier passes.
+    """
+    plan, rows = file_plan(job), rows_of(job, chains, batch, evaluation)
+    more = _aggregate_shapes(job, chains, batch, evaluation)
+
+    def size(layout: Layout, dtype: torch.dtype) -> int:
+        return sum(file_bytes(replace(plan, layout=layout, dtype=dtype), rows, *more))
+
+    layouts = {name: size(name, plan.dtype) for name in get_args(Layout)}
+    smaller = {"--layout factored": layouts["factored"]}
+    if layouts["auto"] < 0.9 * layouts["factored"]:
+        smaller["--layout auto"] = layouts["auto"]
+    if plan.dtype.itemsize > 2:
+        smaller["--dtype float16"] = size(plan.layout, torch.float16)
+    table = sum(file_bytes(plan, replace(rows, chains=(None,) * len(chains)), *more))
+    projected = plan.n * _PROJECTED * plan.dtype.itemsize
+    smaller[f'a projection (-t "project:dim={_PROJECTED}")'] = table + projected
+    mean = sum(p.nbytes for p in job.scope.problem.parameters.values())
+    smaller['a reducer (such as -t "mean")'] = table + mean
+    folder = Path.cwd() if path is None else path.absolute().parent
+    kept, limit = 0, None
+    with suppress(OSError):  # mostly, there is no unfinished file
+        kept = 0 if path is None else 512 * getattr(Path(f"{path}.part").stat(), "st_blocks", 0)
+    if sys.platform != "win32":
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        limit = None if limit == resource.RLIM_INFINITY else limit
+    return Room(
+        layout=plan.layout,
+        layouts=layouts,
+        smaller={k: v for k, v in smaller.items() if v < layouts[plan.layout]},
+        kept=kept,
+        free=shutil.disk_usage(folder).free if folder.is_dir() else 0,
+        limit=limit,
+        seconds=seconds,
+        compressed=plan.compression is not None,
     )
 
 
-def _first_batch(job: Job, n: int) -> FirstBatch:
-    batch = job.load(0, n)
-    evaluation = job.scope.evaluate(batch, job.request())
-    finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
-    shown = job.scope.labels.of(batch)
-    ranges = []
-    for values in (evaluation.losses, evaluation.gradients.norms):
-        kept = mean(values.detach(), shown)[finite].double()
-        found = (kept.min(), kept.median(), kept.max()) if len(kept) else (nan, nan, nan)
-        ranges.append((float(found[0]), float(found[1]), float(found[2])))
-    return FirstBatch(len(batch), ranges[0], ranges[1], int((~finite).sum()))
+def _aggregate_shapes(
+    job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
+) -> tuple[list[Shapes], list[Shapes]]:
+    """Return the shapes of what the file holds besides rows: results, and the states it keeps.
+
+    Some grow with the number of samples: it is told by the difference that half of these makes.
+    """
+    kept = usable(job.scope, batch, evaluation)
+    if kept is None:
+        return [], []
+    gradients, problem, samples = kept
+    n, few, times = gradients.n, gradients.n // 2, 0.0
+    every = [job.scope.labels.chain(bind("mean"))]
+    every += [chain for chain in chains if chain.reducer is not None]
+    states = before = [dict(chain.update(None, gradients, problem, samples)) for chain in every]
+    if few and job.scope.labels.mode != "exact":  # which goes with sums only
+        part, times = slice(0, few), (len(job.rows) - n) / (n - few)
+        given = gradients.select(part), problem, samples.select(part)
+        before = [dict(chain.update(None, *given)) for chain in every]
+    stored = [_grown(a, b, times) for a, b in zip(states, before, strict=True)]
+    results = [
+        _grown(chain.result(a), chain.result(b), times)
+        for chain, a, b in zip(every[1:], states[1:], before[1:], strict=True)
+    ]
+    size = sum(prod(shape) * dtype.itemsize for one in stored for shape, dtype in one.values())
+    return results, stored if keeps_states(job, size) else []
+
+
+def _grown(found: Mapping[str, Tensor], half: Mapping[str, Tensor], times: float) -> Shapes:
+    """Return shapes that have grown by their difference to those of `half`, so many times."""
+
+    def shape(key: str) -> tuple[int, ...]:
+        pairs = zip(found[key].shape, half[key].shape, strict=True)
+        return tuple(a + round((a - b) * times) for a, b in pairs)
+
+    return {key: (shape(key), now.dtype) for key, now in found.items() if key in half}

@@ -6,8 +6,7 @@ misspelt word costs nothing.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import count
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,15 @@ from gradscope.core.problem import Loss
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
-from gradscope.sources import CheckpointReport, code, load_function, load_model, sha256
-from gradscope.sources.data import datasets
+from gradscope.sources import (
+    CheckpointReport,
+    Dataset,
+    code,
+    load_function,
+    load_model,
+    open_dataset,
+    sha256,
+)
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
@@ -51,22 +57,14 @@ class Job:
     chains: tuple[Chain, ...]  # bound, in the order given
     scope: Session  # model, loss and backend, with the proof of its answers
     checkpoint: CheckpointReport  # what was loaded into the model
-    dataset: datasets.Dataset
+    dataset: Dataset
     rows: range  # the positions of the selected samples in it
     whole: range  # those of the run that this is a shard of; `rows` if it is none
     batch_size: int  # samples a batch, if memory allows it
+    shard: Shard | None  # which part of a run this is, if it is not the whole
+    compression: Compression | None  # of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
-
-    @property
-    def shard(self) -> Shard | None:
-        """Which part of a run this is, if it is not the whole."""
-        return _shard(self.spec)
-
-    @property
-    def compression(self) -> Compression | None:
-        """How rows are compressed in the result file."""
-        return _compression(self.spec)
 
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""
@@ -86,11 +84,6 @@ class Job:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
         asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
         return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
-
-    @property
-    def held_densely(self) -> int:
-        """How many samples' gradients may be held in their dense form at a time."""
-        return _held_densely(self.scope)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -149,27 +142,31 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument does not fit.
         InputError: Something cannot be read, or does not fit together.
     """
-    bound, loss = resolve_names(spec)
-    labels.require(spec.compute.labels, loss, bound)
-    shard = _shard(spec)
+    asked, (bound, loss) = spec.compute, resolve_names(spec)
+    labels.require(asked.labels, loss, bound)
+    shard = None if asked.shard is None else parse_shard(asked.shard)
+    if shard is not None and shard.count == 1:  # which is the whole
+        shard = None
     if shard is not None:
         require_one_pass(bound)
-    if spec.compute.memory is not None and spec.compute.coupling == "own-loss":
+    if asked.memory is not None and asked.coupling == "own-loss":
         raise SpecError(
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
             "is not to choose the batch size",
             where="memory",
             remedy="Give --batch-size instead.",
         )
-    require_compression(_compression(spec))
-    torch.manual_seed(spec.compute.seed)
+    compression = None if asked.compression is None else parse_compression(asked.compression)
+    require_compression(compression)
+    torch.manual_seed(asked.seed)
     loaded = load_model(spec.model, spec.checkpoint)
-    model = _placed(loaded.model, spec)
-    dataset = datasets.open_dataset(spec.dataset)
-    whole = dataset.rows(spec.compute.samples)
-    scope = _session(model, loss, spec)
+    model = _placed(loaded.model, asked.device, asked.dtype)
+    dataset = open_dataset(spec.dataset)
+    whole = dataset.rows(asked.samples)
+    settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
+    scope = Session(model, loss, Settings(**settings))
     name = spec.loss.stage.name
-    batch_size = spec.compute.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
+    batch_size = asked.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
     return Job(
         spec=spec,
         chains=bound,
@@ -179,6 +176,8 @@ def prepare(spec: RunSpec) -> Job:
         rows=whole if shard is None else shard.rows(whole, batch_size),
         whole=whole,
         batch_size=batch_size,
+        shard=shard,
+        compression=compression,
         digests={
             "checkpoint": loaded.checkpoint.sha256,
             "dataset": dataset.sha256,
@@ -192,12 +191,7 @@ def prepare(spec: RunSpec) -> Job:
 
 
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
-    """Return the chains and the loss, bound.
-
-    Raises:
-        SpecError: A name or an argument does not fit; one error tells all that do not.
-        ModelError: The loss is the user's own, and cannot be imported.
-    """
+    """Return the chains and the loss, bound."""
     problems: list[SpecError] = []
     bound: list[Chain] = []
 
@@ -274,43 +268,15 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
         *({path.name: sha256(path)} for path in stored),
     ):
         for name, digest in digests.items():
-            numbered = (f"{name} ({k})" for k in count(2))  # files of other folders
-            place = name
-            while found.get(place, digest) != digest:
-                place = next(numbered)
+            place, k = name, 2
+            while found.get(place, digest) != digest:  # a file of another folder
+                place, k = f"{name} ({k})", k + 1
             found[place] = digest
     return found
 
 
-def _compression(spec: RunSpec) -> Compression | None:
-    asked = spec.compute.compression
-    return None if asked is None else parse_compression(asked)
-
-
-def _shard(spec: RunSpec) -> Shard | None:
-    """Return which of several parts is to be computed; a single one is the whole."""
-    found = None if spec.compute.shard is None else parse_shard(spec.compute.shard)
-    return None if found is None or found.count == 1 else found
-
-
-def _session(model: nn.Module, loss: Loss, spec: RunSpec) -> Session:
-    compute = spec.compute
-    settings = Settings(
-        parameters=None if compute.parameters is None else list(compute.parameters),
-        backend=compute.backend,
-        verify=compute.verify,
-        coupling=compute.coupling,
-        nonfinite=compute.nonfinite,
-        labels=compute.labels,
-        seed=compute.seed,
-        compile=compute.compile,
-    )
-    return Session(model, loss, settings)
-
-
-def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
-    """Move and cast the model as the spec says."""
-    device = spec.compute.device
+def _placed(model: nn.Module, device: str | None, dtype: str | None) -> nn.Module:
+    """Move and cast the model."""
     if device is not None and device.startswith("cuda"):
         index = int(device.partition(":")[2] or 0)
         if index >= torch.cuda.device_count():
@@ -319,8 +285,7 @@ def _placed(model: nn.Module, spec: RunSpec) -> nn.Module:
                 where="device",
                 remedy="Use --device cpu, or leave it out.",
             )
-    dtype = None if spec.compute.dtype is None else getattr(torch, spec.compute.dtype)
-    return model.to(device=device, dtype=dtype)
+    return model.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
 
 
 def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:
@@ -331,13 +296,13 @@ def _usual_batch(
     spec: RunSpec,
     bound: Iterable[Chain],
     scope: Session,
-    dataset: datasets.Dataset,
+    dataset: Dataset,
     rows: range,
 ) -> int:
     """Return a batch size by what is asked for alone: shards are cut by it, on any machine."""
     samples = min(_BATCH_SAMPLES, len(rows))
     if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
-        samples = min(samples, _held_densely(scope))
+        samples = min(samples, held_densely(scope))
     if scope.labels.mode == "exact":
         dtype = None if scope.problem.dtype.is_complex else scope.problem.dtype
         first = dataset.batch(rows[:1]).to(scope.problem.device, dtype)
@@ -345,6 +310,7 @@ def _usual_batch(
     return max(1, samples)
 
 
-def _held_densely(scope: Session) -> int:
+def held_densely(scope: Session) -> int:
+    """Return how many samples' gradients may be held in their dense form at a time."""
     row = sum(p.nbytes for p in scope.problem.parameters.values())
     return max(1, _DENSE_BYTES // max(1, row))

@@ -1,48 +1,47 @@
 """Merging: the files of one run become the file that one process would have written.
 
     with merging(paths, output) as under_way:
-        for part in under_way.remaining():
+        for part in under_way.parts.files:
             under_way.add(part)
         report = under_way.finish()
 
-The caller may wrap the iterator of files, as for a run.
+The caller may wrap the iterator of files, as for a run. A few samples of each file are looked at
+before, and computed anew from model and data where these are given.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain as chained
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
-from gradscope.config import RunSpec, parse_compression
+from gradscope.config import ComputeSpec, RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
+from gradscope.engine import drawn
 from gradscope.errors import RefusedError, ResultFileError, SpecError
-from gradscope.run.job import require_one_pass, stages_digests
+from gradscope.run.execute import ALIKE, rows_of
+from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
 from gradscope.run.outcome import (
     MEAN_GRADIENT,
     NONFINITE,
+    combined,
     mean_gradient_norms,
     nonfinite_of_file,
     require_written,
     results_of,
-    with_counts,
 )
-from gradscope.run.recomputing import Recomputed, looked_at, recompute
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import State, reducers
-from gradscope.stages.reducers.base import Merge as MergeStates
-from gradscope.stats import Json, Proof, Record
+from gradscope.stats import Json, Record, few, require_consistent, tolerances, wide
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
-    GradientFile,
     Joiner,
     Part,
     Parts,
@@ -55,15 +54,15 @@ from gradscope.storage import (
     writing,
 )
 
+_FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
+_ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have
 _USUAL_BATCH = 256
 
 
 class MergeReport(Record):
     """What one `gradscope merge` did, for its last words and its `--json`."""
 
-    schema_: Literal["gradscope.merge"] = Field(
-        default="gradscope.merge", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["gradscope.merge"] = "gradscope.merge"
     version: Literal[1] = 1
     path: str  # of the file that was written
     bytes: int
@@ -89,30 +88,28 @@ class Merge:
     joiner: Joiner  # the file that is written, open
     begun: float  # on the performance counter
     virtual: bool = False
-    recomputed: Recomputed = field(default_factory=Recomputed)
+    recomputed: int = 0  # samples
+    notes: tuple[str, ...] = ()  # why no more of them were
     states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
-
-    def remaining(self) -> Iterator[Part]:
-        """Yield the files, in the order of their samples."""
-        yield from self.parts.files
 
     def add(self, part: Part) -> None:
         """Copy the rows of the next file, and merge its reducers' states with those so far."""
         for owner, state in self.joiner.add(part).items():
             before = self.states.get(owner)
-            self.states[owner] = state if before is None else self._merge_of(owner)(before, state)
+            self.states[owner] = state if before is None else self._merged(owner, before, state)
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        results, counts = results_of(self.chains, self.states)
-        self.states = with_counts(self.states, counts)
+        results, _, self.states = results_of(self.chains, self.states)
         certificate = combined(self.parts.files)
+        index = range(self.parts.start, self.parts.stop)
+        kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
         self.joiner.finish(
             results=results,
             certificate=certificate,
             norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
             states=self.states,
-            look=self._look,
+            look=lambda file: require_written(file, index, self.chains, self.states, kept=kept),
         )
         with writing(self.path):
             size = self.path.stat().st_size
@@ -129,49 +126,33 @@ class Merge:
             chains_nonfinite=chains,
             chains=tuple(text for text, _ in self.parts.chains),
             certificate=certificate,
-            recomputed=self.recomputed.samples,
-            notes=self.recomputed.notes,
+            recomputed=self.recomputed,
+            notes=self.notes,
             seconds=time.perf_counter() - self.begun,
         )
 
-    def _look(self, file: GradientFile) -> None:
-        """Hold the file against itself before it takes its place."""
-        own = {str(k) for k, c in self.chains.items() if ".py:" in c.text}
-        counting = {owner: state for owner, state in self.states.items() if owner not in own}
-        kept = file.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
-        require_written(file, range(self.parts.start, self.parts.stop), counting, kept=kept)
-
-    def _merge_of(self, owner: str) -> MergeStates:
-        if owner == NONFINITE:
-            return _counted
-        if owner == MEAN_GRADIENT:
-            return reducers.get("mean")().merge
-        reducer = self.chains[int(owner)].reducer
+    def _merged(self, owner: str, a: State, b: State) -> State:
+        if owner == NONFINITE:  # counts by chain
+            return {k: sum(s[k] for s in (a, b) if k in s) + torch.tensor(0) for k in (a | b)}
+        mean = owner == MEAN_GRADIENT
+        reducer = reducers.get("mean")() if mean else self.chains[int(owner)].reducer
         assert reducer is not None  # of reduced chains only
-        return reducer.merge
+        return reducer.merge(a, b)
 
 
 @contextmanager
 def merging(
-    paths: Iterable[Path],
-    output: Path,
+    paths: Iterable[Path],  # in any order
+    output: Path,  # the file of the whole run
     *,
-    overwrite: bool = False,
-    virtual: bool = False,
-    code: Iterable[Path] = (),
-    anew: RunSpec | None = None,
+    overwrite: bool = False,  # a file that is there
+    virtual: bool = False,  # leave the rows where they are, and refer to them
+    code: Iterable[Path] = (),  # Python files that chains name and that may be run
+    anew: RunSpec | None = None,  # the run, to compute a few samples of each file anew
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
     Leaving the block early leaves nothing behind.
-
-    Args:
-        paths: The files, in any order.
-        output: The file of the whole run.
-        overwrite: Replace a file that is there.
-        virtual: Leave the rows where they are, and refer to them.
-        code: Python files that chains name and that may be run.
-        anew: The run, of which a few samples of each file are computed anew and compared.
 
     Raises:
         ResultFileError: A file cannot be read or is of another run; samples are missing or twice;
@@ -183,34 +164,20 @@ def merging(
     parts = check_parts(paths)
     chains = _reduced_chains(parts, code)
     require_free(output, parts, overwrite=overwrite)
-    samples = [sample for part in parts.files for sample in looked_at(part)]
-    recomputed = Recomputed() if anew is None else recompute(parts, samples, anew)
+    samples = [sample for part in parts.files for sample in _looked_at(part)]
+    recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
     plan = _plan(parts)
     batch = plan.run.get("batch_size", _USUAL_BATCH)
     with open_joiner(output, plan, parts, batch, overwrite=overwrite, virtual=virtual) as joiner:
-        yield Merge(parts, chains, output, joiner, begun, virtual, recomputed)
+        yield Merge(parts, chains, output, joiner, begun, virtual, recomputed, notes)
 
 
-def merge(
-    paths: Iterable[Path],
-    output: Path,
-    *,
-    overwrite: bool = False,
-    virtual: bool = False,
-    code: Iterable[Path] = (),
-    anew: RunSpec | None = None,
-) -> MergeReport:
+def merge(paths: Iterable[Path], output: Path, **how: Any) -> MergeReport:
     """Merge files; see `merging`."""
-    options = {"overwrite": overwrite, "virtual": virtual}
-    with merging(paths, output, **options, code=code, anew=anew) as under_way:
-        for part in under_way.remaining():
+    with merging(paths, output, **how) as under_way:
+        for part in under_way.parts.files:
             under_way.add(part)
         return under_way.finish()
-
-
-def _counted(a: State, b: State) -> State:
-    """Add counts by chain."""
-    return {k: sum(s[k] for s in (a, b) if k in s) + torch.tensor(0) for k in (a | b)}
 
 
 def _plan(parts: Parts) -> FilePlan:
@@ -294,128 +261,126 @@ def _require_known_code(
         )
 
 
-class _Check(BaseModel, extra="allow"):
-    error: float = 0.0
-    tolerance: float = 0.0
-    parameter: str = ""
+@dataclass(frozen=True)
+class _Stored:
+    """What a file says of one sample: loss and gradient norms, and the file's largest of each."""
 
-    @property
-    def rank(self) -> float:
-        """How near it was to failing."""
-        return self.error / self.tolerance if self.tolerance else self.error
-
-
-class _FirstBatch(BaseModel):
-    """What a file's certificate says of its first batch; nothing, where that is malformed."""
-
-    verdict: str = ""
-    backend: str = ""
-    dtype: str = ""
-    samples: int = 0
-    nonfinite: int = 0
-    completeness: _Check | None = None
-    agreement: _Check | None = None
-    compared: list[int] = []
-    unused: list[str] = []
-
-    @classmethod
-    def of(cls, certificate: Mapping[str, Any]) -> "_FirstBatch":
-        try:
-            return cls.model_validate(certificate, strict=True)
-        except ValidationError:
-            return cls()
+    path: Path
+    index: int  # in the data set
+    loss: float
+    norm: float
+    norms: Mapping[str, float]
+    largest: tuple[float, float]
 
 
-def combined(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the certificate of files that become one, given in the order of their samples.
-
-    The proofs of their first batches stand together: counts are sums, errors the largest. It is
-    verified if all of them are; `merged` says of which samples nothing was proved.
-    """
-    if len(parts) == 1:
-        return dict(parts[0].certificate)
-    proofs = [(part, Proof.of(part.certificate)) for part in parts]
-    proved = [(part, proof) for part, proof in proofs if proof.verified]
-    first_only = [
-        part
-        for part, proof in proved  # with batches after the first, none of which was audited
-        if proof.verify in ("first", None) and (proof.batches is None or proof.batches > 1)
-    ]
-    merged = {
-        "count": len(parts),
-        "verified": len(proved),
-        "unverified": _spans(part for part, proof in proofs if not proof.verified),
-        "first_only": _spans(first_only),
-    }
-    if not proved:
-        return {**parts[0].certificate, "merged": merged}
-    return {
-        "verified": len(proved) == len(parts),
-        **_first_batches([_FirstBatch.of(part.certificate) for part, _ in proved]),
-        "unproved": sorted(set(chained(*(proof.unproved for _, proof in proofs)))),
-        "proves": any(proof.proves for _, proof in proved),
-        "audit": _audit(proofs),
-        "merged": merged,
-    }
-
-
-def _audit(proofs: Sequence[tuple[Part, Proof]]) -> dict[str, Any]:
-    counted = [proof for _, proof in proofs if proof.error is not None]
-    worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
-    words = {proof.verify for _, proof in proofs}
-    batches = [
-        p.batches or (-(-len(part) // part.batch) if part.batch else 0) for part, p in proofs
-    ]
-    return {
-        "verify": words.pop() if len(words) == 1 else "mixed",
-        "batches": sum(batches),
-        "proved": sum(proof.proved or int(bool(proof.verified)) for _, proof in proofs),
-        "audited": _joined(chained(*(proof.audited for _, proof in proofs))),
-        "error": worst.error or 0.0,
-        "parameter": worst.parameter or "",
-    }
-
-
-def _first_batches(found: Sequence[_FirstBatch]) -> dict[str, Any]:
-    """Return what the proofs of several batches are together."""
-    checks = {
-        key: max(
-            filter(None, (getattr(one, key) for one in found)),
-            key=lambda c: c.rank,
-            default=_Check(),
+def _looked_at(part: Part) -> list[_Stored]:
+    """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
+    seed = drawn(part.start)
+    with open_file(part.path) as file:
+        require_consistent(file, seed)
+        rows = few(file, seed)
+        names = {name: wide(file.norms[name])[rows] for name in file.norms}
+        loss, norm, index = (file.samples[key] for key in ("loss", "norm", "index"))
+        sizes = [np.abs(wide(column)) for column in (loss, norm)]
+        largest = [float(size[np.isfinite(size)].max(initial=0.0)) for size in sizes]
+    return [
+        _Stored(
+            path=part.path,
+            index=int(index[row]),
+            loss=float(loss[row]),
+            norm=float(norm[row]),
+            norms={name: float(values[k]) for name, values in names.items()},
+            largest=(largest[0], largest[1]),
         )
-        for key in ("completeness", "agreement")
-    }
-    counts = {key: sum(getattr(one, key) for one in found) for key in ("samples", "nonfinite")}
-    compared = sorted(chained(*(one.compared for one in found)))
-    names = dict.fromkeys(chained(*(one.backend.split(", ") for one in found)))
-    verdict = (
-        f"passed: sums of {counts['samples'] - counts['nonfinite']} samples to "
-        f"{checks['completeness'].error:.0e}, {len(compared)} of them alone to "
-        f"{checks['agreement'].error:.0e} ({found[0].dtype})"
-    )
-    scaled = [one for one in found if one.completeness and one.completeness.rank > 1]
-    return {
-        "verdict": scaled[0].verdict if scaled else verdict,
-        "backend": ", ".join(name for name in names if name),
-        "dtype": found[0].dtype,
-        **counts,
-        **{key: check.model_dump() for key, check in checks.items()},
-        "compared": compared,
-        "unused": [name for name in found[0].unused if all(name in one.unused for one in found)],
-    }
+        for k, row in enumerate(rows.tolist())
+    ]
 
 
-def _spans(parts: Iterable[Part]) -> list[list[int]]:
-    return _joined((part.start, part.stop - 1) for part in parts)
+def _recompute(
+    parts: Parts, samples: Sequence[_Stored], spec: RunSpec
+) -> tuple[int, tuple[str, ...]]:
+    """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
+
+    `spec` says where model, weights, data and loss are; what else the numbers depend on is taken
+    from the files. Returns how many were, and why others were not.
+    """
+    reason = None  # why samples computed one by one need not give the numbers of the files
+    if parts.identity.get("coupling") == "own-loss":
+        reason = "with own-loss coupling the numbers depend on which samples share a batch"
+    elif parts.identity.get("mode") == "train" and not all(
+        part.certificate.get("verified") for part in parts.files
+    ):
+        reason = (
+            "numbers of a model in train mode may depend on which samples share a batch, and on "
+            "chance, and nothing was proved of some (verify = never)"
+        )
+    if reason is not None:
+        return 0, (f"no sample was computed anew: {reason}",)
+    with chdir(Path.cwd()):  # to which it goes back, wherever the user's code may go
+        job = prepare(_as_they_were(parts, spec))
+        _require_same_run(parts, job)
+        for sample in samples:
+            for what, stored, found, tolerance in _numbers(job, sample):
+                if not abs(stored - found) <= tolerance:
+                    raise ResultFileError(
+                        f"sample {sample.index} has the {what} {stored:.6g} in this file, and "
+                        f"{found:.6g} when it is computed anew: model, loss, data or what they use "
+                        "have changed",
+                        where=str(sample.path),
+                        remedy="Compute the file again with the code and the data of today, or "
+                        "merge where they are as they were.",
+                    )
+    return len(samples), ()
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Return first and last positions, neighbours as one."""
-    found: list[list[int]] = []
-    for first, last in spans:
-        if found and found[-1][1] + 1 == first:
-            found[-1][1] = last
-        else:
-            found.append([first, last])
-    return found
+def _as_they_were(parts: Parts, spec: RunSpec) -> RunSpec:
+    """Return a run of single samples on what `spec` names, with the files' own settings."""
+    kept: Any = parts.run.get("spec", {}).get("compute", {})
+    own = {key: kept.get(key) for key in ("parameters", "dtype", "seed", "labels", "coupling")}
+    more = {"backend": "loop", "transform": ["mean"], "batch_size": 1, "verify": "never"}
+    try:
+        compute = ComputeSpec.model_validate(own | more | {"device": spec.compute.device})
+    except ValidationError as error:
+        raise ResultFileError(
+            "its attribute 'run' is none of a run",
+            where=str(parts.files[0].path),
+            remedy="Give files that gradscope compute wrote.",
+        ) from error
+    mode = "train" if parts.identity.get("mode") == "train" else "eval"
+    model = spec.model.model_copy(update={"mode": mode})
+    return spec.model_copy(update={"compute": compute, "model": model})
+
+
+def _require_same_run(parts: Parts, job: Job) -> None:
+    """Check that checkpoint, data, loss and code are those of the files."""
+    there, here = ({k: f.get(k) for k in _FACTS} for f in (parts.identity, file_plan(job).identity))
+    for facts in (there, here):  # chains are not run
+        facts["digests"] = {k: v for k, v in (facts["digests"] or {}).items() if k != "stages"}
+    different = list(differences(there, here, ""))
+    if list(job.shapes.items()) != list(parts.parameters.items()):
+        different.append("its parameters have other names or shapes")
+    if different:
+        raise ResultFileError(
+            f"the run file is of another run: {'; '.join(different)}",
+            where=str(parts.files[0].path),
+            remedy="Give the run file that they were computed with, and its code and data as they "
+            "were; or merge without it.",
+        )
+
+
+def _numbers(job: Job, sample: _Stored) -> Iterator[tuple[str, float, float, float]]:
+    """Yield a sample's numbers: which, as stored, as computed, by how much they may differ."""
+    batch = job.load(sample.index, 1)
+    made = rows_of(job, (), batch, job.scope.evaluate(batch))
+    eps, alike = torch.finfo(job.scope.problem.precision).eps, ALIKE[job.scope.problem.precision]
+    loss, norm = (min(_ROUNDINGS * eps, alike) * largest for largest in sample.largest)
+
+    def compared(what: str, stored: float, found: Any, slack: float) -> Any:
+        return what, stored, float(found), alike * max(abs(stored), abs(float(found))) + slack
+
+    yield compared("loss", sample.loss, made.loss, loss)
+    yield compared("gradient norm", sample.norm, made.norm, norm)
+    _, share = tolerances(str(job.scope.problem.precision).removeprefix("torch."))
+    slack = norm + share * sample.norm
+    for name, value in made.norms.items():
+        yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)

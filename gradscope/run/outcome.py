@@ -1,4 +1,4 @@
-"""What a finished file says of its run: which numbers are finite, whether it contradicts itself.
+"""What a finished file says of its run: which numbers are finite, and what of them is proved.
 
 Numbers of a chain that are not finite although the gradients are come from a stage. They are
 counted in rows as they are written, and in aggregates when these are taken, before the stages that
@@ -6,11 +6,13 @@ follow the reducer as well as after them (a sign hides what has overflowed).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import nan, prod
-from typing import Any
+from itertools import chain as chained
+from math import nan
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from gradscope.blocks import Gradients
@@ -18,12 +20,31 @@ from gradscope.blocks.base import as_rows
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers import State
-from gradscope.storage import GradientFile
+from gradscope.stats import Json, ParameterRow, Proof, Record
+from gradscope.storage import GradientFile, Part
 
 NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
-_PIECE = 2**20  # numbers of a stored array in work at a time
 _REPORT = "This is a mistake in gradscope: please report it."
+
+
+class RunReport(Record):
+    """What one `gradscope compute` did, for its last words and its `--json`."""
+
+    schema_: Literal["gradscope.compute"] = "gradscope.compute"
+    version: Literal[1] = 1
+    parameters: tuple[ParameterRow, ...]  # one row each, in the model's order
+    certificate: Json  # the proof of the first batch, and what was audited
+    backend: str  # which one ran
+    notes: tuple[str, ...] = ()  # why that backend, unused parameters, what else is worth a line
+    samples: int
+    nonfinite: int  # samples that are not finite
+    chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
+    seconds: float  # wall time
+    path: str | None = None  # of what was written
+    bytes: int | None = None
+    chains: tuple[str, ...] = ()  # in canonical spelling
+    audits: str | None = None  # what was audited, in a line
 
 
 def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
@@ -43,23 +64,25 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 
 def results_of(
     chains: Mapping[int, Chain], states: Mapping[str, State]
-) -> tuple[dict[int, dict[str, Tensor]], dict[int, int]]:
-    """Return the results of reduced chains, and how many numbers of each are not finite.
+) -> tuple[dict[int, dict[str, Tensor]], dict[int, int], dict[str, State]]:
+    """Return the results of reduced chains, how many numbers of each are not finite, and states.
 
-    Where all are, but some were not before the last stages, how many these were.
+    Where all are, but some were not before the last stages, how many these were. The states have
+    the counts, too, where there is anything to count.
     """
     results, counts = {}, {}
     for k, chain in chains.items():
         if chain.reducer is None or str(k) not in states:
             continue
         before = chain.reducer.result(states[str(k)])
-        results[k] = chain.finish(before)
-        counts[k] = _nonfinite_numbers(results[k]) or _nonfinite_numbers(before)
-    return results, counts
-
-
-def _nonfinite_numbers(result: Mapping[str, Tensor]) -> int:
-    return sum(int((~value.isfinite()).sum()) for value in result.values())
+        results[k], counts[k] = chain.finish(before), 0
+        for result in (results[k], before):
+            bad = sum(int((~value.isfinite()).sum()) for value in result.values())
+            counts[k] = counts[k] or bad
+    others = {owner: state for owner, state in states.items() if owner != NONFINITE}
+    every = {k: n for k, n in states.get(NONFINITE, {}).items() if int(k) not in counts}
+    every |= {str(k): torch.tensor(count) for k, count in counts.items() if count}
+    return results, counts, others | ({NONFINITE: every} if every else {})
 
 
 def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...]:
@@ -69,26 +92,11 @@ def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...
     for k, chain in enumerate(file.chains):
         kept = int(noted[str(k)][...]) if str(k) in noted else 0
         if chain.reduced:
-            found.append(max(kept, sum(map(_nonfinite, chain.values())) if aggregates else 0))
+            arrays = chain.values() if aggregates else ()
+            found.append(max(kept, sum(int((~np.isfinite(a[...])).sum()) for a in arrays)))
         else:
             found.append(kept + sum(int(getattr(a, "overflowed", 0)) for a in chain.values()))
     return tuple(found)
-
-
-def _nonfinite(array: Any) -> int:
-    if not array.shape:
-        return int((~np.isfinite(array[...])).sum())
-    step = max(1, _PIECE // max(1, prod(array.shape[1:])))
-    parts = (array[start : start + step] for start in range(0, array.shape[0], step))
-    return sum(int((~np.isfinite(part)).sum()) for part in parts)
-
-
-def with_counts(states: Mapping[str, State], counts: Mapping[int, int]) -> dict[str, State]:
-    """Return the states with the counts of aggregates, where there is anything to count."""
-    kept = {k: count for k, count in states.get(NONFINITE, {}).items() if int(k) not in counts}
-    every = kept | {str(k): torch.tensor(count) for k, count in counts.items() if count}
-    others = {owner: state for owner, state in states.items() if owner != NONFINITE}
-    return others | ({NONFINITE: every} if every else {})
 
 
 def mean_gradient_norms(
@@ -104,16 +112,19 @@ def mean_gradient_norms(
 
 
 def require_written(
-    file: GradientFile, index: Sequence[int], states: Mapping[str, State], *, kept: bool
+    file: GradientFile,
+    index: Sequence[int],
+    chains: Mapping[int, Chain],
+    states: Mapping[str, State],
+    *,
+    kept: bool,
 ) -> None:
     """Hold a file that has just been written against itself before it takes its place.
 
     The checksums tell that the bytes are those that were handed over; this tells whether these were
     the right ones: rows of the samples `index`, and states of reducers that have counted as many
-    samples as there are (all of them where `kept`, else the finite ones).
-
-    Raises:
-        OutputError: Its rows are of other samples, or its aggregates of more or fewer than it has.
+    samples as there are (all of them where `kept`, else the finite ones). What a reducer of the
+    user's own has in its state is not known.
     """
     if not np.array_equal(file.samples["index"], np.asarray(index)):
         raise OutputError(
@@ -122,11 +133,131 @@ def require_written(
             remedy=_REPORT,
         )
     right = file.n if kept else int(np.count_nonzero(file.samples["finite"]))
+    own = {str(k) for k, chain in chains.items() if ".py:" in chain.text}
     for owner, state in states.items():
-        n = state.get("n")
+        n = None if owner in own else state.get("n")
         if isinstance(n, Tensor) and n.numel() == 1 and float(n) != right:
             raise OutputError(
                 f"its aggregates are of {float(n):,.0f} samples, of {right:,} that there are",
                 where=owner,
                 remedy=_REPORT,
             )
+
+
+class _Check(BaseModel, extra="allow"):
+    error: float = 0.0
+    tolerance: float = 0.0
+    parameter: str = ""
+
+    @property
+    def rank(self) -> float:
+        """How near it was to failing."""
+        return self.error / self.tolerance if self.tolerance else self.error
+
+
+class _FirstBatch(BaseModel):
+    """What a file's certificate says of its first batch; nothing, where that is malformed."""
+
+    verdict: str = ""
+    backend: str = ""
+    dtype: str = ""
+    samples: int = 0
+    nonfinite: int = 0
+    completeness: _Check = _Check()
+    agreement: _Check = _Check()
+    compared: list[int] = []
+    unused: list[str] = []
+
+    @classmethod
+    def of(cls, certificate: Mapping[str, Any]) -> "_FirstBatch":
+        try:
+            return cls.model_validate(certificate, strict=True)
+        except ValidationError:
+            return cls()
+
+
+def combined(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the certificate of files that become one, given in the order of their samples.
+
+    The proofs of their first batches stand together: counts are sums, errors the largest. It is
+    verified if all of them are; `merged` says of which samples nothing was proved.
+    """
+    if len(parts) == 1:
+        return dict(parts[0].certificate)
+    proofs = [(part, Proof.of(part.certificate)) for part in parts]
+    proved = [(part, proof) for part, proof in proofs if proof.verified]
+    first_only = [
+        (part.start, part.stop - 1)
+        for part, proof in proved  # with batches after the first, none of which was audited
+        if proof.verify in ("first", None) and (proof.batches is None or proof.batches > 1)
+    ]
+    unverified = [(part.start, part.stop - 1) for part, proof in proofs if not proof.verified]
+    merged = {
+        "count": len(parts),
+        "verified": len(proved),
+        "unverified": _joined(unverified),
+        "first_only": _joined(first_only),
+    }
+    if not proved:
+        return {**parts[0].certificate, "merged": merged}
+    return {
+        "verified": len(proved) == len(parts),
+        **_first_batches([_FirstBatch.of(part.certificate) for part, _ in proved]),
+        "unproved": sorted(set(chained(*(proof.unproved for _, proof in proofs)))),
+        "proves": any(proof.proves for _, proof in proved),
+        "audit": _audit(proofs),
+        "merged": merged,
+    }
+
+
+def _audit(proofs: Sequence[tuple[Part, Proof]]) -> dict[str, Any]:
+    counted = [proof for _, proof in proofs if proof.error is not None]
+    worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
+    words = {proof.verify for _, proof in proofs}
+    batches = [
+        p.batches or (-(-len(part) // part.batch) if part.batch else 0) for part, p in proofs
+    ]
+    return {
+        "verify": words.pop() if len(words) == 1 else "mixed",
+        "batches": sum(batches),
+        "proved": sum(proof.proved or int(bool(proof.verified)) for _, proof in proofs),
+        "audited": _joined(chained(*(proof.audited for _, proof in proofs))),
+        "error": worst.error or 0.0,
+        "parameter": worst.parameter or "",
+    }
+
+
+def _first_batches(found: Sequence[_FirstBatch]) -> dict[str, Any]:
+    """Return what the proofs of several batches are together."""
+    completeness = max((one.completeness for one in found), key=lambda check: check.rank)
+    agreement = max((one.agreement for one in found), key=lambda check: check.rank)
+    counts = {key: sum(getattr(one, key) for one in found) for key in ("samples", "nonfinite")}
+    compared = sorted(chained(*(one.compared for one in found)))
+    names = dict.fromkeys(chained(*(one.backend.split(", ") for one in found)))
+    passed = (
+        f"passed: sums of {counts['samples'] - counts['nonfinite']} samples to "
+        f"{completeness.error:.0e}, {len(compared)} of them alone to {agreement.error:.0e} "
+        f"({found[0].dtype})"
+    )
+    scaled = (one.verdict for one in found if one.completeness.rank > 1)  # sums do not add up
+    return {
+        "verdict": next(scaled, passed),
+        "backend": ", ".join(name for name in names if name),
+        "dtype": found[0].dtype,
+        **counts,
+        "completeness": completeness.model_dump(),
+        "agreement": agreement.model_dump(),
+        "compared": compared,
+        "unused": [name for name in found[0].unused if all(name in one.unused for one in found)],
+    }
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return first and last positions, neighbours as one."""
+    found: list[list[int]] = []
+    for first, last in spans:
+        if found and found[-1][1] + 1 == first:
+            found[-1][1] = last
+        else:
+            found.append([first, last])
+    return found

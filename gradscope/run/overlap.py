@@ -27,6 +27,16 @@ from gradscope.storage import Rows, States, Writer, deferred
 
 T = TypeVar("T")
 
+_ONE = "does not suffice for a single sample"
+_FREE = (
+    "Free memory and go on with --resume; or compute fewer --parameters at a time, or in another "
+    "--dtype."
+)
+_COUPLED = (
+    "With own-loss coupling the answer depends on which samples share a batch, so it is not split. "
+    "Give a smaller --batch-size."
+)
+
 
 class BatchSize:
     """The number of samples computed at a time; halved for good whenever memory runs out.
@@ -60,30 +70,18 @@ class BatchSize:
             except Exception as error:
                 if not is_shortage(error):
                     raise
-                self._halve(n, error)
+                if self._fixed or n == 1:
+                    few = f"ran out with {n} samples"
+                    raise RefusedError(
+                        f"memory {few if self._fixed else _ONE}: {first_line(error)}",
+                        where="batch",
+                        remedy=_COUPLED if self._fixed else _FREE,
+                    ) from error
+            self.samples = n // 2
             gc.collect()  # a traceback may hold on to what the attempt had computed
             release_freed_memory()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _halve(self, n: int, error: Exception) -> None:
-        what = remedy = None
-        if self._fixed:
-            what = f"memory ran out with {n} samples"
-            remedy = (
-                "With own-loss coupling the answer depends on which samples share a batch, so it "
-                "is not split. Give a smaller --batch-size."
-            )
-        elif n == 1:
-            what = "memory does not suffice for a single sample"
-            remedy = (
-                "Free memory and go on with --resume; or compute fewer --parameters at a time, or "
-                "in another --dtype."
-            )
-        if what is not None:
-            told = f"{what}: {first_line(error)}"
-            raise RefusedError(told, where="batch", remedy=remedy) from error
-        self.samples = n // 2
 
 
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from gradscope.blocks import Tuner
-from gradscope.engine import Audits, settled
+from gradscope.engine import settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
 from gradscope.run.execute import (
@@ -31,10 +31,10 @@ from gradscope.run.execute import (
     without_progress,
 )
 from gradscope.run.job import Job, file_plan
+from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
-from gradscope.stats import RunReport
-from gradscope.storage import LONGEST, Writer, open_writer, require_place, writing
+from gradscope.storage import open_writer, writing
 
 
 @contextmanager
@@ -52,7 +52,6 @@ def start(
     """
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
-    require_place(path, LONGEST)
     with writing(path):
         _refuse_inputs(job, path)
     layout = file_plan(job)
@@ -61,7 +60,13 @@ def start(
         open_writer(path, layout, overwrite=overwrite, resume=resume) as writer,
     ):
         before = Progress.of(writer.states)
-        budget = _budget(job, writer, before)
+        done, asked = writer.completed, job.spec.compute
+        if done == len(job.rows):
+            budget = Budget(1)
+        elif before.batch_size and not (asked.batch_size or asked.memory):
+            budget = Budget(before.batch_size)  # that of the stopped run
+        else:
+            budget = plan(job)
         layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
         size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
         left = -(-len(job.rows) // size.samples)
@@ -69,12 +74,14 @@ def start(
             lambda n: settled(job.scope, job.chains, lambda: batches(job, size), left),
             len(job.rows),
         )
-        dense = job.spec.compute.layout == "dense"
-        with Behind(writer, job.scope.problem.device, dense=dense) as behind:
+        with Behind(writer, job.scope.problem.device, dense=asked.layout == "dense") as behind:
             progress = replace(before, batch_size=size.samples)
-            if 0 < writer.completed < len(job.rows):
+            if 0 < done < len(job.rows):
                 _recheck(job, chains, size, before, path)
-            job.scope.auditor.audits = _audited(job, progress, writer.completed)
+            audits, proof = progress.audits(done), job.scope.certificate
+            if proof and not audits.proved and (done or job.scope.settings.verify == "first"):
+                audits = audits.with_proof(proof)  # else it is audited when its turn comes
+            job.scope.auditor.audits = audits
             yield Run(
                 job,
                 chains,
@@ -85,15 +92,8 @@ def start(
                 budget.notes,
                 without_progress(writer.states),
                 progress,
-                writer.completed,
+                done,
             )
-
-
-def _audited(job: Job, progress: Progress, done: int) -> Audits:
-    """Return what was audited so far, with the first batch if only just now that was proved."""
-    found, proof = progress.audits(done), job.scope.certificate
-    earlier = done or job.scope.settings.verify == "first"  # else it is audited when its turn comes
-    return found.with_proof(proof) if proof and earlier and not found.proved else found
 
 
 def _recheck(
@@ -118,17 +118,9 @@ def _recheck(
             )
 
 
-def _budget(job: Job, writer: Writer, before: Progress) -> Budget:
-    """Return the batch size: that of the stopped run, unless another was asked for."""
-    if writer.completed == len(job.rows):
-        return Budget(1)
-    asked = job.spec.compute.batch_size or job.spec.compute.memory
-    return plan(job) if asked or not before.batch_size else Budget(before.batch_size)
-
-
-def compute(job: Job, path: Path, *, overwrite: bool = False, resume: bool = False) -> RunReport:
-    """Run a job to its end."""
-    with start(job, path, overwrite=overwrite, resume=resume) as run:
+def compute(job: Job, path: Path, **how: bool) -> RunReport:
+    """Run a job to its end; see `start`."""
+    with start(job, path, **how) as run:
         for batch in run.remaining():
             run.add(batch)
         return run.finish()

@@ -1,16 +1,16 @@
 """What a run reads: the user's code, a model, its weights, a data set."""
 
 from gradscope.sources.code import code_digests, load_function
+from gradscope.sources.data import Dataset, open_dataset
 from gradscope.sources.data.columns import (
     NumberColumn,
     SequenceColumn,
     StoredArrays,
     TextColumn,
 )
-from gradscope.sources.data.datasets import Dataset, open_dataset
 from gradscope.sources.formats import checkpoint_readers, dataset_readers, matching, sha256
 from gradscope.sources.models import LoadedModel, build, load_model
-from gradscope.sources.weights.checkpoints import CheckpointReport, load_into
+from gradscope.sources.weights import CheckpointReport, load_into
 
 __all__ = [
     "CheckpointReport",

@@ -19,7 +19,7 @@ from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn, dtype_name
 from gradscope.sources.data.files import open_arrays
-from gradscope.sources.weights.checkpoints import read
+from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
 
@@ -85,7 +85,7 @@ def draft(
     """
     result = Draft()
     beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    model_lines = _model(result, model, folder, None if model else _factory(checkpoint, beside))
+    model_lines = _model(result, model, checkpoint, folder, beside)
     checkpoint_lines = _checkpoint(result, checkpoint, folder)
     found, why = "mse", "an example"
     if data.suffix.lower() == ".toml":
@@ -111,33 +111,29 @@ def quoted(text: str) -> str:
 
 
 def _model(
-    result: Draft, model: str | None, folder: Path, found: tuple[str, str] | None
+    result: Draft, model: str | None, checkpoint: Path, folder: Path, beside: Iterable[Path]
 ) -> list[str]:
-    reference = model or (found[0] if found else "model.py:build")
-    value = _anchored(reference, folder)
-    lines = [f"factory = {quoted(value)}"]
-    if found:
-        result.guessed["model.factory"] = f"{value}: {found[1]}"
-        return [f"# guessed: {_comment(found[1])}", *lines]
-    if model is None:
-        result.missing.append("model.factory")
-        return ["# AN EXAMPLE: nothing that looks like it was found; write your own", *lines]
-    return lines
-
-
-def _factory(checkpoint: Path, folders: Iterable[Path]) -> tuple[str, str] | None:
-    """Return a factory, and why: config.json's, or a function of a file in these folders."""
+    """Return the lines on the factory: the one given, config.json's, or a function of a file."""
+    if model is not None:
+        return [f"factory = {quoted(_anchored(model, folder))}"]
     if (checkpoint / CONFIG).exists():
-        return HELD, "the folder's config.json describes it"
-    found = [
-        (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")
-        for folder in dict.fromkeys(folders)
-        for file in sorted(folder.glob("*.py"))
-        for name in _functions(file)
-        if name in _FACTORIES
-    ]
-    best = min(found, key=lambda each: each[:2], default=None)
-    return (best[2], "the name of a function in a file beside it") if best else None
+        value, why = HELD, "the folder's config.json describes it"
+    else:
+        found = [
+            (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")
+            for place in dict.fromkeys(beside)
+            for file in sorted(place.glob("*.py"))
+            for name in _functions(file)
+            if name in _FACTORIES
+        ]
+        if not found:
+            result.missing.append("model.factory")
+            line = f"factory = {quoted(_anchored('model.py:build', folder))}"
+            return ["# AN EXAMPLE: nothing that looks like it was found; write your own", line]
+        value = _anchored(min(found, key=lambda each: each[:2])[2], folder)
+        why = "the name of a function in a file beside it"
+    result.guessed["model.factory"] = f"{value}: {why}"
+    return [f"# guessed: {_comment(why)}", f"factory = {quoted(value)}"]
 
 
 def _functions(file: Path) -> list[str]:

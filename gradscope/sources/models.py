@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
 from gradscope.sources.formats import located, sha256
-from gradscope.sources.weights.checkpoints import CheckpointReport, load_into, read
+from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.hugging_face import CONFIG, built
 
@@ -74,28 +75,21 @@ def build(
         remedy = "Write a function that builds the model, and name that."
         what = "this is a model, not a function that returns one"
         raise ModelError(what, where=where, remedy=remedy)
-    _check_arguments(function, kwargs, where)
+    with suppress(TypeError, ValueError):  # some builtins have none; the call itself will tell
+        signature = inspect.signature(function)
+        try:
+            signature.bind(**kwargs)
+        except TypeError as error:
+            taken = ", ".join(map(str, signature.parameters.values())) or "none"
+            what = f"the arguments do not fit: {error}"
+            remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
+            raise ModelError(what, where=where, remedy=remedy) from error
     with user_file(where), loading(factory, "model factory"):
         model = function(**kwargs)
     _require_trainable(model, where)
     with user_file(where):
         model.train(mode == "train")
     return model  # type: ignore[no-any-return]  # checked to be an nn.Module
-
-
-def _check_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none; the call itself will tell
-        return
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        taken = ", ".join(map(str, signature.parameters.values())) or "none"
-        remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
-        raise ModelError(
-            f"the arguments do not fit: {error}", where=where, remedy=remedy
-        ) from error
 
 
 def _require_trainable(model: Any, where: str) -> None:
@@ -157,11 +151,9 @@ def _held(
             model = _module(value, checkpoint.key)
             digests = class_digests(type(module).__module__ for module in model.modules())
             if spec.kwargs:
-                raise ModelError(
-                    "there is no factory that takes the arguments",
-                    where="model.kwargs",
-                    remedy="Leave them out: the model is as the checkpoint holds it.",
-                )
+                what = "there is no factory that takes the arguments"
+                remedy = "Leave them out: the model is as the checkpoint holds it."
+                raise ModelError(what, where="model.kwargs", remedy=remedy)
         _require_trainable(model, str(report.path))
         state = model.state_dict()
         check_finite(state, state, {name for name, _ in model.named_parameters()})
@@ -185,8 +177,8 @@ def _module(value: Any, key: str | None) -> nn.Module:
         held = {k: v for k, v in value.items() if isinstance(v, nn.Module) and key in (None, k)}
     if len(held) == 1:
         return next(iter(held.values()))
+    what, remedy = "the checkpoint holds weights, not the model they belong to", _FACTORY
     if held:
         what = f"it holds several models, under {', '.join(map(repr, held))}"
-        raise CheckpointError(what, remedy="Name one with --key.")
-    what = "the checkpoint holds weights, not the model they belong to"
-    raise CheckpointError(what, remedy=_FACTORY)
+        remedy = "Name one with --key."
+    raise CheckpointError(what, remedy=remedy)

@@ -148,18 +148,17 @@ def stored_vector(reference: str) -> Vector:
         wanted = "".join(name.split())
         for k, chain in enumerate(file.chains):
             if chain.reduced and wanted in (str(k), "".join(chain.text.split())):
-                values = {key: _tensor(array[:]) for key, array in chain.items()}
+                values = {}
+                for key, array in chain.items():
+                    stored = array[:]
+                    dtype = np.complex128 if np.iscomplexobj(stored) else np.float64
+                    values[key] = torch.from_numpy(np.asarray(stored, dtype=dtype))
                 return Vector(values, reference)
         known = [f"{k} ({c.text})" for k, c in enumerate(file.chains) if c.reduced]
     raise SpecError(
         f"there is no reduced chain {name!r} in the file",
         remedy=f"Reduced chains in it: {', '.join(known) or 'none'}.",
     )
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    wide = np.complex128 if np.iscomplexobj(array) else np.float64
-    return torch.from_numpy(np.asarray(array, dtype=wide))
 
 
 def bind(

@@ -32,9 +32,9 @@ from gradscope.core.locate import own_stage
 from gradscope.errors import ModelError, SpecError
 from gradscope.stages.reducers.base import Reducer, State
 from gradscope.stages.transforms.base import (
-    Scope,
     Transform,
     TransformFactory,
+    TransformScope,
     blockwise,
     widened,
 )
@@ -42,7 +42,7 @@ from gradscope.stages.transforms.base import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SCOPES = {scope.name.lower(): scope for scope in Scope}
+_SCOPES = {scope.name.lower(): scope for scope in TransformScope}
 _PLAIN = (bool, int, float, str)
 
 # Uneven numbers of both signs, large, small and zero; no two of one magnitude.
@@ -67,37 +67,33 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
             where="gradscope.transform",
             remedy=f'Write @gradscope.transform("elementwise"), or: {", ".join(_SCOPES)}.',
         )
-    return partial(_declared, _SCOPES[scope])
+    kind = _SCOPES[scope]
+
+    def declared(function: Callable[..., Any]) -> TransformFactory:
+        own = inspect.signature(function, eval_str=True)
+
+        def make(**options: Any) -> Transform:
+            return _made(function.__name__, kind, partial(function, **options))
+
+        update_wrapper(make, function)
+        options = list(own.parameters.values())[1:]
+        for k, option in enumerate(options):  # one without an annotation has its default's type
+            if option.annotation is option.empty and isinstance(option.default, _PLAIN):
+                options[k] = option.replace(annotation=type(option.default))
+        make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
+        return TransformFactory(make, kind, function)
+
+    return declared
 
 
-def _declared(scope: Scope, function: Callable[..., Any]) -> TransformFactory:
-    """Return the factory, whose signature has the options: all parameters but the first."""
-    own = inspect.signature(function, eval_str=True)
-
-    def make(**options: Any) -> Transform:
-        return _made(function.__name__, scope, partial(function, **options))
-
-    update_wrapper(make, function)
-    options = [_option(p) for p in list(own.parameters.values())[1:]]
-    make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
-    return TransformFactory(make, scope, function)
-
-
-def _option(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter; without an annotation it has the type of its default."""
-    bare = parameter.annotation is parameter.empty
-    known = isinstance(parameter.default, _PLAIN)
-    return parameter.replace(annotation=type(parameter.default)) if bare and known else parameter
-
-
-def _made(name: str, scope: Scope, function: Callable[[Any], Any]) -> Transform:
+def _made(name: str, scope: TransformScope, function: Callable[[Any], Any]) -> Transform:
     """Return the transform, having tried what can be tried without data."""
     fn = _guarded(name, function)
-    if scope in (Scope.LINEAR, Scope.VECTOR):
+    if scope in (TransformScope.LINEAR, TransformScope.VECTOR):
         return partial(_on_rows, name, fn)
     probe = torch.tensor(_PROBE, dtype=torch.float64)
     try:
-        if scope is Scope.ELEMENTWISE:
+        if scope is TransformScope.ELEMENTWISE:
             _require_own(name, fn, "entry", probe.reshape(3, 4), ())
             return blockwise(lambda block: MappedBlock(block, fn))
         _require_own(name, fn, "sample", probe.abs(), (1,))

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from gradscope.blocks import ExpectedBlock, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Loss, Problem
+from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
 from gradscope.errors import SpecError
 from gradscope.stages.chain import Chain
-from gradscope.stages.losses import BoundLoss, Predictive, losses, options
+from gradscope.stages.losses import losses, options
 from gradscope.stages.reducers import reducers
 from gradscope.stages.transforms import NeedsProblem, Transform, transforms
 
@@ -103,7 +103,14 @@ class Labels:
         found = _predictive(self._problem.loss)
         assert found is not None  # `require` has let the loss through
         settings = options(self._problem.loss)
-        outputs = _outputs(self._problem, batch)
+        seen: list[Tensor] = []
+
+        def keep(outputs: Tensor, targets: Any) -> Tensor:
+            seen.append(outputs.detach())
+            return outputs.new_zeros(len(batch))
+
+        replace(self._problem, loss=keep).losses(batch)
+        outputs = seen[0]
         p = found.probabilities(outputs).cpu()
         if self.mode == "sampled":
             drawn = _drawn(p, batch.index, self._seed).to(outputs.device)
@@ -173,18 +180,6 @@ def chosen(batch: Batch, mask: Tensor) -> Batch:
 
 def _predictive(loss: Loss) -> Predictive | None:
     return loss.predictive if isinstance(loss, BoundLoss) else None
-
-
-def _outputs(problem: Problem, batch: Batch) -> Tensor:
-    """Return what the model gives for a batch, having left it as it was."""
-    found: list[Tensor] = []
-
-    def keep(outputs: Tensor, targets: Any) -> Tensor:
-        found.append(outputs.detach())
-        return outputs.new_zeros(len(batch))
-
-    replace(problem, loss=keep).losses(batch)
-    return found[0]
 
 
 def _drawn(probabilities: Tensor, index: Tensor, seed: int) -> Tensor:

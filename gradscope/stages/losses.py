@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from functools import update_wrapper
 from math import inf
-from typing import Any, Literal, NamedTuple, NewType
+from typing import Any, Literal, NewType
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradscope.config import parse_loss
 from gradscope.core.grammar import Stage
-from gradscope.core.problem import Loss, is_model_loss
+from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 
@@ -31,37 +31,6 @@ Positive = NewType("Positive", float)
 IGNORED = -100  # torch's own word for a position that does not count
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
-
-
-class Predictive(NamedTuple):
-    """How a model's outputs give a distribution over labels."""
-
-    probabilities: Callable[[Tensor], Tensor]  # from outputs to (n, *positions, c)
-    # from classes (n, *positions), the data's targets and the loss's options to targets
-    targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
-
-
-class BoundLoss:
-    """A loss with options set: `(outputs, targets) -> (n,)`, or a model loss.
-
-    Attributes:
-        function: Takes outputs and targets (a model loss: model, inputs and targets), then options.
-        options: Those that are set.
-        predictive: The distribution over labels that the loss stands for, if it stands for one.
-    """
-
-    def __init__(
-        self,
-        function: Loss,
-        options: dict[str, Any] | None = None,
-        predictive: Predictive | None = None,
-    ) -> None:
-        update_wrapper(self, function)  # name, help, signature, and the mark of a model loss
-        self.function, self.options, self.predictive = function, options or {}, predictive
-
-    def __call__(self, *given: Any, **options: Any) -> Tensor:
-        """Return the losses (n,)."""
-        return self.function(*given, **(self.options | options))
 
 
 losses: Registry[Loss] = Registry("loss")
@@ -95,7 +64,7 @@ def bound(loss: Loss, stage: Stage) -> Loss:
     whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
 
     def factory(**options: Any) -> BoundLoss:
-        return BoundLoss(whole.function, options, whole.predictive)
+        return BoundLoss(whole.function, options, whole.predictive, of_model=whole.of_model)
 
     update_wrapper(factory, loss)  # whose signature says which options there are
     try:

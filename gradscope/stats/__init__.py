@@ -1,6 +1,6 @@
 """Statistics of a result file, from the file alone, in float64 with numpy.
 
-A statistic is one file of `builtin/`; `statistic` registers one from anywhere.
+A statistic is in one file of `builtin/`; `statistic` registers one from anywhere.
 """
 
 from gradscope.stats.summary import (  # first: the statistics register with it
@@ -14,42 +14,29 @@ from gradscope.stats.summary import (  # first: the statistics register with it
 )
 
 from gradscope.stats import builtin  # isort: skip
-from gradscope.stats.builtin.batch import NoiseScale, noise_scale
-from gradscope.stats.builtin.norms import Distribution, Moments
+from gradscope.stats.builtin.batch import noise_scale
 from gradscope.stats.builtin.parameters import ParameterRow, parameter_rows, parameter_table
-from gradscope.stats.builtin.samples import Points, SampleRow
 from gradscope.stats.certificate import Proof
 from gradscope.stats.difference import Difference, difference
-from gradscope.stats.records import Floats, Histogram, Json, Record, wide
-from gradscope.stats.run import RunReport
-from gradscope.stats.sections import Picture, Section, Shown, Table, numbers, short, whole
+from gradscope.stats.records import Json, Record, wide
+from gradscope.stats.sections import Picture, Section, numbers, short
 from gradscope.stats.spot_checks import few, require_consistent, tolerances
 from gradscope.stats.training import History, Step, measure, read_history, record
 
 __all__ = [
     "Data",
     "Difference",
-    "Distribution",
-    "Floats",
-    "Histogram",
     "History",
     "Json",
-    "Moments",
-    "NoiseScale",
     "Options",
     "ParameterRow",
     "Picture",
-    "Points",
     "Proof",
     "Record",
-    "RunReport",
-    "SampleRow",
     "Section",
-    "Shown",
     "Statistic",
     "Step",
     "Summary",
-    "Table",
     "builtin",
     "difference",
     "few",
@@ -66,6 +53,5 @@ __all__ = [
     "statistics",
     "summarize",
     "tolerances",
-    "whole",
     "wide",
 ]

@@ -1,12 +1,13 @@
 """What is recorded of a run: the facts of a file, and how far its numbers are proved."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, ValidationError
 
+from gradscope.core import texts
 from gradscope.stats.records import Json, Record
 from gradscope.stats.sections import Fact, Line, Styled, count, listed, size
 from gradscope.stats.source import Source, labels_of
@@ -88,7 +89,7 @@ class FileFacts(Record):
     def of(cls, file: Source) -> "FileFacts":
         """Return what `file` is; the backend is the one proved, else the one asked for."""
         path, run = Path(file.path), dict(file.run)
-        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in file.parameters.values()]
+        sizes = [prod(map(int, shape)) for shape in file.parameters.values()]
         records = (dict(file.certificate), run, run.get("compute") or {})
         backends = (record.get("backend") for record in records)
         return cls(
@@ -119,18 +120,12 @@ class FileFacts(Record):
 
 
 def certificate_facts(certificate: Mapping[str, Any], audits: str | None = None) -> list[Fact]:
-    """Return what was proved, as labels with their values.
-
-    Args:
-        certificate: As recorded.
-        audits: What the run itself says of them: it also knows those that are not recorded.
-    """
+    """Return what was proved; `audits` is what the run itself says of those not recorded too."""
     proof = Proof.of(certificate)
     rows = listed("certificate", _verdicts(certificate, proof))
     rows += listed("audits", _audits(proof, audits))
     if proof.unproved:
-        more = len(proof.unproved) - _LISTED
-        names = ", ".join(proof.unproved[:_LISTED]) + (f" and {more:,} more" if more > 0 else "")
+        names = texts.listed(proof.unproved, _LISTED)
         rows.append(("not proved", f"{names}: too small to tell from rounding"))
     return rows + unused_facts(certificate)
 
@@ -151,7 +146,7 @@ def unused_facts(certificate: Mapping[str, Any]) -> list[Fact]:
     """Return the parameters that no sample's loss reached, if there are any."""
     names = certificate.get("unused")
     known = isinstance(names, list | tuple) and names
-    return [("unused", ", ".join(map(str, names or ())))] if known else []
+    return [("unused", ", ".join(map(str, known)))] if known else []
 
 
 def spans(found: Sequence[Span]) -> str:
@@ -165,24 +160,20 @@ def spans(found: Sequence[Span]) -> str:
 
 def _verdicts(certificate: Mapping[str, Any], proof: Proof) -> list[Styled]:
     """Return what is not verified, then the verdict with the batches that it is about."""
-    merged = proof.merged
-    if merged is None or merged.verified == 0:
-        which = "the first batch"
-        if proof.positions and proof.audited and proof.positions[0] != proof.audited[0][0]:
-            which = spans([proof.positions])  # those before have no gradient but zero
-        found = verdict(certificate)
-        return [_about(which, found) if proof.verified else found]
-    files = count(merged.count, "file")
-    which = f"each of {files}" if proof.verified else f"{merged.verified:,} of {files}"
-    passed = _about(f"the first batch of {which}", verdict({**certificate, "verified": True}))
-    lost = f"NOT VERIFIED: {spans(merged.unverified)} (verify = never)"
-    return [*([Styled(lost, "bold yellow")] if merged.unverified else []), passed]
-
-
-def _about(which: str, found: Styled) -> Styled:
-    return (
-        Styled(f"{which} {found.text}", found.style) if found.text.startswith("passed") else found
-    )
+    merged, lost, which = proof.merged, [], "the first batch"
+    if merged is not None and merged.verified:
+        files = count(merged.count, "file")
+        which += f" of each of {files}" if proof.verified else f" of {merged.verified:,} of {files}"
+        certificate = {**certificate, "verified": True}
+        if merged.unverified:
+            said = f"NOT VERIFIED: {spans(merged.unverified)} (verify = never)"
+            lost = [Styled(said, "bold yellow")]
+    elif proof.positions and proof.audited and proof.positions[0] != proof.audited[0][0]:
+        which = spans([proof.positions])  # those before have no gradient but zero
+    text, style = verdict(certificate)
+    if text.startswith("passed") and (proof.verified or merged is not None):
+        text = f"{which} {text}"
+    return [*lost, Styled(text, style)]
 
 
 def _audits(proof: Proof, audits: str | None) -> list[Line]:

@@ -1,26 +1,27 @@
 """Two files: what changed from the first to the second."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
 
 from gradscope.errors import SpecError
-from gradscope.stats.builtin.batch import NoiseScale, noise_scale, signal_to_noise
+from gradscope.stats.builtin.batch import NoiseScale, noise_scale
 from gradscope.stats.builtin.expectations import Fisher, fisher_of
+from gradscope.stats.builtin.parameters import parameter_rows
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Tiles, flat
 from gradscope.stats.records import (
     Floats,
+    Plain,
     Positions,
     Record,
     average,
     number,
     ratio,
-    rounding,
-    wide,
+    spread,
 )
 from gradscope.stats.sections import (
     POINTS,
@@ -43,6 +44,7 @@ from gradscope.stats.sections import (
 from gradscope.stats.source import (
     Samples,
     Source,
+    finite_samples,
     mean_gradient_norm,
     mean_gradient_squared,
     mean_of,
@@ -52,8 +54,10 @@ from gradscope.stats.source import (
 
 _TILE = 2**21  # numbers of a file in work at a time
 _DRAWN = 40  # parameters in a picture
+_COMPARED = ("mean_norm", "mean_gradient_norm", "signal_to_noise")  # of a parameter
 
-Places = tuple[Positions, Positions]
+T = TypeVar("T")
+Two = tuple[T, T]
 
 
 class Both(Record):
@@ -64,11 +68,10 @@ class Both(Record):
     ratio: float | None
 
     @classmethod
-    def of(cls, numbers: Sequence[float | None]) -> "Both":
-        """Return the two numbers with their ratio."""
-        first, second = numbers
-        known = first is not None and second is not None
-        return cls(first=first, second=second, ratio=ratio(second, first) if known else None)
+    def of(cls, numbers: Iterable[float | None]) -> "Both":
+        """Return the two numbers with their ratio; what is not finite is None."""
+        first, second = map(number, numbers)
+        return cls(first=first, second=second, ratio=ratio(second, first))
 
 
 class ParameterChange(Record):
@@ -86,7 +89,7 @@ class Moved(Record):
 
     index: int
     id: int | str | None = None
-    target: bool | int | float | str | None
+    target: Plain
     norm: Both
     loss: Both
     moved: float
@@ -95,11 +98,7 @@ class Moved(Record):
 class Difference(Record):
     """What changed."""
 
-    schema_: Literal["gradscope.stats.difference"] = Field(
-        default="gradscope.stats.difference",
-        validation_alias="schema",
-        serialization_alias="schema",
-    )
+    schema_: Literal["gradscope.stats.difference"] = "gradscope.stats.difference"
     version: Literal[1] = 1
     files: tuple[FileFacts, FileFacts]
     same_data: bool
@@ -156,130 +155,104 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             "the two files have no parameter of the same name and shape",
             remedy="Compare results of one model: two checkpoints, or two data sets.",
         )
+    files, tables = (first, second), (Samples.of(first), Samples.of(second))
+    digests = [dict(file.attributes).get("dataset_sha256") for file in files]
+    same_data = isinstance(digests[0], str) and digests[0] == digests[1]
+    _, *matched = np.intersect1d(tables[0].index, tables[1].index, return_indices=True)
+    order = np.argsort(matched[0])[: None if same_data else 0]
+    at = matched[0][order], matched[1][order]  # where in the tables those are that both have (m,)
+    norms = [table.norm[k] for table, k in zip(tables, at, strict=True)]
+    some, both = spread(len(order), POINTS), list(zip(files, tables, strict=True))
     with np.errstate(all="ignore"):
-        return _Compared((first, second), names, rows).result(top)
-
-
-class _Compared:
-    """Two files, their tables, and where in these the samples are that both have (m,) each."""
-
-    def __init__(self, files: tuple[Source, Source], names: Sequence[str], rows: bool) -> None:
-        self.files, self.names, self.rows = files, names, rows
-        self.tables = Samples.of(files[0]), Samples.of(files[1])
-        digests = [dict(file.attributes).get("dataset_sha256") for file in files]
-        self.same_data = isinstance(digests[0], str) and digests[0] == digests[1]
-        self.places: Places = np.empty(0, np.int64), np.empty(0, np.int64)
-        if self.same_data:
-            index = self.tables[0].index, self.tables[1].index
-            _, first, second = np.intersect1d(index[0], index[1], return_indices=True)
-            order = np.argsort(first)
-            self.places = first[order], second[order]
-        means = [self._means(k) for k in (0, 1)]
-        self.products: dict[str, float] | None = None  # ⟨G, G′⟩ by parameter
-        if means[0] is not None and means[1] is not None:
-            pairs = zip(names, means[0], means[1], strict=True)
-            products = {name: float(a @ b) for name, a, b in pairs}
-            if np.isfinite(list(products.values())).all():
-                self.products = products
-
-    def result(self, top: int) -> Difference:
-        files, names = self.files, self.names
-        noises = _noise_of(files[0], self.tables[0]), _noise_of(files[1], self.tables[1])
-        traces = fisher_of(files[0], self.tables[0]), fisher_of(files[1], self.tables[1])
-        moved = self._distances() if self.rows else None
+        products = _products(files, tables, names, rows)
+        distances = _distances(files, tables, at, names) if rows else None
+        moved = np.abs(norms[1] - norms[0]) if distances is None else distances
+        found = [parameter_rows(file, finite_samples(file)) for file in files]
+        by_name = [{row.name: row for row in part} for part in found]
+        noises: Any = [noise_scale(t.norm, mean_gradient_squared(f)) for f, t in both]
+        traces: Any = [fisher_of(file, table) for file, table in both]
         return Difference(
-            files=(FileFacts.of(files[0]), FileFacts.of(files[1])),
-            same_data=self.same_data,
-            loss=Both.of([average(table.loss) for table in self.tables]),
-            norm=Both.of([average(table.norm) for table in self.tables]),
-            median_norm=Both.of([number(np.median(t.norm)) if t.n else None for t in self.tables]),
-            noise_scale=Both.of([noise.simple for noise in noises]),
+            files=(FileFacts.of(first), FileFacts.of(second)),
+            same_data=same_data,
+            loss=Both.of(average(table.loss) for table in tables),
+            norm=Both.of(average(table.norm) for table in tables),
+            median_norm=Both.of(np.median(table.norm) if table.n else None for table in tables),
+            noise_scale=Both.of(noise.simple for noise in noises),
             noise_scales=noises,
             fisher=traces,
-            fisher_trace=Both.of([fisher.trace for fisher in traces]),
-            cosine=self._cosine(names),
-            parameters=tuple(map(self._parameter, names)),
-            only_first=tuple(name for name in files[0].parameters if name not in names),
-            only_second=tuple(name for name in files[1].parameters if name not in names),
-            common=len(self.places[0]),
-            samples=self._moved(moved, top),
-            exact=moved is not None,
-            norms=self._norms(),
+            fisher_trace=Both.of(fisher.trace for fisher in traces),
+            cosine=_cosine(files, names, products),
+            parameters=tuple(
+                ParameterChange(
+                    name=name,
+                    cosine=_cosine(files, [name], products),
+                    **{k: Both.of(getattr(rows[name], k) for rows in by_name) for k in _COMPARED},
+                )
+                for name in names
+            ),
+            only_first=tuple(name for name in first.parameters if name not in names),
+            only_second=tuple(name for name in second.parameters if name not in names),
+            common=len(order),
+            samples=tuple(
+                Moved(
+                    **tables[0].described(int(at[0][k])),
+                    norm=Both.of(norm[k] for norm in norms),
+                    loss=Both.of(t.loss[place[k]] for t, place in zip(tables, at, strict=True)),
+                    moved=float(moved[k]),
+                )
+                for k in np.argsort(-moved, kind="stable")[:top]
+            ),
+            exact=distances is not None,
+            norms=tuple(zip(*(norm[some].tolist() for norm in norms), strict=True)),
         )
 
-    def _means(self, k: int) -> list[Any] | None:
-        """Return G of each parameter (w,) of a file, or None without `mean` and without rows."""
-        file, table = self.files[k], self.tables[k]
+
+def _products(
+    files: Two[Source], tables: Two[Samples], names: Sequence[str], rows: bool
+) -> dict[str, float] | None:
+    """Return ⟨G, G′⟩ by parameter; None where a mean is neither stored nor to be had from rows."""
+    means = []
+    for file, table in zip(files, tables, strict=True):
         mean, arrays = mean_of(file), rows_of(file)
         if mean is not None:
-            return [flat(np.asarray(mean[name])[None])[0] for name in self.names]
-        if arrays is None or not self.rows or not table.n or rows_unusable(file):
+            means.append([flat(np.asarray(mean[name])[None])[0] for name in names])
+        elif arrays is None or not rows or not table.n or rows_unusable(file):
             return None
-        found = []
-        for name in self.names:
-            tiles = Tiles.walked(arrays[name], table)
-            found.append(sum(values.sum(0, dtype=np.float64) for _, values in tiles) / table.n)
-        return found
+        else:
+            walks = (Tiles.walked(arrays[name], table) for name in names)
+            sums = (sum(values.sum(0, dtype=np.float64) for _, values in tiles) for tiles in walks)
+            means.append([each / table.n for each in sums])
+    found = {name: float(a @ b) for name, a, b in zip(names, *means, strict=True)}
+    return found if np.isfinite(list(found.values())).all() else None
 
-    def _distances(self) -> Floats | None:
-        """Return ‖gᵢ′ − gᵢ‖ (m,) of the samples of both; None without the rows of both."""
-        arrays = [rows_of(file) for file in self.files]
-        if arrays[0] is None or arrays[1] is None or any(map(rows_unusable, self.files)):
-            return None
-        rows = [table.rows[p] for table, p in zip(self.tables, self.places, strict=True)]
-        squares = np.zeros(len(rows[0]))
-        for name in self.names:
-            both = arrays[0][name], arrays[1][name]
-            step = max(1, _TILE // max(1, prod(both[0].shape[1:])))
-            for start in range(0, len(squares), step):
-                part = slice(start, start + step)
-                a, b = (_read(array, r[part]) for array, r in zip(both, rows, strict=True))
-                squares[part] += np.square(np.abs(b - a)).reshape(len(a), -1).sum(1)
-        return np.sqrt(squares) if np.isfinite(squares).all() else None
 
-    def _parameter(self, name: str) -> ParameterChange:
-        norms, lengths, signals = [], [], []
-        for file, table in zip(self.files, self.tables, strict=True):
-            own, length = wide(file.norms[name])[table.rows], mean_gradient_norm(file, name)
-            small, rounded = float(np.square(own).mean()), rounding(file.norms[name])
-            signals.append(signal_to_noise(own.size, small, length**2, rounded))
-            norms.append(average(own))
-            lengths.append(number(length))
-        return ParameterChange(
-            name=name,
-            mean_norm=Both.of(norms),
-            mean_gradient_norm=Both.of(lengths),
-            signal_to_noise=Both.of(signals),
-            cosine=self._cosine([name]),
-        )
+def _cosine(
+    files: Two[Source], names: Sequence[str], products: dict[str, float] | None
+) -> float | None:
+    if products is None:
+        return None
+    squares = [sum(mean_gradient_norm(file, name) ** 2 for name in names) for file in files]
+    found = ratio(sum(products[name] for name in names), np.sqrt(squares[0] * squares[1]))
+    return None if found is None else min(max(found, -1.0), 1.0)
 
-    def _cosine(self, names: Sequence[str]) -> float | None:
-        if self.products is None:
-            return None
-        squares = [sum(mean_gradient_norm(f, name) ** 2 for name in names) for f in self.files]
-        above = sum(self.products[name] for name in names)
-        found = ratio(above, np.sqrt(squares[0] * squares[1]))
-        return None if found is None else min(max(found, -1.0), 1.0)
 
-    def _moved(self, exact: Floats | None, top: int) -> tuple[Moved, ...]:
-        (first, second), (a, b) = self.tables, self.places
-        moved = np.abs(second.norm[b] - first.norm[a]) if exact is None else exact
-        return tuple(
-            Moved(
-                **first.described(int(a[k])),
-                norm=Both.of([number(first.norm[a[k]]), number(second.norm[b[k]])]),
-                loss=Both.of([number(first.loss[a[k]]), number(second.loss[b[k]])]),
-                moved=float(moved[k]),
-            )
-            for k in np.argsort(-moved, kind="stable")[:top]
-        )
-
-    def _norms(self) -> tuple[tuple[float, float], ...]:
-        """Return at most 4,000 of the pairs of norms, evenly spread."""
-        m = len(self.places[0])
-        some = np.linspace(0, m - 1, min(m, POINTS)).round().astype(np.int64)
-        both = (t.norm[p[some]].tolist() for t, p in zip(self.tables, self.places, strict=True))
-        return tuple(zip(*both, strict=True))
+def _distances(
+    files: Two[Source], tables: Two[Samples], at: Two[Positions], names: Sequence[str]
+) -> Floats | None:
+    """Return ‖gᵢ′ − gᵢ‖ (m,) of the samples of both; None without the rows of both."""
+    arrays = [rows_of(file) for file in files]
+    if arrays[0] is None or arrays[1] is None or any(map(rows_unusable, files)):
+        return None
+    rows = [table.rows[place] for table, place in zip(tables, at, strict=True)]
+    squares = np.zeros(len(rows[0]))
+    for name in names:
+        both = arrays[0][name], arrays[1][name]
+        step = max(1, _TILE // max(1, prod(both[0].shape[1:])))
+        for start in range(0, len(squares), step):
+            part = slice(start, start + step)
+            a, b = (_read(array, r[part]) for array, r in zip(both, rows, strict=True))
+            squares[part] += np.square(np.abs(b - a)).reshape(len(a), -1).sum(1)
+    return np.sqrt(squares) if np.isfinite(squares).all() else None
 
 
 def _read(array: Any, rows: Positions) -> Any:
@@ -287,10 +260,6 @@ def _read(array: Any, rows: Positions) -> Any:
     in_sequence = len(rows) and (np.diff(rows) == 1).all()
     values = array[slice(int(rows[0]), int(rows[-1]) + 1) if in_sequence else rows]
     return np.asarray(values, dtype=np.result_type(values.dtype, np.float64))
-
-
-def _noise_of(file: Source, table: Samples) -> NoiseScale:
-    return noise_scale(table.norm, mean_gradient_squared(file))
 
 
 def _overall(found: Difference) -> Section:
@@ -358,15 +327,13 @@ def _by_sample(found: Difference) -> list[Section]:
 
 def _pictures(found: Difference) -> Iterator[Picture]:
     rows = found.parameters[:_DRAWN]
-    names, height = [row.name for row in rows], max(1.8, 1.0 + 0.2 * len(rows))
-    some = len(rows) < len(found.parameters)
+    names, some = [row.name for row in rows], len(rows) < len(found.parameters)
     which = f" (first {len(rows)} of {len(found.parameters)})" if some else ""
     yield BarPicture(
         label="Mean norm of each parameter, second file over first",
         title=f"Mean norm, second / first{which}",
         names=names,
         values=[row.mean_norm.ratio for row in rows],
-        height=height,
     )
     if found.cosine is not None:
         yield BarPicture(
@@ -374,7 +341,6 @@ def _pictures(found: Difference) -> Iterator[Picture]:
             title=f"Cosine of the means{which}",
             names=names,
             values=[row.cosine for row in rows],
-            height=height,
             second=True,
         )
     if found.samples:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.core.shortage import started
-from gradscope.stats.records import Floats, Mask, Positions, number, wide
+from gradscope.stats.records import Floats, Mask, Positions, number, spread, wide
 from gradscope.stats.source import (
     Arrays,
     Samples,
@@ -58,9 +58,6 @@ class Limits:
     widest: int = 4096  # columns of a block, where there are rows enough to fill it
 
 
-LIMITS = Limits()
-
-
 class Tiles:
     """The rows of the finite samples, in tiles; the parts of complex numbers are own entries.
 
@@ -69,18 +66,11 @@ class Tiles:
         samples: The finite samples.
         reader: Reads the next tile while one is in work.
         limits: Of memory.
-
-    Attributes:
-        width: The entries of a row, w.
-        long: Whether the parameter is too large for memory.
-        dtype: In which blocks of it are summed.
-        columns: How many of them are in work at a time.
-        most: The numbers of a block at most.
     """
 
     def __init__(self, array: Any, samples: Samples, reader: Executor, limits: Limits) -> None:
         parts = 2 if np.issubdtype(array.dtype, np.complexfloating) else 1
-        self.width = prod(array.shape[1:]) * parts
+        self.width = prod(array.shape[1:]) * parts  # the entries of a row, w
         self._array, self._samples, self._reader, self._limits = array, samples, reader, limits
         self._places = np.full(array.shape[0], -1)
         self._places[samples.rows] = np.arange(samples.n)
@@ -92,18 +82,17 @@ class Tiles:
         tall = min(step, array.shape[0])
         real = np.empty(0, array.dtype).real.dtype
         self._tiles = [np.empty((tall, self.width), real) for _ in self._slices[:2]]
-        self.long = a_row * array.shape[0] > limits.long
+        self.long = a_row * array.shape[0] > limits.long  # too large for memory
         self.dtype = real if self.long and real.itemsize >= 4 else np.dtype(np.float64)
         numbers = limits.block // self.dtype.itemsize
         self.columns = min(max(limits.widest, numbers // tall), max(16, -(-self.width // _PARTS)))
-        self._height = max(1, numbers // self.columns)
-        self.most = self._height * self.columns
+        self.height = max(1, numbers // self.columns)  # with `columns` the size of a block
 
     @classmethod
-    def walked(cls, array: Any, samples: Samples, limits: Limits = LIMITS) -> Iterator[Tile]:
+    def walked(cls, array: Any, samples: Samples) -> Iterator[Tile]:
         """Yield the tiles of one parameter once, none of them to be kept."""
         with started(1, "gradscope-reader") as reader:
-            yield from cls(array, samples, reader, limits).walk(keep=False)
+            yield from cls(array, samples, reader, Limits()).walk(keep=False)
 
     def walk(self, keep: bool) -> Iterator[Tile]:
         """Yield the tiles of all samples, in the file's order; keep what fits for `again`."""
@@ -128,8 +117,8 @@ class Tiles:
         self, values: NDArray[Any], order: Positions | None = None
     ) -> Iterator[tuple[slice, slice, NDArray[Any]]]:
         """Yield (rows, columns, block) of a tile (b, w), its rows in `order` (b,) if given."""
-        for top in range(0, len(values), self._height):
-            rows: Any = slice(top, min(top + self._height, len(values)))
+        for top in range(0, len(values), self.height):
+            rows: Any = slice(top, min(top + self.height, len(values)))
             for left in range(0, self.width, self.columns):
                 columns = slice(left, min(left + self.columns, self.width))
                 piece = values[rows if order is None else order[rows], columns]
@@ -208,7 +197,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Part:
+class Totals:
     """What a walk found in one parameter: mean‖gᵢ‖², ‖G‖², share of ⟨gᵢ, G⟩ < 0, its entries."""
 
     mean_square: float
@@ -233,7 +222,7 @@ class Products:
     # a random projection of each gradient (n, SKETCH), from rows, to find duplicates
     sketch: Floats = field(default_factory=lambda: np.empty((0, SKETCH)))
     # what rows gave of each parameter; empty without them
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, Totals] = field(default_factory=dict)
     # whether they are more exact than the recorded norms, as all but half precision is
     exact: bool = False
     unusable: str | None = None  # why stored rows gave nothing
@@ -250,81 +239,72 @@ class _Walk:
     def __init__(
         self, name: str, tiles: Tiles, found: Products, groups: Positions, probe: int | None
     ) -> None:
-        assert found.dots is not None and found.gram is not None and found.among is not None
-        self.all_dots, self.gram, self.chosen = found.dots, found.gram, found.among
         self.tiles, self.found, self.groups = tiles, found, groups
         self.dots = np.zeros(len(groups))
         self.sums = np.zeros((int(groups.max()) + 1, tiles.width))
         self.squares = np.zeros(tiles.width)
-        self.among = np.cumsum(self.chosen) - 1
-        self.picked: NDArray[Any] | None = None
-        self.scratch = np.empty(tiles.most, tiles.dtype)
+        self.picked: NDArray[Any] | None = None  # the rows to be compared pairwise
+        self.scratch = np.empty(tiles.height * tiles.columns, tiles.dtype)
         self.ones = np.ones(tiles.columns, tiles.dtype)
         random = np.random.default_rng(crc32(name.encode("utf-8", "surrogatepass")))
         self.bucket = int(random.integers(SKETCH))
         self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
         self.probe = None if probe is None else tiles.row(probe)
 
-    def run(self, stored: Floats | None) -> Part:
-        known = None  # the mean, where products with it can be taken in the first walk
+    def run(self, stored: Floats | None) -> Totals:
+        known, n = None, len(self.dots)  # the mean, where the first walk can multiply by it
         if stored is not None and self.tiles.long:
             known = flat(np.asarray(stored)[None])[0].astype(self.tiles.dtype)
-        for tile in self.tiles.walk(keep=known is None):
-            self._add(tile, known)
-        n = len(self.dots)
+        for places, values in self.tiles.walk(keep=known is None):
+            self._add(places, values, known)
         mean = self.sums.sum(0) / n
         if known is None:
             known = mean.astype(self.tiles.dtype)
             for places, values in self.tiles.again():
                 for rows, columns, block in self.tiles.blocks(values):
                     self.dots[places[rows]] += block @ known[columns]
-        self.all_dots[:] += self.dots
+        found: Any = self.found
+        found.dots[:] += self.dots
         if self.picked is not None:
             for left in range(0, self.tiles.width, self.tiles.columns):
                 block = wide(self.picked[:, left : left + self.tiles.columns])
-                self.gram[:] += block @ block.T
-        if self.found.group_squares is not None:
+                found.gram[:] += block @ block.T
+        if found.group_squares is not None:
             sizes = zip(self.sums, np.bincount(self.groups), strict=True)
-            self.found.group_squares[:] += [s @ s / c**2 for s, c in sizes]
-        return Part(
+            found.group_squares[:] += [s @ s / c**2 for s, c in sizes]
+        return Totals(
             mean_square=float(self.squares.sum()) / n,
             mean_squared=float(mean @ mean),
             opposing=float(np.mean(self.dots < 0)),
             entries=Entries.of(mean, self.squares / n),
         )
 
-    def _add(self, tile: Tile, mean: Floats | None) -> None:
-        places, values = tile
-        chosen = self.chosen[places]
-        if chosen.any():  # kept, to be compared pairwise
+    def _add(self, places: Positions, values: NDArray[Any], mean: Floats | None) -> None:
+        found: Any = self.found
+        chosen = found.among[places]
+        if chosen.any():
             if self.picked is None:
-                self.picked = np.empty((self.chosen.sum(), self.tiles.width), values.dtype)
-            self.picked[self.among[places[chosen]]] = values[chosen]
+                self.picked = np.empty((found.among.sum(), self.tiles.width), values.dtype)
+            self.picked[np.cumsum(found.among)[places[chosen]] - 1] = values[chosen]
         groups, order = self.groups[places], None
         if len(self.sums) > 1:  # one class after the other
             order = np.argsort(groups, kind="stable")
             places, groups = places[order], groups[order]
         for rows, columns, block in self.tiles.blocks(values, order):
             if columns.start == 0:
-                here, ones = places[rows], np.ones(len(block), block.dtype)
-                runs = _runs(groups[rows])
-            for group, start, stop in runs:
-                self.sums[group, columns] += ones[start:stop] @ block[start:stop]
+                here, group, ones = places[rows], groups[rows], np.ones(len(block), block.dtype)
+                edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(block)]
+            for start, stop in pairwise(edges):  # of equal class
+                self.sums[group[start], columns] += ones[start:stop] @ block[start:stop]
             bucket = (self.bucket + columns.start // self.tiles.columns) % SKETCH
-            self.found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
-            if self.found.probed is not None and self.probe is not None:
-                self.found.probed[here] += block @ self.probe[columns]
+            found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
+            if self.probe is not None:
+                found.probed[here] += block @ self.probe[columns]
             if mean is not None:
                 self.dots[here] += block @ mean[columns]
             squares = np.square(block, out=self.scratch[: block.size].reshape(block.shape))
             self.squares[columns] += ones @ squares
-            self.found.squares[here] += squares @ self.ones[: squares.shape[1]]
-
-
-def _runs(groups: Positions) -> list[tuple[int, int, int]]:
-    """Return (class, start, stop) of each run of equal classes among sorted ones."""
-    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(groups)]
-    return [(int(groups[a]), a, b) for a, b in pairwise(edges)]
+            found.squares[here] += squares @ self.ones[: squares.shape[1]]
 
 
 def products(
@@ -335,15 +315,10 @@ def products(
     place: int | None,
     limits: Limits | None,
 ) -> Products:
-    """Take products from the best that `file` has.
+    """Take products from the best that `file` has; without `limits` rows are left alone.
 
-    Args:
-        file: The file.
-        samples: Its finite samples.
-        big: ‖G‖².
-        members: Their classes.
-        place: The sample whose products with all others are wanted, in the samples.
-        limits: Of memory while stored rows are read; None leaves them alone.
+    `big` is ‖G‖², `members` are the samples' classes, `place` is that of the sample whose products
+    with all others are wanted.
     """
     if not samples.n:
         return Products()
@@ -356,7 +331,21 @@ def products(
         unusable = "stored rows are not finite where their norms are: compute with --dtype float32"
     gram = gram_of(file, samples.n)
     if gram is not None:
-        return replace(_from_gram(gram, samples, members, place), unusable=unusable)
+        squares, among = None, picked(samples, 1)
+        if members is not None:
+            one = (members.of == np.arange(len(members.targets))[:, None]) * 1.0  # (k, n)
+            squares = np.einsum("kn,kn->k", one @ gram, one) / np.square(one.sum(1))
+        return Products(
+            source="gram",
+            dots=gram.mean(1),
+            pairs="gram",
+            gram=gram[np.ix_(among, among)],
+            among=among,
+            whole=gram,
+            probed=None if place is None else gram[place],
+            group_squares=squares,
+            unusable=unusable,
+        )
     found = Products(unusable=unusable)
     cosines = chain_of(file, "cosine:to=mean")
     if cosines is not None and big is not None:
@@ -365,12 +354,11 @@ def products(
     projected = projections_of(file)
     if projected is None:
         return found
-    text, values = projected
-    values = values[samples.rows]
+    values = projected[1][samples.rows]
     among = picked(samples, values.shape[1])
-    few = values[among]
     probed = None if place is None else values @ values[place]
-    return replace(found, pairs=text, gram=few @ few.T, among=among, probed=probed)
+    gram = values[among] @ values[among].T
+    return replace(found, pairs=projected[0], gram=gram, among=among, probed=probed)
 
 
 def picked(samples: Samples, entries: int, widest: int = 1) -> Mask:
@@ -382,7 +370,7 @@ def picked(samples: Samples, entries: int, widest: int = 1) -> Mask:
     affordable = min(int(np.sqrt(_WORK / max(1, entries))), _HELD // max(1, widest))
     m = max(min(samples.n, _PAIRED, affordable), min(samples.n, 2))
     chosen: Mask = np.zeros(samples.n, dtype=bool)
-    chosen[np.linspace(0, samples.n - 1, m).round().astype(np.int64)] = True
+    chosen[spread(samples.n, m)] = True
     return chosen
 
 
@@ -419,23 +407,3 @@ def _from_rows(
             one = _Walk(name, Tiles(array, samples, reader, limits), found, groups, place)
             found.parts[name] = one.run(None if mean is None else mean[name])
     return found
-
-
-def _from_gram(
-    gram: Floats, samples: Samples, members: Groups | None, place: int | None
-) -> Products:
-    squares = None
-    if members is not None:
-        one = (members.of == np.arange(len(members.targets))[:, None]) * 1.0  # (k, n)
-        squares = np.einsum("kn,kn->k", one @ gram, one) / np.square(one.sum(1))
-    among = picked(samples, 1)
-    return Products(
-        source="gram",
-        dots=gram.mean(1),
-        pairs="gram",
-        gram=gram[np.ix_(among, among)],
-        among=among,
-        whole=gram,
-        probed=None if place is None else gram[place],
-        group_squares=squares,
-    )

@@ -22,6 +22,7 @@ def _without_nan(value: Any) -> Any:
 
 
 Json = Annotated[dict[str, JsonValue], BeforeValidator(_without_nan)]
+Plain = bool | int | float | str | None  # a target, as JSON has it
 
 
 class Record(BaseModel):
@@ -33,57 +34,17 @@ class Record(BaseModel):
         allow_inf_nan=False,
         validate_by_name=True,
         serialize_by_alias=True,
+        alias_generator=lambda name: name.removesuffix("_"),  # `schema` is a name of pydantic's
     )
 
     def to_json(self) -> dict[str, Any]:
         """Return a document of plain JSON values."""
-        return self.model_dump(mode="json", by_alias=True)
+        return self.model_dump(mode="json")
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the record whose `to_json` is `document`."""
         return cls.model_validate(document)
-
-
-def wide(values: Any) -> Floats:
-    """Return `values` as float64, in which all statistics are computed."""
-    return np.asarray(values, dtype=np.float64)
-
-
-def number(value: Any) -> float | None:
-    """Return `value` as a float, or None where it is not finite."""
-    result = float(value)
-    return result if math.isfinite(result) else None
-
-
-def ratio(above: Any, below: Any) -> float | None:
-    """Return above / below, or None where `below` is not positive or the ratio not finite."""
-    above, below = float(above), float(below)
-    return number(above / below) if below > 0 else None
-
-
-def average(values: Floats) -> float | None:
-    """Return the mean of the finite ones of `values` (n,), or None where there is none."""
-    known = values[np.isfinite(values)]
-    return number(known.mean()) if known.size else None
-
-
-def rounding(values: Any) -> float:
-    """Return the relative error of squares of `values` as stored: smaller differences are noise."""
-    dtype = np.asarray(values).dtype
-    return 4 * float(np.finfo(dtype).eps) if dtype.kind == "f" else 1e-12
-
-
-def plain(value: Any) -> bool | int | float | str | None:
-    """Return a target or a name as JSON has it; None for an array or what is not finite."""
-    if np.ndim(value):
-        return None
-    value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, float):
-        return number(value)
-    return value if isinstance(value, bool | int | str) else None
 
 
 class Interval(Record):
@@ -100,3 +61,55 @@ class Histogram(Record):
     edges: tuple[float, ...]
     counts: tuple[int, ...]
     zeros: int
+
+
+def wide(values: Any) -> Floats:
+    """Return `values` as float64, in which all statistics are computed."""
+    return np.asarray(values, dtype=np.float64)
+
+
+def number(value: Any) -> float | None:
+    """Return `value` as a float, or None where it is unknown or not finite."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def ratio(above: Any, below: Any) -> float | None:
+    """Return above / below, or None where one is unknown, `below` not positive or it not finite."""
+    if above is None or below is None or not below > 0:
+        return None
+    return number(float(above) / float(below))
+
+
+def average(values: Floats) -> float | None:
+    """Return the mean of the finite ones of `values` (n,), or None where there is none."""
+    known = values[np.isfinite(values)]
+    return number(known.mean()) if known.size else None
+
+
+def cosines_of(products: Floats, lengths: Floats) -> Floats:
+    """Return products / lengths, between -1 and 1; NaN where a length is not positive."""
+    nothing = np.full(products.shape, np.nan)
+    return wide(np.clip(np.divide(products, lengths, out=nothing, where=lengths > 0), -1.0, 1.0))
+
+
+def spread(n: int, most: int) -> Positions:
+    """Return at most `most` of n places, evenly spread."""
+    return np.linspace(0, n - 1, min(n, most)).round().astype(np.int64)
+
+
+def rounding(values: Any) -> float:
+    """Return the relative error of squares of `values` as stored: smaller differences are noise."""
+    dtype = np.asarray(values).dtype
+    return 4 * float(np.finfo(dtype).eps) if dtype.kind == "f" else 1e-12
+
+
+def plain(value: Any) -> Plain:
+    """Return a target or a name as JSON has it; None for an array or what is not finite."""
+    if np.ndim(value):
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, bool | int | str) else None

@@ -4,7 +4,7 @@ Nothing here is made safe to show: the renderer escapes every string, names from
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -79,6 +79,9 @@ class BarPicture(Picture):
     mark: float | None = None
     second: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "height", max(1.8, 1.0 + 0.2 * len(self.names)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramPicture(Picture):
@@ -127,15 +130,6 @@ class Section:
     # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()
 
-    def continued(self, other: "Section") -> "Section":
-        """Return both as one."""
-        return replace(
-            self,
-            facts=[*self.facts, *other.facts],
-            notes=[*self.notes, *other.notes],
-            formulas=[*self.formulas, *other.formulas],
-        )
-
 
 @dataclass(frozen=True)
 class Overview:
@@ -156,14 +150,19 @@ class Shown(Protocol):
         """Return all that is shown of it."""
 
 
-def joined(sections: Sequence[Section]) -> list[Section]:
+def joined(sections: Iterable[Section]) -> list[Section]:
     """Return the sections, neighbours of one title as one."""
     found: list[Section] = []
-    for section in sections:
-        if found and found[-1].title == section.title:
-            found[-1] = found[-1].continued(section)
-        else:
-            found.append(section)
+    for new in sections:
+        if found and found[-1].title == new.title:
+            old = found.pop()
+            new = replace(
+                old,
+                facts=[*old.facts, *new.facts],
+                notes=[*old.notes, *new.notes],
+                formulas=[*old.formulas, *new.formulas],
+            )
+        found.append(new)
     return found
 
 
@@ -245,13 +244,12 @@ def numbers(
 
 def whole(title: str, values: Sequence[int], rank: int = 0) -> Column:
     """Return a column of whole numbers."""
-    return Column(title, [f"{value:,}" for value in values], rank, values=values)
+    return numbers(title, values, rank, "{:,}".format)
 
 
 def positions(rows: Sequence[Any]) -> list[Column]:
     """Return the columns of the rows' `index`, to be copied as it is, and `id` where known."""
-    index = [row.index for row in rows]
-    columns = [Column("index", [str(k) for k in index], values=index)]
+    columns = [numbers("index", [row.index for row in rows], show=str)]
     if any(row.id is not None for row in rows):
         cells = [NONE if row.id is None else str(row.id) for row in rows]
         columns.append(Column("id", cells, rank=1, justify="left", widest=_NAME))
@@ -261,9 +259,9 @@ def positions(rows: Sequence[Any]) -> list[Column]:
 def targets(rows: Sequence[Any]) -> list[Column]:
     """Return the column of the rows' `target`, numbers among them to sort by; none if unknown."""
     found = [row.target for row in rows]
-    if all(target is None for target in found):
+    if not any(target is not None for target in found):
         return []
     cells = [short(t) if t is None or isinstance(t, float) else str(t) for t in found]
     known = [t if isinstance(t, int | float) else None for t in found]
-    values = None if all(value is None for value in known) else known
+    values = known if any(value is not None for value in known) else None
     return [Column("target", cells, rank=2, values=values, widest=_NAME)]

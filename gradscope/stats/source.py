@@ -131,22 +131,22 @@ def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:
         ) from error
 
 
-def chain_of(file: Source, text: str) -> Any:
-    """Return the chain `text`, a mapping from names to arrays, or None where it is not stored."""
+def chain_of(file: Source, text: str) -> Arrays | None:
+    """Return the chain `text`, {name: array}, or None where it is not stored."""
     return next((chain for chain in file.chains if chain.text == text), None)
 
 
 def rows_of(file: Source) -> Arrays | None:
-    """Return {name: (N, *shape)}, every sample's own gradient, or None where it is not stored."""
-    found: Arrays | None = chain_of(file, "identity")
-    return found
+    """Return {name: (N, *shape)}, every sample's own gradient, or None where not stored."""
+    return chain_of(file, "identity")
 
 
 def rows_unusable(file: Source) -> str | None:
     """Say why the stored rows cannot be summed, or return None."""
-    rows = rows_of(file) or {}
-    lost = [name for name, array in rows.items() if getattr(array, "overflowed", 0)]
-    return f"stored rows of {lost[0]!r} overflowed; compute with --dtype float32" if lost else None
+    for name, array in (rows_of(file) or {}).items():
+        if getattr(array, "overflowed", 0):
+            return f"stored rows of {name!r} overflowed; compute with --dtype float32"
+    return None
 
 
 def in_half(file: Source) -> bool:

@@ -1,7 +1,7 @@
 """A few samples of a result file, drawn by seed: do its numbers of them belong together?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,10 @@ Rows = NDArray[np.intp]
 
 _FEW = 4  # samples of a file
 _MOST = 64  # parameters whose rows are read: of a file with thousands, that takes its time
-_HALF, _SINGLE, _DOUBLE = (0.02, 0.05), (1e-3, 0.02), (1e-6, 1e-5)
-_PRECISIONS = {
-    "float16": _HALF,
-    "bfloat16": _HALF,
-    "float64": _DOUBLE,
-    "complex128": _DOUBLE,
-}  # by the run's dtype, relative to a norm, and to that of the sample's whole gradient: where terms
+# by the run's dtype, relative to a norm, and to that of the sample's whole gradient: where terms
 # cancel, norms lose half their digits
+_HALF, _SINGLE, _DOUBLE = (0.02, 0.05), (1e-3, 0.02), (1e-6, 1e-5)
+_PRECISIONS = {"float16": _HALF, "bfloat16": _HALF, "float64": _DOUBLE, "complex128": _DOUBLE}
 _PIECE = 2**20  # entries that are squared at a time
 
 
@@ -43,10 +39,7 @@ def tolerances(dtype: str) -> tuple[float, float]:
 def require_consistent(file: Source, seed: int = 0) -> None:
     """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
 
-    Args:
-        file: The file; rows of a chain `identity` are read where it has one, and where it has
-            thousands of parameters those of some.
-        seed: Of the samples.
+    Rows of a chain `identity` are read where there is one: of thousands of parameters, of some.
 
     Raises:
         ResultFileError: They do not.
@@ -57,39 +50,28 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     index = [int(i) for i in np.asarray(file.samples["index"])[rows]]
     whole, squares = wide(file.samples["norm"])[rows], np.zeros(len(rows))
     stored: Mapping[str, Any] = rows_of(file) or {}
-    order = np.random.default_rng(seed).permutation(len(stored))[:_MOST].tolist()
-    names = list(stored)
-    read = {names[k] for k in order}
+    read = set(np.random.default_rng(seed).permutation(list(stored))[:_MOST].tolist())
     limit, share = tolerances(str(dict(file.run).get("dtype")))
+
+    def require(recorded: Floats, found: Floats, slack: Floats, by: str, source: str) -> None:
+        for i, a, b, most in zip(index, recorded, found, slack, strict=True):
+            if not abs(a - b) <= most:
+                raise ResultFileError(
+                    f"the gradient of sample {i} {by}is recorded with the norm {a:.6g}, "
+                    f"and {source} {b:.6g}",
+                    where=str(file.path),
+                    remedy="Its numbers do not belong together: compute it again.",
+                )
+
     for name in file.norms:
         norms = wide(file.norms[name])[rows]
         squares += np.square(norms)
         if name in read and not getattr(stored[name], "overflowed", 0):
             found = np.array([_norm(stored[name][int(row)]) for row in rows])
             slack = limit * norms + share * whole
-            _require(file, index, norms, found, slack, f"by {name!r} ", "its stored row has")
-    slack, source = limit * whole + np.finfo(np.float32).tiny, "those of its parameters make"
-    _require(file, index, whole, np.sqrt(squares), slack, "", source)
-
-
-def _require(
-    file: Source,
-    index: Sequence[int],
-    recorded: Floats,
-    found: Floats,
-    slack: Floats,
-    by: str,
-    source: str,
-) -> None:
-    """Compare norms (n,) that are recorded with what other numbers of the file give."""
-    for i, a, b, most in zip(index, recorded, found, slack, strict=True):
-        if not abs(a - b) <= most:
-            raise ResultFileError(
-                f"the gradient of sample {i} {by}is recorded with the norm {a:.6g}, "
-                f"and {source} {b:.6g}",
-                where=str(file.path),
-                remedy="Its numbers do not belong together: compute it again.",
-            )
+            require(norms, found, slack, f"by {name!r} ", "its stored row has")
+    slack = limit * whole + np.finfo(np.float32).tiny
+    require(whole, np.sqrt(squares), slack, "", "those of its parameters make")
 
 
 def _norm(row: np.ndarray) -> float:

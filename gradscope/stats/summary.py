@@ -6,7 +6,7 @@ the registry.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_type_hints
 
@@ -16,10 +16,17 @@ from pydantic import TypeAdapter
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.products import LIMITS, Limits, Products, Tiles, groups, products
-from gradscope.stats.records import Floats, Positions, rounding, wide
+from gradscope.stats.products import Entries, Limits, Tiles, groups, products
+from gradscope.stats.records import Floats, Positions, cosines_of, rounding
 from gradscope.stats.sections import Overview, Picture, Section, joined
-from gradscope.stats.source import Samples, Source, mean_gradient_squared, rows_of
+from gradscope.stats.source import (
+    Samples,
+    Source,
+    aggregate_of,
+    mean_gradient_squared,
+    mean_of,
+    rows_of,
+)
 
 # what "In short" answers, in this order; other questions follow
 QUESTIONS = ("who dominates", "where to clip", "batch", "what learns", "broken", "check labels")
@@ -37,16 +44,15 @@ class Options:
     # a sample, by its position in the data set, whose neighbours are wanted
     nearest: int | None = None
     rows: bool = True  # whether to read stored gradients, once or twice over
-    limits: Limits = LIMITS  # of memory while they are read
+    limits: Limits = field(default_factory=Limits)  # of memory while they are read
 
     def __post_init__(self) -> None:
         if self.top < 0:
             raise SpecError(f"the number of samples to list must not be negative, not {self.top}")
-        rates = () if self.learning_rate is None else (self.learning_rate,)
-        for what, values in (("learning rate", rates), ("clipping norm", self.clip)):
-            for value in values:
-                if not 0 < value < float("inf"):
-                    raise SpecError(f"a {what} is a positive number, not {value:g}")
+        rate = () if self.learning_rate is None else (("learning rate", self.learning_rate),)
+        for what, value in (*rate, *(("clipping norm", norm) for norm in self.clip)):
+            if not 0 < value < float("inf"):
+                raise SpecError(f"a {what} is a positive number, not {value:g}")
 
 
 class Data:
@@ -73,14 +79,9 @@ class Data:
         self.groups = groups(self.samples)
         nearest = options.nearest
         self.place = None if nearest is None else self.samples.place(nearest)
-        self.products: Products = products(
-            file,
-            self.samples,
-            self.mean_squared,
-            self.groups,
-            self.place,
-            options.limits if options.rows else None,
-        )
+        limits = options.limits if options.rows else None
+        known = self.samples, self.mean_squared, self.groups, self.place
+        self.products = products(file, *known, limits)
         if self.products.parts and self.products.exact:  # more exact than rounded norms
             self.samples = replace(self.samples, norm=np.sqrt(self.products.squares))
             self.mean_squared, self.rounding = self.products.mean_squared, 1e-12
@@ -90,11 +91,21 @@ class Data:
     def cosines(self) -> Floats | None:
         """⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖) (n,), NaN where one of them is zero; None if unknown."""
         dots, big = self.products.dots, self.mean_squared
-        if dots is None:
+        length = np.sqrt(np.nan if big is None else big)
+        return None if dots is None else cosines_of(dots, self.samples.norm * length)
+
+    @cached_property
+    def entries(self) -> dict[str, Entries] | None:
+        """Signal and noise by entry, from rows, or from chains `mean` and `second_moment`.
+
+        Complex parameters have |gⱼ|² in the second moment: their parts cannot be told apart.
+        """
+        if self.products.parts:
+            return {name: part.entries for name, part in self.products.parts.items()}
+        mean, second = mean_of(self.file), aggregate_of(self.file, "second_moment")
+        if mean is None or second is None or any(map(np.iscomplexobj, mean.values())):
             return None
-        lengths = self.samples.norm * np.sqrt(np.nan if big is None else big)
-        found = np.divide(dots, lengths, out=np.full(dots.shape, np.nan), where=lengths > 0)
-        return wide(np.clip(found, -1.0, 1.0))
+        return {name: Entries.of(g, second[name]) for name, g in mean.items()}
 
     def rows(self) -> Iterator[tuple[str, Positions, Floats]]:
         """Stream the stored rows: (parameter, places (b,) among the samples, gradients (b, w)).

@@ -1,25 +1,24 @@
 """Statistics of a training run: of a batch in memory, and step by step in a file of JSON lines."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import nan
+from collections.abc import Callable, Iterator, Sequence
+from math import hypot, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
-from gradscope.blocks import Evaluation
+from gradscope.blocks import wide
 from gradscope.core.batch import Batch
 from gradscope.engine import finite_samples
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.scope import Scope
-from gradscope.stages.reducers.base import wide
 from gradscope.stats.builtin.batch import NoiseScale
-from gradscope.stats.records import Floats, Mask, Record
+from gradscope.stats.records import Floats, Record, cosines_of, spread
 from gradscope.stats.sections import (
     Column,
     CurvePicture,
@@ -32,6 +31,7 @@ from gradscope.stats.sections import (
     count,
     numbers,
     percent,
+    short,
     whole,
 )
 from gradscope.stats.summary import Summary, summarize
@@ -40,28 +40,14 @@ _SUFFIX = ".jsonl"
 _SHOWN = 20  # steps in the table
 _DRAWN = 8  # parameters in a picture
 
+Points = list[tuple[float, float]]
+Band = Sequence[tuple[float, float, float | None]]
 
-class _MeasuredChain(dict[str, Floats]):
+
+class _Cosines(dict[str, Floats]):
     """A chain in memory: its arrays by name."""
 
-    text = "cosine:to=mean"
-    reduced = False
-
-
-@dataclass
-class _Measured:
-    """A `Source` in memory."""
-
-    n: int
-    parameters: Any
-    samples: Any
-    norms: Any
-    norm_attributes: Any
-    chains: Any
-    run: Any
-    certificate: Any
-    path: Any = "memory"
-    attributes: Any = field(default_factory=dict)
+    text, reduced = "cosine:to=mean", False
 
 
 def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Summary:
@@ -78,9 +64,14 @@ def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Su
     """
     scope.session.labels.require_one()
     evaluation = scope.evaluate(Batch.of(inputs, targets))
-    finite = _numpy(finite_samples(evaluation))
-    means, dots = _mean_and_products(evaluation, finite)
-    gradients = evaluation.gradients
+    gradients, finite = evaluation.gradients, _numpy(finite_samples(evaluation))
+    rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
+    dots, lengths = np.zeros(len(rows)), {}  # ⟨gᵢ, G⟩ of the finite samples, ‖G‖ by parameter
+    for name, block in gradients.items():
+        kept = wide(block.select(rows))
+        mean = kept.weighted_sum() / max(1, len(rows))
+        dots += _numpy(kept.dot(mean).real)
+        lengths[name] = float(torch.linalg.vector_norm(mean)) if len(rows) else nan
     samples = {
         "index": np.arange(len(finite)),
         "loss": _numpy(evaluation.losses),
@@ -89,33 +80,22 @@ def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Su
     }
     if isinstance(targets, Tensor) and targets.dim() == 1:
         samples["target"] = _numpy(targets)
-    norms = {name: float(torch.linalg.vector_norm(mean)) for name, mean in means.items()}
-    lengths = {name: norm if finite.any() else nan for name, norm in norms.items()}
     along = np.zeros(len(finite))
     sizes = samples["norm"][finite] * np.linalg.norm(list(lengths.values()))
-    along[finite] = np.divide(dots, sizes, out=np.zeros_like(dots), where=sizes > 0)
-    measured = _Measured(
+    along[finite] = np.nan_to_num(cosines_of(dots, sizes))
+    measured: Any = SimpleNamespace(  # a `Source`
+        path="memory",
         n=len(finite),
         parameters={name: block.shape for name, block in gradients.items()},
         samples=samples,
         norms={name: _numpy(v.sqrt()) for name, v in gradients.squared_norms.items()},
         norm_attributes={k: {"mean_gradient_norm": length} for k, length in lengths.items()},
-        chains=(_MeasuredChain(cosine=along),),
+        chains=(_Cosines(cosine=along),),
+        attributes={},
         run={"backend": scope.backend},
         certificate={} if scope.certificate is None else scope.certificate.to_json(),
     )
     return summarize(measured, top=top)
-
-
-def _mean_and_products(evaluation: Evaluation, finite: Mask) -> tuple[dict[str, Tensor], Floats]:
-    """Return G, {name: (*shape)}, and ⟨gᵢ, G⟩ (m,) of the m finite samples."""
-    rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
-    kept = {name: wide(block.select(rows)) for name, block in evaluation.gradients.items()}
-    means = {name: block.weighted_sum() / max(1, len(rows)) for name, block in kept.items()}
-    dots = np.zeros(len(rows))
-    for name, block in kept.items():
-        dots += _numpy(block.dot(means[name]).real)
-    return means, dots
 
 
 def _numpy(values: Tensor) -> Any:
@@ -134,9 +114,7 @@ class Layer(Record):
 class Step(Record):
     """One step: one line of the file."""
 
-    schema_: Literal["gradscope.step"] = Field(
-        default="gradscope.step", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["gradscope.step"] = "gradscope.step"
     version: Literal[1] = 1
     step: int
     samples: int
@@ -156,8 +134,7 @@ class Step(Record):
     def of(cls, step: int, summary: Summary) -> "Step":
         """Return what is kept of a summary."""
         norm, directions = summary.norm, summary.directions
-        lengths = [row.mean_gradient_norm for row in summary.parameters]
-        whole = None if None in lengths else sum(length**2 for length in lengths) ** 0.5
+        lengths: Any = [row.mean_gradient_norm for row in summary.parameters]
         return cls(
             step=step,
             samples=summary.finite,
@@ -166,13 +143,13 @@ class Step(Record):
             norm_mean=None if norm is None else norm.mean,
             norm_median=None if norm is None else norm.median,
             norm_90=None if norm is None else norm.percentiles["90"],
-            mean_gradient_norm=whole,
+            mean_gradient_norm=None if None in lengths else hypot(*lengths),
             noise_scale=summary.noise_scale,
             opposing=None if directions is None else directions.opposing,
             mean_cosine=None if directions is None else directions.cosine.mean,
             evidence=summary.signal.evidence,
             parameters=tuple(
-                Layer(**{key: getattr(row, key) for key in Layer.model_fields})
+                Layer(**row.model_dump(include=set(Layer.model_fields)))
                 for row in summary.parameters
             ),
         )
@@ -190,20 +167,17 @@ CURVES: dict[str, Callable[[Step], float | None]] = {
 class History(Record):
     """All steps of a run, in the order of their numbers, and where they were read."""
 
-    schema_: Literal["gradscope.history"] = Field(
-        default="gradscope.history", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["gradscope.history"] = "gradscope.history"
     version: Literal[1] = 1
     path: str
     steps: tuple[Step, ...]
 
     def overview(self) -> Overview:
         """Return all that is shown of it: the curves, and at most 20 steps, evenly spread."""
-        steps, last = self.steps, len(self.steps) - 1
-        some = [steps[round(k * last / (_SHOWN - 1))] for k in range(_SHOWN)]
+        steps = self.steps
         formula = "B_simple = trΣ / |G|² (McCandlish et al. 2018)"
         curves = [(name, Spark([take(s) for s in steps])) for name, take in CURVES.items()]
-        shown = Table(_columns(steps if len(steps) <= _SHOWN else some))
+        shown = Table(_columns([steps[k] for k in spread(len(steps), _SHOWN)]))
         return Overview(
             paths=[self.path],
             facts=[
@@ -215,7 +189,7 @@ class History(Record):
                 Section("Over time", curves, formulas=[formula]),
                 Section("Steps", table=shown),
             ],
-            pictures=[*(_curve(name, steps) for name in CURVES), _layers(steps)],
+            pictures=list(_pictures(steps)),
         )
 
 
@@ -260,8 +234,8 @@ def read_history(path: str | Path) -> History:
         if not line.strip():
             continue
         try:
-            step = Step.from_json(json.loads(line))
-        except (ValueError, ValidationError, TypeError) as error:
+            step = Step.model_validate_json(line)
+        except ValidationError as error:
             raise ResultFileError(
                 "the line is no recorded step",
                 where=f"{path}: line {number}",
@@ -274,14 +248,11 @@ def read_history(path: str | Path) -> History:
 
 
 def _columns(steps: Sequence[Step]) -> list[Column]:
-    columns = [
-        whole("step", [s.step for s in steps]),
-        numbers("loss", [s.loss for s in steps]),
-        numbers("median norm", [s.norm_median for s in steps]),
-        numbers("norm of mean", [s.mean_gradient_norm for s in steps], rank=1),
-        numbers("noise scale", [s.noise_scale.simple for s in steps]),
-        numbers("opposed", [s.opposing for s in steps], rank=2, show=percent),
-    ]
+    ranks, shown = {"norm of mean": 1, "opposed": 2}, {"opposed": percent}
+    columns = [whole("step", [s.step for s in steps])]
+    for name, take in CURVES.items():
+        show = shown.get(name, short)
+        columns.append(numbers(name, [take(s) for s in steps], ranks.get(name, 0), show))
     if any(s.nonfinite for s in steps):
         columns.append(whole("not finite", [s.nonfinite for s in steps]))
     intervals = [s.noise_scale.simple_interval for s in steps]
@@ -290,34 +261,26 @@ def _columns(steps: Sequence[Step]) -> list[Column]:
     return columns
 
 
-def _curve(name: str, steps: Sequence[Step]) -> Picture:
-    """Draw one number, and the intervals of the noise scale."""
-    known = [(s.step, value) for s in steps if (value := CURVES[name](s)) is not None]
+def _pictures(steps: Sequence[Step]) -> Iterator[Picture]:
+    """Draw each number, and the parameters whose signal to noise is largest at the end."""
+
+    def drawn(label: str, title: str, curves: dict[str, Points], band: Band = ()) -> Picture:
+        curves = {name: points for name, points in curves.items() if points}
+        empty = "" if curves else "not known at any step"
+        return CurvePicture(
+            label=label, title=title, across="step", empty=empty, curves=curves, band=band
+        )
+
     intervals = [(s.step, s.noise_scale.simple_interval) for s in steps]
     band = [(step, i.low, i.high) for step, i in intervals if i is not None and i.low]
-    return CurvePicture(
-        label=f"{name} by step",
-        title=name,
-        across="step",
-        empty="" if known else "not known at any step",
-        curves={"": known},
-        band=band if name == "noise scale" else (),
-    )
-
-
-def _layers(steps: Sequence[Step]) -> Picture:
-    """Draw the parameters whose signal to noise is largest at the end."""
+    for name, take in CURVES.items():
+        known: Points = [(s.step, value) for s in steps if (value := take(s)) is not None]
+        yield drawn(f"{name} by step", name, {"": known}, band if name == "noise scale" else ())
     last = sorted(steps[-1].parameters, key=lambda p: -(p.signal_to_noise or 0.0))
-    curves: dict[str, list[tuple[float, float]]] = {layer.name: [] for layer in last[:_DRAWN]}
+    curves: dict[str, Points] = {layer.name: [] for layer in last[:_DRAWN]}
     for step in steps:
         for layer in step.parameters:
             if layer.name in curves and layer.signal_to_noise:
                 curves[layer.name].append((step.step, layer.signal_to_noise))
-    known = {name: found for name, found in curves.items() if found}
-    return CurvePicture(
-        label="Signal to noise of the parameters by step",
-        title="Signal to noise by parameter",
-        across="step",
-        empty="" if known else "not known at any step",
-        curves=known,
-    )
+    title = "Signal to noise by parameter"
+    yield drawn("Signal to noise of the parameters by step", title, curves)

@@ -4,13 +4,18 @@ from gradscope.storage.export import Exported, export
 from gradscope.storage.format.files import deferred, require_place, writing
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
-from gradscope.storage.merge.joiner import Joiner, open_joiner, require_free
-from gradscope.storage.merge.parts import Part, Parts, check_parts
+from gradscope.storage.merge import (
+    Joiner,
+    Part,
+    Parts,
+    check_parts,
+    open_joiner,
+    require_free,
+)
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
 from gradscope.storage.read.arrays import StoredArray, StoredChain
 from gradscope.storage.read.file import GradientFile, open_file
-from gradscope.storage.write.create import file_bytes
-from gradscope.storage.write.finish import Look
+from gradscope.storage.write.create import Look, file_bytes
 from gradscope.storage.write.journal import LONGEST
 from gradscope.storage.write.region import PART_BYTES, Scratch
 from gradscope.storage.write.writer import Writer, open_writer

@@ -13,7 +13,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -24,7 +25,13 @@ import numpy as np
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import printable
 from gradscope.errors import OutputError, SpecError
-from gradscope.storage.format.files import excess, locked, require_place, require_short
+from gradscope.storage.format.files import (
+    excess,
+    locked,
+    require_free,
+    require_place,
+    require_short,
+)
 from gradscope.storage.format.numbers import escape
 from gradscope.storage.read.arrays import StoredArray, StoredChain
 from gradscope.storage.read.file import GradientFile
@@ -53,6 +60,9 @@ class Exported:
     bytes: int  # its size
 
 
+Made = tuple[Exported, Write]  # with the least of bytes that it takes, and what writes it
+
+
 @dataclass(frozen=True)
 class _Selected:
     """Some rows of one array, by their positions in it; None: all of an aggregate."""
@@ -70,18 +80,18 @@ class _Selected:
 
     def write(self, out: BinaryIO) -> None:
         """Write the numbers, little-endian, in C order, some rows at a time."""
-        for block in self._blocks():
+        rows = np.arange(prod(self.shape[:1])) if self.rows is None else self.rows
+        step = max(1, _BLOCK_BYTES // max(1, prod(self.shape[1:]) * self.array.dtype.itemsize))
+        for at in range(0, len(rows), step):
+            block = self.array[rows[at : at + step]] if self.shape else self.array[...].reshape(1)
             out.write(np.ascontiguousarray(block, block.dtype.newbyteorder("<")).data)
 
-    def _blocks(self) -> Iterator[np.ndarray]:
-        if not self.shape:
-            yield self.array[...].reshape(1)
-            return
-        rows = np.arange(self.shape[0]) if self.rows is None else self.rows
-        row = max(1, prod(self.shape[1:]) * self.array.dtype.itemsize)
-        step = max(1, _BLOCK_BYTES // row)
-        for at in range(0, len(rows), step):
-            yield self.array[rows[at : at + step]]
+    def write_npy(self, out: BinaryIO) -> None:
+        """Write numpy's own format, version 1.0."""
+        descr = np.lib.format.dtype_to_descr(self.array.dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(out, header)
+        self.write(out)
 
 
 def export(
@@ -110,41 +120,48 @@ def export(
         OutputError: A file cannot be written.
     """
     require_short(path, _SUFFIX if path.suffix else "")
-    suffix = path.suffix.lower()
     with _reported(path):
         is_same = path.exists() and path.samefile(file.path)
-        is_folder = path.is_dir()
+        suffix = "" if path.is_dir() else path.suffix.lower()
     if is_same:
         raise OutputError(
             "the export would replace the result that it is taken from",
             where=str(path),
             remedy="Choose another name.",
         )
-    if suffix in _TABLES and not is_folder:
+    if suffix in _TABLES:
         if chain is not None:
             raise SpecError("the sample table belongs to no chain", remedy="Leave out --chain.")
-        return [_table(file, parameters, samples, path, overwrite)]
-    found = _find_chain(file, chain or "0")
-    selected = _select(file, found, parameters, samples)
-    if suffix == ".npy" and not is_folder:
-        if len(selected) > 1:
-            names = ", ".join(one.array.name for one in selected[:8])
-            more = ", …" if len(selected) > 8 else ""
-            raise SpecError(
-                f"a .npy file holds one array, and {len(selected)} parameters are selected",
-                remedy=f"Choose one with --parameter ({names}{more}), export .safetensors, or give "
-                "a folder.",
-            )
-        return [_array(selected[0], path, overwrite)]
-    if suffix == ".safetensors" and not is_folder:
-        return [_arrays(file, found, selected, path, overwrite)]
-    if suffix and not is_folder:
+        made = [_table(file, parameters, samples, path)]
+    elif suffix in FORMATS or not suffix:
+        found = _find_chain(file, chain or "0")
+        selected = _select(file, found, parameters, samples)
+        if suffix == ".safetensors":
+            made = [_arrays(file, found, selected, path)]
+        else:
+            made = [_array(selected, path)] if suffix else _folder(selected, path)
+    else:
         raise SpecError(
             f"there is no export to {suffix!r}",
             where=str(path),
             remedy=f"Supported: {', '.join(FORMATS)}, and a folder of .npy files.",
         )
-    return _folder(selected, path, overwrite)
+    size = sum(one.bytes for one, _ in made)
+    for place in (Path(one.path) for one, _ in made):
+        require_place(place, _SUFFIX)
+        with _reported(place):
+            is_folder = place.is_dir()
+            free = shutil.disk_usage(place.absolute().parent).free
+            require_free(place, overwrite=overwrite or is_folder)
+        if is_folder:
+            raise OutputError("this is a folder", where=str(place), remedy="Choose another name.")
+        if size > free:
+            raise OutputError(
+                f"the file would take {size:,} bytes, the disk has {free:,}",
+                where=str(place),
+                remedy="Choose another disk, or export fewer samples or parameters.",
+            )
+    return [replace(one, bytes=_written(Path(one.path), write)) for one, write in made]
 
 
 def _find_chain(file: GradientFile, name: str) -> StoredChain:
@@ -200,7 +217,7 @@ def _find_rows(file: GradientFile, samples: slice | None) -> np.ndarray:
     return np.flatnonzero(chosen)
 
 
-def _folder(selected: Sequence[_Selected], path: Path, overwrite: bool) -> list[Exported]:
+def _folder(selected: Sequence[_Selected], path: Path) -> list[Made]:
     names = [f"{escape(one.array.name)}.npy" for one in selected]
     if len({name.casefold() for name in names}) < len(names):
         raise SpecError(
@@ -224,36 +241,27 @@ def _folder(selected: Sequence[_Selected], path: Path, overwrite: bool) -> list[
                 where=str(path),
                 remedy="Create the folder it is to be in first, or choose another.",
             ) from error
-    places = [path / name for name in names]
-    for place in places:
-        _check_free(place, sum(one.nbytes for one in selected), overwrite)
-    return [_array(one, place, overwrite) for one, place in zip(selected, places, strict=True)]
+    return [_array([one], path / name) for one, name in zip(selected, names, strict=True)]
 
 
-def _array(selected: _Selected, path: Path, overwrite: bool) -> Exported:
-    """Write one array as numpy's own format, version 1.0."""
-    _check_free(path, selected.nbytes, overwrite)
-
-    def write(out: BinaryIO) -> None:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(selected.array.dtype),
-            "fortran_order": False,
-            "shape": selected.shape,
-        }
-        np.lib.format.write_array_header_1_0(out, header)
-        selected.write(out)
-
-    return Exported(str(path), (selected.array.name,), selected.shape, _written(path, write))
+def _array(selected: Sequence[_Selected], path: Path) -> Made:
+    """Return how to write one array as .npy."""
+    if len(selected) > 1:
+        names = ", ".join(one.array.name for one in selected[:8])
+        more = ", …" if len(selected) > 8 else ""
+        raise SpecError(
+            f"a .npy file holds one array, and {len(selected)} parameters are selected",
+            remedy=f"Choose one with --parameter ({names}{more}), export .safetensors, or give "
+            "a folder.",
+        )
+    (one,) = selected
+    return Exported(str(path), (one.array.name,), one.shape, one.nbytes), one.write_npy
 
 
 def _arrays(
-    file: GradientFile,
-    chain: StoredChain,
-    selected: Sequence[_Selected],
-    path: Path,
-    overwrite: bool,
-) -> Exported:
-    """Write arrays by their parameters' names as .safetensors."""
+    file: GradientFile, chain: StoredChain, selected: Sequence[_Selected], path: Path
+) -> Made:
+    """Return how to write arrays by their parameters' names as .safetensors."""
     table: dict[str, Any] = {"__metadata__": {"chain": chain.text, "result": file.path.name}}
     at = 0
     for one in selected:
@@ -267,26 +275,18 @@ def _arrays(
         at += one.nbytes
     text = json.dumps(table, ensure_ascii=True).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    _check_free(path, 8 + len(text) + at, overwrite)
 
     def write(out: BinaryIO) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for one in selected:
             one.write(out)
 
-    return Exported(
-        str(path), tuple(one.array.name for one in selected), None, _written(path, write)
-    )
+    names = tuple(one.array.name for one in selected)
+    return Exported(str(path), names, None, 8 + len(text) + at), write
 
 
-def _table(
-    file: GradientFile,
-    globs: Sequence[str],
-    samples: slice | None,
-    path: Path,
-    overwrite: bool,
-) -> Exported:
-    """Write the sample table, and as `norm:NAME` the norms of parameters that match a glob."""
+def _table(file: GradientFile, globs: Sequence[str], samples: slice | None, path: Path) -> Made:
+    """Return how to write the sample table, with norms as `norm:NAME` where they match a glob."""
     columns = dict(file.samples)
     if globs:
         names = _matching([*file.norms], globs)
@@ -294,34 +294,29 @@ def _table(
     rows = _find_rows(file, samples)
     parts = np.split(rows, range(_TABLE_ROWS, len(rows), _TABLE_ROWS))
     blocks = ({name: values[part] for name, values in columns.items()} for part in parts)
-    _check_free(path, 0, overwrite)
-    write = _parquet(blocks) if path.suffix.lower() == ".parquet" else _csv(blocks, list(columns))
-    size = _written(path, write)
-    return Exported(str(path), tuple(columns), (len(rows), len(columns)), size)
+    write: Write = partial(_write_csv, blocks, list(columns))
+    if path.suffix.lower() == ".parquet":
+        try:
+            write = partial(_write_parquet, blocks, import_module("pyarrow"))
+            import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise SpecError(
+                "Parquet needs pyarrow, which is not installed",
+                remedy="pip install 'torch-gradscope[data]', or export .csv.",
+            ) from error
+    return Exported(str(path), tuple(columns), (len(rows), len(columns)), 0), write
 
 
-def _parquet(blocks: Iterator[Mapping[str, np.ndarray]]) -> Write:
-    """Return what writes a table as Parquet."""
-    try:
-        arrow, parquet = map(import_module, ("pyarrow", "pyarrow.parquet"))
-    except ImportError as error:
-        raise SpecError(
-            "Parquet needs pyarrow, which is not installed",
-            remedy="pip install 'torch-gradscope[data]', or export .csv.",
-        ) from error
-
-    def write(out: BinaryIO) -> None:
-        first = arrow.table(next(blocks))
-        with parquet.ParquetWriter(out, first.schema) as writer:
-            writer.write_table(first)
-            for block in blocks:
-                writer.write_table(arrow.table(block))
-
-    return write
+def _write_parquet(blocks: Iterator[Mapping[str, np.ndarray]], arrow: Any, out: BinaryIO) -> None:
+    first = arrow.table(next(blocks))
+    with arrow.parquet.ParquetWriter(out, first.schema) as writer:
+        writer.write_table(first)
+        for block in blocks:
+            writer.write_table(arrow.table(block))
 
 
-def _csv(blocks: Iterator[Mapping[str, np.ndarray]], names: list[str]) -> Write:
-    """Return what writes a table as CSV: UTF-8, shortest numbers that come back, true and false."""
+def _write_csv(blocks: Iterator[Mapping[str, np.ndarray]], names: list[str], out: BinaryIO) -> None:
+    """Write a table as CSV: UTF-8, shortest numbers that come back, true and false."""
 
     def texts(column: np.ndarray) -> list[Any]:
         if column.dtype.kind == "b":
@@ -331,38 +326,13 @@ def _csv(blocks: Iterator[Mapping[str, np.ndarray]], names: list[str]) -> Write:
         found: list[Any] = column.tolist()
         return found
 
-    def write(out: BinaryIO) -> None:
-        text = io.TextIOWrapper(out, encoding="utf-8", newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(names)
-        for block in blocks:
-            writer.writerows(zip(*map(texts, block.values()), strict=True))
-        text.flush()
-        text.detach()
-
-    return write
-
-
-def _check_free(path: Path, size: int, overwrite: bool) -> None:
-    """Refuse a file of `size` bytes that may not be written or does not fit."""
-    require_place(path, _SUFFIX)
-    with _reported(path):
-        is_folder, is_there = path.is_dir(), path.exists()
-        free = shutil.disk_usage(path.absolute().parent).free
-    if is_folder:
-        raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
-    if is_there and not overwrite:
-        raise OutputError(
-            "the file exists already",
-            where=str(path),
-            remedy="Choose another name, or give --overwrite.",
-        )
-    if size > free:
-        raise OutputError(
-            f"the file would take {size:,} bytes, the disk has {free:,}",
-            where=str(path),
-            remedy="Choose another disk, or export fewer samples or parameters.",
-        )
+    text = io.TextIOWrapper(out, encoding="utf-8", newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for block in blocks:
+        writer.writerows(zip(*map(texts, block.values()), strict=True))
+    text.flush()
+    text.detach()
 
 
 @contextmanager

@@ -1,72 +1,24 @@
-"""What a backend makes of a case: judged once, asked about by several tests."""
+"""What a backend makes of a case, and what it leaves behind."""
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradscope.backends import backends
+from gradscope.backends import Backend, backends
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.problem import Problem
-from gradscope.errors import RefusedError
-from tests import oracle
-from tests.cases import CASES, Setup
+from tests.cases import Setup
 
 TOLERANCE = 1e-8
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A backend's answer to a case.
-
-    Attributes:
-        error: What it raised, or None.
-        wrong: What is wrong with its answer; empty when the answer is exact.
-        traces: What it left behind in the model, the data or torch.
-    """
-
-    error: Exception | None
-    wrong: tuple[str, ...]
-    traces: tuple[str, ...]
-
-
-def run(backend: str, setup: Setup) -> Evaluation:
+def run(backend: str | Backend, setup: Setup) -> Evaluation:
     """Evaluate a setup with a backend."""
-    with backends.get(backend)(Problem.of(setup.model, setup.loss)) as evaluate:
+    bound = backends.get(backend) if isinstance(backend, str) else backend
+    with bound(Problem.of(setup.model, setup.loss)) as evaluate:
         return evaluate(Batch.of(setup.inputs, setup.targets))
-
-
-@cache
-def expected(name: str) -> tuple[Tensor, dict[str, Tensor]] | None:
-    """The oracle's answer to a case, or None where a batch of one has none."""
-    try:
-        return oracle.per_sample_gradients(*CASES[name].build())
-    except ValueError:
-        assert CASES[name].coupled
-        return None
-
-
-@cache
-def outcome(backend: str, name: str) -> Outcome:
-    """Run a backend on a case and judge what it did."""
-    setup = CASES[name].build()
-    error, wrong = None, []
-    before = fingerprint(setup)
-    try:
-        evaluation = run(backend, setup)
-    except Exception as raised:
-        error = raised
-    traces = differences(before, fingerprint(setup))
-    if error is None:
-        answer = expected(name)
-        if answer is None:
-            wrong = ["an answer where a batch of one has none"]
-        else:
-            wrong = mistakes(evaluation, *answer)
-    return Outcome(error, tuple(wrong), tuple(traces))
 
 
 def mistakes(evaluation: Evaluation, losses: Tensor, gradients: dict[str, Tensor]) -> list[str]:
@@ -108,7 +60,9 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "training": [m.training for m in model.modules()],
         "parameters": [id(p) for p in model.parameters()],
         "buffers": [id(b) for b in model.buffers()],
-        "hooks": [len(v) for m in model.modules() for k, v in _hooks(m)],
+        "hooks": [
+            len(v) for m in model.modules() for k, v in vars(m).items() if k.endswith("_hooks")
+        ],
         "data flags": [t.requires_grad for t in tensors((setup.inputs, setup.targets))],
     }
     for name, p in model.named_parameters():
@@ -128,24 +82,3 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for k, v in before.items()
     }
     return [name for name, equal in same.items() if not equal]
-
-
-def _hooks(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(k, v) for k, v in vars(module).items() if k.endswith("_hooks")]
-
-
-def require_as_exact(backend: str, name: str, setup: Setup) -> bool:
-    """Run a case under other conditions: it must be right, or refused as it is without them.
-
-    Returns:
-        Whether it was run.
-    """
-    try:
-        evaluation = run(backend, setup)
-    except RefusedError:
-        assert outcome(backend, name).error is not None
-        return False
-    answer = expected(name)
-    assert answer is not None
-    assert not mistakes(evaluation, *answer)
-    return True

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from gradscope.backends import expand as package
-from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem, model_loss
+from gradscope.core.problem import model_loss
 from gradscope.errors import SpecError, UnsupportedError
 from tests import oracle
 from tests.backends.outcomes import differences, fingerprint, mistakes, run
@@ -43,16 +42,41 @@ def test_samples_that_decide_alike_run_together():
     assert sorted(seen[:2]) == [False, True]  # two groups; the rest is the oracle
 
 
-def test_signals_are_not_caught_by_the_model():
-    def forward(net, x):
-        try:
-            if x.sum() > 0:
-                return net.a(x)
-        except Exception:
-            return net.a(x).tanh()
-        return net.a(x).sin()
+def _caught(net, x):
+    """The signal that samples differ passes through the model's own `except`."""
+    try:
+        if x.sum() > 0:
+            return net.a(x)
+    except Exception:
+        return net.a(x).tanh()
+    return net.a(x).sin()
 
-    agrees(Net(forward, a=nn.Linear(4, 3)), inputs(6, 4), targets=inputs(6, 3))
+
+def _averaged(net, x):
+    net.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return net.a(x * net.average)
+
+
+def _normed(net, x):
+    """By the statistics of a batch of one."""
+    return net.norm(net.a(x)[:, :, None] * x[:, None]).sum(2) * net.norm.running_mean
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Net(_caught, a=nn.Linear(4, 3)),
+        Net(_averaged, a=nn.Linear(4, 3), average=torch.ones(4)),
+        Net(_normed, a=nn.Linear(4, 3), norm=nn.BatchNorm1d(3)),
+        nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 3)), nn.Tanh()),
+        nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0)),  # draws no random numbers
+    ],
+    ids=["signal", "buffer", "batch norm", "spectral norm", "dropout of zero"],
+)
+def test_in_train_mode_each_sample_is_a_batch_of_one(model):
+    before = {k: v.clone() for k, v in model.double().state_dict().items()}
+    agrees(model.train(), inputs(6, 4), targets=inputs(6, 3))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_a_refusal_that_the_model_catches_stands():
@@ -65,27 +89,6 @@ def test_a_refusal_that_the_model_catches_stands():
     model = Net(forward, a=nn.Linear(4, 3))
     with pytest.raises(UnsupportedError, match="random"):
         run("expand", Setup(model.double(), smooth, inputs(6, 4), inputs(6, 3)))
-
-
-def test_buffers_written_by_each_sample_start_alike():
-    def forward(net, x):
-        net.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return net.a(x * net.average)
-
-    model = Net(forward, a=nn.Linear(4, 3), average=torch.ones(4))
-    agrees(model, inputs(6, 4), targets=inputs(6, 3))
-    assert torch.equal(model.average, torch.ones(4).double())
-
-
-def test_spectral_norm_in_train_mode():
-    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
-    agrees(nn.Sequential(layer, nn.Tanh()).train(), inputs(6, 4), targets=inputs(6, 3))
-
-
-def test_batch_norm_in_train_mode_is_that_of_a_batch_of_one():
-    norm = nn.BatchNorm2d(2)
-    model = Net(lambda net, x: net.norm(x).sum((2, 3)) * net.norm.running_mean, norm=norm)
-    agrees(model.train(), inputs(6, 2, 3, 4), targets=inputs(6, 2))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
@@ -122,28 +125,6 @@ def test_a_learning_step_inside_the_loss():
     agrees(model, inputs(6, 4), loss, inputs(6, 2))
 
 
-def test_chunks_give_the_same(monkeypatch):
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    setup = Setup(model, smooth, inputs(7, 4), inputs(7, 2))
-    whole = run("expand", setup)
-    monkeypatch.setattr(package, "CHUNK_BYTES", 3 * 8 * 23)  # three samples
-    parts = run("expand", setup)
-    torch.testing.assert_close(parts.losses, whole.losses)
-    for name, block in whole.gradients.items():
-        torch.testing.assert_close(parts.gradients[name].dense(), block.dense())
-
-
-def test_only_the_selected_parameters():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    problem = Problem.of(model, smooth, "2.*")
-    x, t = inputs(5, 4), inputs(5, 2)
-    with package.expand(problem) as evaluate:
-        gradients = evaluate(Batch.of(x, t)).gradients
-    right = oracle.per_sample_gradients(model, smooth, x, t)[1]
-    assert list(gradients) == ["2.weight", "2.bias"]
-    torch.testing.assert_close(gradients["2.weight"].dense(), right["2.weight"])
-
-
 def test_nothing_is_kept_in_the_model():
     def forward(net, x):
         net.seen = x
@@ -178,12 +159,6 @@ def test_refusals_name_the_layer(model, word, where):
         run("expand", Setup(model.train(), smooth, torch.randn(6, 4), torch.randn(6, 3)))
     assert caught.value.where == where
     assert caught.value.remedy
-
-
-def test_random_numbers_that_are_not_drawn_are_no_matter():
-    agrees(
-        nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0)).train(), inputs(6, 4), targets=inputs(6, 3)
-    )
 
 
 def test_writing_to_a_parameter_is_refused():

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,11 +19,19 @@ from tests import oracle
 from tests.backends.outcomes import mistakes, run
 from tests.cases import Setup
 
+# modules that have parameters and sample inputs with a batch axis; a later torch may add to them
+COVERED = (
+    "BatchNorm1d BatchNorm2d BatchNorm3d Bilinear Conv1d Conv2d Conv3d ConvTranspose1d "
+    "ConvTranspose2d ConvTranspose3d Embedding GroupNorm InstanceNorm1d InstanceNorm2d "
+    "InstanceNorm3d LayerNorm LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d "
+    "LazyConvTranspose2d LazyConvTranspose3d Linear LinearCrossEntropyLoss PReLU RMSNorm "
+    "Transformer TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
+)
+
 # what a backend may refuse: a custom Function without a vmap rule that writes by out=
 REFUSED = {"vmap": {"nn.LinearCrossEntropyLoss"}, "expand": {"nn.LinearCrossEntropyLoss"}}
 
-# variants of one module beyond this many differ in options that do not meet the parameters
-MOST = 24
+MOST = 5  # about so many variants of one module, spread over its options
 
 
 class Positional(nn.Module):
@@ -56,7 +63,6 @@ def uneven(outputs: Any, targets: Tensor) -> Tensor:
     return total * targets
 
 
-@cache
 def setups(name: str) -> tuple[Setup, ...]:
     """All sample inputs of a module for which a batch of one has an answer."""
     info = next(m for m in module_db if m.name == name)
@@ -64,7 +70,8 @@ def setups(name: str) -> tuple[Setup, ...]:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         found = [s for axis in (0, 1) for s in _candidates(info, axis)]
-        return tuple(s for s in found if _independent(s))[:MOST]
+        usable = [s for s in found if _independent(s)]
+        return tuple(usable[:: 1 + len(usable) // MOST])
 
 
 def _candidates(info: Any, axis: int) -> Iterator[Setup]:
@@ -105,20 +112,16 @@ NAMES = sorted({info.name for info in module_db})
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", backends.names())
 @pytest.mark.parametrize("name", NAMES)
-def test_every_module(name: str, backend: str) -> None:
-    for setup in setups(name):
+def test_every_module(name: str) -> None:
+    found = setups(name)
+    assert found or name.removeprefix("nn.") not in COVERED.split()
+    for setup in found:
         answer = oracle.per_sample_gradients(*setup)
-        try:
-            evaluation = run(backend, setup)
-        except RefusedError:
-            assert name in REFUSED.get(backend, set())
-            continue
-        assert not mistakes(evaluation, *answer)
-
-
-def test_the_table_is_not_empty() -> None:
-    covered = [name for name in NAMES if setups(name)]
-    assert len(covered) >= 30
-    assert sum(len(setups(name)) for name in covered) >= 100
+        for backend in backends.names():
+            try:
+                evaluation = run(backend, setup)
+            except RefusedError:
+                assert name in REFUSED.get(backend, set()), backend
+            else:
+                assert not mistakes(evaluation, *answer), backend

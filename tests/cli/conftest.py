@@ -1,24 +1,20 @@
-"""Running a command in this process, as the installed script would."""
+"""Running a command: in this process, or in a fork of another, as the installed script would."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from gradscope.cli.app import run as command_line
+from tests.cli.forked import Forked, Outcome
 
 SAMPLES = Path(__file__).parent.parent.parent / "sample_models"
-
-
-class Outcome(NamedTuple):
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
+LINEAR = "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+N = 12
 
 Gradscope = Callable[..., Outcome]
 
@@ -35,7 +31,32 @@ def gradscope(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return run
 
 
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Return a process that runs commands in forks of its own."""
+    with Forked() as process:
+        yield process
+
+
 @pytest.fixture
 def digits() -> Path:
     """The run file of the smallest sample model."""
     return SAMPLES / "digits_mlp" / "run.toml"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A linear model in model.py, its weights w.pt, and twelve samples in data.npz."""
+    random = np.random.default_rng(0)
+    torch.manual_seed(0)
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    inputs = random.normal(size=(N, 4)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", inputs=inputs, targets=random.integers(0, 3, N))
+    (tmp_path / "model.py").write_text(LINEAR)
+    return tmp_path
+
+
+def words(*more: object, command: str = "compute") -> list[object]:
+    """Return the arguments of a run of that folder."""
+    run = ["w.pt", "data.npz", "--model", "model.py:build", "--loss", "cross_entropy"]
+    return [command, *run, *(["-o", "out.h5"] if command == "compute" else []), *more]

@@ -4,6 +4,7 @@ Each command runs in a fork that nothing else has run in, with an exit code, a s
 of its own, as the installed script would.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -31,13 +33,16 @@ class Forked:
     """A process that runs one command after the other, each in a fork."""
 
     def __enter__(self) -> Self:
+        import torch
+
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.forked"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env={k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+            | {"OMP_NUM_THREADS": str(torch.get_num_threads())},  # a file names their number
         )
         return self
 
@@ -47,12 +52,13 @@ class Forked:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.communicate()
+        with self._process:  # which closes its streams
+            self._process.kill()  # its interpreter has nothing to shut down
 
-    def run(self, *arguments: object, cwd: Path, **environment: str) -> Outcome:
-        """Run `gradscope ARGUMENTS` in a folder, with some variables set."""
+    def run(self, *arguments: object, cwd: Path, first: str = "", **environment: str) -> Outcome:
+        """Run `gradscope ARGUMENTS` in a folder, with some variables set, after some code."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"arguments": [*map(str, arguments)], "cwd": str(cwd), "environment": environment}
+        request = [*map(str, arguments)], str(cwd), environment, first
         print(json.dumps(request), file=self._process.stdin, flush=True)
         code, out, err = json.loads(self._process.stdout.readline())
         return Outcome(code, out, err)
@@ -60,8 +66,10 @@ class Forked:
 
 def load() -> None:
     """Import what commands need, for all forks at once."""
-    for name in ("comparison", "run", "report"):
-        importlib.import_module(f"gradscope.{name}")
+    for name in ("gradscope.comparison", "gradscope.run", "gradscope.report", "torch._dynamo"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # to be looked through, all of it would be copied into each fork
 
 
 def command(
@@ -112,8 +120,8 @@ def begin(body: Callable[[], object], seconds: int = SECONDS) -> Callable[[], Ou
 def _serve() -> None:
     load()
     for line in sys.stdin:
-        request = json.loads(line)
-        found = command(request["arguments"], request["cwd"], request["environment"])
+        arguments, cwd, environment, first = json.loads(line)
+        found = command(arguments, cwd, environment, partial(exec, first))
         print(json.dumps(found), flush=True)
 
 

@@ -1,6 +1,7 @@
 """A run that goes on, or is merged, with other code than it began with is refused by its name."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -63,12 +64,6 @@ RUN += ["-t", "stages.py:shrunk", "-t", "stages.py:total", "--batch-size", "1", 
 RUN += ["--verify", "never"]
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Forked]:
-    with Forked() as process:
-        yield process
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
@@ -79,46 +74,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change(path: Path) -> None:
-    path.write_text(f"{path.read_text()}\n# changed\n")
+@contextmanager
+def changed(path: Path) -> Iterator[None]:
+    """Change a file in the body."""
+    text = path.read_text()
+    path.write_text(f"{text}\n# changed\n")
+    yield
+    path.write_text(text)
 
 
-@pytest.mark.parametrize("name", HELPERS)
-def test_a_stopped_run_goes_on_with_its_own_code_only(
-    forked: Forked, folder: Path, name: str
-) -> None:
+def test_a_stopped_run_goes_on_with_its_own_code_only(forked: Forked, folder: Path) -> None:
     stopped = forked.run(*RUN, cwd=folder, STOP="1")
     assert stopped.code == 143 and "--resume" in stopped.err, stopped.err
-    text = (folder / name).read_text()
-    change(folder / name)
-    refused = forked.run(*RUN, "--resume", cwd=folder)
-    assert refused.code == 6, refused.err
-    assert HELPERS[name] in refused.err
-    assert refused.err.count("has changed") == 1 + (name == "gs_rows.py")  # the data with it
-    (folder / name).write_text(text)
-    change(folder / "gs_unrelated.py")
-    assert forked.run(*RUN, "--resume", cwd=folder).code == 0
+    for name, told in HELPERS.items():
+        with changed(folder / name):
+            refused = forked.run(*RUN, "--resume", cwd=folder)
+        assert refused.code == 6, refused.err
+        assert told in refused.err
+        assert refused.err.count("has changed") == 1 + (name == "gs_rows.py")  # the data with it
+    with changed(folder / "gs_unrelated.py"):
+        assert forked.run(*RUN, "--resume", cwd=folder).code == 0
 
 
-@pytest.mark.parametrize("name", HELPERS)
-def test_shards_of_other_code_are_not_merged(forked: Forked, folder: Path, name: str) -> None:
-    shards = [folder / f"out.shard-{k}-of-2.h5" for k in range(2)]
-    merge = ("merge", *shards, "-o", "out.h5", "--code", "stages.py")
-    text = (folder / name).read_text()
-    for k in range(2):
-        assert forked.run(*RUN, "--shard", f"{k}/2", cwd=folder).code == 0
-        change(folder / name)
-    refused = forked.run(*merge, cwd=folder)
-    assert refused.code == 3, refused.err
-    assert HELPERS[name] in refused.err
-    (folder / name).write_text(text)
-    shards[1].unlink()
-    assert forked.run(*RUN, "--shard", "1/2", cwd=folder).code == 0
-    if name == "gs_levels.py":  # the reducer is run by merge itself
-        change(folder / name)
+def test_shards_of_other_code_are_not_merged(forked: Forked, folder: Path) -> None:
+    merge = ("merge", folder, "-o", "out.h5", "--code", "stages.py")
+    last = (*RUN, "--shard", "1/2", "--overwrite")
+    assert forked.run(*RUN, "--shard", "0/2", cwd=folder).code == 0
+    for name, told in HELPERS.items():
+        with changed(folder / name):
+            assert forked.run(*last, cwd=folder).code == 0
         refused = forked.run(*merge, cwd=folder)
-        assert refused.code == 4
-        assert "gs_levels.py has changed" in refused.err
-        (folder / name).write_text(text)
+        assert refused.code == 3, refused.err
+        assert told in refused.err
+    assert forked.run(*last, cwd=folder).code == 0
+    with changed(folder / "gs_levels.py"):  # the reducer is run by merge itself
+        refused = forked.run(*merge, cwd=folder)
+    assert refused.code == 4
+    assert "gs_levels.py has changed" in refused.err
     assert not (folder / "out.h5").exists()
     assert forked.run(*merge, cwd=folder).code == 0

@@ -5,18 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.cli.listing import registries
+from gradscope.cli.before import registries
 from tests.cli.conftest import SAMPLES, Gradscope
-
-MODELS = (
-    "digits_mlp",
-    "digits_cnn",
-    "digits_batchnorm",
-    "sunspots_lstm",
-    "text_transformer",
-    "poisson_pinn",
-)
-
 
 MINE = """
 import torch
@@ -32,8 +22,8 @@ def averaged(model, loss, inputs, targets):
 """
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_all_backends_agree_on_the_sample_models(gradscope: Gradscope, name: str) -> None:
+@pytest.mark.parametrize("name", ["digits_mlp", "sunspots_lstm"])
+def test_all_backends_agree_on_sample_models(gradscope: Gradscope, name: str) -> None:
     config = SAMPLES / name / "run.toml"
     done = gradscope("compare", "--config", config, "--samples", "3:9", "--json")
     assert done.code == 0, done.err
@@ -51,7 +41,7 @@ def test_ones_own_implementation_is_judged(
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
-    run = ["compare", "--config", digits, "--samples", ":8", "--backends", "hooks", "--json"]
+    run = ["compare", "--config", digits, "--samples", ":4", "--backends", "hooks", "--json"]
     right = gradscope(*run, "--against", f"{mine}:right")
     assert right.code == 0, right.err
     wrong = gradscope(*run, "--against", f"{mine}:averaged")
@@ -59,7 +49,7 @@ def test_ones_own_implementation_is_judged(
     row = next(r for r in json.loads(wrong.out)["rows"] if r["backend"].endswith("averaged"))
     assert row["status"] == "disagrees"
     assert "mean" in json.dumps(row)
-    assert row["parameters"][0]["factor"] == pytest.approx(1 / 8)
+    assert row["parameters"][0]["factor"] == pytest.approx(1 / 4)
     code = json.loads(wrong.out)["digests"]
     assert set(code[f"{mine}:averaged"]) == {"mine.py"} and set(code["model"]) == {"model.py"}
 
@@ -73,22 +63,26 @@ def test_a_stored_result_is_judged(gradscope: Gradscope, digits: Path, tmp_path:
     assert {r["status"] for r in json.loads(done.out)["rows"]} == {"agrees"}
 
 
-def test_compare_speaks_to_people_and_names_kernels_when_asked(gradscope: Gradscope) -> None:
-    words = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":64"]
+def test_compare_speaks_to_people_and_names_kernels_when_asked(
+    gradscope: Gradscope, digits: Path
+) -> None:
+    words = ["--config", digits, "--samples", ":4"]
     done = gradscope("compare", *words)
     assert done.code == 0
     assert all(name in done.out for name in ("loop", "hooks", "vmap", "expand", "agrees"))
     assert "Kernels" not in done.out
-    done = gradscope("compare", *words, "--backends", "hooks", "--verbose")
-    assert "Kernels that were measured" in done.out
     assert gradscope("compare", *words, "--backends", "hooks", "-q") == (0, "", "")
     planned = gradscope("compare", *words, "--dry-run")
-    assert planned.out == "would compare loop, hooks, vmap, expand on 64 samples\n"
+    assert planned.out == "would compare loop, hooks, vmap, expand on 4 samples\n"
+    words = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":64"]
+    done = gradscope("compare", *words, "--backends", "hooks", "--verbose")
+    assert "Kernels that were measured" in done.out
 
 
-def test_compile_adds_a_row(gradscope: Gradscope, digits: Path) -> None:
-    words = ["--backends", "vmap", "--samples", "0:8", "--compile", "--json"]
-    done = gradscope("compare", "--config", digits, *words)
+def test_compile_adds_a_row(gradscope: Gradscope, folder: Path) -> None:
+    words = ["--model", f"{folder}/model.py:build", "--loss", "cross_entropy", "--backends", "vmap"]
+    run = [folder / "w.pt", folder / "data.npz", *words, "--compile", "--json"]
+    done = gradscope("compare", *run)
     assert done.code == 0, done.err
     rows = {row["backend"]: row["status"] for row in json.loads(done.out)["rows"]}
     assert rows == {"vmap": "agrees", "vmap compiled": "agrees"}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import h5py
@@ -10,6 +11,7 @@ import pytest
 
 from gradscope.storage import open_file
 from tests.cli.conftest import Gradscope
+from tests.cli.forked import Forked
 from tests.run import project
 from tests.storage.test_hostile import _sealed
 
@@ -27,141 +29,121 @@ dtype = "{dtype}"
 """
 
 Shards = Callable[..., list[Path]]
+NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    project.write(tmp_path)
-    (tmp_path / "run.toml").write_text(RUN.format(loss="loss", dtype="float64"))
-    return tmp_path
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with three run files: of its run, of another, and of another number format."""
+    path = project.write(tmp_path_factory.mktemp("home"))
+    for name, loss, dtype in (
+        ("run", "loss", "float64"), ("other", "weighted", "float64"), ("half", "loss", "bfloat16")
+    ):  # fmt: skip
+        (path / f"{name}.toml").write_text(RUN.format(loss=loss, dtype=dtype))
+    return path
 
 
-@pytest.fixture
-def shards(gradscope: Gradscope, folder: Path) -> Shards:
-    """Return a function that computes the three shards of a run, the last one with `last`."""
+@pytest.fixture(scope="module")
+def shards(forked: Forked, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    """Return a function that gives the three shards of a run, the last one computed with `last`."""
 
-    def make(*options: str, last: tuple[str, ...] = ()) -> list[Path]:
-        words = ["compute", "--config", folder / "run.toml", "--batch-size", "7", "-q", *options]
+    @cache
+    def computed(*options: str, last: tuple[str, ...] = ()) -> list[Path]:
+        place = tmp_path_factory.mktemp("shards")
+        words = ["compute", "--config", "run.toml", "--batch-size", "7", "-q", *options]
         for k in range(3):
-            more = last if k == 2 else ()
-            done = gradscope(*words, *more, "--shard", f"{k}/3", "-o", folder / "o.h5")
+            shard = (*(last if k == 2 else ()), "--shard", f"{k}/3", "-o", place / "o.h5")
+            done = forked.run(*words, *shard, cwd=home)
             assert done.code == 0, done.err
-        return sorted(folder.glob("o.shard-*.h5"))
+        return sorted(place.iterdir())
 
-    return make
-
-
-def spoil(path: Path, change: Callable[[h5py.File], None]) -> None:
-    """Change a file, and seal it again: nothing but its numbers can tell."""
-    _sealed(path, path.with_suffix(".new"), change)
-    path.with_suffix(".new").replace(path)
+    return computed
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("chain", ["identity", "mean"])
+@pytest.mark.parametrize(("dtype", "chain"), [("float64", "identity"), ("float32", "mean")])
 def test_samples_are_computed_anew(
-    gradscope: Gradscope, folder: Path, shards: Shards, dtype: str, chain: str
+    gradscope: Gradscope, home: Path, shards: Shards, tmp_path: Path, dtype: str, chain: str
 ) -> None:
     """The settings of the run are the files' own: the run file need not have them."""
-    (folder / "run.toml").write_text(RUN.format(loss="loss", dtype="bfloat16"))
     files = shards("--dtype", dtype, "-t", chain, "--parameters", "first.*", "--seed", "4")
-    given = ("merge", *files, "-o", folder / "o.h5", "--config", folder / "run.toml")
+    given = ("merge", *files, "-o", tmp_path / "o.h5", "--config", home / "half.toml")
     done = gradscope(*given)
     assert done.code == 0, done.err
     assert "recomputed   12 samples one by one: the same losses and norms" in done.out
     document = json.loads(gradscope(*given, "--overwrite", "--json").out)
     assert (document["recomputed"], document["notes"]) == (12, [])
-    with open_file(folder / "o.h5") as file:
-        rows = {k: v for k, v in project.expected(folder).items() if k.startswith("first")}
+    with open_file(tmp_path / "o.h5") as file:
+        rows = {k: v for k, v in project.expected(home).items() if k.startswith("first")}
         norms = np.sqrt(sum(np.square(g).sum(axis=tuple(range(1, g.ndim))) for g in rows.values()))
         np.testing.assert_allclose(file.samples["norm"], norms, rtol=1e-4)
 
 
-def scaled(paths: tuple[str, ...], factor: float) -> Callable[[h5py.File], None]:
-    def change(file: h5py.File) -> None:
-        for path in paths:
-            file[path][...] = factor * file[path][...]
-
-    return change
-
-
-ALL_NORMS = ("samples/norm", *(f"norms/{name}" for name in
-             ("first.weight", "first.bias", "last.weight", "last.bias")))  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("paths", "what"),
+    ("column", "names", "words"),
     [
-        (("samples/loss",), "loss"),
-        (ALL_NORMS, "gradient norm"),
+        ("loss", ["samples/loss"], "has the loss "),
+        ("norm", ["samples/norm", *(f"norms/{name}" for name in NAMES)], "has the gradient norm "),
+        (None, ["samples/norm"], "and those of its parameters make"),
+        (None, ["norms/first.bias"], "by 'first.bias' is recorded"),
     ],
 )
 def test_other_numbers_are_refused_and_nothing_is_written(
-    gradscope: Gradscope, folder: Path, shards: Shards, paths: tuple[str, ...], what: str
+    gradscope: Gradscope,
+    home: Path,
+    shards: Shards,
+    tmp_path: Path,
+    column: str | None,
+    names: list[str],
+    words: str,
 ) -> None:
-    files = shards("-t", "mean")
-    spoil(files[1], scaled(paths, 1.01))
-    before = sorted(folder.iterdir())
-    config = ("--config", folder / "run.toml")
-    refused = gradscope("merge", *files, "-o", folder / "o.h5", *config)
+    """Those that contradict each other without a model; others where they are computed anew."""
+
+    def spoil(file: h5py.File) -> None:
+        for name in names:
+            file[name][...] *= 1.01
+
+    files, bad = [*shards("-t", "mean" if column else "identity")], tmp_path / "bad.h5"
+    _sealed(files[1], bad, spoil)  # nothing but its numbers can tell
+    files[1] = bad
+    given = ("merge", *files, "-o", tmp_path / "o.h5")
+    refused = gradscope(*given, *(("--config", home / "run.toml") if column else ()))
     assert (refused.code, refused.out) == (3, "")
     told = " ".join(refused.err.split())
-    assert str(files[1]) in told and f"has the {what} " in told and "computed anew" in told
-    with open_file(files[1]) as file:
-        column = "loss" if what == "loss" else "norm"
-        place = int(told.partition("sample ")[2].split()[0])
-        row = file.samples["index"].tolist().index(place)
-        stored = float(file.samples[column][row])
-    assert f"{stored:.6g} in this file, and {stored / 1.01:.6g} when" in told
-    assert sorted(folder.iterdir()) == before
-    assert gradscope("merge", *files, "-o", folder / "o.h5").code == 0  # nothing else can tell
+    assert str(bad) in told and words in told
+    assert [*tmp_path.iterdir()] == [bad]
+    if column:
+        with open_file(bad) as file:
+            place = int(told.partition("sample ")[2].split()[0])
+            row = file.samples["index"].tolist().index(place)
+            stored = float(file.samples[column][row])
+        anew = f"and {stored / 1.01:.6g} when it is computed anew"
+        assert f"{stored:.6g} in this file, {anew}" in told
+        assert gradscope(*given).code == 0  # nothing else can tell
 
 
-@pytest.mark.parametrize(
-    ("paths", "words"),
-    [
-        (("samples/norm",), "and those of its parameters make"),
-        (("norms/first.bias",), "by 'first.bias' is recorded"),
-    ],
-)
-def test_numbers_that_contradict_each_other_need_no_model(
-    gradscope: Gradscope, folder: Path, shards: Shards, paths: tuple[str, ...], words: str
+def test_the_run_file_of_another_run(
+    gradscope: Gradscope, home: Path, shards: Shards, tmp_path: Path
 ) -> None:
-    files = shards("-t", "identity")
-    spoil(files[2], scaled(paths, 1.01))
-    before = sorted(folder.iterdir())
-    refused = gradscope("merge", *files, "-o", folder / "o.h5")
-    assert (refused.code, refused.out) == (3, "")
-    told = " ".join(refused.err.split())
-    assert str(files[2]) in told and words in told
-    assert sorted(folder.iterdir()) == before
-
-
-def test_the_run_file_of_another_run(gradscope: Gradscope, folder: Path, shards: Shards) -> None:
-    files = shards("-t", "mean")
-    given = ("merge", *files, "-o", folder / "o.h5", "--config", folder / "run.toml")
-    (folder / "run.toml").write_text(RUN.format(loss="weighted", dtype="float64"))
-    refused = gradscope(*given)
+    given = ("merge", *shards("-t", "mean"), "-o", tmp_path / "o.h5", "--config")
+    refused = gradscope(*given, home / "other.toml")
     assert refused.code == 3 and "the run file is of another run: loss.name is" in refused.err
-    (folder / "run.toml").write_text(RUN.format(loss="loss", dtype="float64"))
-    code = (folder / "model.py").read_text()
-    (folder / "model.py").write_text(f"{code}\n# changed\n")
-    refused = gradscope(*given)
+    code = (home / "model.py").read_text()
+    (home / "model.py").write_text(f"{code}\n# changed\n")
+    refused = gradscope(*given, home / "run.toml")
     assert refused.code == 3 and "model.py has changed" in refused.err
-    (folder / "model.py").write_text(code)
-    (folder / "run.toml").unlink()
-    assert gradscope(*given).code == 2
-    assert not (folder / "o.h5").exists()
+    (home / "model.py").write_text(code)
+    assert gradscope(*given, home / "none.toml").code == 2
+    assert not (tmp_path / "o.h5").exists()
 
 
 def test_what_cannot_be_computed_by_itself_is_told(
-    gradscope: Gradscope, folder: Path, shards: Shards
+    gradscope: Gradscope, home: Path, shards: Shards, tmp_path: Path
 ) -> None:
-    given = ("-o", folder / "o.h5", "--config", folder / "run.toml", "--overwrite")
+    given = ("-o", tmp_path / "o.h5", "--config", home / "run.toml", "--overwrite")
     files = shards("-t", "mean", "--coupling", "own-loss", "--backend", "vmap")
     done = gradscope("merge", *files, *given)
     assert done.code == 0 and "depend on which samples share a batch" in " ".join(done.out.split())
-    options = ("--mode", "train", "--overwrite")
+    options = ("--mode", "train")
     files = shards("-t", "mean", *options, last=("--verify", "never"))
     document = json.loads(gradscope("merge", *files, *given, "--json").out)
     assert document["recomputed"] == 0 and "train mode" in document["notes"][0]
@@ -170,14 +152,18 @@ def test_what_cannot_be_computed_by_itself_is_told(
 
 
 def test_shards_that_were_not_audited_are_told(
-    gradscope: Gradscope, folder: Path, shards: Shards, monkeypatch: pytest.MonkeyPatch
+    gradscope: Gradscope,
+    home: Path,
+    shards: Shards,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     files = shards("-t", "mean", last=("--verify", "never"))
-    done = gradscope("merge", *files, "-o", folder / "o.h5")
+    done = gradscope("merge", *files, "-o", tmp_path / "o.h5")
     assert "NOT VERIFIED: samples 42 to 59 (verify = never)" in done.out
-    page = folder / "o.html"
-    document = json.loads(gradscope("stats", folder / "o.h5", "--html", page, "--json").out)
+    page = tmp_path / "o.html"
+    document = json.loads(gradscope("stats", tmp_path / "o.h5", "--html", page, "--json").out)
     proof = document["file"]["proof"]
     assert (proof["verified"], proof["batches"], proof["proved"]) == (False, 9, 4)
     assert proof["merged"]["unverified"] == [[42, 59]]
@@ -187,7 +173,6 @@ def test_shards_that_were_not_audited_are_told(
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("digits_mlp", ("--labels", "sampled")),
         ("digits_mlp", ("--labels", "exact")),
         ("digits_batchnorm", ("--mode", "train", "--coupling", "frozen")),
     ],

@@ -1,15 +1,17 @@
 """Many workers: their files, merged, are the file of one process."""
 
 import json
+import shutil
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from gradscope.storage import open_file
 from tests.cli.conftest import Gradscope
+from tests.cli.forked import Forked
 from tests.run import project
+from tests.run.test_pipeline import contents
 
 CHAINS = (
     "identity",
@@ -25,30 +27,40 @@ CHAINS = (
 )
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> list[str]:
-    """A run of 60 samples in batches of 7."""
-    folder = project.write(tmp_path)
-    chains = [word for chain in CHAINS for word in ("-t", chain)]
+def run_of(folder: Path, chains: tuple[str, ...] = CHAINS) -> list[str]:
+    """Return a run of 60 samples in batches of 7."""
     return [
         *("compute", f"{folder}/weights.pt", f"{folder}/data.npz"),
         *("--model", f"{folder}/model.py:build", "--loss", f"{folder}/model.py:loss"),
-        *("--batch-size", "7", "--dtype", "float64", *chains),
+        *("--batch-size", "7", "--dtype", "float64"),
+        *(word for chain in chains for word in ("-t", chain)),
     ]
 
 
-def contents(path: Path) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-    with h5py.File(path) as file:
-        file.visititems(
-            lambda name, item: (
-                found.update({name: item[...]})
-                if isinstance(item, h5py.Dataset)
-                and name.startswith(("samples", "norms", "chains"))
-                else None
-            )
-        )
-    return found
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return run_of(project.write(tmp_path_factory.mktemp("project")))
+
+
+@pytest.fixture(scope="module")
+def made(forked: Forked, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole run, its three shards, and one of another seed."""
+    folder = tmp_path_factory.mktemp("made")
+    for words in (
+        ("-o", "whole.h5"),
+        *(("-o", "o.h5", "--shard", f"{k}/3") for k in range(3)),
+        ("-o", "other.h5", "--shard", "1/3", "--seed", "5"),
+    ):
+        done = forked.run(*options, *words, "-q", cwd=folder)
+        assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def files(made: Path, tmp_path: Path) -> list[Path]:
+    """The shards, to do with as one likes."""
+    found = sorted(made.glob("o.shard-*.h5"))
+    return [Path(shutil.copy2(path, tmp_path)) for path in found]
 
 
 def assert_same_run(path: Path, whole: Path) -> None:
@@ -74,28 +86,30 @@ def shard(gradscope: Gradscope, options: list[str], out: Path, index: int, count
     return out.with_name(f"{out.stem}.shard-{index}-of-{count}.h5")
 
 
-@pytest.mark.parametrize("count", [2, 7])
+@pytest.mark.parametrize("count", [3, 7])
 def test_shards_equal_the_single_run(
-    gradscope: Gradscope, options: list[str], tmp_path: Path, count: int
+    gradscope: Gradscope,
+    options: list[str],
+    made: Path,
+    files: list[Path],
+    tmp_path: Path,
+    count: int,
 ) -> None:
     out = tmp_path / "o.h5"
-    assert gradscope(*options, "-o", tmp_path / "whole.h5").code == 0
-    files = [shard(gradscope, options, out, k, count) for k in range(count)]
+    if count != 3:
+        files = [shard(gradscope, options, out, k, count) for k in range(count)]
     assert not out.exists()
     done = gradscope("merge", *files[::-1], "-o", out)
     assert done.code == 0, done.err
     assert f"60 samples of {count} files" in done.out
-    assert_same_run(out, tmp_path / "whole.h5")
-    first = project.expected(tmp_path)["first.weight"]
+    assert_same_run(out, made / "whole.h5")
+    first = project.expected(Path(options[1]).parent)["first.weight"]
     np.testing.assert_allclose(contents(out)["chains/0/first.weight"], first, rtol=1e-9)
     assert gradscope(*options, "-o", out, "--resume", "-q").code == 0  # it is this very run
 
 
-def test_what_merge_takes_and_says(
-    gradscope: Gradscope, options: list[str], tmp_path: Path
-) -> None:
+def test_what_merge_takes_and_says(gradscope: Gradscope, files: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    files = [shard(gradscope, options, out, k, 3) for k in range(3)]
     (tmp_path / "o.shard-9-of-10.h5.part").write_bytes(b"")
     document = json.loads(gradscope("merge", tmp_path, "-o", out, "--json").out)
     assert (document["schema"], document["version"]) == ("gradscope.merge", 1)
@@ -116,17 +130,16 @@ def test_what_merge_takes_and_says(
     assert refused.code == 3 and "is missing" in refused.err and str(files[1]) in refused.err
 
 
-def test_what_merge_refuses(gradscope: Gradscope, options: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "o.h5"
-    files = [shard(gradscope, options, out, k, 3) for k in range(3)]
-    other = shard(gradscope, [*options, "--seed", "5"], tmp_path / "p.h5", 1, 3)
-    before = sorted(tmp_path.iterdir())
+def test_what_merge_refuses(
+    gradscope: Gradscope, made: Path, files: list[Path], tmp_path: Path
+) -> None:
+    other, before = made / "other.shard-1-of-3.h5", sorted(tmp_path.iterdir())
     for arguments, words in (
         ([files[0], files[2]], "samples are missing: 21 to 42 (shard 1)"),
         ([*files, files[1]], "samples 21 to 42 are in two files"),
         ([files[0], other, files[2]], "seed is 0 there, 5 here"),
     ):
-        done = gradscope("merge", *arguments, "-o", out)
+        done = gradscope("merge", *arguments, "-o", tmp_path / "o.h5")
         assert (done.code, done.out) == (3, ""), arguments
         assert words in done.err
         assert sorted(tmp_path.iterdir()) == before
@@ -139,21 +152,23 @@ def written(path: Path) -> tuple[int, int, int]:
 
 
 def test_a_finished_shard_is_left_alone(
-    gradscope: Gradscope, options: list[str], tmp_path: Path
+    gradscope: Gradscope, options: list[str], files: list[Path], tmp_path: Path
 ) -> None:
-    out = tmp_path / "o.h5"
-    path = shard(gradscope, options, out, 1, 2)
-    before = written(path)
-    assert written(shard(gradscope, options, out, 1, 2)) == before
-    refused = gradscope(*options, "--seed", "5", "--shard", "1/2", "-o", out)
+    out, before = tmp_path / "o.h5", written(files[1])
+    assert written(shard(gradscope, options, out, 1, 3)) == before
+    refused = gradscope(*options, "--seed", "5", "--shard", "1/3", "-o", out)
     assert refused.code == 6 and "seed is 0 there, 5 here" in refused.err
-    assert written(path) == before
-    redone = gradscope(*options, "--seed", "5", "--shard", "1/2", "-o", out, "--overwrite")
-    assert redone.code == 0 and written(path)[0] != before[0]
+    assert written(files[1]) == before
+    redone = gradscope(*options, "--seed", "5", "--shard", "1/3", "-o", out, "--overwrite")
+    assert redone.code == 0 and written(files[1])[0] != before[0]
 
 
 def test_workers_of_torchrun(
-    gradscope: Gradscope, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gradscope: Gradscope,
+    options: list[str],
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "o.h5"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -161,7 +176,8 @@ def test_workers_of_torchrun(
         monkeypatch.setenv("RANK", str(rank))
         done = gradscope(*options, "-o", out)
         assert done.code == 0 and bool(done.out) == (rank == 0)  # one of them speaks
-    assert gradscope(*options, "--shard", "0/1", "-o", tmp_path / "own.h5").code == 0  # the whole
+    own = gradscope(*options, "--shard", "0/1", "--samples", ":9", "-o", tmp_path / "own.h5")
+    assert own.code == 0  # the whole
     monkeypatch.setenv("RANK", "2")
     refused = gradscope(*options, "-o", out)
     assert refused.code == 2 and "RANK='2' and WORLD_SIZE='2'" in refused.err
@@ -171,27 +187,29 @@ def test_workers_of_torchrun(
         "own.h5",
     }
     monkeypatch.delenv("WORLD_SIZE")
-    assert gradscope(*options, "-o", tmp_path / "w.h5").code == 0
     assert gradscope("merge", *tmp_path.glob("o.shard*"), "-o", out).code == 0
-    assert_same_run(out, tmp_path / "w.h5")
+    assert_same_run(out, made / "whole.h5")
 
 
 def test_restarted_workers_replace_what_is_of_another_run(
-    gradscope: Gradscope, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gradscope: Gradscope,
+    options: list[str],
+    files: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With --overwrite: the old run's shard is replaced, the new run's is left alone."""
-    out = tmp_path / "o.h5"
-    old = [shard(gradscope, [*options, "--seed", "5"], out, k, 2) for k in range(2)]
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = [*options, "--seed", "5", "-o", tmp_path / "o.h5", "--overwrite"]
+    monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
-    assert gradscope(*options, "-o", out, "--overwrite").code == 0
-    new = written(old[0])
+    assert gradscope(*run).code == 0
+    new, old = written(files[0]), written(files[1])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
-        assert gradscope(*options, "-o", out, "--overwrite").code == 0
-    assert written(old[0]) == new
-    assert gradscope("merge", *old, "-o", out).code == 0
+        assert gradscope(*run).code == 0
+    assert written(files[0]) == new and written(files[1]) != old
+    assert "seed is 5" in gradscope("merge", *files, "-o", tmp_path / "m.h5").err
 
 
 def test_ordinary_files_of_neighbouring_samples(
@@ -203,18 +221,17 @@ def test_ordinary_files_of_neighbouring_samples(
     files = [tmp_path / "5-26.h5", tmp_path / "26-40.h5"]
     assert gradscope("merge", *files, "-o", tmp_path / "o.h5").code == 0
     assert_same_run(tmp_path / "o.h5", tmp_path / "5-40.h5")
-    passes = [*options, "-t", "center | var"]
     paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
     for samples, path in zip(("0:7", "7:14"), paths, strict=True):
-        assert gradscope(*passes, "--samples", samples, "-o", path).code == 0
+        passes = ["--samples", samples, "-t", "center | var", "-o", path]
+        assert gradscope(*options[: options.index("-t")], *passes).code == 0
     done = gradscope("merge", *paths, "-o", tmp_path / "c.h5")
     assert done.code == 4 and "has only its own" in done.err
 
 
-def test_samples_that_are_not_finite(
-    gradscope: Gradscope, options: list[str], tmp_path: Path
-) -> None:
+def test_samples_that_are_not_finite(gradscope: Gradscope, tmp_path: Path) -> None:
     """One shard has none that is finite, and no state to merge."""
+    options = run_of(project.write(tmp_path), ("identity", "mean", "quantile:q=0.3"))
     with np.load(tmp_path / "data.npz") as data:
         inputs, targets = data["inputs"], data["targets"]
     inputs[:14] = np.nan
@@ -250,7 +267,7 @@ def test_code_of_ones_own_runs_only_when_it_is_named(
 ) -> None:
     code, out = tmp_path / "own.py", tmp_path / "o.h5"
     code.write_text(OWN)
-    words = [*options, "-t", f"{code}:largest"]
+    words = [*options[: options.index("-t")], "-t", f"{code}:largest"]
     files = [shard(gradscope, words, out, k, 2) for k in range(2)]
     (tmp_path / "ran").unlink()
     refused = gradscope("merge", *files, "-o", out)

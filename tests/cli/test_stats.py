@@ -8,78 +8,46 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import SAMPLES, Gradscope
+from tests.cli.forked import Forked
 from tests.storage.test_hostile import _sealed
 
 CLOSE = 1e-6
 
 
 def rows_of(path: Path) -> dict[str, np.ndarray]:
-    """Return {name: (N, p)} in the model's order, put together from whatever is stored."""
-    found = {}
+    """Return {name: (N, p)} of a dense file."""
     with h5py.File(path) as file:
-        for item in file["chains/0"].values():
-            if item.attrs["representation"] == "dense":
-                rows = item[...]
-            elif item.attrs["kind"] == "outer":
-                rows = np.einsum(
-                    "nktr,nktc->nkrc", *(item[k][...] * 1.0 for k in ("left", "right"))
-                )
-            else:
-                index, given = item["index"][...], item["rows"][...]
-                rows = np.zeros((len(index), *item.attrs["shape"]))
-                np.add.at(rows, (np.arange(len(index))[:, None], index), given)
-            found[item.attrs["name"]] = rows.reshape(len(rows), -1).astype(np.float64)
-        return {name: found[name] for name in json.loads(file.attrs["parameters"])}
-
-
-def column(path: Path, name: str) -> np.ndarray:
-    with h5py.File(path) as file:
-        return file["samples"][name][...].astype(np.float64)
+        names = json.loads(file.attrs["parameters"])
+        rows = {item.attrs["name"]: item[...] for item in file["chains/0"].values()}
+    return {name: rows[name].reshape(len(rows[name]), -1).astype(np.float64) for name in names}
 
 
 def near(value: float) -> object:
     return pytest.approx(value, rel=CLOSE)
 
 
-@pytest.mark.parametrize("layout", ["dense", "factored"])
-@pytest.mark.parametrize(
-    ("name", "samples"), [("digits_mlp", 90), ("digits_cnn", 70), ("text_transformer", 12)]
-)
-def test_every_part(
-    gradscope: Gradscope, tmp_path: Path, name: str, samples: int, layout: str
+@pytest.mark.parametrize(("name", "samples"), [("digits_mlp", 90), ("text_transformer", 8)])
+def test_numbers_of_every_kind(
+    gradscope: Gradscope, tmp_path: Path, name: str, samples: int
 ) -> None:
+    """`tests/stats` has each of them; here they come from a run, by way of a file."""
     path = tmp_path / "out.h5"
     config = ["--config", SAMPLES / name / "run.toml", "--samples", f":{samples}", "-q"]
     chains = ["-t", "identity", "-t", "sign | mean", "-t", "mean | sign"]
-    options = ["--dtype", "float32", "--layout", layout, "-o", path]
-    assert gradscope("compute", *config, *chains, *options).code == 0
+    done = gradscope("compute", *config, *chains, "--dtype", "float32", "-o", path)
+    assert done.code == 0, done.err
     found = json.loads(gradscope("stats", path, "--lr", "0.1", "--json").out)
-    parts, loss = rows_of(path), column(path, "loss")
+    parts = rows_of(path)
+    with h5py.File(path) as file:
+        loss = file["samples/loss"][...].astype(np.float64)
     g = np.concatenate(list(parts.values()), 1)
     n, mean, norms, dots = len(g), g.mean(0), np.linalg.norm(g, axis=1), g @ g.mean(0)
     big, variance = mean @ mean, g.var(0, ddof=1).sum()
-    assert found["norm"]["std"] == near(norms.std(ddof=1))
-    for share in ("1", "99"):
-        assert found["norm"]["percentiles"][share] == near(np.percentile(norms, int(share)))
-    noise = found["noise_scale"]
-    assert noise["trace_covariance"] == near(variance)
-    assert noise["gradient_norm_squared"] == pytest.approx(
-        big - variance / n, rel=CLOSE, abs=CLOSE * big
-    )
+    assert found["norm"]["percentiles"]["99"] == near(np.percentile(norms, 99))
+    assert found["noise_scale"]["trace_covariance"] == near(variance)
     assert found["cabs"]["unclipped"] == near(0.1 * g.var(0).sum() / loss.mean())
-    tests = found["batch_tests"]
-    assert tests["norm"] == near(variance / n / big)
-    assert tests["inner_product"] == near(dots.var(ddof=1) / n / big**2)
-    assert found["directions"]["opposing"] == np.mean(dots < 0)
+    assert found["batch_tests"]["norm"] == near(variance / n / big)
     assert found["directions"]["cosine"]["mean"] == near(np.mean(dots / norms) / np.sqrt(big))
-    vary = g.var(0) > 1e-12 * np.square(g).mean(0)
-    ratios = mean[vary] ** 2 / g.var(0)[vary]
-    assert found["signal"]["evidence"] == near(1 - (n - 1) * ratios.mean())
-    assert (found["signal"]["entries"], found["signal"]["noiseless"]) == (vary.sum(), (~vary).sum())
-    values = np.linalg.svd(g, compute_uv=False) ** 2 / n
-    shares = values[values > 0] / values.sum()
-    rank = np.exp(-np.sum(shares * np.log(shares)))
-    assert found["spectrum"]["effective_rank"] == near(rank)
     (gap,) = found["jensen"]
     inside, outside = np.sign(g).mean(0), np.sign(mean)
     assert gap["gap"] == near(np.linalg.norm(inside - outside) / np.linalg.norm(outside))
@@ -90,18 +58,6 @@ def test_every_part(
         assert row["share"] == near(np.square(part).sum() / np.square(g).sum())
     assert all(check["passed"] for check in found["checks"])
     assert found["missing"] == []
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_fails_no_check(gradscope: Gradscope, tmp_path: Path, dtype: str) -> None:
-    """Rows are rounded, norms are not: what differs between them is no fault of the file."""
-    path, config = tmp_path / "out.h5", SAMPLES / "digits_mlp" / "run.toml"
-    options = ["--samples", ":200", "--dtype", dtype, "-t", "identity", "-q", "-o", path]
-    assert gradscope("compute", "--config", config, *options).code == 0
-    found = json.loads(gradscope("stats", path, "--json").out)
-    assert all(check["passed"] for check in found["checks"])
-    norms = np.linalg.norm(np.concatenate(list(rows_of(path).values()), 1), axis=1)
-    assert found["norm"]["mean"] == pytest.approx(norms.mean(), rel=1e-3)
 
 
 def test_flipped_labels_and_a_duplicate_are_found(gradscope: Gradscope, tmp_path: Path) -> None:
@@ -134,13 +90,24 @@ def test_flipped_labels_and_a_duplicate_are_found(gradscope: Gradscope, tmp_path
     assert pairs == [(twin, len(labels))]
 
 
-@pytest.fixture
-def results(gradscope: Gradscope, digits: Path, tmp_path: Path) -> tuple[Path, Path]:
-    paths = tmp_path / "a.h5", tmp_path / "b.h5"
-    for path, samples in zip(paths, (":80", "20:120"), strict=True):
-        options = ["--config", digits, "--samples", samples, "-q", "-t", "identity"]
-        assert gradscope("compute", *options, "-o", path).code == 0
-    return paths
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_fails_no_check(gradscope: Gradscope, tmp_path: Path, dtype: str) -> None:
+    """Rows are rounded, norms are not: what differs between them is no fault of the file."""
+    path, config = tmp_path / "out.h5", SAMPLES / "digits_mlp" / "run.toml"
+    options = ["--samples", ":100", "--dtype", dtype, "-t", "identity", "-q", "-o", path]
+    assert gradscope("compute", "--config", config, *options).code == 0
+    found = json.loads(gradscope("stats", path, "--json").out)
+    assert all(check["passed"] for check in found["checks"])
+
+
+@pytest.fixture(scope="module")
+def results(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("results")
+    for name, samples in (("a.h5", ":80"), ("b.h5", "20:120")):
+        options = ["--config", SAMPLES / "digits_mlp" / "run.toml", "--samples", samples, "-q"]
+        chains = ["-t", "identity", "-t", "mean"]
+        assert forked.run("compute", *options, *chains, "-o", name, cwd=folder).code == 0
+    return folder / "a.h5", folder / "b.h5"
 
 
 def test_options_reach_the_numbers(gradscope: Gradscope, results: tuple[Path, Path]) -> None:
@@ -186,37 +153,31 @@ def test_a_history(gradscope: Gradscope, results: tuple[Path, Path], tmp_path: P
     assert len(json.loads(gradscope("stats", path, "--json").out)["steps"]) == 2
 
 
-@pytest.mark.parametrize("width", ["40", "80", "200"])
 def test_piped_output_is_plain(
-    gradscope: Gradscope,
-    results: tuple[Path, Path],
-    width: str,
-    monkeypatch: pytest.MonkeyPatch,
+    gradscope: Gradscope, results: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = gradscope("stats", results[0], "--nearest", "0")
     assert "\x1b" not in done.out
-    assert all(len(line) <= int(width) for line in done.out.splitlines()[1:])
+    assert all(len(line) <= 40 for line in done.out.splitlines()[1:])
 
 
-@pytest.mark.parametrize(
-    "text", ["clip:max_norm", "mean |", "a b", "|", "project:dim=3,dim=4", "", "x" * 20_000]
-)
 def test_a_chain_in_the_file_that_is_none_is_a_fault_of_the_file(
-    gradscope: Gradscope, digits: Path, tmp_path: Path, text: str
+    gradscope: Gradscope, results: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    def spoil(file: h5py.File) -> None:
-        file["chains/0"].attrs["chain"] = text
+    bad, out = tmp_path / "bad.h5", tmp_path / "out.h5"
+    for text in ("clip:max_norm", "mean |", "a b", "|", "project:dim=3,dim=4", "", "x" * 20_000):
 
-    part, bad, out = tmp_path / "part.h5", tmp_path / "bad.h5", tmp_path / "out.h5"
-    options = ["--config", digits, "--samples", ":20", "-q", "-t", "mean"]
-    assert gradscope("compute", *options, "-o", part).code == 0
-    _sealed(part, bad, spoil)
-    for arguments in (["stats", bad], ["merge", bad, "-o", out]):
-        done = gradscope(*arguments)
-        assert done.code == (0 if text.startswith("x") and arguments[0] == "stats" else 3), done.err
-        if done.code:
-            assert str(bad) in done.err
-            assert "Traceback" not in done.err
+        def spoil(file: h5py.File, text: str = text) -> None:
+            file["chains/1"].attrs["chain"] = text
+
+        _sealed(results[0], bad, spoil)
+        for arguments in (["stats", bad], ["merge", bad, "-o", out]):
+            done = gradscope(*arguments)
+            known = text.startswith("x") and arguments[0] == "stats"
+            assert done.code == (0 if known else 3), done.err
+            if done.code:
+                assert str(bad) in done.err
+                assert "Traceback" not in done.err
     assert not out.exists()

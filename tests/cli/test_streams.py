@@ -6,7 +6,7 @@ import pty
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +38,6 @@ def build():
 """
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Forked]:
-    with Forked() as process:
-        yield process
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / ODD.replace("/", "|")
@@ -61,37 +55,29 @@ def words(folder: Path) -> list[str]:
 
 def test_names_are_shown_and_not_obeyed(forked: Forked, folder: Path) -> None:
     out = str(folder / "out.h5")
-    done = forked.run(*words(folder), "-o", out, cwd=folder, TERM="dumb", FORCE_COLOR="1")
+    narrow = {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "40"}
+    done = forked.run(*words(folder), "-o", out, cwd=folder, **narrow)
     assert done.code == 0, done.err
     assert "\r" not in done.out + done.err
     stats = forked.run("stats", out, cwd=folder, COLUMNS="300")
     assert "[red]w\\x1b]0;title\\x07" in stats.out
     assert SHOWN.replace("/", "|") in stats.out
+    told = forked.run("stats", out, cwd=folder, **narrow).out
+    for line in (*done.out.splitlines(), *told.splitlines()):
+        assert cell_len(line) <= 40, line
     missing = forked.run("stats", str(folder / "no.h5"), cwd=folder)
     assert missing.code == 3
     for text in (*done[1:], *stats[1:], *missing[1:]):
         assert "\x1b" not in text and "\x07" not in text
 
 
-def test_forty_columns(forked: Forked, folder: Path) -> None:
-    out = str(folder / "out.h5")
-    done = forked.run(*words(folder), "-o", out, cwd=folder, COLUMNS="40")
-    stats = forked.run("stats", out, cwd=folder, COLUMNS="40")
-    assert (done.code, stats.code) == (0, 0)
-    assert stats.out
-    for line in (*done.out.splitlines(), *stats.out.splitlines()):
-        assert cell_len(line) <= 40, line
-
-
-def on_terminal(arguments: list[str], **environment: str) -> str:
+def on_terminal(forked: Forked, folder: Path, **environment: str) -> str:
     """Run a command on a terminal of its own and return what arrives there."""
     outer, inner = pty.openpty()
-    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gradscope", *arguments],
-        stdin=inner, stdout=inner, stderr=inner,
-        env=variables | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+    first = f"for k in range(3): os.dup2(os.open({os.ttyname(inner)!r}, os.O_RDWR), k)"
+    variables = {"TERM": "xterm-256color"} | environment
+    done = forked.run("stats", "missing.h5", cwd=folder, first=first, **variables)
+    assert done == (3, "", "")
     os.close(inner)
     found = b""
     try:
@@ -100,14 +86,12 @@ def on_terminal(arguments: list[str], **environment: str) -> str:
     except OSError:  # the other end is closed
         pass
     os.close(outer)
-    assert process.wait() == 3
     return found.decode()
 
 
-def test_colours(tmp_path: Path) -> None:
-    command = ["stats", str(tmp_path / "missing.h5")]
-    assert "\x1b[1;31merror" in on_terminal(command)
-    assert "31m" not in on_terminal(command, NO_COLOR="1")
+def test_colours(forked: Forked, tmp_path: Path) -> None:
+    assert "\x1b[1;31merror" in on_terminal(forked, tmp_path)
+    assert "31m" not in on_terminal(forked, tmp_path, NO_COLOR="1")
 
 
 SPOILT = {
@@ -142,8 +126,12 @@ def loss(outputs, targets):
 """
 
 
-@pytest.mark.parametrize("what", SPOILT)
-@pytest.mark.parametrize("place", ["forward", "factory", "loss", "import"])
+PLACES = ("forward", "factory", "loss", "import")
+
+
+@pytest.mark.parametrize(
+    ("what", "place"), [*zip(SPOILT, cycle(PLACES), strict=False), ("closed", "import")]
+)
 def test_what_the_users_code_does_to_stdout(
     forked: Forked, tmp_path: Path, what: str, place: str
 ) -> None:
@@ -157,42 +145,28 @@ def test_what_the_users_code_does_to_stdout(
     assert done.code == 0, done.err
     assert json.loads(done.out)["samples"] == 6
     assert "Traceback" not in done.err
-    checked = forked.run("check", *run, cwd=tmp_path)
-    assert checked.code == 0 and "noise" not in checked.out
     (tmp_path / "w.pt").write_bytes(b"")
     failed = forked.run("check", *run, cwd=tmp_path)
     assert failed.code == 3 and "w.pt: the file is empty" in failed.err
 
 
-def test_closed_streams(folder: Path) -> None:
+def test_closed_streams(forked: Forked, folder: Path) -> None:
     """A file that is opened must not get the number of stdout, or what is printed lands in it."""
     command = shlex.join([sys.executable, "-m", "gradscope", *words(folder), "-o", "out.h5"])
     done = subprocess.run(f"{command} <&- >&- 2>&-", shell=True, cwd=folder, check=False)
     assert done.returncode == 0
-    assert into(subprocess.DEVNULL, "stats", str(folder / "out.h5")).returncode == 0
-
-
-def into(stdout: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gradscope", *arguments],
-        stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    assert forked.run("stats", "out.h5", cwd=folder).code == 0
 
 
 @pytest.mark.parametrize("arguments", [["list", "losses"], ["list", "losses", "--json"]])
-def test_a_closed_pipe(arguments: list[str]) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = into(writing, *arguments)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
+def test_a_closed_pipe(forked: Forked, tmp_path: Path, arguments: list[str]) -> None:
+    first = "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1)"
+    assert forked.run(*arguments, cwd=tmp_path, first=first) == (141, "", "")
 
 
-def test_a_full_disk_behind_stdout() -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    done = into(full, "list", "losses")
-    os.close(full)
-    assert done.returncode == 6
-    assert done.stderr.startswith("error: stdout: cannot be written to: No space left")
-    assert "Traceback" not in done.stderr
+def test_a_full_disk_behind_stdout(forked: Forked, tmp_path: Path) -> None:
+    first = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    done = forked.run("list", "losses", cwd=tmp_path, first=first)
+    assert done.code == 6
+    assert done.err.startswith("error: stdout: cannot be written to: No space left")
+    assert "Traceback" not in done.err

@@ -4,7 +4,6 @@ Nothing is written, nothing goes to stdout, and there is no traceback.
 """
 
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,6 @@ WRONG = RUN.replace("model.py:loss", "mes") + (
     '[compute]\nbackend = "hoks"\ntransform = ["mean", "clip | maen"]\n'
     '[compare]\nbackends = ["lop"]\n'
 )
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Forked]:
-    with Forked() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
 from tests import oracle
 
 N = 5
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-2}  # of relative errors
 
 
 def problem(dtype=torch.float64):
@@ -27,6 +28,11 @@ def problem(dtype=torch.float64):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     inputs = torch.randn(N, 3) * torch.arange(1, N + 1)[:, None]
     return model.to(dtype), inputs.to(dtype), torch.tensor([0, 1, 1, 0, 1])
+
+
+def problem_of(loss, dtype=torch.float64):
+    model, inputs, targets = problem(dtype)
+    return model, loss, inputs, targets
 
 
 def right(model, loss, inputs, targets):
@@ -39,16 +45,6 @@ def with_mistake(change):
         return {name: change(g) for name, g in right(*args).items()}
 
     return implementation
-
-
-def only_row(implementation, **options):
-    model, inputs, targets = problem()
-    result = compare(
-        model, "cross_entropy", inputs, targets, ["loop"], against={"mine": implementation},
-        **options,
-    )  # fmt: skip
-    assert result.rows[0].status == "agrees"
-    return result, result.rows[1]
 
 
 def transposed(g):
@@ -75,6 +71,7 @@ def not_cleared(model, loss, inputs, targets):
 PLANTED = {
     "mean-reduced": (with_mistake(lambda g: g / N), "all parameters: c = 1/n with n = 5"),
     "transposed": (with_mistake(transposed), "2.weight: axes 0 and 1 of the parameter are trans"),
+    "not finite": (with_mistake(lambda g: g * math.nan), "NaN or infinity in samples 0, 1, 2"),
     "permuted": (with_mistake(lambda g: g.flip(0)), "all parameters: the samples are in another"),
     "not cleared": (not_cleared, "a .grad that was not cleared"),
     "one name missing": (without("0.bias"), "0.bias: there is no gradient for this parameter"),
@@ -86,35 +83,59 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_mistake_is_explained(name):
-    implementation, words = PLANTED[name]
-    result, row = only_row(implementation)
-    assert not result.agrees
+NONSENSE = {
+    "raises": (
+        lambda model, loss, inputs, *_: model(inputs.flatten()),
+        "layer '0' (Linear): RuntimeError",
+    ),
+    "list": (lambda *args: [1], "it returned list, not a dict"),
+    "text": (lambda *args: {"0.bias": "text"}, "a value is no array of numbers"),
+}
+RIGHT = {dtype: with_mistake(lambda g, dtype=dtype: g.to(dtype)) for dtype in LIMITS}
+
+
+@pytest.fixture(scope="module")
+def result():
+    """Everything of the user's against the loop, in one table."""
+    model, inputs, targets = problem()
+    rows = right(model, nn.CrossEntropyLoss(reduction="none"), inputs, targets)
+    arrays = {name: g.numpy().astype(np.float32) for name, g in rows.items()}
+    stored = {"stored": arrays, "short": {name: g[:3] for name, g in arrays.items()}}
+    others = {name: one for name, (one, _) in (PLANTED | NONSENSE).items()}
+    others |= {str(dtype): one for dtype, one in RIGHT.items()}
+    with torch.no_grad():  # whoever calls may be under it
+        return compare(model, "cross_entropy", inputs, targets, ["loop"], against=others | stored)
+
+
+@pytest.fixture
+def row(request, result):
+    return next(row for row in result.rows if row.backend == str(request.param))
+
+
+@pytest.mark.parametrize("row", PLANTED, indirect=True)
+def test_a_planted_mistake_is_explained(row):
+    words = PLANTED[row.backend][1]
     assert (row.status, words in (row.reason or "")) == ("disagrees", True), row.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_the_right_gradients_agree(dtype):
-    result, row = only_row(with_mistake(lambda g: g.to(dtype)))
-    assert result.agrees
-    assert row.status == "agrees"
-    assert row.reason is None
-    assert row.worst.relative <= {8: 1e-12, 4: 1e-6, 2: 1e-2}[dtype.itemsize]
+@pytest.mark.parametrize("row", NONSENSE, indirect=True)
+def test_what_raises_or_returns_nonsense_is_a_failed_row(row):
+    words = NONSENSE[row.backend][1]
+    assert (row.status, words in row.reason) == ("failed", True), row.reason
+
+
+@pytest.mark.parametrize("row", RIGHT, indirect=True)
+def test_the_right_gradients_agree(row):
+    assert (row.status, row.reason) == ("agrees", None)
+    assert row.worst.relative <= LIMITS[getattr(torch, row.backend.removeprefix("torch."))]
     assert row.seconds > 0.0
 
 
-def test_a_stored_result_of_numpy_arrays():
-    model, inputs, targets = problem()
-    stored = right(model, nn.CrossEntropyLoss(reduction="none"), inputs, targets)
-    arrays = {name: g.numpy().astype(np.float32) for name, g in stored.items()}
-    short = {name: g[:3] for name, g in arrays.items()}
-    result = compare(
-        model, "cross_entropy", inputs, targets, ["loop"], against={"a": arrays, "b": short}
-    )
-    assert [row.status for row in result.rows] == ["agrees", "agrees", "disagrees"]
-    assert "3 rows for 5 samples" in result.rows[2].reason
-    assert result.rows[1].seconds is None
+def test_the_loop_agrees_and_a_stored_result_of_numpy_arrays_has_no_time(result):
+    *_, stored, short = result.rows
+    assert (result.agrees, result.rows[0].status) == (False, "agrees")
+    assert (stored.status, stored.seconds) == ("agrees", None)
+    assert (short.status, "3 rows for 5 samples" in short.reason) == ("disagrees", True)
 
 
 def test_float32_models_are_compared_in_float64():
@@ -131,20 +152,6 @@ def test_float32_models_are_compared_in_float64():
     assert seen[0] == torch.float64
     assert set(seen[1:]) == {torch.float32}
     assert result.rows[1].worst.relative < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("implementation", "words"),
-    [
-        (lambda model, loss, inputs, *_: model(inputs.flatten()), "layer '0' (Linear): Runtime"),
-        (lambda *args: [1], "it returned list, not a dict"),
-        (lambda *args: {"0.bias": "text"}, "a value is no array of numbers"),
-    ],
-)
-def test_what_raises_or_returns_nonsense_is_a_failed_row(implementation, words):
-    result, row = only_row(implementation)
-    assert not result.agrees
-    assert (row.status, words in row.reason) == ("failed", True), row.reason
 
 
 @pytest.fixture
@@ -174,13 +181,12 @@ def test_a_refusing_backend_does_no_harm_and_a_broken_one_does(toys):
 
     toys("refusing", refuse)
     toys("failing", fail)
-    model, inputs, targets = problem()
-    result = compare(model, "cross_entropy", inputs, targets, ["loop", "refusing"])
+    result = compare(*problem_of("cross_entropy"), ["loop", "refusing"])
     assert result.agrees
     assert result.rows[1] == BackendRow(
         "refusing", "refused", "layer 'x': no rule for it", "Use loop."
     )
-    result = compare(model, "cross_entropy", inputs, targets, ["refusing", "failing"])
+    result = compare(*problem_of("cross_entropy"), ["refusing", "failing"])
     assert not result.agrees
     assert [r.backend for r in result.rows] == ["refusing", "failing"]
     assert (result.rows[1].status, result.rows[1].reason) == ("failed", "ZeroDivisionError: oh")
@@ -204,8 +210,7 @@ def scaled(toys):
 
 def test_a_wrong_backend_disagrees(scaled):
     scaled("halved", lambda problem, batch: torch.ones(len(batch), dtype=torch.bool))
-    model, inputs, targets = problem()
-    result = compare(model, "cross_entropy", inputs, targets, ["loop", "halved"])
+    result = compare(*problem_of("cross_entropy"), ["loop", "halved"])
     assert not result.agrees
     assert {p.kind for p in result.rows[1].parameters} == {"mean_loss"}
     assert [p.factor for p in result.rows[1].parameters] == pytest.approx([1 / N] * 6)
@@ -219,8 +224,7 @@ def test_what_a_backend_keeps_of_the_first_answer_has_to_fit_the_second(scaled):
         return first[0] != batch.targets  # right only for the batch that it has seen first
 
     scaled("stale", is_wrong)
-    model, inputs, targets = problem()
-    result = compare(model, "cross_entropy", inputs, targets, ["loop", "stale"])
+    result = compare(*problem_of("cross_entropy"), ["loop", "stale"])
     row = result.rows[1]
     assert (result.agrees, row.status) == (False, "disagrees")
     assert row.reason.startswith("the same samples in another order: all parameters")
@@ -234,8 +238,7 @@ def test_each_sample_counts_in_the_models_own_dtype(scaled, sample):
         return (batch.index == sample) & single & (len(batch) == N)
 
     scaled("narrow", is_wrong)
-    model, inputs, targets = problem(torch.float32)
-    result = compare(model, "cross_entropy", inputs, targets, ["loop", "narrow"])
+    result = compare(*problem_of("cross_entropy", torch.float32), ["loop", "narrow"])
     row = result.rows[1]
     assert (result.agrees, row.status) == (False, "disagrees")
     assert row.reason.startswith("in float32 alone: ")
@@ -249,18 +252,17 @@ def test_a_hook_that_a_copy_does_not_have():
     assert "hook" in hooks.reason
 
 
-@pytest.mark.parametrize("name", [n for n in backends.names() if n != "loop"])
-def test_registered_backends_agree(name):
-    model, inputs, targets = problem(torch.float32)
-    result = gradscope.compare(model, "cross_entropy", inputs, targets, backends=("loop", name))
-    assert [row.status for row in result.rows] == ["agrees", "agrees"]
-    assert result.rows[1].worst.relative < 1e-8
+def test_registered_backends_agree():
+    result = gradscope.compare(*problem_of("cross_entropy", torch.float32), backends.names())
+    assert [row.status for row in result.rows] == ["agrees"] * len(backends.names())
+    assert all(row.worst.relative < 1e-8 for row in result.rows)
 
 
 def test_parameters_are_selected_and_others_ignored():
-    result, row = only_row(right, parameters="*.weight")
+    against, names = {"mine": right}, "*.weight"
+    result = compare(*problem_of("cross_entropy"), ["loop"], names, against)
     assert result.agrees
-    assert [p.name for p in row.parameters] == ["0.weight", "2.weight", "4.weight"]
+    assert [p.name for p in result.rows[1].parameters] == ["0.weight", "2.weight", "4.weight"]
 
 
 def test_a_tied_parameter_may_go_by_either_name():
@@ -294,11 +296,9 @@ def test_the_model_is_left_as_it_was():
             inputs.zero_()
         return found
 
-    with torch.no_grad():
-        compare(model, "cross_entropy", inputs, targets, ["loop"], against={"mine": not_cleared})
-    both = {"rude": rude, "right": right}
-    result = compare(model, "cross_entropy", inputs, targets, ["loop"], against=both)
-    assert result.agrees
+    others = {"rude": rude, "right": right, "not cleared": not_cleared}
+    result = compare(model, "cross_entropy", inputs, targets, ["loop"], against=others)
+    assert [row.status for row in result.rows] == [*["agrees"] * 3, "disagrees"]
     assert bool(inputs.any())
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(4, 3, dtype=torch.float64))
@@ -343,16 +343,15 @@ def test_words_are_checked_before_anything_runs():
             compare(model, "cross_entropy", inputs, targets, **options)
 
 
-def test_the_json_document():
-    result, _ = only_row(with_mistake(lambda g: g * math.nan))
+def test_the_json_document(result):
     document = result.to_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert (document["schema"], document["version"]) == ("gradscope.compare", 1)
     assert (document["agrees"], document["samples"], document["dtype"]) == (False, N, "float64")
-    assert [row["status"] for row in document["rows"]] == ["agrees", "disagrees"]
-    parameter = document["rows"][1]["parameters"][0]
-    assert parameter["relative"] is None
-    assert parameter["kind"] == "not_finite"
+    assert [row["status"] for row in document["rows"]] == [row.status for row in result.rows]
+    row = next(row for row in document["rows"] if row["backend"] == "not finite")
+    parameter = row["parameters"][0]
+    assert (parameter["relative"], parameter["kind"]) == (None, "not_finite")
     assert isinstance(result, Comparison)
 
 

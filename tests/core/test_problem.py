@@ -56,12 +56,14 @@ def test_dtype_is_the_widest():
     assert Problem.of(model, smooth, "0.*").dtype == torch.float32
 
 
-def test_model_losses_are_marked():
-    def loss(model, inputs, targets):
-        return smooth(model(inputs), targets)
+def test_model_losses_are_objects_of_their_own():
+    class Objective:
+        @model_loss
+        def method(self, model, inputs, targets):
+            return smooth(model(inputs), targets)
 
-    assert not is_model_loss(loss)
-    assert model_loss(loss) is loss and is_model_loss(loss)
+    loss = Objective().method
+    assert is_model_loss(loss) and not is_model_loss(smooth) and loss.__name__ == "method"
     data, model = batch(), net()
     expected = smooth(model(data.inputs), data.targets)
     assert torch.equal(Problem.of(model, loss).losses(data), expected)

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.table import Table
 
 from tests.drill import faults
 from tests.drill.verdicts import REFUSED, RIGHT, Row, Setting
+
+DRILLS = ("kills", "full", "neighbours", "fuzz", "shards")
+FILES, SHARDS, LOSSES, TIMES = 10_000, 1_000, 2, 20  # of a drill that is done in full
 
 _FAULTS = "GRADSCOPE_DRILL_FAULTS"  # set where they were asked for, whether they work or not
 
@@ -43,70 +46,33 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _rows(given: argparse.Namespace, scratch: Path) -> Iterator[Row]:
-    from tests.drill import runs
+    from tests.drill import disk, fuzz, neighbours, runs, shards
 
-    if not faults.are_here():
+    here, most = faults.are_here(), given.most
+    if not here:
         print("no C compiler: nothing that needs a failing disk is done", file=sys.stderr)
     runs.load()
+    setting = Setting(given.seed, given.workers, 60 * given.minutes, most)
+    inputs = runs.prepared(scratch)
+    commands, writers = runs.command_jobs(inputs), runs.writer_jobs()
+    few, jobs = (commands[:most], writers[:most]), [*commands, *writers]
+    count = SHARDS if most is None else 3 + most
+    drills: dict[str, Callable[[Path], Iterable[Row]]] = {
+        "kills": lambda folder: disk.kills(*few, folder, setting, LOSSES) if here else [],
+        "full": lambda folder: disk.full(jobs[:most], folder, setting),
+        "neighbours": lambda folder: neighbours.drill(inputs, folder, setting, TIMES * here),
+        "fuzz": lambda folder: fuzz.drill(folder, setting, FILES),
+        "shards": lambda folder: shards.drill(folder, setting, count),
+    }
     for name in given.only or DRILLS:
         folder = scratch / name
         folder.mkdir()
-        setting = Setting(given.seed, given.workers, 60 * given.minutes, given.most)
-        for row in DRILLS[name](folder, setting):
+        for row in drills[name](folder):
             print(f"{row.drill}: {row.cases:,} in {row.seconds:.0f} s", file=sys.stderr)
             for failure in row.failures:
                 print(failure, file=sys.stderr)
             yield row
         shutil.rmtree(folder)
-
-
-def _kills(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import disk, runs
-
-    if faults.are_here():
-        inputs = runs.prepared(scratch.parent)
-        commands = runs.command_jobs(inputs)[: setting.most]
-        writers = runs.writer_jobs()[: setting.most]
-        yield from disk.kills(commands, writers, scratch, setting)
-        yield disk.power([*commands, *writers], scratch, setting, LOSSES)
-
-
-def _full(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import disk, runs
-
-    jobs = [*runs.command_jobs(runs.prepared(scratch.parent)), *runs.writer_jobs()]
-    return disk.full(jobs[: setting.most], scratch, setting)
-
-
-def _neighbours(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import neighbours, runs
-
-    if faults.are_here():
-        yield neighbours.drill(runs.prepared(scratch.parent), scratch, setting, TIMES)
-
-
-def _fuzz(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import fuzz
-
-    return fuzz.drill(scratch, setting, FILES)
-
-
-def _shards(scratch: Path, setting: Setting) -> Iterator[Row]:
-    from tests.drill import shards
-
-    return shards.drill(scratch, setting, SHARDS if setting.most is None else 3 + setting.most)
-
-
-FILES, SHARDS, LOSSES, TIMES = 10_000, 1_000, 2, 20  # of a drill that is done in full
-
-Drill = Callable[[Path, Setting], Iterator[Row]]
-DRILLS: dict[str, Drill] = {
-    "kills": _kills,
-    "full": _full,
-    "neighbours": _neighbours,
-    "fuzz": _fuzz,
-    "shards": _shards,
-}
 
 
 def _print(rows: list[Row]) -> None:

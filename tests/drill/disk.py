@@ -13,7 +13,7 @@ import resource
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from os import getpid
 from pathlib import Path
@@ -62,7 +62,7 @@ class Case:
 
 
 def kills(
-    commands: Sequence[Job], writers: Sequence[Job], scratch: Path, setting: Setting
+    commands: Sequence[Job], writers: Sequence[Job], scratch: Path, setting: Setting, losses: int
 ) -> Iterator[Row]:
     """Yield the rows: the command line, killed and with a failing disk; and the writer alone."""
     for drill, jobs, kinds, share in (
@@ -72,19 +72,26 @@ def kills(
         ("the disk fails at an operation of the writer", writers, FAILURES, 0.06),
     ):
         yield judged(drill, list(cases(jobs, kinds, scratch)), _judged, setting.part(share))
+    yield power([*commands, *writers], scratch, setting, losses)
 
 
 def cases(jobs: Sequence[Job], kinds: Sequence[Fault], scratch: Path) -> Iterator[Case]:
     """Yield each fault at each operation of each job."""
     for job in jobs:
-        folder, old = begun(job, scratch)
-        done = _step(job, folder, COUNT)
-        assert done.code == 0, done
-        wanted = (folder / job.result).read_bytes()
+        case = undisturbed(job, scratch)
         for kind in kinds:
             for k in range(faults.seen(kind.kinds)):
-                yield Case(job, kind.after(k), wanted, old, scratch)
-        shutil.rmtree(folder)
+                yield replace(case, fault=kind.after(k))
+
+
+def undisturbed(job: Job, scratch: Path, fault: Fault = COUNT, journal: int = -1) -> Case:
+    """Run a job on a disk that only counts, or records what is done."""
+    folder, old = begun(job, scratch)
+    done = _step(job, folder, fault, journal)
+    assert done.code == 0, done
+    wanted = (folder / job.result).read_bytes()
+    shutil.rmtree(folder)
+    return Case(job, fault, wanted, old, scratch)
 
 
 def _judged(case: Case) -> Verdict:
@@ -92,7 +99,12 @@ def _judged(case: Case) -> Verdict:
     folder, _ = begun(case.job, case.scratch, case.old)
     try:
         done = _step(case.job, folder, case.fault)
-        trouble = _trouble_of(done, case) or trouble_after(folder, case, done)
+        trouble = None
+        if case.fault.action in (Action.KILL, Action.HALF_AND_KILL):
+            trouble = None if done.code == KILLED else f"it was not killed, {told(done)}"
+        elif done.code and not is_one_message(done, (3, 6)):
+            trouble = told(done)
+        trouble = trouble or trouble_after(folder, case, done)
     finally:
         shutil.rmtree(folder)
     if trouble is not None:
@@ -124,23 +136,22 @@ def begun(job: Job, scratch: Path, old: bytes | None = None) -> tuple[Path, byte
     if job.before is not None and old is None:
         runs.finished(job.before, folder)
         old = (folder / job.result).read_bytes()
-    _clear(folder, job, old)
-    return folder, old
-
-
-def _clear(folder: Path, job: Job, old: bytes | None) -> None:
     for path in folder.iterdir():
         path.unlink()
     if old is not None:
         (folder / job.result).write_bytes(old)
+    return folder, old
 
 
-def _step(job: Job, folder: Path, fault: Fault) -> Outcome:
+def _step(job: Job, folder: Path, fault: Fault, journal: int = -1) -> Outcome:
     """Start a job in a process of its own, on such a disk."""
-    faults.share()
+    here = faults.are_here()
+    if here:
+        faults.share()
 
     def body() -> None:
-        fault.arm(folder)
+        if here:
+            fault.arm(folder, journal)
         job.start(folder)
 
     return apart(body)
@@ -149,15 +160,6 @@ def _step(job: Job, folder: Path, fault: Fault) -> Outcome:
 def _is_there(folder: Path, case: Case) -> bool:
     result = folder / case.job.result
     return result.exists() and result.read_bytes() == case.wanted
-
-
-def _trouble_of(done: Outcome, case: Case) -> str | None:
-    """Return what is wrong with how a process ended."""
-    if case.fault.action in (Action.KILL, Action.HALF_AND_KILL):
-        return None if done.code == KILLED else f"it was not killed, {told(done)}"
-    if done.code == 0 or is_one_message(done, (3, 6)):
-        return None
-    return told(done)
 
 
 # A full disk, of every size that is too small for a run, and a limit on files' sizes
@@ -169,32 +171,18 @@ _NEW_NAMESPACE, _RECURSIVE, _PRIVATE, _AGAIN = 0x20000, 0x4000, 0x40000, 0x20  #
 
 def full(jobs: Sequence[Job], scratch: Path, setting: Setting) -> Iterator[Row]:
     """Yield the rows: a small file system, where one can be mounted, and limits."""
-    known = [_undisturbed(job, scratch) for job in jobs]
+    known = [undisturbed(job, scratch) for job in jobs]
     sizes = [
         (case, size)
         for case in known
         for size in range(_PAGE, _ROOM * len(case.wanted) + 8 * _PAGE, _PAGE)
     ]
-    if can_mount(scratch):
+    folder = scratch / "mount"
+    folder.mkdir()
+    if apart(lambda: _mount(folder, 2**20)).code == 0:  # for this process alone
         yield judged("a full disk, of every size", sizes, _on_small_disk, setting.part(0.03))
     limits = [(case, size) for case in known for size in range(0, len(case.wanted) + 512, 512)]
     yield judged("a limit on the size of files", limits, _limited, setting.part(0.03))
-
-
-def can_mount(scratch: Path) -> bool:
-    """Whether this process may mount file systems, for itself alone."""
-    folder = scratch / "mount"
-    folder.mkdir(exist_ok=True)
-    return apart(lambda: _mount(folder, 2**20)).code == 0
-
-
-def _undisturbed(job: Job, scratch: Path) -> Case:
-    folder, old = begun(job, scratch)
-    done = apart(lambda: job.start(folder))
-    assert done.code == 0, done
-    wanted = (folder / job.result).read_bytes()
-    shutil.rmtree(folder)
-    return Case(job, COUNT, wanted, old, scratch)
 
 
 def _mount(folder: Path, size: int, again: bool = False) -> None:
@@ -222,7 +210,7 @@ def _on_small_disk(given: tuple[Case, int]) -> Verdict:
             (folder / case.job.result).write_bytes(case.old)
         done = apart(lambda: case.job.start(folder))
         _mount(folder, 2**28, again=True)
-        print(_kind(done), _trouble_on_disk(case, folder, done) or "", end="")
+        print(_told_of(case, folder, done), end="")
 
     return _verdict(case, size, apart(body))
 
@@ -238,7 +226,7 @@ def _limited(given: tuple[Case, int]) -> Verdict:
 
     def body() -> None:
         done = apart(start)
-        print(_kind(done), _trouble_on_disk(case, folder, done) or "", end="")
+        print(_told_of(case, folder, done), end="")
 
     try:
         return _verdict(case, size, apart(body))
@@ -246,16 +234,14 @@ def _limited(given: tuple[Case, int]) -> Verdict:
         shutil.rmtree(folder)
 
 
-def _kind(done: Outcome) -> str:
-    return RIGHT if done.code == 0 else REFUSED
-
-
-def _trouble_on_disk(case: Case, folder: Path, done: Outcome) -> str | None:
+def _told_of(case: Case, folder: Path, done: Outcome) -> str:
+    """Return what came of a run, and what is wrong."""
+    kind, trouble = REFUSED if done.code else RIGHT, ""
     if done.code and not is_one_message(done, (6,)):
-        return told(done)
-    if done.code and "disk" not in done.err:
-        return f"the message does not tell of the disk, {told(done)}"
-    return trouble_after(folder, case, done)
+        trouble = told(done)
+    elif done.code and "disk" not in done.err:
+        trouble = f"the message does not tell of the disk, {told(done)}"
+    return f"{kind} {trouble or trouble_after(folder, case, done) or ''}"
 
 
 def _verdict(case: Case, size: int, done: Outcome) -> Verdict:
@@ -346,7 +332,11 @@ def disk_after(
     sure = [dict(names)]  # the names since the folder was synced, after each change of them
     for operation in done:
         if operation.kind == "o":
-            _open(operation, names, open_)
+            name, flags = Path(operation.data.decode()).name, operation.offset
+            is_file = not flags & os.O_DIRECTORY and (name in names or flags & os.O_CREAT)
+            stored = open_[operation.file] = names.setdefault(name, Stored()) if is_file else None
+            if stored is not None and flags & os.O_TRUNC:
+                stored.since.append((0, None))
             sure.append(dict(names))
         elif operation.kind in "ru":
             old, new = (Path(name).name for name in operation.data.decode().split("\0"))
@@ -363,17 +353,6 @@ def disk_after(
             open_[operation.file].since.append((operation.offset, data))  # type: ignore[union-attr]
     found = rng.choice(sure)
     return {name: stored.after_a_loss(rng) for name, stored in found.items()}
-
-
-def _open(operation: Operation, names: dict[str, Stored], open_: dict[int, Stored | None]) -> None:
-    name, flags = Path(operation.data.decode()).name, operation.offset
-    if flags & os.O_DIRECTORY or (name not in names and not flags & os.O_CREAT):
-        open_[operation.file] = None
-        return
-    stored = names.setdefault(name, Stored())
-    open_[operation.file] = stored
-    if flags & os.O_TRUNC:
-        stored.since.append((0, None))
 
 
 def power(jobs: list[Job], scratch: Path, setting: Setting, losses: int) -> Row:
@@ -407,16 +386,7 @@ def power(jobs: list[Job], scratch: Path, setting: Setting, losses: int) -> Row:
 
 def _recorded(job: Job, scratch: Path) -> tuple[Case, list[Operation]]:
     """Run a job undisturbed, and return what it did."""
-    folder, old = begun(job, scratch)
     journal = scratch / "journal"
     with journal.open("wb") as file:
-
-        def body() -> None:
-            RECORD.arm(folder, file.fileno())
-            job.start(folder)
-
-        done = apart(body)
-    assert done.code == 0, done
-    case = Case(job, RECORD, (folder / job.result).read_bytes(), old, scratch)
-    shutil.rmtree(folder)
+        case = undisturbed(job, scratch, RECORD, file.fileno())
     return case, list(operations(journal))

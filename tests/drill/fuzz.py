@@ -9,6 +9,7 @@ import json
 import random
 import resource
 import shutil
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import getpid
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import h5py
@@ -26,13 +28,14 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from gradscope.config import CheckpointSpec, DatasetSpec, ModelSpec
+from gradscope.config import CheckpointSpec, DatasetSpec, ModelSpec, load, resolve
+from gradscope.core.batch import tensors
 from gradscope.errors import GradscopeError
 from gradscope.run import merge
 from gradscope.sources import load_into, load_model, open_dataset
 from gradscope.stats import summarize
 from gradscope.storage import open_file
-from tests import fuzz, fuzz_files
+from tests import fuzz_files
 from tests.cli.forked import apart
 from tests.drill.runs import RESULT, SHARDS
 from tests.drill.verdicts import FAILURE, REFUSED, RIGHT, Row, Setting, Verdict, judged, told
@@ -40,6 +43,10 @@ from tests.storage.example import PLAN, contents, with_layout, write
 
 MEMORY = 4 * 2**30  # bytes that reading one file may take
 TOGETHER = 25  # cases in one process
+_NUMBERS = (2**63 - 1, 2**62, 2**40, 2**31, 2**32 - 1, 2**64 - 1, 0, 0x7FF8 << 48, 0x7FC00000)
+SECONDS = 20  # that reading one file may take
+
+_BYTES = [b"\0", b"\xff" * 8, b"\x80", b"{", b"[" * 40, b'"', b"'", b"=", b"9" * 30, b"\n", b"../"]
 
 Found = dict[str, Any]  # arrays by name, or whatever else there is in a file
 Read = Callable[[Path], Found]
@@ -63,7 +70,7 @@ def drill(scratch: Path, setting: Setting, files: int) -> Iterator[Row]:
     inputs = scratch / "good"
     inputs.mkdir()
     groups = {
-        "fuzzed checkpoints": (checkpoints(inputs), 0.25),
+        "fuzzed checkpoints": (checkpoints() | hugging_face(inputs / "hf"), 0.25),
         "fuzzed data files": (data(), 0.4),
         "fuzzed run files and specs": (texts(), 0.1),
         "fuzzed result files": (results(inputs), 0.2),
@@ -72,12 +79,12 @@ def drill(scratch: Path, setting: Setting, files: int) -> Iterator[Row]:
     for drill, (kinds, share) in groups.items():
         count = min(round(files * share), setting.most or files)
         numbers = [range(k, min(k + TOGETHER, count)) for k in range(0, count, TOGETHER)]
-        row = judged(drill, numbers, _Group(drill, kinds, scratch, setting), setting.part(0.15))
+        row = judged(drill, numbers, Group(drill, kinds, scratch, setting), setting.part(0.15))
         row.all = count
         yield row
 
 
-class _Group:
+class Group:
     """Judges files of some kinds, by their numbers."""
 
     def __init__(
@@ -90,7 +97,7 @@ class _Group:
         """Judge some files in a process of their own, which a file may bring down."""
         left, verdicts = list(numbers), []
         while left:
-            done = apart(partial(self._judge_all, left), seconds=TOGETHER * fuzz.SECONDS)
+            done = apart(partial(self._judge_all, left), seconds=TOGETHER * SECONDS)
             lines = [json.loads(line) for line in done.out.splitlines()]
             verdicts += [Verdict(*line) for line in lines]
             left = left[len(lines) :]
@@ -104,10 +111,11 @@ class _Group:
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
         for number in numbers:
-            verdict = self._judge(number)
+            verdict = self.judge(number)
             print(json.dumps([verdict.kind, verdict.text]), flush=True)
 
-    def _judge(self, number: int) -> Verdict:
+    def judge(self, number: int) -> Verdict:
+        """Damage a file of one of the kinds, and say what came of it."""
         rng = self._setting.generator(self._name, number)
         name = rng.choices(list(self._kinds), [kind.weight for kind in self._kinds.values()])[0]
         kind, folder = self._kinds[name], self._scratch / f"file-{getpid()}"
@@ -120,55 +128,49 @@ class _Group:
         content = damaged.read_bytes()
         damaged.write_bytes(mutated(content, rng))
         verdict, text = _verdict(kind, place, wanted)
-        if verdict == FAILURE:
-            text = f"{text}; kept in {self._kept(folder, f'{name}-{number}')}"
+        if verdict == FAILURE:  # the file is kept, to be looked at
+            kept = Path("build", "drill", f"{self._setting.seed}-{name}-{number}")
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            text = f"{text}; kept in {kept}"
         shutil.rmtree(folder)
-        return Verdict(verdict, f"{name} {number}: {text}" if verdict == FAILURE else "")
-
-    def _kept(self, folder: Path, name: str) -> Path:
-        """Keep a file that something is wrong with, to be looked at."""
-        place = Path("build", "drill", f"{self._setting.seed}-{name}")
-        shutil.copytree(folder, place, dirs_exist_ok=True)
-        return place
+        return Verdict(verdict, f"{name} {number}: {text}")
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
     """Return a file with some damage: often very little of it."""
-    way = rng.random()
-    if way < 0.3:
-        return _flipped(content, rng)
-    if way < 0.5:
-        return _with_numbers(content, rng)
-    if way < 0.6:
-        return _swapped(content, rng)
-    return fuzz.mutated(content, rng)
-
-
-def _flipped(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with one to three bits flipped."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 3)):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    data, way, at = bytearray(content), rng.random(), rng.randrange(len(content))
+    if way < 0.3:  # one to three bits are flipped
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif way < 0.5:  # a huge, negative or strange number: a length, a size, a NaN
+        size = rng.choice((2, 4, 8))
+        number = rng.choice(_NUMBERS) % 2 ** (8 * size)
+        data[at : at + size] = number.to_bytes(size, rng.choice(("little", "big")))
+    elif way < 0.6:  # two blocks are in each other's place
+        other, size = rng.randrange(len(data)), rng.choice((8, 64, 512, 4096))
+        size = min(size, len(data) - max(at, other))
+        a, b = data[at : at + size], data[other : other + size]
+        data[at : at + size], data[other : other + size] = b, a
+    else:  # one to four accidents
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(content) + 1)
+            length = rng.choice((1, 2, 8, 64, len(content) // 3))
+            part = content[at : at + length]
+            content = rng.choice(_ACCIDENTS)(content, at, length, part, rng)
+        return content
     return bytes(data)
 
 
-def _with_numbers(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with a huge, negative or strange number in it: a length, a size, a NaN."""
-    numbers = (2**63 - 1, 2**62, 2**40, 2**31, 2**32 - 1, 2**64 - 1, 0, 0x7FF8 << 48, 0x7FC00000)
-    size = rng.choice((2, 4, 8))
-    number = (rng.choice(numbers) % 2 ** (8 * size)).to_bytes(size, rng.choice(("little", "big")))
-    at = rng.randrange(len(content))
-    return content[:at] + number + content[at + size :]
-
-
-def _swapped(content: bytes, rng: random.Random) -> bytes:
-    """Return the file with two blocks in each other's place."""
-    size = rng.choice((8, 64, 512, 4096))
-    first, second = sorted(rng.randrange(len(content)) for _ in range(2))
-    second = max(second, first + size)
-    a, b = content[first : first + size], content[second : second + size]
-    data = content[:first] + b + content[first + size : second] + a + content[second + size :]
-    return data[: len(content)]
+_Accident = Callable[[bytes, int, int, bytes, random.Random], bytes]
+_ACCIDENTS: list[_Accident] = [
+    lambda c, at, n, part, rng: c[:at],  # cut off
+    lambda c, at, n, part, rng: c[:at] + c[at + n :],  # a hole
+    lambda c, at, n, part, rng: c[:at] + part * rng.randint(2, 5) + c[at + n :],  # repeated
+    lambda c, at, n, part, rng: c[:at] + bytes(b ^ rng.randrange(256) for b in part) + c[at + n :],
+    lambda c, at, n, part, rng: c[:at] + rng.choice(_BYTES) + c[at + n :],
+    lambda c, at, n, part, rng: c[at:] + c[:at],  # turned round
+    lambda c, at, n, part, rng: c[:at] + bytes(len(part)) + c[at + n :],  # zeroed
+]
 
 
 def _laid(kind: Kind, folder: Path) -> Path:
@@ -183,8 +185,12 @@ def _laid(kind: Kind, folder: Path) -> Path:
 def _verdict(kind: Kind, place: Path, wanted: Found) -> tuple[str, str]:
     """Read a damaged file, and compare what comes of it."""
     try:
-        with fuzz._limited():
+        signal.signal(signal.SIGALRM, _too_slow)
+        signal.alarm(SECONDS)
+        try:
             found = kind.read(place)
+        finally:
+            signal.alarm(0)
     except GradscopeError as error:
         good = error.exit_code in (2, 3, 6) and error.remedy and str(place.parent) in str(error)
         return (REFUSED, "") if good else (FAILURE, f"a poor error: {error!r} {error}")
@@ -203,6 +209,10 @@ def _verdict(kind: Kind, place: Path, wanted: Found) -> tuple[str, str]:
     return FAILURE, f"it was read as {found}, by another reader as {other}"[:1000]
 
 
+def _too_slow(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"more than {SECONDS} seconds")
+
+
 def alike(found: Found, wanted: Found) -> bool:
     """Whether two contents are equal, numbers in the format of the first."""
     return found.keys() == wanted.keys() and all(
@@ -216,10 +226,9 @@ def alike(found: Found, wanted: Found) -> bool:
 # Checkpoints
 
 
-def checkpoints(scratch: Path) -> dict[str, Kind]:
+def checkpoints() -> dict[str, Kind]:
     """Return checkpoints of every format; torch's archives have checksums, others none."""
     good, shard = fuzz_files.checkpoints(), fuzz_files.companions()["shard.safetensors"]
-    folder = _hugging_face(scratch / "hf")
     return {
         "w.pt": Kind({"w.pt": good["w.pt"]}, "w.pt", _weights),
         "old.pt": Kind({"old.pt": good["old.pt"]}, "old.pt", _weights, _by_torch),
@@ -229,12 +238,11 @@ def checkpoints(scratch: Path) -> dict[str, Kind]:
         "index.json": Kind(
             {"index.json": good["index.json"], "shard.safetensors": shard}, "index.json", _weights
         ),
-        "config.json": Kind(folder, "hf/config.json", _held, lenient=True, weight=1),
-        "hf": Kind(folder, "hf/model.safetensors", _held, _by_safetensors, weight=1),
     }
 
 
-def _hugging_face(folder: Path) -> dict[str, bytes]:
+def hugging_face(folder: Path) -> dict[str, Kind]:
+    """Return the two files of a model folder."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils.logging import disable_progress_bar
 
@@ -242,7 +250,11 @@ def _hugging_face(folder: Path) -> dict[str, bytes]:
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
     names = ("config.json", "model.safetensors")
-    return {f"hf/{name}": (folder / name).read_bytes() for name in names}
+    files = {f"hf/{name}": (folder / name).read_bytes() for name in names}
+    return {
+        "config.json": Kind(files, "hf/config.json", _held, lenient=True, weight=1),
+        "hf": Kind(files, "hf/model.safetensors", _held, _by_safetensors, weight=1),
+    }
 
 
 def _arrays(state: Mapping[str, Any]) -> Found:
@@ -278,7 +290,7 @@ def data() -> dict[str, Kind]:
     others: dict[str, Read | None] = {
         "plain.npz": None,
         "packed.npz": None,
-        "single.npy": _by_numpy,
+        "single.npy": lambda path: _pair(np.load(path)),
         "data.safetensors": lambda path: _pair(safetensors.numpy.load(path.read_bytes())),
         "data.h5": _by_h5py,
         "data.csv": _by_csv,
@@ -292,19 +304,21 @@ def data() -> dict[str, Kind]:
 
 
 def _samples(path: Path) -> Found:
-    spec = DatasetSpec.model_validate({"path": path, "columns": fuzz_files.columns_of(path)})
+    columns = fuzz_files.columns_of(path)
+    return _read(DatasetSpec.model_validate({"path": path, "columns": columns}))
+
+
+def _read(spec: DatasetSpec) -> Found:
     data = open_dataset(spec)
     batch = data.batch(range(len(data)))
-    assert isinstance(batch.inputs, torch.Tensor) and isinstance(batch.targets, torch.Tensor)
-    return {"inputs": batch.inputs.numpy(), "targets": batch.targets.numpy()}
+    data.ids(batch.index)
+    found = tensors((batch.inputs, batch.targets))
+    assert all(len(tensor) == len(batch) for tensor in found)
+    return dict(zip(("inputs", "targets"), (t.numpy() for t in found), strict=False))
 
 
 def _pair(arrays: Any) -> Found:
     return {name: np.asarray(arrays[name]) for name in ("inputs", "targets")}
-
-
-def _by_numpy(path: Path) -> Found:
-    return _pair(np.load(path))
 
 
 def _by_h5py(path: Path) -> Found:
@@ -335,19 +349,21 @@ def _of_table(table: pa.Table) -> Found:
 
 def texts() -> dict[str, Kind]:
     """Return what users write: whatever can be read of it is meant."""
-    good = {name: fuzz.good_files()[name] for name in ("run.toml", "dataset.toml")}
     more = fuzz_files.companions() | fuzz_files.checkpoints()
 
-    def reader(read: Callable[[Path], None]) -> Read:
-        def found(path: Path) -> Found:
-            read(path)
-            return {}
+    def run(path: Path) -> Found:
+        return {"run": load(path)}
 
-        return found
+    def described(path: Path) -> Found:
+        """Read the samples that a dataset spec describes."""
+        layer = {"dataset": {"path": path}, "model": {"factory": "checkpoint"}}
+        layer |= {"checkpoint": {"path": "w.pt"}, "loss": {"name": "mse"}}
+        return _read(resolve(None, layer).dataset)
 
+    good = {"run.toml": (fuzz_files.RUN, run), "dataset.toml": (fuzz_files.DATASET, described)}
     return {
-        name: Kind(more | {name: content}, name, reader(read), lenient=True)
-        for name, (content, read) in good.items()
+        name: Kind(more | {name: text.encode()}, name, read, lenient=True)
+        for name, (text, read) in good.items()
     }
 
 

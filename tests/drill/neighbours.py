@@ -3,7 +3,7 @@
 import errno
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
@@ -42,8 +42,10 @@ class Pair:
     both: bool = True  # whether both may end well: where they do the same, or do not write one file
 
 
-def drill(inputs: Path, scratch: Path, setting: Setting, times: int) -> Row:
+def drill(inputs: Path, scratch: Path, setting: Setting, times: int) -> Iterator[Row]:
     """Let two processes meet, again and again, at other moments."""
+    if not times:
+        return
     pairs = _pairs(inputs, scratch)
     cases = [(name, number) for name in pairs for number in range(times)]
 
@@ -56,7 +58,7 @@ def drill(inputs: Path, scratch: Path, setting: Setting, times: int) -> Row:
         finally:
             shutil.rmtree(folder)
 
-    return judged("two processes and one path", cases, judge, setting.part(0.05))
+    yield judged("two processes and one path", cases, judge, setting.part(0.05))
 
 
 def _pairs(inputs: Path, scratch: Path) -> dict[str, Pair]:

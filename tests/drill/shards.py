@@ -156,13 +156,18 @@ def _refused(scratch: Path, place: Place, setting: Setting, case: tuple[str, int
     return Verdict(REFUSED)
 
 
-def _rewritten(folder: Path, name: str, change: Callable[[bytes], bytes]) -> str:
+def _rewritten(folder: Path, name: str, change: Callable[[bytearray], Any]) -> str:
     """Give a shard other content; it is a link to one that others need."""
     path = folder / name
-    content = path.read_bytes()
+    content = bytearray(path.read_bytes())
     path.unlink()
-    path.write_bytes(change(content))
+    change(content)
+    path.write_bytes(content)
     return name
+
+
+def _flip(content: bytearray, at: int, rng: Random) -> None:
+    content[at] ^= 1 << rng.randrange(8)
 
 
 def _lost(place: Place, folder: Path, k: int, rng: Random) -> str:
@@ -184,37 +189,32 @@ def _half_written(place: Place, folder: Path, k: int, rng: Random) -> str:
 
 
 def _flipped(place: Place, folder: Path, k: int, rng: Random) -> str:
-    def change(content: bytes) -> bytes:
-        data = bytearray(content)
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        return bytes(data)
-
-    return _rewritten(folder, place.name(k), change)
+    name = place.name(k)
+    return _rewritten(folder, name, lambda data: _flip(data, rng.randrange(len(data)), rng))
 
 
 def _flipped_row(place: Place, folder: Path, k: int, rng: Random) -> str:
     with h5py.File(folder / place.name(k)) as file:
-        at = file["chains/0/first.weight"].id.get_chunk_info(0).byte_offset
-
-    def change(content: bytes) -> bytes:
-        data = bytearray(content)
-        data[at + rng.randrange(8)] ^= 1 << rng.randrange(8)
-        return bytes(data)
-
-    return _rewritten(folder, place.name(k), change)
+        at = file["chains/0/first.weight"].id.get_chunk_info(0).byte_offset + rng.randrange(8)
+    return _rewritten(folder, place.name(k), lambda data: _flip(data, at, rng))
 
 
 def _cut(place: Place, folder: Path, k: int, rng: Random) -> str:
-    return _rewritten(folder, place.name(k), lambda content: content[: rng.randrange(len(content))])
+    name = place.name(k)
+    return _rewritten(
+        folder, name, lambda data: data.__delitem__(slice(rng.randrange(len(data)), None))
+    )
 
 
 def _zeroed(place: Place, folder: Path, k: int, rng: Random) -> str:
-    return _rewritten(folder, place.name(k), lambda content: bytes(len(content)))
+    return _rewritten(
+        folder, place.name(k), lambda data: data.__setitem__(slice(None), bytes(len(data)))
+    )
 
 
 def _foreign(what: str, place: Place, folder: Path, k: int, rng: Random) -> str:
     other = (place.others[what] / place.name(k)).read_bytes()
-    return _rewritten(folder, place.name(k), lambda _: other)
+    return _rewritten(folder, place.name(k), lambda data: data.__setitem__(slice(None), other))
 
 
 def _twice(place: Place, folder: Path, k: int, rng: Random) -> str:
@@ -225,7 +225,7 @@ def _twice(place: Place, folder: Path, k: int, rng: Random) -> str:
 
 def _another_in_its_place(place: Place, folder: Path, k: int, rng: Random) -> str:
     other = (place.shards / place.name((k + 1) % place.count)).read_bytes()
-    return _rewritten(folder, place.name(k), lambda _: other)
+    return _rewritten(folder, place.name(k), lambda data: data.__setitem__(slice(None), other))
 
 
 WAYS: dict[str, Way] = {

@@ -93,7 +93,12 @@ def judged(
                 coming.value += 1
             if number >= len(order):
                 break
-            for verdict in _guarded(judge, order[number]):
+            try:
+                verdicts = judge(order[number])
+            except Exception:  # errors of the judge are failures, too
+                text = f"{order[number]}: {traceback.format_exc()}"
+                verdicts = Verdict(FAILURE, text)
+            for verdict in [verdicts] if isinstance(verdicts, Verdict) else verdicts:
                 found.put(verdict)
         found.put(None)
 
@@ -111,15 +116,6 @@ def judged(
         worker.join()
     row.seconds = time.monotonic() - begun
     return row
-
-
-def _guarded(judge: Callable[[Case], Verdict | list[Verdict]], case: Case) -> list[Verdict]:
-    """Judge a case, or several; errors of the judge are failures, too."""
-    try:
-        found = judge(case)
-    except Exception:
-        return [Verdict(FAILURE, f"{case}: {traceback.format_exc()}")]
-    return [found] if isinstance(found, Verdict) else found
 
 
 def told(outcome: Outcome) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.zoo.base import Net, smooth
 
-__all__ = ["CASES", "Case", "Net", "Stage", "case", "rows", "smooth"]
+__all__ = ["CASES", "Case", "Net", "Stage", "case", "program", "rows", "smooth"]
 
 Batch = tuple[Any, Any]
 
@@ -73,6 +73,24 @@ def case(kind: str) -> Callable[[Callable[[], Stage]], Callable[[], Stage]]:
         assert name not in CASES, name
         CASES[name] = Case(name, kind, build)
         return builder
+
+    return add
+
+
+Make = Callable[[], tuple[dict[str, Any], list[Batch]]]
+
+
+def program(kind: str, make: Make) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """File a forward pass under its own name; `make` returns what the model has, and batches."""
+
+    def add(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def build() -> Stage:
+            members, batches = make()
+            return Stage(Net(forward, **members), smooth, batches)
+
+        build.__name__ = forward.__name__
+        case(kind)(build)
+        return forward
 
     return add
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from tests.later.base import Net, Stage, case, rows, smooth
+from tests.later.base import Net, Stage, case, program, rows, smooth
 
 
 def _batches(flagged: int = 9) -> list:
@@ -48,61 +48,42 @@ def hinge_between_outputs() -> Stage:
     return Stage(model, loss, batches)
 
 
-@case("coupled")
-def clamped_by_a_number_of_the_batch() -> Stage:
-    def forward(net, x):
-        h = net.a(x)
-        return net.b(h.clamp(max=max(4.0, 0.5 * h.max().item())).tanh())
-
-    return Stage(Net(forward, **_layers()), smooth, _batches(60))
+@program("coupled", lambda: (_layers(), _batches(60)))
+def clamped_by_a_number_of_the_batch(net, x):
+    h = net.a(x)
+    return net.b(h.clamp(max=max(4.0, 0.5 * h.max().item())).tanh())
 
 
-@case("coupled")
-def centred_where_it_is_far_off() -> Stage:
-    def forward(net, x):
-        h = net.a(x)
-        if x.detach().abs().max() > 5:
-            h = h - h.mean(0).detach()
-        return net.b(h.tanh())
-
-    return Stage(Net(forward, **_layers()), smooth, _batches())
+@program("coupled", lambda: (_layers(), _batches()))
+def centred_where_it_is_far_off(net, x):
+    h = net.a(x)
+    if x.detach().abs().max() > 5:
+        h = h - h.mean(0).detach()
+    return net.b(h.tanh())
 
 
-@case("coupled")
-def summed_over_the_batch_beyond_a_threshold() -> Stage:
-    def forward(net, x):
-        h = net.a(x).tanh()
-        return net.b(h + (x[:, :1] > 5) * h.cumsum(0))
-
-    return Stage(Net(forward, **_layers()), smooth, _batches())
+@program("coupled", lambda: (_layers(), _batches()))
+def summed_over_the_batch_beyond_a_threshold(net, x):
+    h = net.a(x).tanh()
+    return net.b(h + (x[:, :1] > 5) * h.cumsum(0))
 
 
-@case("coupled")
-def shifted_where_a_flag_is_set() -> Stage:
+@program("coupled", lambda: (_layers(), _batches()))
+def shifted_where_a_flag_is_set(net, x):
     """The program is the same in every batch, and no gradient goes from sample to sample."""
-
-    def forward(net, x):
-        h = net.a(x)
-        return net.b((h + (x[:, :1] > 5) * h.mean(0).detach()).tanh())
-
-    return Stage(Net(forward, **_layers()), smooth, _batches())
+    h = net.a(x)
+    return net.b((h + (x[:, :1] > 5) * h.mean(0).detach()).tanh())
 
 
-@case("coupled")
-def a_factor_for_the_shorter_batch() -> Stage:
-    def forward(net, x):
-        return net.b(net.a(x).tanh()) * (1.0 if len(x) in (1, 2, 5) else 0.7)
-
-    return Stage(Net(forward, **_layers()), smooth, rows(5, 5, 3))
+@program("coupled", lambda: (_layers(), rows(5, 5, 3)))
+def a_factor_for_the_shorter_batch(net, x):
+    return net.b(net.a(x).tanh()) * (1.0 if len(x) in (1, 2, 5) else 0.7)
 
 
-@case("carries")
-def a_counter() -> Stage:
-    def forward(net, x):
-        net.calls += 1
-        return net.b(net.a(x).tanh()) * min(1.0, net.calls / 40)
-
-    return Stage(Net(forward, calls=0, **_layers()), smooth, rows(5, 5, 5))
+@program("carries", lambda: ({"calls": 0, **_layers()}, rows(5, 5, 5)))
+def a_counter(net, x):
+    net.calls += 1
+    return net.b(net.a(x).tanh()) * min(1.0, net.calls / 40)
 
 
 @case("carries")
@@ -131,18 +112,15 @@ def counters_in_all_kinds_of_places() -> Stage:
     return Stage(model, smooth, rows(5, 5, 5))
 
 
-@case("carries")
-def a_weight_that_is_kept_after_the_first_call() -> Stage:
-    def forward(net, x):
-        if net.ready is None:
-            net.ready = net.a.weight / net.a.weight.norm()
-            now = net.ready
-            net.ready = net.ready.detach()
-        else:
-            now = net.ready
-        return net.b((x @ now.T).tanh())
-
-    return Stage(Net(forward, ready=None, **_layers()), smooth, rows(5, 5, 5))
+@program("carries", lambda: ({"ready": None, **_layers()}, rows(5, 5, 5)))
+def a_weight_that_is_kept_after_the_first_call(net, x):
+    if net.ready is None:
+        net.ready = net.a.weight / net.a.weight.norm()
+        now = net.ready
+        net.ready = net.ready.detach()
+    else:
+        now = net.ready
+    return net.b((x @ now.T).tanh())
 
 
 @case("carries")
@@ -152,13 +130,10 @@ def a_weight_kept_with_its_graph() -> Stage:
     return Stage(model, smooth, rows(5, 5, 5))
 
 
-@case("carries")
-def a_parameter_that_the_forward_pass_changes() -> Stage:
-    def forward(net, x):
-        net.a.weight.data.mul_(0.9)
-        return net.b(net.a(x).tanh())
-
-    return Stage(Net(forward, **_layers()), smooth, rows(5, 5, 5))
+@program("carries", lambda: (_layers(), rows(5, 5, 5)))
+def a_parameter_that_the_forward_pass_changes(net, x):
+    net.a.weight.data.mul_(0.9)
+    return net.b(net.a(x).tanh())
 
 
 @case("carries")
@@ -209,16 +184,12 @@ def a_hook_on_a_parameter() -> Stage:
     return Stage(model, smooth, rows(5, 5, 5))
 
 
-@case("backward")
-def some_samples_without_gradient() -> Stage:
+@program("backward", lambda: (_layers(), _batches()))
+def some_samples_without_gradient(net, x):
     """No value changes; who has a gradient depends on the batch."""
-
-    def forward(net, x):
-        h = net.a(x).tanh()
-        first = x[:, :1] >= x[:, 0].topk(min(3, len(x))).values[-1]
-        return net.b(torch.where(first | (x[:, 0].max() < 5), h, h.detach()))
-
-    return Stage(Net(forward, **_layers()), smooth, _batches())
+    h = net.a(x).tanh()
+    first = x[:, :1] >= x[:, 0].topk(min(3, len(x))).values[-1]
+    return net.b(torch.where(first | (x[:, 0].max() < 5), h, h.detach()))
 
 
 def _plain() -> nn.Module:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.later.base import Batch, Net, Stage, case, rows, smooth
+from tests.later.base import Batch, Net, Stage, case, program, rows, smooth
 
 
 def _with(batches: list[Batch], *columns: list[list[float]]) -> list[Batch]:
@@ -51,25 +51,24 @@ def sorted_by_a_feature_with_ties() -> Stage:
     return Stage(Net(_sorted, **_two_layers()), smooth, _with(rows(4, 4, 4), keys))
 
 
-@case("moves")
-def gathered_and_scattered() -> Stage:
-    def forward(net, x, key):
-        order = key.argsort(descending=True)
-        h = net.a(x.gather(0, order[:, None].expand_as(x))).tanh()
-        return net.b(torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h))
-
-    return Stage(Net(forward, **_two_layers()), smooth, _with(rows(5, 5, 5), IN_ORDER))
+@program("moves", lambda: (_two_layers(), _with(rows(5, 5, 5), IN_ORDER)))
+def gathered_and_scattered(net, x, key):
+    order = key.argsort(descending=True)
+    h = net.a(x.gather(0, order[:, None].expand_as(x))).tanh()
+    return net.b(torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h))
 
 
-@case("moves")
-def routed_by_task_and_concatenated() -> Stage:
-    def forward(net, x, task):
-        order = torch.cat([(task == 0).nonzero(), (task == 1).nonzero()]).squeeze(1)
-        h = torch.cat([net.first(x[task == 0]), net.second(x[task == 1])]).tanh()
-        return net.b(h[order.argsort()])
-
-    model = Net(forward, first=nn.Linear(4, 7), second=nn.Linear(4, 7), b=nn.Linear(7, 3))
-    return Stage(model, smooth, _with(rows(5, 5, 5), TASKS))
+@program(
+    "moves",
+    lambda: (
+        {"first": nn.Linear(4, 7), "second": nn.Linear(4, 7), "b": nn.Linear(7, 3)},
+        _with(rows(5, 5, 5), TASKS),
+    ),
+)
+def routed_by_task_and_concatenated(net, x, task):
+    order = torch.cat([(task == 0).nonzero(), (task == 1).nonzero()]).squeeze(1)
+    h = torch.cat([net.first(x[task == 0]), net.second(x[task == 1])]).tanh()
+    return net.b(h[order.argsort()])
 
 
 @case("moves")
@@ -98,24 +97,16 @@ def entries_flattened_by_a_mask() -> Stage:
     return Stage(Net(forward, **_two_layers()), smooth, _with(batches, lengths))
 
 
-@case("moves")
-def rolled_by_the_data() -> Stage:
-    def forward(net, x, shift):
-        k = int(shift.sum()) % len(x)
-        return net.b(net.a(x.roll(k, 0)).tanh()).roll(-k, 0)
-
-    return Stage(
-        Net(forward, **_two_layers()), smooth, _with(rows(4, 4), [[0, 0, 0, 0], [1, 0, 2, 0]])
-    )
+@program("moves", lambda: (_two_layers(), _with(rows(4, 4), [[0, 0, 0, 0], [1, 0, 2, 0]])))
+def rolled_by_the_data(net, x, shift):
+    k = int(shift.sum()) % len(x)
+    return net.b(net.a(x.roll(k, 0)).tanh()).roll(-k, 0)
 
 
-@case("moves")
-def permuted_by_a_matrix() -> Stage:
-    def forward(net, x, key):
-        p = torch.eye(len(x), dtype=x.dtype)[key.argsort(descending=True)]
-        return p.T @ net.b(net.a(p @ x).tanh())
-
-    return Stage(Net(forward, **_two_layers()), smooth, _with(rows(5, 5, 5), IN_ORDER))
+@program("moves", lambda: (_two_layers(), _with(rows(5, 5, 5), IN_ORDER)))
+def permuted_by_a_matrix(net, x, key):
+    p = torch.eye(len(x), dtype=x.dtype)[key.argsort(descending=True)]
+    return p.T @ net.b(net.a(p @ x).tanh())
 
 
 @case("moves")
@@ -146,21 +137,15 @@ class Permuted(torch.autograd.Function):
 Permuted.__name__ = "Permute"
 
 
-@case("moves")
-def permuted_by_a_function() -> Stage:
-    def forward(net, x, key):
-        order = key.argsort(descending=True)
-        return net.b(Permuted.apply(net.a(Permuted.apply(x, order)).tanh(), order.argsort()))
-
-    return Stage(Net(forward, **_two_layers()), smooth, _with(rows(5, 5, 5), IN_ORDER))
+@program("moves", lambda: (_two_layers(), _with(rows(5, 5, 5), IN_ORDER)))
+def permuted_by_a_function(net, x, key):
+    order = key.argsort(descending=True)
+    return net.b(Permuted.apply(net.a(Permuted.apply(x, order)).tanh(), order.argsort()))
 
 
-@case("moves")
-def sorted_under_a_checkpoint() -> Stage:
-    def forward(net, x, key):
-        return checkpoint(lambda x, key: _sorted(net, x, key), x, key, use_reentrant=False)
-
-    return Stage(Net(forward, **_two_layers()), smooth, _with(rows(5, 5, 5), IN_ORDER))
+@program("moves", lambda: (_two_layers(), _with(rows(5, 5, 5), IN_ORDER)))
+def sorted_under_a_checkpoint(net, x, key):
+    return checkpoint(lambda x, key: _sorted(net, x, key), x, key, use_reentrant=False)
 
 
 @case("moves")
@@ -176,14 +161,11 @@ def moved_by_numpy_and_back_in_the_loss() -> Stage:
     return Stage(Net(forward, **_two_layers()), loss, _with(rows(5, 5, 5), IN_ORDER))
 
 
-@case("moves")
-def copied_into_place() -> Stage:
-    def forward(net, x, key):
-        order = key.argsort(descending=True)
-        h = net.a(x.index_select(0, order)).tanh()
-        return net.b(torch.empty_like(h).index_copy(0, order, h))
-
-    return Stage(Net(forward, **_two_layers()), smooth, _with(rows(5, 5, 5), IN_ORDER))
+@program("moves", lambda: (_two_layers(), _with(rows(5, 5, 5), IN_ORDER)))
+def copied_into_place(net, x, key):
+    order = key.argsort(descending=True)
+    h = net.a(x.index_select(0, order)).tanh()
+    return net.b(torch.empty_like(h).index_copy(0, order, h))
 
 
 @case("moves")

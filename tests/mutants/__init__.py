@@ -1,17 +1,9 @@
-"""Defects put into the engine on purpose, one at a time, and which guard of the product tells.
+"""Defects put into the package on purpose, one at a time, and which of its guards tells.
 
 python -m tests.mutants        prints the table
 """
 
-from tests.mutants import (  # noqa: F401  (importing files the mutants)
-    blocks,
-    files,
-    formulas,
-    graph,
-    others,
-    reductions,
-    rules,
-)
+from tests.mutants import blocks, engine, files, hooks  # noqa: F401  (importing files the mutants)
 from tests.mutants.base import MUTANTS, Mutant, Scenario, wrong
 
 __all__ = ["MUTANTS", "Mutant", "Scenario", "wrong"]

@@ -2,22 +2,13 @@
 
 import warnings
 
-import pytest
-
 from tests.mutants import MUTANTS
 
-
-def main() -> None:
-    """Put each defect in, ask, and print a Markdown table of who told."""
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print("| where | mutant | defect | caught by |\n|---|---|---|---|")
+    print("| file | mutant | defect | caught by |\n|---|---|---|---|")
     for mutant in MUTANTS.values():
-        with pytest.MonkeyPatch.context() as patch:
-            mutant.install(patch)
+        with mutant.planted():
             found = mutant.scenario.caught_by()
         guard = found or ("only the tests" if mutant.test else "NOTHING")
-        print(f"| {mutant.room} | {mutant.name} | {mutant.defect} | {guard} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        print(f"| {mutant.file} | {mutant.name} | {mutant.defect} | {guard} |", flush=True)

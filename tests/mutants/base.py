@@ -1,16 +1,20 @@
-"""What a mutant is, and the tools to make one."""
+"""What a mutant is, and how it gets into the functions that are loaded."""
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import getattr_static
-from typing import Any, Protocol
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Protocol
 
 import numpy as np
-import pytest
+
+import gradscope
 
 Numbers = Mapping[str, np.ndarray]
-Patch = pytest.MonkeyPatch
-Install = Callable[[Patch], None]
 
 GUARDS = {
     "certificate": "the proof of the first batch, or what is tried before it",
@@ -20,55 +24,108 @@ GUARDS = {
     "seal": "the checksums that a reader compares",
     "tests": "nothing but the test suite",
 }
+_PACKAGE = Path(gradscope.__file__).parent
 TOLERANCE = 1e-6  # of an answer in float64, relative to the largest number of its kind
 
 
 class Scenario(Protocol):
     """Something that a user asks for, small enough to be done in a moment."""
 
-    name: str
-
     def numbers(self) -> Numbers:
-        """Return the answer, with every guard that can be left out left out."""
+        """Return the answer, with all guards off that can be switched off."""
 
     def right(self) -> Numbers:
         """Return what it should be, computed without the engine in float64."""
 
     def caught_by(self) -> str | None:
-        """Ask with all guards; return the first that objects, or None."""
+        """Ask with all guards on; return the name of the first that refuses, or None."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A defect."""
+    """A defect: one piece of a file's text that is replaced."""
 
-    name: str  # of it
-    room: str  # the part of the engine that it is in
+    file: str  # of the package
+    name: str
     defect: str  # what is wrong, in a line
+    old: str  # text that the file has exactly once
+    new: str  # what stands there under the defect; names are those that the file knows
     scenario: Scenario  # where it shows
     guard: str  # what has to catch it
-    install: Install  # puts it in
-    # of the test suite; fails under the defect, where no guard of the product can tell
+    # of the test suite; fails under the defect, where no guard of the package can tell
     test: Callable[[], None] | None = None
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Have every function of the file that is loaded run as if it had the new text.
+
+        Methods, registered, decorated and imported functions are still the objects they were: it
+        is their code that changes, and the functions inside them with it.
+        """
+        path = str(_PACKAGE / self.file)
+        source = Path(path).read_text()
+        said = f"mutant {self.name!r}: {self.file} is to have its old text once"
+        assert source.count(self.old) == 1, f"{said}, not {source.count(self.old)} times; mend it"
+        before, after = (_codes(s, path) for s in (source, source.replace(self.old, self.new)))
+        changed = {code: after[key] for key, code in before.items() if after.get(key, code) != code}
+        every = (f for f in _functions() if f.__code__.co_filename == path)
+        held = [(f, f.__code__) for f in every if f.__code__ in changed]
+        assert held, f"mutant {self.name!r}: no loaded function of {self.file} has its old text"
+        try:
+            for function, code in held:
+                if len(function.__closure__ or ()) == len(changed[code].co_freevars):
+                    function.__code__ = changed[code]
+            yield
+        finally:
+            for function, code in held:
+                function.__code__ = code
+
+
+@cache
+def _codes(source: str, path: str) -> dict[tuple[str, int], CodeType]:
+    """Return the code objects of a module by their names, and how often the name came before."""
+    found: dict[tuple[str, int], CodeType] = {}
+    left = [compile(source, path, "exec", dont_inherit=True)]
+    while left:
+        code = left.pop()
+        number = 0
+        while (code.co_qualname, number) in found:
+            number += 1
+        found[code.co_qualname, number] = code
+        left += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return found
+
+
+@cache
+def _functions() -> list[FunctionType]:
+    """Return all functions of the package in memory, once all files with mutants are loaded."""
+    for mutant in MUTANTS.values():
+        if (_PACKAGE / mutant.file).exists():
+            name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            import_module(f"gradscope.{name}")
+    gc.unfreeze()  # tests/conftest.py freezes what is imported, which hides it from `get_objects`
+    every = [f for f in gc.get_objects() if type(f) is FunctionType]
+    gc.freeze()
+    return [f for f in every if f.__code__.co_filename.startswith(str(_PACKAGE))]
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    name: str,
-    room: str,
-    defect: str,
+    file: str,
+    text: str,
+    old: str,
+    new: str,
     scenario: Scenario,
-    guard: str,
-    install: Install,
+    guard: str = "certificate",
     test: Callable[[], None] | None = None,
 ) -> None:
-    """File a mutant under its name."""
-    assert name not in MUTANTS, name
-    assert guard in GUARDS, guard
-    assert (guard == "tests") == (test is not None), name
-    MUTANTS[name] = Mutant(name, room, defect, scenario, guard, install, test)
+    """File a mutant; `text` is "its name: what is wrong"."""
+    name, _, defect = text.partition(": ")
+    guard = "tests" if test else guard
+    assert name not in MUTANTS and guard in GUARDS, name
+    MUTANTS[name] = Mutant(file, name, defect, old, new, scenario, guard, test)
 
 
 def wrong(found: Numbers, right: Numbers) -> list[str]:
@@ -83,48 +140,3 @@ def _close(found: np.ndarray | None, right: np.ndarray) -> bool:
     loose = 1e-4 if found.dtype == np.float32 else TOLERANCE
     size = float(np.abs(right).max(initial=0.0))
     return bool(np.allclose(found, right, rtol=0.0, atol=loose * size + 1e-12))
-
-
-def around(owner: Any, name: str, make: Callable[..., Any], *more: Any) -> Install:
-    """Put `make(original, ...)` in the place of a function or method, in each of the owners."""
-
-    def install(patch: Patch) -> None:
-        found = getattr_static(owner, name)
-        if isinstance(found, staticmethod | property):
-            inner = found.__func__ if isinstance(found, staticmethod) else found.fget
-            made: Any = type(found)(make(inner))
-        else:
-            made = make(found)
-        for place in (owner, *more):
-            patch.setattr(place, name, made)
-
-    return install
-
-
-def entry(table: Any, key: str, make: Callable[..., Any]) -> Install:
-    """Put `make(original)` in the place of an entry of a registry or a table."""
-    held = getattr(table, "_entries", table)
-    return lambda patch: patch.setitem(held, key, make(held[key]))
-
-
-def after(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what makes a function's result another: `change(result, *arguments)`."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: change(original(*args, **kwargs), *args)
-
-    return make
-
-
-def before(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gives a function other arguments: `change(*arguments)` is a tuple of them."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: original(*change(*args), **kwargs)
-
-    return make
-
-
-def always(value: Any) -> Callable[..., Any]:
-    """Return what puts a function in a place that answers the same whatever it is asked."""
-    return lambda original: lambda *args, **kwargs: value

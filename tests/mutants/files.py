@@ -1,236 +1,103 @@
 """Defects on the way into a result file: rows, columns, states, chunks, checksums, the seal."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import h5py
-import numpy as np
-import torch
-from torch import Tensor
-
-from gradscope.blocks import Gradients, OuterBlock
-from gradscope.run import execute
-from gradscope.run.merging import Merge
-from gradscope.storage import Rows, Writer
-from gradscope.storage.format import seal
-from gradscope.storage.write import finish
-from gradscope.storage.write.region import Region
-from gradscope.storage.write.target import Target
-from tests.mutants.base import Install, after, around, before, mutant
+from tests.mutants.base import mutant
 from tests.mutants.written import Written
 
+plain = partial(mutant, scenario=Written("plain"), guard="completion")
+rows = partial(plain, "run/execute.py")
+region = partial(plain, "storage/write/region.py")
+target = partial(plain, "storage/write/target.py")
+sealed = partial(plain, "storage/write/create.py", guard="seal")
 
-def _caught(name: str, defect: str, scenario: Written, guard: str, install: Install) -> None:
-    mutant(name, "files", defect, scenario, guard, install)
-
-
-PLAIN = Written("plain")
-
-
-def _of_rows(change: Callable[[Rows], Rows]) -> Install:
-    return around(execute, "rows_of", after(lambda rows, *_: change(rows)))
-
-
-_caught(
-    "index off by one",
-    "samples are recorded by the position after theirs",
-    PLAIN,
-    "completion",
-    _of_rows(lambda rows: replace(rows, index=rows.index + 1)),
+rows(
+    "index off by one: samples are recorded by the position after theirs",
+    "index=batch.index,",
+    "index=batch.index + 1,",
 )
-_caught(
-    "norms shifted by a row",
-    "a column of norms begins with the last sample of the batch",
-    PLAIN,
-    "completion",
-    _of_rows(
-        lambda rows: replace(rows, norms={k: v.roll(1, 0) for k, v in rows.norms.items()}),
-    ),
+rows(
+    "norms shifted by a row: a column of norms begins with the last sample of the batch",
+    "{name: mean(value.sqrt(), shown) for",
+    "{name: mean(value.sqrt(), shown).roll(1, 0) for",
 )
-
-
-def _first_twice(gradients: Gradients | None) -> Gradients | None:
-    if gradients is None:
-        return None
-    return gradients.select(torch.arange(gradients.n).sub(1).clamp_min(0))
-
-
-_caught(
-    "a row written twice",
-    "the first row of every batch is stored twice, and the last one not",
-    PLAIN,
-    "completion",
-    _of_rows(lambda rows: replace(rows, chains=tuple(map(_first_twice, rows.chains)))),
+rows(
+    "a row written twice: the first row of every batch is stored twice, and the last one not",
+    "else chain.rows(gradients, problem, shown)",
+    "else chain.rows(gradients, problem, shown)"
+    ".select(torch.arange(gradients.n).sub(1).clamp_min(0))",
 )
-
-
-def _rounded(region: Region, values: Tensor, target: Target) -> tuple[Any, ...]:
-    wide = values.is_floating_point()
-    return region, values.half().to(values.dtype) if wide else values, target
-
-
-_caught(
-    "rounded to half",
-    "numbers go through half precision on their way to the file",
-    PLAIN,
-    "completion",
-    around(Region, "add", before(_rounded)),
+region(
+    "rounded to half: numbers go through half precision on their way to the file",
+    "as_bytes(values), self.mark",
+    "as_bytes(values.half().to(values.dtype) if values.is_floating_point() else values), self.mark",
 )
-
-
-def _chunks_late(region: Region, chunks: Any, target: Target) -> tuple[Any, ...]:
-    def later(start: int, data: np.ndarray) -> int:
-        there = start + region.chunks.chunk
-        return there if there + len(data) <= region.chunks.size else start
-
-    return region, [(later(start, data), data) for start, data in chunks], target
-
-
-_caught(
-    "offset of a chunk too many",
-    "chunks of rows are written one chunk further than they belong",
-    PLAIN,
-    "completion",
-    around(Region, "_write", before(_chunks_late)),
+region(
+    "offset of a chunk too many: chunks of rows are written one chunk further on",
+    "[self.chunks.number(start) for start, _ in chunks]",
+    "[min(self.chunks.number(start) + 1, self.chunks.count - 1) for start, _ in chunks]",
 )
-_caught(
-    "checksum not kept",
-    "the checksum of a piece is not taken when it is written",
-    PLAIN,
-    "completion",
-    around(Target, "write_chunks", after(lambda found, *_: [0] * len(found))),
+target(
+    "checksum not kept: the checksum of a piece is not taken when it is written",
+    "sums.append(crc32c(end, crc32c(data.data)))",
+    "sums.append(0)",
 )
-
-
-def _without_tail(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add(self: Region, values: Tensor, target: Target) -> None:
-        original(self, values, target)
-        self.mark = replace(self.mark, tail=np.zeros_like(self.mark.tail))
-
-    return add
-
-
-_caught(
-    "held back and lost",
-    "rows that wait until their chunk is full are zeros when it is",
-    PLAIN,
-    "completion",
-    around(Region, "add", _without_tail),
+region(
+    "held back and lost: rows that wait until their chunk is full are zeros when it is",
+    "position=position, tail=tail)",
+    "position=position, tail=np.zeros_like(tail))",
 )
-
-
-def _short_once(original: Callable[..., bytes]) -> Callable[..., bytes]:
-    asked: list[int] = []
-
-    def digest(descriptor: int, table: np.ndarray, size: int) -> bytes:
-        asked.append(size)
-        return original(descriptor, table, size - 16 if len(asked) == 1 else size)
-
-    return digest
-
-
-_caught(
-    "seal of other bytes",
-    "the seal is taken over the file without its last bytes",
-    PLAIN,
-    "completion",
-    around(seal, "_digest", _short_once),
+plain(
+    "storage/format/seal.py",
+    "seal of other bytes: the seal is taken over the file without its last bytes",
+    "_digest(descriptor, stored, size)",
+    "_digest(descriptor, stored, size - 16)",
 )
-
-
-def _renamed(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"first.bias", b"first.bier"))
-
-
-def _written_late(path: Path) -> None:
-    with h5py.File(path, "r", locking=False) as file:
-        place = file["chains/0/first.weight"].id.get_chunk_info(0).byte_offset
-    with path.open("r+b") as raw:
-        raw.seek(place)
-        raw.write(bytes(64))
-
-
-def _then(change: Callable[[Path], None]) -> Install:
-    return around(finish, "sync_folder", after(lambda _, path: change(path)))
-
-
-_caught(
-    "changed after the seal",
-    "a name is written over in a file that is sealed",
-    PLAIN,
-    "seal",
-    _then(_renamed),
+sealed(
+    "changed after the seal: a name is written over in a file that is sealed",
+    "    sync_folder(paths.final)",
+    "    data = paths.final.read_bytes()\n"
+    "    paths.final.write_bytes(data.replace(b'first.bias', b'first.bier'))",
 )
-_caught(
-    "written too late",
-    "a thread writes zeros over rows of a file that is complete",
-    PLAIN,
-    "seal",
-    _then(_written_late),
+sealed(
+    "written too late: a thread writes zeros over rows of a file that is complete",
+    "    sync_folder(paths.final)",
+    "    late = regions.by_path['/chains/0/first.weight'].extents[0, 0]\n"
+    "    with paths.final.open('r+b') as file:\n"
+    "        file.seek(int(late))\n"
+    "        file.write(bytes(64))",
 )
-
-
-def _next_left(found: Any, *_: Any) -> Any:
-    return found._replace(tensors=found.tensors | {"left": found.tensors["left"].roll(1, 0)})
-
-
-_caught(
-    "factors of two samples",
-    "one of the two factors that a row is stored as is that of the next sample",
-    Written("factored"),
-    "completion",
-    around(OuterBlock, "factors", after(_next_left)),
+plain(
+    "blocks/outer.py",
+    "factors of two samples: one of the two factors of a row is that of the next sample",
+    '{"left": self.left,',
+    '{"left": self.left.roll(1, 0),',
+    scenario=Written("factored"),
 )
-
-
-def _first_chunk(target: Target, path: str, start: int, data: np.ndarray) -> tuple[Any, ...]:
-    return target, path, 0 if path.startswith("/chains") else start, data
-
-
-_caught(
-    "chunks in one place",
-    "every compressed chunk is written where the first one is",
-    Written("packed"),
-    "completion",
-    around(Target, "pack_chunk", before(_first_chunk)),
+target(
+    "chunks in one place: every compressed chunk is written where the first one is",
+    "np.unravel_index(start // ",
+    "np.unravel_index(start * (not path.startswith('/chains')) // ",
+    scenario=Written("packed"),
 )
-
-
-def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Writer, *args: Any, **more: Any) -> None:
-        original(self, *args, **more)
-        self.states = {k: v for k, v in self.states.items() if k == execute.PROGRESS}
-
-    return init
-
-
-_caught(
-    "state lost on the way",
-    "a run that goes on begins its sums anew",
-    Written("resumed"),
-    "completion",
-    around(Writer, "__init__", _forgetting),
+plain(
+    "storage/write/writer.py",
+    "state lost on the way: a run that goes on begins its sums anew",
+    "self.states: Any = self._point.states\n",
+    "self.states: Any = {k: v for k, v in self._point.states.items() if k == 'progress'}\n",
+    scenario=Written("resumed"),
 )
-_caught(
-    "last part for the whole",
-    "of files that are merged, aggregates are those of the last",
-    Written("merged"),
-    "completion",
-    around(Merge, "_merge_of", lambda original: lambda self, owner: lambda a, b: b),
+plain(
+    "run/merging.py",
+    "last part for the whole: of files that are merged, aggregates are those of the last",
+    "self.states[owner] = state if before is None else",
+    "self.states[owner] = state if True else",
+    scenario=Written("merged"),
 )
-_caught(
-    "batch reduced twice",
-    "every batch is added to the sums two times",
-    PLAIN,
-    "completion",
-    around(
-        import_module("gradscope.engine.fold"),
-        "_updated",
-        lambda original: (
-            lambda chains, states, *more: original(chains, original(chains, states, *more), *more)
-        ),
-    ),
+plain(
+    "engine/fold.py",
+    "batch reduced twice: every batch is added to the sums two times",
+    "        own = next(made) if start is None else start",
+    "        own = next(made) if start is None else start\n"
+    "        own = chain.reducer.merge(own, own)",
 )

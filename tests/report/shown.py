@@ -8,7 +8,8 @@ import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 
-from gradscope.stats import RunReport, difference, read_history, record, summarize
+from gradscope.run import RunReport
+from gradscope.stats import difference, read_history, record, summarize
 from tests.stats.fakes import FakeFile, fake
 
 WIDTHS = (20, 40, 80, 200)

@@ -38,18 +38,9 @@ def on_terminal(**options):
     return found
 
 
-def piped(**options):
-    stream = io.StringIO()
-    console(file=stream, **options).print(Text("word", style="bold red"))
-    return stream.getvalue()
-
-
 def test_colour_on_a_terminal(environment):
     assert "\x1b[1;31mword" in on_terminal()
     assert "31" not in on_terminal(color=False)
-
-
-def test_no_color(environment):
     environment(NO_COLOR="1")
     assert "31" not in on_terminal()
     assert "word" in on_terminal()
@@ -57,7 +48,9 @@ def test_no_color(environment):
 
 def test_force_color_brings_no_escapes_to_a_pipe(environment):
     environment(FORCE_COLOR="1", TTY_COMPATIBLE="1")
-    assert piped() == "word\n"
+    stream = io.StringIO()
+    console(file=stream).print(Text("word", style="bold red"))
+    assert stream.getvalue() == "word\n"
 
 
 def test_width_of_a_pipe(environment):
@@ -80,28 +73,30 @@ def test_old_locale(environment):
         assert raw.getvalue().decode("latin-1") == "? ?g? é\n"
 
 
-def rendered(error, width=40):
+CARET = f"  {'clip | ' * 20}mean\n  {' ' * 140}^"
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (SpecError("no such thing"), "no such thing"),
+        (
+            SpecError("no such thing", where="run.toml: loss", remedy="Did you mean 'mse'?"),
+            "run.toml: loss: no such thing\nDid you mean 'mse'?",
+        ),
+        (SpecError("bad", remedy=CARET), f"bad\n{CARET}"),  # the caret stays in its place
+        (
+            SpecError("[bold]\x1b[2J", where="[/x]\x07", remedy="\x9b31m:smile:"),
+            "[/x]\\x07: [bold]\\x1b[2J\n\\x9b31m:smile:",
+        ),
+    ],
+)
+def test_an_error_is_plain_text(error, shown):
     stream = io.StringIO()
     target = console(file=stream)
-    target.width = width
+    target.width = 40
     render_error(error, target)
-    return stream.getvalue()
-
-
-def test_error():
-    error = SpecError("no such thing", where="run.toml: loss", remedy="Did you mean 'mse'?")
-    assert rendered(error) == "error: run.toml: loss: no such thing\nDid you mean 'mse'?\n"
-    assert rendered(SpecError("no such thing")) == "error: no such thing\n"
-
-
-def test_error_keeps_a_caret_in_its_place():
-    picture = f"  {'clip | ' * 20}mean\n  {' ' * 140}^"
-    assert rendered(SpecError("bad", remedy=picture)) == f"error: bad\n{picture}\n"
-
-
-def test_error_is_plain_text():
-    error = SpecError("[bold]\x1b[2J", where="[/x]\x07", remedy="\x9b31m:smile:")
-    assert rendered(error) == "error: [/x]\\x07: [bold]\\x1b[2J\n\\x9b31m:smile:\n"
+    assert stream.getvalue() == f"error: {shown}\n"
 
 
 class Clock:
@@ -124,27 +119,34 @@ def run(batches, total, seconds_each, **options):
     return file.getvalue().splitlines()
 
 
-def test_lines_come_every_few_seconds_and_at_the_end():
-    lines = run([range(10)] * 8, 80, seconds_each=2.0)
-    assert lines == [
-        "30 of 80 samples, 5.00 samples/s, 10 s left",
-        "60 of 80 samples, 5.00 samples/s, 4 s left",
-        "80 samples in 16 s, 5.00 samples/s",
-    ]
-
-
-def test_unknown_total_and_other_units():
-    lines = run(["ab", "c"], None, seconds_each=6.0, unit="files", size=lambda _: 1)
-    assert lines == [
-        "1 file, 0.167 files/s",
-        "2 files, 0.167 files/s",
-        "2 files in 12 s, 0.167 files/s",
-    ]
-
-
-def test_quiet_and_empty():
-    assert run([[1]] * 3, 3, 9.0, quiet=True) == []
-    assert run([], 0, 1.0) == ["0 samples in 0 ms"]
+@pytest.mark.parametrize(
+    ("batches", "total", "each", "options", "lines"),
+    [
+        (
+            [range(10)] * 8,
+            80,
+            2.0,
+            {},
+            [
+                "30 of 80 samples, 5.00 samples/s, 10 s left",
+                "60 of 80 samples, 5.00 samples/s, 4 s left",
+                "80 samples in 16 s, 5.00 samples/s",
+            ],
+        ),
+        (
+            ["ab", "c"],
+            None,
+            6.0,
+            {"unit": "files", "size": lambda _: 1},
+            ["1 file, 0.167 files/s", "2 files, 0.167 files/s", "2 files in 12 s, 0.167 files/s"],
+        ),
+        ([[1]] * 3, 3, 9.0, {"quiet": True}, []),
+        ([], 0, 1.0, {}, ["0 samples in 0 ms"]),
+    ],
+    ids=["total", "unknown", "quiet", "empty"],
+)
+def test_lines_come_every_few_seconds_and_at_the_end(batches, total, each, options, lines):
+    assert run(batches, total, each, **options) == lines
 
 
 def test_no_final_line_after_an_error():

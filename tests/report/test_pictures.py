@@ -12,7 +12,7 @@ from gradscope.errors import OutputError, SpecError
 from gradscope.report import plot_stats, plots, write_html
 from gradscope.stats import Summary, summarize
 from tests.pages import ROOT
-from tests.report.shown import LAYERS, NASTY, steps, summary_of, two
+from tests.report.shown import NASTY, steps, summary_of, two
 from tests.stats.fakes import FakeFile, fake, plain
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -21,21 +21,20 @@ HEADS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf", ".PNG"])
 def test_formats(tmp_path, suffix):
-    for k, found in enumerate((summary_of(NASTY), two(LAYERS), steps(tmp_path, 9))):
-        path = tmp_path / f"{k}{suffix}"
-        plot_stats(found, path)
-        assert path.read_bytes().startswith(HEADS[suffix.lower()])
+    path = tmp_path / f"out{suffix}"
+    plot_stats(two(["w"]), path)
+    assert path.read_bytes().startswith(HEADS[suffix.lower()])
 
 
 def test_picture_holds_names_and_outliers(tmp_path):
     path = tmp_path / "out.svg"
-    summary = summary_of(NASTY)
-    plot_stats(summary, path)
+    found = two(NASTY)
+    plot_stats(found, path)
     texts = {"".join(e.itertext()) for e in ElementTree.parse(path).iter(f"{SVG}text")}
     assert texts >= {"[conv1].weight", "$x_{", "<script>alert(1)</script>", r"\x1b[31mred\x1b[0m"}
-    assert texts >= {str(row.index) for row in summary.samples[:5]}
+    assert texts >= {str(row.index) for row in found.samples[:5]}
     again = tmp_path / "again.svg"
-    plot_stats(summary, again)
+    plot_stats(found, again)
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -59,51 +58,43 @@ def test_bars_have_the_values_of_the_rows():
         plain(np.zeros((4, 2)), loss=np.zeros(4)),
         plain(np.ones((4, 2))),
         plain(np.array([[0.0], [1e-30], [1e30]]), loss=np.array([0.0, 1e-9, 1e9])),
-        FakeFile({f"layer{k}": np.ones((2, 1)) * k for k in range(60)}, np.ones(2)),
+        FakeFile({f"layer{k}": np.ones((2, 1)) * k for k in range(50)}, np.ones(2)),
     ],
     ids=["one", "none-finite", "zeros", "equal", "wide", "deep"],
 )
 def test_unusual_files(tmp_path, file):
-    summary = summarize(file)
-    for found in (summary, Summary.from_json(summary.to_json())):
-        plot_stats(found, tmp_path / "out.png")
-        write_html(found, tmp_path / "out.html")
-        assert (tmp_path / "out.html").read_text().endswith("</html>\n")
+    write_html(summarize(file), tmp_path / "out.html")
+    assert (tmp_path / "out.html").read_text().endswith("</html>\n")
 
 
-def test_other_suffix_is_refused(tmp_path):
+def test_what_cannot_be_written(tmp_path, monkeypatch):
+    summary = summary_of(["w"])
     with pytest.raises(SpecError, match=r"\.png, \.svg, \.pdf"):
-        plot_stats(summary_of(["w"]), tmp_path / "out.jpg")
-
-
-def test_without_matplotlib(tmp_path, monkeypatch):
+        plot_stats(summary, tmp_path / "out.jpg")
+    for write in (plot_stats, write_html):
+        with pytest.raises(OutputError, match="No such file"):
+            write(summary, tmp_path / "absent" / "out.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SpecError, match=r"gradscope\[plot\]"):
-        plot_stats(summary_of(["w"]), tmp_path / "out.png")
-    write_html(summary_of(["w"]), tmp_path / "out.html")
+        plot_stats(summary, tmp_path / "out.png")
+    write_html(summary, tmp_path / "out.html")
     assert "<svg" not in (tmp_path / "out.html").read_text()
-
-
-def test_where_nothing_can_be_written(tmp_path):
-    with pytest.raises(OutputError, match="No such file"):
-        plot_stats(summary_of(["w"]), tmp_path / "absent" / "out.png")
-    with pytest.raises(OutputError, match="No such file"):
-        write_html(summary_of(["w"]), tmp_path / "absent" / "out.html")
 
 
 class Page(HTMLParser):
     """Collects what matters of a page, and checks that tags close in order."""
 
-    def __init__(self, text):
+    def __init__(self, result, folder):
         super().__init__()
         self.open, self.tags, self.attributes, self.rows = [], [], [], []
-        self.feed(text)
+        write_html(result, folder / "out.html")
+        self.text = (folder / "out.html").read_text(encoding="utf-8")
+        self.feed(self.text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *a) for a in attrs]
+        self.handle_startendtag(tag, attrs)
         if tag not in ("meta", "br"):
             self.open.append(tag)
         if tag == "tr":
@@ -123,60 +114,52 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data.strip("\n")
 
 
-@pytest.fixture
-def page(tmp_path):
-    summary = summary_of(NASTY, path="<b>run</b>.h5")
-    write_html(summary, tmp_path / "out.html")
-    return (tmp_path / "out.html").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return Page(summary_of(NASTY, path="<b>run</b>.h5"), tmp_path_factory.mktemp("page"))
 
 
 def test_page_is_well_formed_and_escaped(page):
-    found = Page(page)
-    assert found.tags.count("script") == 1  # ours
-    assert "b" not in found.tags
-    first = next(k for k, row in enumerate(found.rows) if row[0] == "parameter") + 1
-    assert [row[0] for row in found.rows[first : first + len(NASTY)]] == [
+    assert page.tags.count("script") == 1  # ours
+    assert "b" not in page.tags
+    first = next(k for k, row in enumerate(page.rows) if row[0] == "parameter") + 1
+    assert [row[0] for row in page.rows[first : first + len(NASTY)]] == [
         "[conv1].weight", "[/bold]", "[red]x[/red]", r"\x1b[31mred\x1b[0m", r"a\nb", ":smile:",
         "$x_{", "<script>alert(1)</script>", "a&b\"'",
     ]  # fmt: skip
-    assert "\x1b" not in page
-    assert found.tags.count("button") > 8 + 5
-    assert found.tags.count("caption") == found.tags.count("table")
-    assert found.tags.count("details") == found.tags.count("summary") > 5
+    assert "\x1b" not in page.text
+    assert page.tags.count("button") > 8 + 5
+    assert page.tags.count("caption") == page.tags.count("table")
+    assert page.tags.count("details") == page.tags.count("summary") > 5
 
 
-def test_page_needs_no_network(page):
-    for tag, name, value in Page(page).attributes:
+def test_page_needs_no_network_and_takes_the_colours_of_the_reader(page):
+    for tag, name, value in page.attributes:
         if name in ("src", "href", "xlink:href"):
             assert value.startswith(("#", "data:image/png;base64,")), (tag, value)
-    assert not re.search(r"@import|url\((?!#)", page)
-
-
-def test_page_takes_the_colours_of_the_reader(page):
-    assert "prefers-color-scheme: dark" in page
-    assert "currentColor" in page
-    assert "#010203" not in page  # the placeholder
+    assert not re.search(r"@import|url\((?!#)", page.text)
+    assert "prefers-color-scheme: dark" in page.text
+    assert "currentColor" in page.text
+    assert "#010203" not in page.text  # the placeholder
 
 
 def test_page_sorts_by_full_numbers(page):
-    summary = summary_of(NASTY)
-    values = [float(v) for _, name, v in Page(page).attributes if name == "data-value"]
-    for row in summary.parameters:
+    values = [float(v) for _, name, v in page.attributes if name == "data-value"]
+    for row in summary_of(NASTY).parameters:
         assert {row.mean_norm, row.max_norm, row.share, float(row.entries)} <= set(values)
 
 
-def test_pages_of_two_files_and_of_a_history(tmp_path):
-    for found in (two([*NASTY, "<script>"]), steps(tmp_path, 9)):
-        write_html(found, tmp_path / "out.html")
-        page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+def test_pages_of_two_files_of_a_history_and_of_what_is_read_back(tmp_path):
+    read_back = Summary.from_json(summary_of(["w"]).to_json())
+    for found in (two([*NASTY[:3], "<script>"]), steps(tmp_path, 9), read_back):
+        page = Page(found, tmp_path)
         assert page.tags.count("script") == 1
         assert "b" not in page.tags
         assert page.tags.count("figure") > 1
 
 
 def test_every_picture_and_scrolled_region_has_a_name(tmp_path):
-    write_html(summarize(fake(40), nearest=100), tmp_path / "out.html")
-    page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
+    page = Page(summarize(fake(40), nearest=100), tmp_path)
     named = [tag for tag, name, value in page.attributes if name == "aria-label" and value]
     assert named.count("svg") == page.tags.count("svg") == 7
     roles = sum(name == "role" for tag, name, _ in page.attributes if tag == "div")

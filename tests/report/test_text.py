@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gradscope.report import text
+from gradscope.report.console import fit_names, visible
 from gradscope.stats import sections
 
 GPT = [
@@ -17,25 +17,25 @@ GPT = [
 
 @pytest.mark.parametrize("width", [24, 28, 32])
 def test_layers_of_a_transformer_are_told_apart(width):
-    cut = text.fit_names(GPT, width)
+    cut = fit_names(GPT, width)
     assert len(set(cut)) == len(GPT)
     assert all(cell_len(name) <= width for name in cut)
-    assert text.fit_names(GPT, 16) == GPT  # no cut tells them apart: they will wrap
+    assert fit_names(GPT, 16) == GPT  # no cut tells them apart: they will wrap
 
 
 def test_short_names_are_left_alone():
-    assert text.fit_names(["a.weight", "b.weight"], 8) == ["a.weight", "b.weight"]
+    assert fit_names(["a.weight", "b.weight"], 8) == ["a.weight", "b.weight"]
 
 
 def test_names_that_no_cut_tells_apart_stay_whole():
     names = ["a" * 30 + "x" + "a" * 30, "a" * 30 + "y" + "a" * 30]
-    assert text.fit_names(names, 16) == names
+    assert fit_names(names, 16) == names
 
 
 @given(st.sets(st.text("ab.é層", min_size=1, max_size=24), max_size=12), st.integers(5, 20))
 def test_no_two_names_become_alike(names, width):
     ordered = sorted(names)
-    shown = text.fit_names(ordered, width)
+    shown = fit_names(ordered, width)
     assert len(set(shown)) == len(ordered)
     cut = [new for new, old in zip(shown, ordered, strict=True) if new != old]
     assert all(cell_len(name) <= width for name in cut)
@@ -53,8 +53,8 @@ def test_no_two_names_become_alike(names, width):
     ],
 )
 def test_visible(raw, shown):
-    assert text.visible(raw) == shown
-    assert text.visible("a\nb", keep="\n") == "a\nb"
+    assert visible(raw) == shown
+    assert visible("a\nb", keep="\n") == "a\nb"
 
 
 @given(st.floats(-1e99, 1e99).filter(lambda v: v == 0 or abs(v) > 1e-99))

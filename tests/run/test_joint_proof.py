@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradscope.run.merging import combined
+from gradscope.run.outcome import combined
 from gradscope.stats import Proof
 from gradscope.storage import Part
 

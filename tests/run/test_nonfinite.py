@@ -92,7 +92,7 @@ def test_samples_that_are_not_finite_are_not_counted_twice(folder: Path) -> None
     assert found.chains_nonfinite[3] == recounted(folder / "o.h5")[3] > 0
 
 
-@pytest.mark.parametrize("chain", OVERFLOWING)
+@pytest.mark.parametrize("chain", OVERFLOWING[:4])  # in rows, after a reducer, before one
 def test_to_fail_leaves_no_result(folder: Path, chain: str) -> None:
     options: dict[str, Any] = {"transform": [chain], "dtype": "float32", "nonfinite": "fail"}
     with pytest.raises(NonFiniteError) as caught:

@@ -32,10 +32,16 @@ def contents(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> dict[str, np.ndarray]:
-    compute(prepare(spec()), tmp_path / "whole.h5")
-    return contents(tmp_path / "whole.h5")
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline") / "whole.h5"
+    compute(prepare(spec()), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(file: Path) -> dict[str, np.ndarray]:
+    return contents(file)
 
 
 def test_the_chains_follow_from_the_rows(whole: dict[str, np.ndarray]) -> None:
@@ -57,7 +63,7 @@ def test_the_chains_follow_from_the_rows(whole: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "backend"),
-    [(1, "hooks"), (7, "hooks"), (1000, "hooks"), (64, "vmap"), (7, "expand"), (64, "loop")],
+    [(1, "hooks"), (7, "hooks"), (64, "vmap"), (7, "expand"), (64, "loop")],
 )
 def test_batch_size_and_backend_change_nothing(
     whole: dict[str, np.ndarray], tmp_path: Path, batch_size: int, backend: str
@@ -70,23 +76,21 @@ def test_batch_size_and_backend_change_nothing(
 
 @pytest.mark.parametrize("layout", ["auto", "factored"])
 def test_layouts_hold_the_same_rows(
-    whole: dict[str, np.ndarray], tmp_path: Path, layout: str
+    file: Path, whole: dict[str, np.ndarray], tmp_path: Path, layout: str
 ) -> None:
     path = tmp_path / "other.h5"
     report = compute(prepare(spec(layout=layout)), path)
-    with open_file(path) as file:
-        assert any(array.representation == "factored" for array in file.chains[0].values())
+    with open_file(path) as opened:
+        assert any(array.representation == "factored" for array in opened.chains[0].values())
     assert report.bytes is not None
-    assert report.bytes < (tmp_path / "whole.h5").stat().st_size / 3
+    assert report.bytes < file.stat().st_size / 3
     for key, value in contents(path).items():
         np.testing.assert_allclose(value, whole[key], rtol=1e-12, atol=1e-15, err_msg=key)
 
 
-def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
-    files = [tmp_path / f"{k}.h5" for k in range(2)]
-    for file in files:
-        compute(prepare(spec()), file)
-    assert files[0].read_bytes() == files[1].read_bytes()
+def test_the_same_run_gives_the_same_file(file: Path, tmp_path: Path) -> None:
+    compute(prepare(spec()), tmp_path / "again.h5")
+    assert file.read_bytes() == (tmp_path / "again.h5").read_bytes()
 
 
 def test_a_run_keeps_its_batch_size_when_it_goes_on(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ def test_a_run_keeps_its_batch_size_when_it_goes_on(tmp_path: Path) -> None:
         assert (run.writer.completed, run.size.samples) == (14, 3)
 
 
-def test_a_broken_run_goes_on_bit_for_bit(whole: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "broken.h5"
     job = prepare(spec(batch_size=9))
     compute(job, tmp_path / "straight.h5")
@@ -150,10 +154,9 @@ def test_the_batch_size_belongs_to_a_run_whose_rows_depend_on_it(tmp_path: Path)
         pass
 
 
-def test_the_file_explains_itself(tmp_path: Path) -> None:
-    compute(prepare(spec()), tmp_path / "out.h5")
-    with open_file(tmp_path / "out.h5") as file:
-        run, certificate = file.run, file.certificate
+def test_the_file_explains_itself(file: Path) -> None:
+    with open_file(file) as opened:
+        run, certificate = opened.run, opened.certificate
     assert run["chains"] == CHAINS
     assert run["spec"]["loss"]["name"] == "cross_entropy"
     assert len(run["digests"]["checkpoint"]) == len(run["digests"]["dataset"]) == 64
@@ -176,17 +179,9 @@ def test_names_are_checked_before_anything_is_loaded(
 
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in SAMPLES.glob("*/run.toml")))
 def test_every_sample_model_runs_and_is_proved(name: str, tmp_path: Path) -> None:
-    settings = resolve(SAMPLES / name / "run.toml", {"compute": {"samples": ":24"}})
+    settings = resolve(SAMPLES / name / "run.toml", {"compute": {"samples": ":12"}})
     report = compute(prepare(settings), tmp_path / "out.h5")
     assert report.certificate["verified"] is True
     assert report.backend == "hooks"
-    assert report.samples == 24
+    assert report.samples == 12
     assert report.nonfinite == 0
-
-
-def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SpecError, match="no device 'cuda'"):
-        prepare(spec(device="cuda"))

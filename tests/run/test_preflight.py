@@ -2,18 +2,20 @@
 
 import resource
 import shutil
-import sys
 from collections import namedtuple
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gradscope.errors import OutputError
-from gradscope.run import compute, estimate, preflight, prepare
+from gradscope.run import compute, prepare
+from gradscope.run import preflight as usual
 from tests.run.project import SAMPLES, spec, write
 
 Usage = namedtuple("Usage", "total used free")
+preflight = partial(usual, large=0)  # every file is a large one
 CHAINS = ("identity", "clip:max_norm=1 | mean", "gram")
 
 
@@ -21,12 +23,6 @@ CHAINS = ("identity", "clip:max_norm=1 | mean", "gram")
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "project").mkdir()
     return write(tmp_path / "project")
-
-
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is a large one."""
-    monkeypatch.setattr(sys.modules["gradscope.run.disk"], "LARGE", 0)
 
 
 @pytest.fixture
@@ -44,21 +40,21 @@ def limited() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("batch_size", [7, 60])
-def test_every_layout_is_told(folder: Path, tmp_path: Path, batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "batch_size"), [("dense", 7), ("factored", 60), ("auto", 7), ("dense", 60)]
+)
+def test_every_layout_is_told(folder: Path, tmp_path: Path, layout: str, batch_size: int) -> None:
     """The gram matrix grows with the number of samples, squared."""
     write(folder, samples=150)
-    for layout in ("dense", "factored", "auto"):
-        job = prepare(spec(folder, transform=CHAINS, layout=layout, batch_size=batch_size))
-        path = tmp_path / f"{layout}.h5"
-        told = estimate(job, path).room
-        compute(job, path)
-        assert told.layout == layout
-        assert told.bytes == told.layouts[layout]
-        assert abs(told.bytes - path.stat().st_size) < 40_000
+    job = prepare(spec(folder, transform=CHAINS, layout=layout, batch_size=batch_size))
+    path = tmp_path / f"{layout}.h5"
+    told = preflight(job, path)
+    compute(job, path)
+    assert told is not None and told.layout == layout
+    assert told.bytes == told.layouts[layout]
+    assert abs(told.bytes - path.stat().st_size) < 40_000
 
 
-@pytest.mark.usefixtures("large")
 def test_what_was_tried_is_forgotten(folder: Path, tmp_path: Path) -> None:
     job = prepare(spec(folder))
     compute(job, tmp_path / "plain.h5")
@@ -71,10 +67,9 @@ def test_what_was_tried_is_forgotten(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_small_run_is_not_asked_about(folder: Path, tmp_path: Path, full: None) -> None:
-    assert preflight(prepare(spec(folder)), tmp_path / "o.h5") is None
+    assert usual(prepare(spec(folder)), tmp_path / "o.h5") is None
 
 
-@pytest.mark.usefixtures("large")
 def test_what_is_refused_anyway_is_not_computed(folder: Path, tmp_path: Path) -> None:
     job = prepare(spec(folder))
     (tmp_path / "o.h5").write_bytes(b"old")
@@ -83,7 +78,6 @@ def test_what_is_refused_anyway_is_not_computed(folder: Path, tmp_path: Path) ->
     assert preflight(job, tmp_path / "o.h5", overwrite=True) is not None
 
 
-@pytest.mark.usefixtures("large")
 def test_bytes_that_are_there_already_count(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +89,6 @@ def test_bytes_that_are_there_already_count(
     assert preflight(job, tmp_path / "o.h5") is not None
 
 
-@pytest.mark.usefixtures("large")
 def test_a_limit_on_files_is_refused_beforehand(folder: Path, tmp_path: Path, limited: int) -> None:
     write(folder, samples=2000)
     job = prepare(spec(folder))
@@ -108,7 +101,6 @@ def test_a_limit_on_files_is_refused_beforehand(folder: Path, tmp_path: Path, li
     assert preflight(small, tmp_path / "o.h5") is not None
 
 
-@pytest.mark.usefixtures("large")
 def test_what_would_fit_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

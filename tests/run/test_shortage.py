@@ -40,8 +40,10 @@ def check(path: Path, rows: dict[str, np.ndarray]) -> None:
                 np.testing.assert_allclose(chain[name][...], g.var(0), rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["torch", "python", "allocator"])
-@pytest.mark.parametrize(("limit", "batch_size"), [(1, 60), (2, 9), (7, 60), (25, 40)])
+@pytest.mark.parametrize(
+    ("kind", "limit", "batch_size"),
+    [("torch", 1, 30), ("python", 2, 9), ("allocator", 7, 60), ("torch", 25, 40)],
+)
 def test_smaller_batches_give_the_same_numbers(
     folder: Path, tmp_path: Path, kind: str, limit: int, batch_size: int
 ) -> None:
@@ -74,7 +76,7 @@ def test_a_run_goes_on_where_smaller_batches_stopped(folder: Path, tmp_path: Pat
     check(path, expected(folder))
 
 
-@pytest.mark.parametrize("backend", ["auto", "hooks", "loop"])
+@pytest.mark.parametrize("backend", ["auto", "loop"])
 def test_one_sample_that_does_not_fit_is_one_clear_error(
     folder: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -151,10 +153,10 @@ from pathlib import Path
 from gradscope.run import compute, prepare
 from tests.run.project import spec
 
-folder, out, more = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+folder, out = map(Path, sys.argv[1:])
 job = prepare(spec(folder, {"wide": 20_000}, batch_size=200, backend="hooks", dtype="float64"))
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-limit = held + more
+limit = held + 400 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 report = compute(job, out)
 print(json.dumps(report.notes))
@@ -164,17 +166,16 @@ print(json.dumps(report.notes))
 def test_a_real_limit_of_the_system(folder: Path, tmp_path: Path) -> None:
     """200 samples take 128 MB for each of several arrays, in 400 MB."""
     write(folder, 200)
-    notes = {}
-    for name, more in (("limited", 400), ("free", 40_000)):
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(folder), str(tmp_path / name), str(more * 2**20)],
-            capture_output=True, text=True, check=False,
-            cwd=Path(__file__).parent.parent.parent,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        notes[name] = json.loads(done.stdout)
-    assert any("memory ran out with 200 samples" in note for note in notes["limited"])
-    assert not any("memory ran out" in note for note in notes["free"])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, folder, tmp_path / "limited"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert any("memory ran out with 200 samples" in note for note in json.loads(done.stdout))
+    free = spec(folder, {"wide": 20_000}, batch_size=20, backend="hooks")
+    assert not any(
+        "memory ran out" in note for note in compute(prepare(free), tmp_path / "free").notes
+    )
     with open_file(tmp_path / "limited") as a, open_file(tmp_path / "free") as b:
         for name, rows in a.chains[0].items():
             np.testing.assert_allclose(rows[:], b.chains[0][name][:], rtol=1e-9, atol=1e-12)

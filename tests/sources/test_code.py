@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from gradscope.errors import ModelError, SpecError
 from gradscope.sources import build, code_digests, load_function
+from tests.cli.forked import apart
 
 
 def write(folder: Path, text: str, name: str = "model.py") -> str:
@@ -171,35 +171,35 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def told(folder: Path, name: str = "build", cwd: Path | None = None) -> dict[str, str]:
+def told(folder: Path, cwd: Path) -> dict[str, str]:
     """What a new process finds."""
-    program = (
-        "import sys, json\n"
-        "from gradscope.sources import code_digests\n"
-        f"print(json.dumps(code_digests({f'{folder}/model.py:{name}'!r}, 'model factory')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=cwd,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
-    )  # fmt: skip
-    found: dict[str, str] = json.loads(done.stdout)
+
+    def body() -> None:
+        os.chdir(cwd)
+        sys.dont_write_bytecode = False
+        found = code_digests(f"{folder}/model.py:build", "model factory")
+        os.write(1, json.dumps(found).encode())
+
+    done = apart(body)
+    assert done.code == 0, done.err
+    found: dict[str, str] = json.loads(done.out)
     return found
 
 
 def test_the_code_of_a_file_is_that_of_all_it_imports(project: Path, tmp_path: Path) -> None:
-    found = told(project)
+    found = told(project, project)
     assert found == {name: digest(text) for name, text in PROJECT.items()}
     # the second time compiled modules are there, and other files have changed and come
     assert list(project.rglob("*.pyc"))
     (project / "gs_more.py").write_text("")
     (project / "gs_unrelated.py").write_text("changed")
-    assert told(project, cwd=tmp_path) == found
+    assert told(project, tmp_path) == found
     copy = tmp_path / "copy"
     shutil.copytree(project, copy)
     changed = [name for k, name in enumerate(PROJECT) if k % 2]
     for name in changed:
         (copy / name).write_text(f"{PROJECT[name]}\n# changed\n")
-    other = told(copy)
+    other = told(copy, tmp_path)
     assert [name for name in PROJECT if other[name] != found[name]] == changed
 
 

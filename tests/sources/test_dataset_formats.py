@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import safetensors.numpy
 import torch
 from PIL import Image
 
-from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError
-from gradscope.sources import Dataset, dataset_readers, open_dataset
+from gradscope.sources import dataset_readers
+from tests.sources.test_datasets import failure, opened
 
 N = 700  # more than the records between two remembered places of a text file
 RANDOM = np.random.default_rng(1)
@@ -31,27 +31,6 @@ LABELS = RANDOM.integers(0, 9, N)
 NAMES = [f"{'é' * (k % 3)}sample {k}, line\n{k % 7}" for k in range(N)]
 RAGGED = [RANDOM.integers(1, 50, RANDOM.integers(1, 9)) for _ in range(N)]
 SLICES = [(0, N), (300, 301), (255, 520), (0, 1), (N - 1, N), (3, 40)]
-
-
-def opened(path: Path, **spec: Any) -> Dataset:
-    return open_dataset(DatasetSpec(path=path, **spec))
-
-
-def failure(path: Path, **spec: Any) -> str:
-    with pytest.raises(DatasetError) as caught:
-        data = opened(path, **spec)
-        data.batch(range(len(data)))
-    assert str(path) in str(caught.value)
-    assert caught.value.remedy
-    return str(caught.value)
-
-
-def npz(path: Path) -> None:
-    np.savez(path, inputs=TABLE, targets=LABELS)
-
-
-def npz_compressed(path: Path) -> None:
-    np.savez_compressed(path, inputs=TABLE, targets=LABELS)
 
 
 def npy_folder(path: Path) -> None:
@@ -67,21 +46,15 @@ def npy_fields(path: Path) -> None:
         np.lib.format.write_array(file, rows, version=(3, 0))
 
 
-def tensors(path: Path) -> None:
-    safetensors.numpy.save_file({"inputs": TABLE, "targets": LABELS}, path)
-
-
 def hdf5(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file.create_dataset("inputs", data=TABLE, chunks=(64, 3), compression="gzip")
         file["targets"] = LABELS
 
 
-def jsonl(path: Path) -> None:
-    lines = [
-        json.dumps({"inputs": list(x), "targets": int(y)})
-        for x, y in zip(TABLE, LABELS, strict=True)
-    ]
+def as_jsonl(path: Path, inputs: Iterable[Any]) -> None:
+    rows = zip(inputs, LABELS, strict=True)
+    lines = [json.dumps({"inputs": x.tolist(), "targets": int(y)}) for x, y in rows]
     path.write_text("\n".join(lines))
 
 
@@ -120,13 +93,15 @@ def hugging_face(path: Path) -> None:
 
 
 WRITERS = {
-    "data.npz": npz,
-    "packed.npz": npz_compressed,
+    "data.npz": lambda path: np.savez(path, inputs=TABLE, targets=LABELS),
+    "packed.npz": lambda path: np.savez_compressed(path, inputs=TABLE, targets=LABELS),
     "npy": npy_folder,
     "fields.npy": npy_fields,
-    "data.safetensors": tensors,
+    "data.safetensors": lambda path: safetensors.numpy.save_file(
+        {"inputs": TABLE, "targets": LABELS}, path
+    ),
     "data.h5": hdf5,
-    "data.jsonl": jsonl,
+    "data.jsonl": lambda path: as_jsonl(path, TABLE),
     "data.parquet": parquet,
     "parquet": parquet_shards,
     "data.arrow": arrow_file,
@@ -190,16 +165,12 @@ def test_csv(tmp_path: Path, separator: str, end: str) -> None:
         assert texts == NAMES[start:stop]
 
 
-def test_csv_without_names(tmp_path: Path) -> None:
+def test_csv_without_names_of_one_column_and_with_gaps(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text(csv_text(header=False))
     data = opened(path, columns={"inputs": ["[0:3]"], "targets": "3"})
     np.testing.assert_array_equal(data.batch(range(N)).inputs.numpy(), TABLE)
     assert any("first line" in note for note in data.notes)
-
-
-def test_csv_of_one_column_and_with_gaps(tmp_path: Path) -> None:
-    path = tmp_path / "one.csv"
     path.write_text("x\n1\n2.5\n 3 \n")
     assert opened(path, inputs=["x"], targets=[]).batch(range(3)).inputs.tolist() == [1, 2.5, 3]
     path.write_text("x,y\n1,2\n,3\n4,nan\n")
@@ -257,17 +228,6 @@ def test_json_values(tmp_path: Path) -> None:
     assert found["d"].isnan().tolist() == [True, False]
 
 
-def ragged_jsonl(path: Path) -> None:
-    rows = zip(RAGGED, LABELS, strict=True)
-    path.write_text(
-        "\n".join(json.dumps({"inputs": x.tolist(), "targets": int(y)}) for x, y in rows)
-    )
-
-
-def ragged_parquet(path: Path) -> None:
-    pq.write_table(pa.table({"inputs": RAGGED, "targets": LABELS}), path, row_group_size=99)
-
-
 def ragged_hdf5(path: Path) -> None:
     with h5py.File(path, "w") as file:
         rows = file.create_dataset("inputs", (N,), h5py.vlen_dtype(np.int64))
@@ -276,13 +236,20 @@ def ragged_hdf5(path: Path) -> None:
         file["targets"] = LABELS
 
 
-@pytest.mark.parametrize("write", [ragged_jsonl, ragged_parquet, ragged_hdf5])
+RAGGED_WRITERS = {
+    "jsonl": lambda path: as_jsonl(path, RAGGED),
+    "parquet": lambda path: pq.write_table(
+        pa.table({"inputs": RAGGED, "targets": LABELS}), path, row_group_size=99
+    ),
+    "hdf5": ragged_hdf5,
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED_WRITERS)
 @pytest.mark.parametrize("length", [None, 5, 12])
-def test_ragged_rows_are_padded_with_a_mask(
-    tmp_path: Path, write: Callable[[Path], None], length: int | None
-) -> None:
+def test_ragged_rows_are_padded_with_a_mask(tmp_path: Path, kind: str, length: int | None) -> None:
     path = tmp_path / "data"
-    write(path)
+    RAGGED_WRITERS[kind](path)
     width = length or max(map(len, RAGGED))
     data = opened(
         path,
@@ -409,6 +376,7 @@ def test_samples_are_selected(tmp_path: Path) -> None:
         (np.array(["a", "é", "a", "b"]), "samples 0 and 2 are both 'a'"),
         (np.ones(4), "one integer or text a sample"),
         (np.arange(3), "3 ids for 4 samples"),
+        (np.array(3), "0 ids for 4 samples"),
     ],
 )
 def test_ids_that_name_no_sample(tmp_path: Path, ids: np.ndarray, expected: str) -> None:
@@ -419,7 +387,7 @@ def test_ids_that_name_no_sample(tmp_path: Path, ids: np.ndarray, expected: str)
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
-    npz(path)
+    np.savez(path, inputs=TABLE, targets=LABELS)
     data = opened(path)
     data.batch(range(3))
     np.savez(path, inputs=TABLE[:600], targets=LABELS[:600])
@@ -466,7 +434,7 @@ def _wide(path: Path, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "n"),
-    [("csv", 10_000), ("npz", 1000), ("npy", 2000), ("safetensors", 1000), ("parquet", 300)],
+    [("csv", 4000), ("npz", 400), ("npy", 700), ("safetensors", 500), ("parquet", 150)],
 )
 def test_what_columns_cost_grows_as_their_number(tmp_path: Path, suffix: str, n: int) -> None:
     seconds = []

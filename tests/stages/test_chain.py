@@ -14,6 +14,7 @@ import gradscope
 from gradscope.backends import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
 from gradscope.engine import settled, usable
 from gradscope.errors import SpecError
 from gradscope.stages.chain import bind
@@ -97,27 +98,37 @@ TABLE: dict[str, Callable[[Rows], Rows]] = {
 }
 
 
-@pytest.mark.parametrize("backend", backends.names())
-@pytest.mark.parametrize("text", TABLE)
-def test_a_chain_equals_brute_force(text: str, backend: str, setting: Setting) -> None:
-    model, ids, targets, rows = setting
-    scope = gradscope.Scope(model, "cross_entropy", backend=backend)
-    whole = Batch.of(ids, targets)
-    batches = [whole.select(part) for part in (slice(0, 4), slice(4, 5), slice(5, N))]
-    (chain,) = settled(scope.session, [bind(text)], lambda: batches)
-    state, parts = None, []
-    for batch in batches:
+Parts = list[tuple[Batch, tuple[Gradients, Problem, Batch]]]
+
+
+@pytest.fixture(scope="module", params=backends.names())
+def parts(request: pytest.FixtureRequest, setting: Setting) -> tuple[gradscope.Scope, Parts]:
+    """What chains are given of three uneven batches."""
+    scope = gradscope.Scope(setting[0], "cross_entropy", backend=request.param)
+    whole, found = Batch.of(*setting[1:3]), []
+    for rows in (slice(0, 4), slice(4, 5), slice(5, N)):
+        batch = whole.select(rows)
         used = usable(scope.session, batch, scope.evaluate(batch))
         assert used is not None
-        if chain.reducer is None:
-            parts.append(chain.rows(*used).dense())
-        else:
-            state = chain.update(state, *used)
-    if state is None:
-        found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        found.append((batch, used))
+    return scope, found
+
+
+@pytest.mark.parametrize("text", TABLE)
+def test_a_chain_equals_brute_force(
+    text: str, parts: tuple[gradscope.Scope, Parts], setting: Setting
+) -> None:
+    scope, given = parts
+    (chain,) = settled(scope.session, [bind(text)], lambda: [batch for batch, _ in given])
+    if chain.reducer is None:
+        every = [chain.rows(*used).dense() for _, used in given]
+        found = {name: torch.cat([rows[name] for rows in every]) for name in every[0]}
     else:
+        state = None
+        for _, used in given:
+            state = chain.update(state, *used)
         found = chain.result(state)
-    wanted = TABLE[text](rows)
+    wanted = TABLE[text](setting[3])
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         scale = np.abs(value).max()

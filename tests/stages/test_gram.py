@@ -9,7 +9,7 @@ import torch
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock, ScatterBlock
-from tests.stages.examples import DTYPES, MANY, compare, example, flat, reducer, run, split
+from tests.stages.examples import DTYPES, MANY, Draw, compare, example, flat, reducer, run, split
 
 GRAM = reducer("gram")
 
@@ -33,20 +33,11 @@ def test_without_an_index_rows_stay_as_they_come() -> None:
 
 def batch(n: int, t: int, kind: str, first: int) -> tuple[Gradients, np.ndarray]:
     """Gradients (n, 9, 8) with t positions."""
-    generator = torch.Generator().manual_seed(10 * n + t)
-    index = torch.arange(first, first + n)
-    if kind == "scatter":
-        places = torch.randint(0, 9, (n, t), generator=generator)
-        rows = torch.randn(n, t, 8, generator=generator, dtype=torch.float64)
-        hot = torch.nn.functional.one_hot(places, 9).double()
-        block, dense = ScatterBlock(places, rows, 9), hot.mT @ rows
-    else:
-        left = torch.randn(n, t, 9, generator=generator, dtype=torch.float64)
-        right = torch.randn(n, t, 8, generator=generator, dtype=torch.float64)
-        block, dense = OuterBlock.matrix(left, right), left.mT @ right
-        if kind == "dense":
-            block = DenseBlock(dense)
-    return Gradients({"w": block}, index), dense.flatten(1).numpy()
+    draw = Draw(torch.float64, n, 10 * n + t)
+    outer = draw.outer(1, t, 9, 8, (9, 8))
+    made = {"outer": outer, "scatter": draw.scatter(9, 8, t)}
+    block, rows = made.get(kind, (DenseBlock(torch.from_numpy(outer[1])), outer[1]))
+    return Gradients({"w": block}, torch.arange(first, first + n)), rows.reshape(n, -1)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +73,10 @@ def test_what_is_kept_is_the_smaller_form() -> None:
 
 
 def test_a_wide_layer_is_never_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 × 512 weights and a table of 5,000 rows: the state is 200 times smaller than the rows."""
+    """512 × 512 weights and a table of 1,000 rows: the state is 200 times smaller than the rows."""
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.randn(12, 1, 512, generator=generator) for _ in range(2))
-    table = ScatterBlock(torch.randint(0, 5000, (12, 3)), torch.randn(12, 3, 64), 5000)
+    table = ScatterBlock(torch.randint(0, 1000, (12, 3)), torch.randn(12, 3, 64), 1000)
     grads = Gradients({"w": OuterBlock.matrix(left, right), "e": table}, torch.arange(12))
     state = GRAM.merge(
         GRAM.start(grads.select(slice(0, 5))), GRAM.start(grads.select(slice(5, 12)))
@@ -95,7 +86,7 @@ def test_a_wide_layer_is_never_made_dense(monkeypatch: pytest.MonkeyPatch) -> No
     products = (left @ right.mT).new_zeros(12, 12, dtype=torch.float64)
     for i, j in np.ndindex(12, 12):
         products[i, j] = (left[i] @ left[j].T).double() * (right[i] @ right[j].T).double()
-    assert sum(v.nbytes for v in state.values()) < 12 * (512 * 512 + 5000 * 64) * 4 / 200
+    assert sum(v.nbytes for v in state.values()) < 12 * (512 * 512 + 1000 * 64) * 4 / 200
     found = GRAM.result(state)["gram"]
     right_answer = products + dense @ dense.T
     np.testing.assert_allclose(found, right_answer, rtol=1e-4, atol=1e-4 * right_answer.max())

@@ -1,14 +1,13 @@
 """Every loss against torch's own, one sample at a time, and against numpy where torch has none."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 
 import gradscope
 from gradscope.config import parse_loss
@@ -47,70 +46,36 @@ BITS = whole(2, N, T, 2).double()
 WEIGHTED = 'weight="0.5,2,1,3"'
 
 
-def reduced(fn: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda outputs, targets: fn(outputs, targets, **options)
-
-
-BCE = F.binary_cross_entropy_with_logits
+CE, BCE = F.cross_entropy, F.binary_cross_entropy_with_logits
 POSITIVE = torch.tensor([3.0, 0.5])
+SMOOTHED = partial(CE, weight=W, label_smoothing=0.3, reduction="sum")
+RATES = partial(F.poisson_nll_loss, log_input=False, full=True)
+ONE, BIT = WIDE[:, 0, 0], BITS[:, 0, 0]
 
 # name, outputs, targets, and torch's loss of one sample as a batch of one
 TABLE = [
-    ("cross_entropy", LOGITS, CLASSES, F.cross_entropy),
-    ("cross_entropy", LOGITS, SHARES, F.cross_entropy),
-    ("cross_entropy", MAPS, GRID, F.cross_entropy),
-    ("cross_entropy:per_sample=sum", MAPS, GRID, reduced(F.cross_entropy, reduction="sum")),
-    (
-        "cross_entropy:label_smoothing=0.2",
-        LOGITS,
-        CLASSES,
-        reduced(F.cross_entropy, label_smoothing=0.2),
-    ),
-    (
-        f"cross_entropy:{WEIGHTED}",
-        MAPS,
-        GRID,
-        lambda o, t: F.cross_entropy(o, t, W, reduction="sum") / T,
-    ),
-    (
-        f"cross_entropy:label_smoothing=0.3,{WEIGHTED}",
-        LOGITS,
-        SHARES,
-        reduced(F.cross_entropy, weight=W, label_smoothing=0.3, reduction="sum"),
-    ),
-    (
-        "cross_entropy:ignore_index=2,per_sample=sum",
-        MAPS,
-        GRID,
-        reduced(F.cross_entropy, ignore_index=2, reduction="sum"),
-    ),
+    ("cross_entropy", LOGITS, CLASSES, CE),
+    ("cross_entropy", LOGITS, SHARES, CE),
+    ("cross_entropy", MAPS, GRID, CE),
+    ("cross_entropy:per_sample=sum", MAPS, GRID, partial(CE, reduction="sum")),
+    ("cross_entropy:label_smoothing=0.2", LOGITS, CLASSES, partial(CE, label_smoothing=0.2)),
+    (f"cross_entropy:{WEIGHTED}", MAPS, GRID, lambda o, t: CE(o, t, W, reduction="sum") / T),
+    (f"cross_entropy:label_smoothing=0.3,{WEIGHTED}", LOGITS, SHARES, SMOOTHED),
+    ("cross_entropy:ignore_index=2,per_sample=sum", MAPS, GRID,
+     partial(CE, ignore_index=2, reduction="sum")),
     ("nll", MAPS.log_softmax(1), GRID, F.nll_loss),
-    (f"nll:{WEIGHTED}", LOGITS, CLASSES, reduced(F.nll_loss, weight=W, reduction="sum")),
+    (f"nll:{WEIGHTED}", LOGITS, CLASSES, partial(F.nll_loss, weight=W, reduction="sum")),
     ("mse", WIDE, ANY, F.mse_loss),
-    ("mse:per_sample=sum", WIDE, ANY, reduced(F.mse_loss, reduction="sum")),
+    ("mse:per_sample=sum", WIDE, ANY, partial(F.mse_loss, reduction="sum")),
     ("l1", WIDE, ANY, F.l1_loss),
-    ("huber:delta=0.3", WIDE, ANY, reduced(F.huber_loss, delta=0.3)),
+    ("huber:delta=0.3", WIDE, ANY, partial(F.huber_loss, delta=0.3)),
     ("bce_with_logits", WIDE, BITS, BCE),
-    (
-        "bce_with_logits:pos_weight=3",
-        WIDE[:, 0, 0],
-        BITS[:, 0, 0],
-        reduced(BCE, pos_weight=torch.tensor(3.0)),
-    ),
-    (
-        'bce_with_logits:pos_weight="3,0.5",per_sample=sum',
-        WIDE,
-        BITS,
-        reduced(BCE, pos_weight=POSITIVE, reduction="sum"),
-    ),
+    ("bce_with_logits:pos_weight=3", ONE, BIT, partial(BCE, pos_weight=torch.tensor(3.0))),
+    ('bce_with_logits:pos_weight="3,0.5",per_sample=sum', WIDE, BITS,
+     partial(BCE, pos_weight=POSITIVE, reduction="sum")),
     ("poisson_nll", WIDE, COUNTS, F.poisson_nll_loss),
-    (
-        "poisson_nll:log_input=false,full=true",
-        WIDE.exp(),
-        COUNTS,
-        reduced(F.poisson_nll_loss, log_input=False, full=True),
-    ),
-]
+    ("poisson_nll:log_input=false,full=true", WIDE.exp(), COUNTS, RATES),
+]  # fmt: skip
 
 
 SHOWN = [f"{k}-{row[0]}" for k, row in enumerate(TABLE)]
@@ -305,11 +270,14 @@ def test_options_of_a_users_loss():
         bound(tempered, parse_loss("mine.py:tempered:temperature=2"))
 
 
-def test_a_model_loss_keeps_its_mark():
-    @model_loss
+@pytest.mark.parametrize("by_its_result", [True, False])
+def test_a_model_loss_keeps_its_mark(by_its_result):
     def decayed(model, inputs, targets, *, decay: float):
         penalty = sum(p.square().sum() for p in model.parameters())
         return (model(inputs) - targets).square().sum(1) + decay * penalty
+
+    marked = model_loss(decayed)
+    decayed = marked if by_its_result else decayed
 
     model = nn.Linear(3, 2).double()
     inputs, targets = torch.randn(4, 3).double(), torch.randn(4, 2).double()

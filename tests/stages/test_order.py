@@ -11,7 +11,7 @@ from gradscope.stages.reducers.order import EXACT, quantiles
 from tests.stages.examples import MANY, example, reducer, split, whole
 from tests.stages.examples import one_parameter as one
 
-QS = [0.0, 0.1, 0.5, 0.9, 0.999, 1.0]
+QS, ERRORS = [0.0, 0.1, 0.5, 0.9, 0.999, 1.0], [0.01, 0.001, 0.2]
 
 
 def bounds(values: np.ndarray, q: float, error: float) -> np.ndarray:
@@ -20,8 +20,7 @@ def bounds(values: np.ndarray, q: float, error: float) -> np.ndarray:
     return error * np.maximum(*map(np.abs, ends)) + 1e-300
 
 
-@pytest.mark.parametrize("error", [0.01, 0.001, 0.2])
-@pytest.mark.parametrize("q", QS)
+@pytest.mark.parametrize(("q", "error"), [*zip(QS, 2 * ERRORS, strict=True)])
 def test_within_the_stated_error(q: float, error: float) -> None:
     grads, rows = example(torch.float64)
     reducer = quantiles(q, error, most=100)
@@ -33,7 +32,7 @@ def test_within_the_stated_error(q: float, error: float) -> None:
         np.testing.assert_array_equal(found[name], again[name])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_switch_depends_on_the_total_alone(seed: int) -> None:
     """Batches that are kept exactly, batches that are not, and their merges meet in one result."""
     grads, _ = example(torch.float64)
@@ -54,7 +53,7 @@ def test_the_switch_depends_on_the_total_alone(seed: int) -> None:
     st.integers(0, 10**6),
 )
 def test_any_numbers(numbers: list[float], q: float, seed: int) -> None:
-    values = np.array(numbers) / 2  # so that differences do not overflow
+    values = np.array(numbers) / 4  # so that differences of buckets do not overflow
     found = split(quantiles(q, 0.01, most=0), one(values), seed)["w"]
     gap = abs(found - np.quantile(values, q))
     tiny = 5e-308  # numbers below the normal range have fewer digits than the error asks for
@@ -78,13 +77,13 @@ def test_memory_stops_growing() -> None:
     state = None
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
-        values = torch.rand(1_000, 300, generator=generator, dtype=torch.float64) + 1
+        values = torch.rand(4_000, 75, generator=generator, dtype=torch.float64) + 1
         start = median.start(Gradients({"w": DenseBlock(values)}))
         state = start if state is None else median.merge(state, start)
         sizes.append(sum(t.nbytes for t in state.values()))
     buckets = np.log(2) / np.log(1.01 / 0.99) + 2  # of values between 1 and 2
     assert max(sizes[:3]) <= 8 * EXACT + 8  # exact as yet
-    assert max(sizes[3:]) <= 2 * 300 * buckets * 16
+    assert max(sizes[3:]) <= 2 * 75 * buckets * 16
 
 
 def test_zeros_infinities_and_nan() -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 class FakeChain(dict):
@@ -128,3 +129,18 @@ def fake(n: int = 40, seed: int = 0, broken: tuple[int, ...] = (), **changes: An
 def plain(g: np.ndarray, **changes: Any) -> FakeFile:
     """A file of one parameter "w" with gradients (N, ...)."""
     return FakeFile(**({"gradients": {"w": g}, "loss": np.ones(len(g))} | changes))
+
+
+def assert_holds(found: Any, expected: Any, rel: float = 1e-9) -> None:
+    """A document has what is expected, numbers to the order in which they were added."""
+    if isinstance(expected, dict):
+        for key, value in expected.items():
+            assert_holds(found[key], value, rel)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_holds(one, other, rel)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=rel, abs=1e-10)
+    else:
+        assert found == expected

@@ -1,26 +1,15 @@
 """What a file is, what of it is left out, its JSON, and the registry of statistics."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
-import gradscope
-from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import ResultFileError, SpecError
-from gradscope.report import render
-from gradscope.stats import Record, Section, Summary, difference, measure, statistic, summarize
+from gradscope.stats import Data, Options, Summary, difference, statistic, summarize
 from gradscope.stats.certificate import Proof
-from gradscope.stats.summary import statistics
-from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
-from tests.report.shown import screen
-from tests.stats.fakes import FakeChain, FakeFile, fake, plain
+from tests.stats.fakes import FakeChain, FakeFile, assert_holds, fake, plain
 
-DIGITS = Path(__file__).parents[2] / "sample_models" / "digits_mlp"
 AUDITED = {
     "verified": True,
     "positions": [0, 6],
@@ -39,58 +28,14 @@ AUDITED = {
 }
 
 
-def write(path, file):
-    """Store the gradients of a fake file in two batches."""
-    plan = FilePlan(
-        run={"compute": {"backend": "auto"}},
-        fingerprint={},
-        attributes={},
-        n=file.n,
-        parameters=file.parameters,
-        chains=(ChainPlan("identity", False),),
-        dtype=torch.float64,
-        layout="auto",
-    )
-    with open_writer(path, plan) as writer:
-        for rows in (slice(0, file.n // 3), slice(file.n // 3, None)):
-            part = {name: torch.from_numpy(g[rows]) for name, g in file.gradients.items()}
-            samples = {k: torch.from_numpy(np.asarray(v[rows])) for k, v in file.samples.items()}
-            norms = {name: torch.from_numpy(v[rows]) for name, v in file.norms.items()}
-            chains = (Gradients({name: DenseBlock(g) for name, g in part.items()}),)
-            writer.append(Rows(**samples, norms=norms, chains=chains), {})
-        writer.finish(
-            results={},
-            certificate={"verified": True, "backend": "hooks"},
-            norm_attributes=file.norm_attributes,
-        )
-
-
-def assert_close(found, expected):
-    """Equal, numbers to the order in which they were added."""
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        found, expected = list(found.values()), list(expected.values())
-    if isinstance(found, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other)
-    elif isinstance(found, float):
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    else:
-        assert found == expected
-
-
-@pytest.mark.parametrize("broken", [(), (2, 9)], ids=["finite", "broken"])
-def test_a_stored_file_has_the_statistics_of_its_gradients(tmp_path, broken):
-    memory = fake(25, broken=broken)
-    write(tmp_path / "out.h5", memory)
-    with open_file(tmp_path / "out.h5") as file:
-        stored = summarize(file)
-    found, expected = stored.to_json(), summarize(memory).to_json()
-    assert_close({**found, "file": None}, {**expected, "file": None})
-    assert (stored.file.backend, stored.file.samples, stored.file.entries) == ("hooks", 25, 71)
-    assert stored.file.bytes == (tmp_path / "out.h5").stat().st_size
-    assert [(chain.text, chain.reduced) for chain in stored.file.chains] == [("identity", False)]
+def test_facts_of_a_file(tmp_path):
+    (tmp_path / "out.h5").write_bytes(b"12345")
+    given = {"path": str(tmp_path / "out.h5"), "run": {"compute": {"backend": "auto"}}}
+    facts = summarize(fake(25, **given, certificate={"backend": "hooks"})).file
+    assert (facts.backend, facts.samples, facts.parameters, facts.entries) == ("hooks", 25, 4, 71)
+    assert (facts.bytes, facts.path) == (5, given["path"])
+    assert [(chain.text, chain.reduced) for chain in facts.chains] == [("identity", False)]
+    assert summarize(fake(25, **given)).file.backend == "auto"
 
 
 def test_samples_that_are_not_finite_change_nothing_else():
@@ -98,11 +43,9 @@ def test_samples_that_are_not_finite_change_nothing_else():
     kept = np.delete(np.arange(50), [3, 17])
     gradients = {name: g[kept] for name, g in whole.gradients.items()}
     reduced = FakeFile(gradients, whole.loss[kept], whole.target[kept], whole.index[kept])
-    with_them, without = summarize(broken), summarize(reduced)
-    assert with_them.nonfinite.count == 2
-    assert with_them.nonfinite.index == tuple(broken.index[[3, 17]])
-    for part in ("loss", "norm", "noise_scale", "parameters", "samples"):
-        assert getattr(with_them, part) == getattr(without, part)
+    found, expected = summarize(broken).to_json(), summarize(reduced).to_json()
+    assert found["nonfinite"] == {"count": 2, "index": broken.index[[3, 17]].tolist()}
+    assert_holds({**found, "file": 0, "nonfinite": 0}, {**expected, "file": 0, "nonfinite": 0})
 
 
 def test_few_samples_or_none():
@@ -165,35 +108,6 @@ def test_samples_have_their_own_names():
     assert difference(file, file).samples[0].id is not None
 
 
-def test_flipped_labels_rank_high():
-    """1% of the digits get another label: they have the largest losses, and large norms."""
-    sys.path.insert(0, str(DIGITS))
-    try:
-        from model import build
-    finally:
-        sys.path.remove(str(DIGITS))
-        sys.modules.pop("model", None)
-    model = build()
-    model.load_state_dict(load_file(DIGITS / "weights.safetensors"))
-    data = np.load(DIGITS / "data.npz")
-    images = torch.tensor(data["images"] / 16.0, dtype=torch.float64)
-    labels, generator = torch.tensor(data["labels"]).long(), torch.Generator().manual_seed(0)
-    n = len(labels) // 100
-    flipped = torch.randperm(len(labels), generator=generator)[:n]
-    labels[flipped] = (labels[flipped] + torch.randint(1, 10, (n,), generator=generator)) % 10
-    with gradscope.Scope(model.double().eval(), "cross_entropy") as scope:
-        summary = measure(scope, images, labels, top=5 * n)
-    planted = set(flipped.tolist())
-
-    def found(rows, k):
-        return len(planted & {row.index for row in rows[:k]})
-
-    assert found(summary.largest_losses, n) == 16  # of 17: precision at 17 is 0.94
-    assert found(summary.samples, n) == 6  # images that the model gets wrong have norms as large
-    assert found(summary.samples, 5 * n) == 17  # but all are among the largest 5%
-    assert found(summary.most_opposed, n) == 5
-
-
 @pytest.mark.parametrize(
     ("asked", "word"),
     [
@@ -224,20 +138,17 @@ def test_json_names_are_stable_and_read_back():
         "checks", "missing",
     }  # fmt: skip
     assert (document["schema"], document["version"]) == ("gradscope.stats", 1)
-    assert set(document["parameters"][0]) == {
-        "name", "shape", "entries", "mean_norm", "max_norm", "share", "mean_gradient_norm",
-        "signal_to_noise", "noise_scale", "entry_signal_to_noise", "opposing",
-    }  # fmt: skip
-    assert set(document["norm"]) == {"mean", "std", "min", "max", "percentiles", "histogram"}
-    assert set(document["norm"]["percentiles"]) == {"1", "5", "25", "50", "75", "90", "95", "99"}
+    for part, keys in {
+        "parameters": "name shape entries mean_norm max_norm share mean_gradient_norm "
+        "signal_to_noise noise_scale entry_signal_to_noise opposing",
+        "norm": "mean std min max percentiles histogram",
+        "samples": "index id loss norm target times_median cosine",
+        "noise_scale": "trace_covariance gradient_norm_squared simple flag simple_interval "
+        "trace_covariance_interval gradient_norm_squared_interval",
+    }.items():
+        found = document[part][0] if isinstance(document[part], list) else document[part]
+        assert set(found) == set(keys.split())
     assert set(document["clipping"]["by_share"]) == {"1", "5", "10", "50"}
-    assert set(document["samples"][0]) == {
-        "index", "id", "loss", "norm", "target", "times_median", "cosine"
-    }  # fmt: skip
-    assert set(document["noise_scale"]) == {
-        "trace_covariance", "gradient_norm_squared", "simple", "flag", "simple_interval",
-        "trace_covariance_interval", "gradient_norm_squared_interval",
-    }  # fmt: skip
     assert document["file"]["certificate"]["nan"] is None
     assert document["file"]["proof"]["audited"] == AUDITED["audit"]["audited"]
     read = Summary.from_json(document)
@@ -247,33 +158,18 @@ def test_json_names_are_stable_and_read_back():
     assert Summary.from_json(document).file.proof == Proof()
 
 
-def test_a_statistic_is_one_registration(monkeypatch):
-    """Computed from rows, it is in the JSON, in short, and on the terminal, and reads back."""
-
-    class Extremes(Record):
-        largest: float
-
-    def show(found, summary):
-        yield Section("Entries", [("largest [red]\x1b[2J", f"{found.largest:.3g}")])
-
-    monkeypatch.setattr(statistics, "_entries", dict(statistics._entries))
-    monkeypatch.setitem(globals(), "Extremes", Extremes)
-
-    @statistic("extremes", place=25, sections=show, answers=lambda found, _: [("how far", "!")])
-    def extremes(data) -> Extremes:
-        return Extremes(largest=max(float(abs(g).max()) for _, _, g in data.rows()))
-
-    file = fake(12)
-    summary = summarize(file)
-    expected = max(float(abs(g).max()) for g in file.gradients.values())
-    assert summary.to_json()["extremes"] == {"largest": expected}
-    assert Summary.from_json(summary.to_json()).extremes == summary.extremes
-    text = screen(render, summary, 80)
-    assert r"largest [red]\x1b[2J" in text
-    assert text.index("Which clipping") < text.index("\nEntries") < text.index("How large a batch")
-    assert "how far" in text
+def test_a_statistic_reads_the_rows_of_the_finite_samples():
+    """Shown and in JSON it is in tests/test_extend.py."""
+    file = fake(12, broken=(3,))
+    found = {name: np.zeros((12, g[0].size)) for name, g in file.gradients.items()}
+    for name, places, rows in Data(file, Options()).rows():
+        found[name][np.delete(np.arange(12), 3)[places]] = rows
+    for name, g in file.gradients.items():
+        flat = g.reshape(12, -1)
+        assert np.array_equal(found[name], np.where(np.arange(12)[:, None] == 3, 0, flat))
+    assert not list(Data(file, Options(rows=False)).rows())
     with pytest.raises(SpecError, match="registered twice"):
-        statistic("extremes")(extremes)
+        statistic("norm")(lambda data: None)
 
 
 def test_what_was_audited() -> None:

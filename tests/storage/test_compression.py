@@ -4,7 +4,6 @@ What holds for all rows is tested with compressed ones where it is tested: `test
 `test_formats`, `test_hostile`, `test_merge`, `test_writing`.
 """
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,11 @@ import pytest
 import torch
 import xarray
 
-from gradscope.blocks import DenseBlock, Gradients, OuterBlock
+from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import parse_compression
 from gradscope.errors import OutputError, ResultFileError, SpecError
 from gradscope.storage import FilePlan, open_file, open_writer
 from tests.storage.example import (
-    BATCH,
     PLAN,
     N,
     expected,
@@ -45,10 +43,9 @@ def _plan(text: str = "gzip:1", layout: Any = "auto", **changes: Any) -> FilePla
 
 @pytest.mark.parametrize("text", ALL)
 @pytest.mark.parametrize("layout", ["dense", "auto"])
-@pytest.mark.parametrize("size", [BATCH, 7])
-def test_the_same_numbers(tmp_path: Path, text: str, layout: str, size: int) -> None:
-    write(tmp_path / "plain.h5", with_layout(layout), size)
-    write(tmp_path / "o.h5", _plan(text, layout), size)
+def test_the_same_numbers(tmp_path: Path, text: str, layout: str) -> None:
+    write(tmp_path / "plain.h5", with_layout(layout), 7)
+    write(tmp_path / "o.h5", _plan(text, layout), 7)
     assert same(load(tmp_path / "o.h5"), load(tmp_path / "plain.h5"))
     assert names(tmp_path) == ["o.h5", "plain.h5"]
     with h5py.File(tmp_path / "o.h5") as file:
@@ -59,25 +56,14 @@ def test_the_same_numbers(tmp_path: Path, text: str, layout: str, size: int) -> 
         np.testing.assert_allclose(opened.chains[0]["emb"][7:9], expected()["emb"][7:9], rtol=1e-6)
 
 
-def test_h5py_alone_reads_gzip(tmp_path: Path) -> None:
+def test_hdf5_and_xarray_read_gzip_alone(tmp_path: Path) -> None:
     write(tmp_path / "o.h5", _plan("gzip", "dense"))
-    program = (
-        "import sys, h5py, numpy as np\n"
-        "with h5py.File(sys.argv[1]) as file:\n"
-        "    np.save(sys.argv[2], file['chains/0/layer.weight'][...])\n"
-        "assert not {'gradscope', 'hdf5plugin', 'torch'} & set(sys.modules)\n"
-    )
-    place = [str(tmp_path / "o.h5"), str(tmp_path / "w.npy")]
-    subprocess.run([sys.executable, "-c", program, *place], check=True)
-    np.testing.assert_allclose(
-        np.load(tmp_path / "w.npy"), expected()["layer.weight"], rtol=2e-6, atol=1e-6
-    )
     with xarray.open_dataset(tmp_path / "o.h5", engine="h5netcdf", group="/chains/0") as found:
         np.testing.assert_array_equal(found["w"].values, expected()["w"])
     with h5py.File(tmp_path / "o.h5") as file:
         plist = file["chains/0/w"].id.get_create_plist()
         filters = [plist.get_filter(k)[0] for k in range(plist.get_nfilters())]
-    z = h5py.h5z
+    z = h5py.h5z  # those that every HDF5 has
     assert filters == [z.FILTER_SHUFFLE, z.FILTER_DEFLATE, z.FILTER_FLETCHER32]
 
 
@@ -119,16 +105,16 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, te
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("gzip", "gzip:4"), ("gzip:9", "gzip:9"), ("zstd", "zstd:3"), ("blosc2:1", "blosc2:1")],
+    [
+        *[("gzip", "gzip:4"), ("gzip:9", "gzip:9"), ("zstd", "zstd:3"), ("blosc2:1", "blosc2:1")],
+        *((text, None) for text in ("", "gzip:", "gzip:0", "gzip:10", "zstd:x", "lz4", "zstd:99")),
+        *((text, None) for text in ("gzip:²", "zstd:-1")),
+    ],
 )
-def test_names(text: str, found: str) -> None:
-    assert str(parse_compression(text)) == found
-
-
-@pytest.mark.parametrize(
-    "text", ["", "gzip:", "gzip:0", "gzip:10", "zstd:x", "lz4", "zstd:99", "gzip:²", "zstd:-1"]
-)
-def test_what_is_no_name(text: str) -> None:
+def test_names(text: str, found: str | None) -> None:
+    if found is not None:
+        assert str(parse_compression(text)) == found
+        return
     with pytest.raises(SpecError, match="compression") as caught:
         parse_compression(text)
     assert caught.value.remedy is not None and "zstd:1 to 22" in caught.value.remedy
@@ -144,12 +130,3 @@ def test_the_writer_needs_little_memory_and_no_second_file(tmp_path: Path) -> No
             assert (tmp_path / "o.h5.part").stat().st_size < 10**6
         writer.finish({}, {})
     assert names(tmp_path) == ["o.h5"]
-
-
-def test_factors_are_compressed_too(tmp_path: Path) -> None:
-    left, right = torch.zeros(N, 1, 1, 400), torch.ones(N, 1, 1, 250)
-    write_block(tmp_path / "o.h5", _plan("gzip", "factored"), OuterBlock(left, right, (400, 250)))
-    with open_file(tmp_path / "o.h5") as file:
-        assert file.chains[0]["w"].representation == "factored"
-        assert file.chains[0]["w"].nbytes < 10_000
-        np.testing.assert_array_equal(file.chains[0]["w"][5], np.zeros((400, 250)))

@@ -52,7 +52,7 @@ def test_a_stop_at_any_moment_loses_nothing(tmp_path: Path, write: Callable[...,
     with Disk(tmp_path).inserted() as disk:
         write(tmp_path / "whole.h5")
     wanted, found = (tmp_path / "whole.h5").read_bytes(), []
-    for k in operations(len(disk.seen), 8):
+    for k in operations(len(disk.seen), 6):
         path = tmp_path / str(k) / "o.h5"
         path.parent.mkdir()
         with pytest.raises(Stopped), Disk(path.parent, k).inserted():
@@ -72,7 +72,7 @@ def test_a_disk_that_fails_is_told_of_once(
     with Disk(tmp_path).inserted() as disk:
         write(tmp_path / "whole.h5")
     wanted = load(tmp_path / "whole.h5")
-    for k in operations(len(disk.seen), 8):
+    for k in operations(len(disk.seen), 6):
         path = tmp_path / str(k) / "o.h5"
         path.parent.mkdir()
         with Disk(path.parent, k, number, once=k % 2 == 0).inserted():
@@ -98,10 +98,8 @@ def test_only_whole_chunks_of_complete_rows_are_needed(tmp_path: Path, size: int
     data, kept = part.read_bytes(), []
     with h5py.File(part, "r", locking=False) as file:
         for _, dataset in datasets(file):
-            place, row = (
-                ChunkOffsets.of(dataset),
-                dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])),
-            )
+            place = ChunkOffsets.of(dataset)
+            row = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
             if place.checked:
                 count = 32 // dataset.chunks[0] if dataset.chunks[0] > 1 else len(place.offsets)
                 kept += place.extents[:count].tolist()
@@ -123,17 +121,16 @@ def test_only_whole_chunks_of_complete_rows_are_needed(tmp_path: Path, size: int
 _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
-from gradscope.blocks import DenseBlock
 from gradscope.storage.write import journal as commits
-from tests.storage.example import gradients, write
+from tests.storage.example import write
+from tests.storage.test_crash import _changing
 
 commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0
 random.seed(int(sys.argv[2]))
 
 def make(start, stop):
     time.sleep(0.002)
-    found = gradients(start, stop)
-    return found if start < 60 else found.map(lambda block: DenseBlock(block.dense()))
+    return _changing(start, stop)
 
 kills = 0
 while True:
@@ -153,11 +150,7 @@ print(kills)
 
 
 def test_kill_at_random_moments(tmp_path: Path) -> None:
-    def make(start: int, stop: int) -> Gradients:
-        found = gradients(start, stop)
-        return found if start < 60 else found.map(lambda block: DenseBlock(block.dense()))
-
-    example.write(tmp_path / "whole.h5", size=4, make=make)
+    example.write(tmp_path / "whole.h5", size=4, make=_changing)
     command = [sys.executable, "-c", _KILLS, str(tmp_path / "o.h5"), "7"]
     kills = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert kills >= 2

@@ -42,6 +42,7 @@ def test_bfloat16_takes_two_bytes_and_others_convert_it(tmp_path: Path, dtype: t
         np.testing.assert_array_equal(array[[70, 2]], wanted[[70, 2]])
         assert array.overflowed == 0
     with h5py.File(tmp_path / "o.h5") as plain:
+        assert "overflowed" not in plain["chains/0/w"].attrs
         assert plain["chains/0/w"].id.get_type().get_size() == 2
         np.testing.assert_array_equal(plain["chains/0/w"][...], wanted)
     with xarray.open_dataset(tmp_path / "o.h5", engine="h5netcdf", group="/chains/0") as found:
@@ -128,11 +129,3 @@ def test_products_too_large_are_counted(tmp_path: Path) -> None:
         array = file.chains[0]["w"]
         assert array.overflowed == N
         np.testing.assert_array_equal(array[7], [[2, 100, 300], [600, 30000, np.inf]])
-
-
-def test_what_fits_has_no_such_attribute(tmp_path: Path) -> None:
-    write_block(
-        tmp_path / "o.h5", with_layout("dense", dtype=torch.float64), DenseBlock(LARGE.repeat(N, 1))
-    )
-    with h5py.File(tmp_path / "o.h5") as plain:
-        assert "overflowed" not in plain["chains/0/w"].attrs

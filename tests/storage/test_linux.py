@@ -30,7 +30,7 @@ def test_reserved_space_is_taken_and_reads_as_before(tmp_path: Path) -> None:
     with path.open("w+b") as file:
         os.ftruncate(file.fileno(), SIZE)
         os.pwrite(file.fileno(), b"kept", 4096)
-        files._reserve(file.fileno())
+        files.secure_space(path, file.fileno())
     expected = bytes(4096) + b"kept" + bytes(SIZE - 4100)
     assert path.read_bytes() == expected
     assert path.stat().st_blocks >= SIZE // 512

@@ -17,7 +17,6 @@ from gradscope.config import Compression
 from gradscope.errors import OutputError, RefusedError, ResultFileError
 from gradscope.storage import (
     FilePlan,
-    Rows,
     check_parts,
     open_file,
     open_joiner,
@@ -72,7 +71,7 @@ def write(path: Path, wanted: FilePlan, start: int, stop: int, make: Make = grad
 def finish(done: Callable[..., None], state: dict[str, dict[str, torch.Tensor]], n: int) -> None:
     """Finish a file, with means that follow from its states alone."""
     means = {k.removeprefix("sum:"): v / n for k, v in state["1"].items() if k != "n"}
-    norms = {name: {"mean_gradient_norm": float(means[name].norm())} for name in PLAN.parameters}
+    norms = {name: {"mean_gradient_norm": float(means[name].norm())} for name in means}
     done(results={1: means}, certificate=CERTIFIED, norm_attributes=norms, states=state)
 
 
@@ -99,6 +98,12 @@ def merge(files: list[Path], path: Path, base: FilePlan = PLAN, **options: Any) 
         finish(joiner.finish, {"1": total}, N)
 
 
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Shards that nobody changes."""
+    return shards(tmp_path_factory.mktemp("seven"), SHARES["seven"])
+
+
 def exact(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether all but the aggregates agree to the last bit."""
     light = [k for k in a if not k.startswith("chains/1/") and k != "documents"]
@@ -109,9 +114,14 @@ GZIP = Compression("gzip", 3)
 
 
 @pytest.mark.parametrize(
-    ("layout", "packed"), [("dense", None), ("auto", None), ("factored", None), ("auto", GZIP)]
+    ("cuts", "layout", "packed"),
+    [
+        (SHARES["two"], "dense", None),
+        (SHARES["seven"], "auto", None),
+        (SHARES["uneven"], "factored", None),
+        (SHARES["uneven"], "auto", GZIP),
+    ],
 )
-@pytest.mark.parametrize("cuts", SHARES.values(), ids=SHARES)
 def test_the_whole_run(
     tmp_path: Path, cuts: tuple[int, ...], layout: Any, packed: Compression | None
 ) -> None:
@@ -180,54 +190,24 @@ def test_factors_of_other_sizes_become_dense(tmp_path: Path) -> None:
     assert "v.h5" not in names(tmp_path)
 
 
-def _gap(files: list[Path]) -> None:
-    files.pop(3)
+def _changed(path: Path, change: Callable[[bytearray], Any]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
 
 
-def _gap_at_the_end(files: list[Path]) -> None:
-    files.pop()
+def _flipped(path: Path, at: int) -> None:
+    _changed(path, lambda data: data.__setitem__(at, data[at] ^ 4))
 
 
-def _twice(files: list[Path]) -> None:
-    files.append(files[2])
+def _row_of(path: Path) -> int:
+    with h5py.File(path) as file:
+        return int(file["chains/0/w"].id.get_chunk_info(0).byte_offset) + 3
 
 
-def _overlap(files: list[Path]) -> None:
-    path = files[0].with_name("more.h5")
-    files.append(write(path, plan(16, 48, 1, 7), 16, 48))
-
-
-def _another_run(files: list[Path]) -> None:
-    other = replace(PLAN, fingerprint=PLAN.fingerprint | {"checkpoint": "c2"})
-    files[2].unlink()
-    write(files[2], plan(32, 48, 2, 7, other), 32, 48)
-
-
-def _other_division(files: list[Path]) -> None:
-    files[2].unlink()
-    write(files[2], plan(32, 48, 2, 8), 32, 48)
-
-
-def _damaged_rows(files: list[Path]) -> None:
-    data = bytearray(files[4].read_bytes())
-    with h5py.File(files[4]) as file:
-        at = file["chains/0/w"].id.get_chunk_info(0).byte_offset
-    data[at + 100] ^= 4
-    files[4].write_bytes(data)
-
-
-def _damaged_structure(files: list[Path]) -> None:
-    data = bytearray(files[4].read_bytes())
-    data[100] ^= 4
-    files[4].write_bytes(data)
-
-
-def _cut_short(files: list[Path]) -> None:
-    files[5].write_bytes(files[5].read_bytes()[:-200])
-
-
-def _absent(files: list[Path]) -> None:
-    files[6].unlink()
+def _replaced(path: Path, wanted: FilePlan) -> None:
+    path.unlink()
+    write(path, wanted, 32, 48)
 
 
 def _no_states(files: list[Path]) -> None:
@@ -238,40 +218,46 @@ def _no_states(files: list[Path]) -> None:
         writer.finish({1: {k: torch.as_tensor(v) for k, v in means.items()}}, CERTIFIED)
 
 
-def _none(files: list[Path]) -> None:
-    files.clear()
+OTHER = replace(PLAN, fingerprint=PLAN.fingerprint | {"checkpoint": "c2"})
+WRONG: list[tuple[Callable[[list[Path]], Any], str]] = [
+    (lambda f: f.pop(3), r"samples are missing: 48 to 64 \(shard 3\)"),
+    (lambda f: f.pop(), r"samples are missing: 96 to 100 \(shard 6\)"),
+    (lambda f: f.append(f[2]), "samples 32 to 48 are in two files"),
+    (
+        lambda f: f.append(write(f[0].with_name("more.h5"), plan(16, 48, 1, 7), 16, 48)),
+        "samples 16 to 32 are in two files",
+    ),
+    (
+        lambda f: _replaced(f[2], plan(32, 48, 2, 7, OTHER)),
+        "another run .* checkpoint is 'c1' there, 'c2' here",
+    ),
+    (
+        lambda f: _replaced(f[2], plan(32, 48, 2, 8)),
+        "another run .* shard.count is 7 there, 8 here",
+    ),
+    (lambda f: _flipped(f[4], _row_of(f[4])), "data are damaged"),
+    (lambda f: _flipped(f[4], 100), "structure was changed"),
+    (lambda f: _changed(f[5], lambda data: data.__delitem__(slice(-200, None))), "cut short|seal"),
+    (lambda f: f[6].unlink(), "no such file"),
+    (_no_states, "holds no states"),
+    (lambda f: f.clear(), "no file to merge"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (_gap, r"samples are missing: 48 to 64 \(shard 3\)"),
-        (_gap_at_the_end, r"samples are missing: 96 to 100 \(shard 6\)"),
-        (_twice, "samples 32 to 48 are in two files"),
-        (_overlap, "samples 16 to 32 are in two files"),
-        (_another_run, "another run .* checkpoint is 'c1' there, 'c2' here"),
-        (_other_division, "another run .* shard.count is 7 there, 8 here"),
-        (_damaged_rows, "data are damaged"),
-        (_damaged_structure, "structure was changed"),
-        (_cut_short, "cut short|seal is missing"),
-        (_absent, "no such file"),
-        (_no_states, "holds no states"),
-        (_none, "no file to merge"),
-    ],
-)
-@pytest.mark.parametrize("before", [False, True], ids=["new", "over an old file"])
+@pytest.mark.parametrize(("spoil", "message"), WRONG)
 def test_wrong_files_are_refused_and_nothing_is_written(
-    tmp_path: Path, spoil: Callable[[list[Path]], None], message: str, before: bool
+    tmp_path: Path, seven: list[Path], spoil: Callable[[list[Path]], Any], message: str
 ) -> None:
-    files, out = shards(tmp_path, SHARES["seven"]), tmp_path / "out"
+    files, out = [Path(shutil.copy(path, tmp_path)) for path in seven], tmp_path / "out"
     out.mkdir()
     spoil(files)
-    if before:
-        (out / "o.h5").write_bytes(b"old")
     with pytest.raises(ResultFileError, match=message):
-        merge(files, out / "o.h5", overwrite=before)
-    assert names(out) == (["o.h5"] if before else [])
-    assert not before or (out / "o.h5").read_bytes() == b"old"
+        merge(files, out / "o.h5")
+    assert names(out) == []
+    (out / "o.h5").write_bytes(b"old")
+    with pytest.raises(ResultFileError, match=message):
+        merge(files, out / "o.h5", overwrite=True)
+    assert names(out) == ["o.h5"] and (out / "o.h5").read_bytes() == b"old"
 
 
 def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
@@ -323,7 +309,7 @@ def test_a_stop_at_any_moment(tmp_path: Path, number: int) -> None:
     with Disk(path.parent).inserted() as disk:
         merge(files, path)
     wanted = path.read_bytes()
-    for k in operations(len(disk.seen), 10):
+    for k in operations(len(disk.seen), 6):
         path.write_bytes(b"old")
         with (
             pytest.raises((Stopped, OutputError), match="disk is full" if number else None),
@@ -335,15 +321,23 @@ def test_a_stop_at_any_moment(tmp_path: Path, number: int) -> None:
         assert path.read_bytes() == wanted and names(path.parent) == ["o.h5"]
 
 
-@pytest.fixture
-def virtual(tmp_path: Path) -> Path:
-    """A virtual file and its seven shards in one folder."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, seven: list[Path]) -> Path:
+    """A folder with a whole run and, in another one, a virtual file and its seven shards."""
+    folder = tmp_path_factory.mktemp("virtual")
     base = replace(PLAN, layout="auto")
-    write(tmp_path / "whole.h5", whole_plan(base), 0, N)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    merge(shards(folder, SHARES["seven"], base), folder / "o.h5", base, virtual=True)
+    write(folder / "whole.h5", whole_plan(base), 0, N)
+    files = [Path(shutil.copy(path, folder)) for path in seven]
+    (folder / "run").mkdir()
+    files = [path.rename(folder / "run" / path.name) for path in files]
+    merge(files, folder / "run" / "o.h5", base, virtual=True)
     return folder
+
+
+@pytest.fixture
+def virtual(tmp_path: Path, prepared: Path) -> Path:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
 
 
 def test_a_virtual_file_reads_as_the_whole(virtual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,29 +366,26 @@ def test_other_programs_read_a_virtual_file(virtual: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("what", ["missing", "changed", "damaged", "replaced"])
-def test_a_source_that_is_not_as_it_was(virtual: Path, what: str, when: str) -> None:
-    source = virtual / "o.shard-3-of-7.h5"
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (Path.unlink, "is missing"),
+        (lambda path: _flipped(path, 100), "has changed"),
+        (lambda path: _flipped(path, _row_of(path)), "data are damaged"),
+        (lambda path: _replaced(path, plan(32, 48, 2, 7, OTHER)), "has changed"),
+    ],
+)
+def test_a_source_that_is_not_as_it_was(
+    virtual: Path, spoil: Callable[[Path], Any], message: str, when: str
+) -> None:
     file = open_file(virtual / "o.h5") if when == "after" else None
-    if what == "replaced":
-        source.unlink()
-        other = replace(PLAN, layout="auto", run={"seed": 4})
-        write(source, plan(48, 64, 3, 7, other), 48, 64)
-    elif what == "missing":
-        source.unlink()
-    else:
-        data = bytearray(source.read_bytes())
-        with h5py.File(source) as opened:
-            chunk = opened["chains/0/w"].id.get_chunk_info(0).byte_offset
-        data[chunk + 3 if what == "damaged" else 100] ^= 4
-        source.write_bytes(data)
-    message = {"missing": "is missing", "damaged": "data are damaged"}.get(what, "has changed")
+    spoil(virtual / "o.shard-2-of-7.h5")
     with (
         pytest.raises(ResultFileError, match=message) as caught,
         file or open_file(virtual / "o.h5") as opened_file,
     ):
-        opened_file.chains[0]["w"][40:70]
-    assert "o.shard-3-of-7.h5" in str(caught.value)
+        opened_file.chains[0]["w"][30:60]
+    assert "o.shard-2-of-7.h5" in str(caught.value)
 
 
 def test_a_virtual_file_is_no_part(virtual: Path) -> None:
@@ -451,25 +442,13 @@ def test_a_name_with_a_percent_sign(tmp_path: Path) -> None:
     """HDF5 reads %b in the names of a virtual data set as a number."""
     name = "a/%b"
     base = replace(PLAN, parameters={name: (7, 5)})
-    made = {1: {name: torch.zeros(7, 5)}}
 
     def make(start: int, stop: int) -> Gradients:
         return Gradients({name: gradients(start, stop)["w"]})
 
-    folder = tmp_path / "50%b"
-    folder.mkdir()
-    files = []
-    for k, (start, stop) in enumerate(((0, 48), (48, N))):
-        path = folder / f"%b{k}.h5"
-        with open_writer(path, plan(start, stop, k, 2, base)) as writer:
-            writer.append(rows(start, stop, make(start, stop)))
-            writer.finish(made, CERTIFIED, states={"1": {"n": torch.tensor(1.0)}})
-        files.append(path)
-    parts = check_parts(files)
-    with open_joiner(tmp_path / "o.h5", whole_plan(base), parts, BATCH, virtual=True) as joiner:
-        for part in parts.files:
-            joiner.add(part)
-        joiner.finish(made, CERTIFIED, {}, {})
+    (tmp_path / "50%b").mkdir()
+    files = shards(tmp_path / "50%b", SHARES["two"], base, make)
+    merge(files, tmp_path / "o.h5", base, virtual=True)
     with h5py.File(tmp_path / "o.h5") as file:
         np.testing.assert_array_equal(file["chains/0/a%2F%25b"][...], expected()["w"])
     with open_file(tmp_path / "o.h5") as opened:
@@ -481,17 +460,12 @@ def test_text_columns(tmp_path: Path) -> None:
     texts = np.array([f"näme {i:03d}" for i in range(N)])
     raw = np.char.encode(texts, "utf-8")
     table = torch.from_numpy(raw.view(np.uint8).reshape(N, -1).copy())
-
-    def named(start: int, stop: int) -> Rows:
-        return replace(rows(start, stop), id=table[start:stop])
-
     files = []
     for k, (start, stop) in enumerate(((0, 48), (48, N))):
-        path = tmp_path / f"o.shard-{k}-of-2.h5"
-        with open_writer(path, plan(start, stop, k, 2)) as writer:
-            writer.append(named(start, stop))
+        files.append(tmp_path / f"o.shard-{k}-of-2.h5")
+        with open_writer(files[k], plan(start, stop, k, 2)) as writer:
+            writer.append(replace(rows(start, stop), id=table[start:stop]))
             finish(writer.finish, sums(start, stop), stop - start)
-        files.append(path)
     merge(files, tmp_path / "o.h5")
     with open_file(tmp_path / "o.h5") as file:
         assert file.samples["id"].tolist() == texts.tolist()

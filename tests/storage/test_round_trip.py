@@ -9,9 +9,9 @@ import pytest
 import torch
 import xarray
 
-from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock
+from gradscope.blocks import DenseBlock, Gradients, OuterBlock
 from gradscope.errors import SpecError
-from gradscope.storage import ChainPlan, FilePlan, Rows, open_file, open_writer
+from gradscope.storage import Rows, open_file, open_writer
 from gradscope.storage.format.numbers import escape, unescape
 from gradscope.storage.write.create import attach_scales
 from tests.storage.example import (
@@ -19,11 +19,13 @@ from tests.storage.example import (
     PLAN,
     SHAPES,
     N,
-    contents,
+    batches,
     expected,
-    load,
+    names,
+    rows,
     with_layout,
     write,
+    write_block,
 )
 
 
@@ -34,14 +36,14 @@ def test_rows_come_back(tmp_path: Path, layout: str) -> None:
         assert (file.n, file.parameters, file.run) == (N, SHAPES, PLAN.run)
         assert [(c.text, c.reduced) for c in file.chains] == [("identity", False), ("mean", True)]
         assert list(file.chains[0]) == list(SHAPES)
-        for name, rows in expected().items():
+        for name, wanted in expected().items():
             array = file.chains[0][name]
-            assert (array.shape, array.dtype) == (rows.shape, np.float32)
-            np.testing.assert_allclose(array[...], rows, rtol=2e-6, atol=1e-6)
+            assert (array.shape, array.dtype) == (wanted.shape, np.float32)
+            np.testing.assert_allclose(array[...], wanted, rtol=2e-6, atol=1e-6)
             np.testing.assert_allclose(
-                file.chains[1][name][...], rows.astype(float).mean(0), rtol=1e-5, atol=1e-7
+                file.chains[1][name][...], wanted.astype(float).mean(0), rtol=1e-5, atol=1e-7
             )
-            flat = rows.reshape(N, -1)
+            flat = wanted.reshape(N, -1)
             np.testing.assert_allclose(file.norms[name], np.linalg.norm(flat, axis=1), rtol=1e-5)
         np.testing.assert_array_equal(file.samples["index"], np.arange(N))
         np.testing.assert_array_equal(file.samples["finite"], np.arange(N) % 5 > 0)
@@ -49,7 +51,7 @@ def test_rows_come_back(tmp_path: Path, layout: str) -> None:
         assert file.norm_attributes["emb"] == {"mean_gradient_norm": 3.5}
         assert file.certificate == {"verdict": "exact"}
         assert file.attributes["checkpoint_sha256"] == "c" * 64
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.h5"]
+    assert names(tmp_path) == ["o.h5"]
 
 
 def test_layout_decides_the_representation(tmp_path: Path) -> None:
@@ -92,9 +94,9 @@ def test_auto_keeps_dense_what_factors_would_enlarge(tmp_path: Path) -> None:
 def test_any_rows_of_any_layout(tmp_path: Path, selection: object) -> None:
     write(tmp_path / "o.h5")
     with open_file(tmp_path / "o.h5") as file:
-        for name, rows in expected().items():
+        for name, wanted in expected().items():
             found = file.chains[0][name][selection]  # type: ignore[index]
-            np.testing.assert_allclose(found, rows[selection], rtol=2e-6, atol=1e-6)  # type: ignore[index]
+            np.testing.assert_allclose(found, wanted[selection], rtol=2e-6, atol=1e-6)  # type: ignore[index]
 
 
 def test_iterate_goes_through_all_rows_once(tmp_path: Path) -> None:
@@ -123,19 +125,11 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
             {name: DenseBlock(DATA["w"][start:stop] + k) for k, name in enumerate(NAMES)}
         )
 
-    with open_writer(
-        tmp_path / "o.h5", replace(PLAN, parameters=dict.fromkeys(NAMES, (7, 5)))
-    ) as w:
-        made = make(0, N)
-        norms = {k: v.sqrt() for k, v in made.squared_norms.items()}
-        at = torch.arange(N)
-        w.append(Rows(at, at * 1.0, made.norms, at > -1, norms=norms, chains=(made, None)))
-        w.finish({1: {name: torch.ones(7, 5) for name in NAMES}}, {}, {})
+    write(tmp_path / "o.h5", replace(PLAN, parameters=dict.fromkeys(NAMES, (7, 5))), make=make)
     with open_file(tmp_path / "o.h5") as file:
         assert list(file.chains[0]) == list(file.norms) == list(file.chains[1]) == NAMES
         for k, name in enumerate(NAMES):
             np.testing.assert_array_equal(file.chains[0][name][...], DATA["w"].numpy() + k)
-        assert "target" not in file.samples
     with h5py.File(tmp_path / "o.h5") as plain:
         assert plain["chains/0/a%2Fb"].attrs["name"] == "a/b"
         assert len(plain["chains/0"]) == len(NAMES)
@@ -144,60 +138,16 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", ["float64", "float32", "float16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 def test_number_formats(tmp_path: Path, stored: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    made = torch.randn(9, 3, 4, dtype=dtype, generator=generator)
-    plan = FilePlan(
-        {}, {}, {}, 9, {"w": (3, 4)}, (ChainPlan("identity", False),), getattr(torch, stored)
-    )
-    found = Gradients({"w": DenseBlock(made)})
-    at = torch.arange(9)
-    with open_writer(tmp_path / "o.h5", plan) as writer:
-        writer.append(Rows(at, at * 1.0, found.norms, at > -1, chains=(found,)))
-        writer.finish({}, {})
+    made = torch.randn(9, 3, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    plan = with_layout("auto", dtype=getattr(torch, stored))
+    write_block(tmp_path / "o.h5", plan, DenseBlock(made))
     wanted = made.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
     if dtype.is_complex:
-        format_ = "complex128" if stored == "float64" else "complex64"
-    else:
-        format_ = stored
+        stored = "complex128" if stored == "float64" else "complex64"
     with open_file(tmp_path / "o.h5") as file:
         array = file.chains[0]["w"]
-        assert array.dtype == format_
-        np.testing.assert_array_equal(array[...], wanted.astype(format_))
-
-
-def test_empty_and_large_parameters(tmp_path: Path) -> None:
-    """A parameter without entries, and one whose rows are cut into several chunks."""
-    generator = torch.Generator().manual_seed(2)
-    big = torch.randn(5, 3, 701, 211, generator=generator)
-    found = Gradients({"none": DenseBlock(torch.empty(5, 0, 4)), "big": DenseBlock(big)})
-    shapes = {"none": (0, 4), "big": (3, 701, 211)}
-    plan = FilePlan({}, {}, {}, 5, shapes, (ChainPlan("identity", False),))
-    at = torch.arange(5)
-    with open_writer(tmp_path / "o.h5", plan) as writer:
-        for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):
-            part, i = found.select(rows), at[rows]
-            writer.append(Rows(i, i * 1.0, part.norms, i > -1, chains=(part,)))
-        writer.finish({}, {})
-    with open_file(tmp_path / "o.h5") as file:
-        np.testing.assert_array_equal(file.chains[0]["big"][...], big.numpy())
-        assert file.chains[0]["none"][...].shape == (5, 0, 4)
-    with h5py.File(tmp_path / "o.h5") as plain:
-        chunks = plain["chains/0/big"].chunks
-        assert chunks[0] == 1 and 2**19 <= np.prod(chunks) * 4 <= 2**20 * 1.1
-
-
-def test_computed_blocks_are_written_by_tiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradscope.storage.write.region.PART_BYTES", 400)  # two rows and some
-
-    def make(start: int, stop: int) -> Gradients:
-        return Gradients({"w": MappedBlock(DenseBlock(DATA["w"][start:stop].double()), torch.sin)})
-
-    write(tmp_path / "o.h5", replace(PLAN, parameters={"w": (7, 5)}), make=make)
-    with open_file(tmp_path / "o.h5") as file:
-        wanted = np.sin(DATA["w"].numpy().astype(float)).astype(np.float32)
-        np.testing.assert_allclose(file.chains[0]["w"][...], wanted, rtol=1e-6)
+        assert array.dtype == stored
+        np.testing.assert_array_equal(array[...], wanted.astype(stored))
 
 
 def test_a_block_that_changes_its_structure_becomes_dense(tmp_path: Path) -> None:
@@ -216,7 +166,7 @@ def test_a_block_that_changes_its_structure_becomes_dense(tmp_path: Path) -> Non
         array = file.chains[0]["layer.weight"]
         assert array.representation == "dense"
         np.testing.assert_allclose(array[...], wanted, rtol=2e-6, atol=1e-6)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.h5"]
+    assert names(tmp_path) == ["o.h5"]
     with h5py.File(tmp_path / "o.h5") as plain:
         assert "replaced" not in plain
 
@@ -262,13 +212,40 @@ def test_long_documents(tmp_path: Path) -> None:
         assert file.run == run
 
 
-def test_contents_are_the_same_whatever_the_batch_size(tmp_path: Path) -> None:
-    for size in (1, 7, N):
-        write(tmp_path / f"{size}.h5", size=size)
-    one, seven, whole = (load(tmp_path / f"{size}.h5") for size in (1, 7, N))
-    for key in one:
-        if key.startswith(("samples", "chains/0")):
-            np.testing.assert_allclose(one[key], whole[key], rtol=1e-6, atol=1e-7)
-            np.testing.assert_allclose(seven[key], whole[key], rtol=1e-6, atol=1e-7)
-    with open_file(tmp_path / "7.h5") as file:
-        assert contents(file).keys() == one.keys()
+TEXTS = [f"{'ü' * (k % 4)}sample {k}" for k in range(N)]
+WIDTH = max(len(name.encode()) for name in TEXTS)
+
+
+def _named(kind: str, start: int, stop: int) -> Rows:
+    if kind == "integers":
+        return replace(rows(start, stop), id=1000 - torch.arange(start, stop))
+    padded = b"".join(name.encode().ljust(WIDTH, b"\0") for name in TEXTS[start:stop])
+    ids = torch.frombuffer(bytearray(padded), dtype=torch.uint8).reshape(-1, WIDTH)
+    return replace(rows(start, stop), id=ids)
+
+
+def _write_named(path: Path, kind: str, stop_at: int = N, **options: bool) -> None:
+    with open_writer(path, PLAN, **options) as writer:
+        for start, stop in batches(writer.completed, 16):
+            if start >= stop_at:
+                raise KeyboardInterrupt
+            writer.append(_named(kind, start, stop))
+        writer.finish({}, {})
+
+
+@pytest.mark.parametrize("kind", ["integers", "texts"])
+@pytest.mark.parametrize("stop_at", [N, 48])
+def test_ids(tmp_path: Path, kind: str, stop_at: int) -> None:
+    path = tmp_path / "o.h5"
+    if stop_at < N:
+        with pytest.raises(KeyboardInterrupt):
+            _write_named(path, kind, stop_at)
+    _write_named(path, kind, resume=True)
+    expected = 1000 - np.arange(N) if kind == "integers" else np.array(TEXTS)
+    with open_file(path) as file:
+        np.testing.assert_array_equal(file.samples["id"], expected)
+        assert file.samples["id"].dtype.kind == expected.dtype.kind
+    with h5py.File(path) as plain:
+        column = plain["samples/id"]
+        found = column[:] if kind == "integers" else column.asstr()[:]
+        assert list(found) == list(expected)

@@ -7,7 +7,6 @@ import gzip
 import random
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
@@ -38,6 +37,7 @@ def test_the_same_numbers(old: Path) -> None:
     assert old.read_bytes().endswith(b"gradseal")
     with open_file(old) as file:
         assert file.hdf5.attrs["format_version"] == 1
+        assert file.hdf5["chains/0/w"].fletcher32
         assert file.samples["index"].tolist() == list(range(N))
         for name, wanted in _expected().items():
             np.testing.assert_array_equal(file.chains[0][name][...], wanted)
@@ -52,7 +52,7 @@ def test_the_same_numbers(old: Path) -> None:
 def test_its_checks_are_those_of_then(old: Path) -> None:
     good, wanted, generator = old.read_bytes(), load(old), random.Random(2)
     refused = 0
-    for _ in range(100):
+    for _ in range(40):
         data = bytearray(good)
         data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
         old.write_bytes(data)
@@ -70,9 +70,3 @@ def test_what_lacks_an_identity_is_no_part(old: Path) -> None:
     """As ever: the file was written without a pipeline."""
     with pytest.raises(ResultFileError, match="which samples of which run"):
         check_parts([old])
-
-
-def test_h5py_reads_both_versions_alike(old: Path) -> None:
-    with h5py.File(old) as file:
-        item = file["chains/0/w"]
-        assert item.fletcher32 and item.attrs["representation"] == "dense"

@@ -98,6 +98,24 @@ def regression(model: nn.Module, inputs: Any) -> Setup:
     return Setup(model, smooth, inputs, torch.randn(outputs.shape))
 
 
+Make = Callable[[], tuple[dict[str, Any], Any]]
+
+
+def program(make: Make, **options: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """File a forward pass under its own name; `make` returns what the model has, and the inputs."""
+
+    def add(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def build() -> Setup:
+            members, inputs = make()
+            return regression(Net(forward, **members), inputs)
+
+        build.__name__ = forward.__name__
+        case(**options)(build)
+        return forward
+
+    return add
+
+
 def param(*shape: int, scale: float = 0.7) -> nn.Parameter:
     """A random parameter."""
     return nn.Parameter(scale * torch.randn(*shape))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.zoo.base import N, Net, Setup, case, regression
+from tests.zoo.base import N, Net, Setup, case, program, regression
 
 
 @case(coupled=True, train=True)
@@ -35,13 +35,10 @@ def coupled_contrastive_loss() -> Setup:
     return Setup(model, loss, (torch.randn(N, 4), torch.randn(N, 4)), None)
 
 
-@case(coupled=True)
-def coupled_by_the_detached_batch_mean() -> Setup:
-    def forward(net: nn.Module, x):
-        h = net.a(x)
-        return net.b(h - h.mean(0).detach()).tanh()
-
-    return regression(Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3)), torch.randn(N, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(7, 3)}, torch.randn(N, 4)), coupled=True)
+def coupled_by_the_detached_batch_mean(net, x):
+    h = net.a(x)
+    return net.b(h - h.mean(0).detach()).tanh()
 
 
 @case(coupled=True)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from tests.zoo.base import N, Net, Setup, case, regression
+from tests.zoo.base import N, Setup, case, program, regression
 
 
 @case()
@@ -33,20 +33,6 @@ def conv2d_reflect_pool_classify() -> Setup:
 
 
 @case()
-def conv3d() -> Setup:
-    model = nn.Sequential(nn.Conv3d(2, 3, (2, 3, 2), padding=(0, 1, 0)), nn.Tanh())
-    return regression(model, torch.randn(N, 2, 4, 6, 3))
-
-
-@case()
-def conv_transpose1d() -> Setup:
-    model = nn.Sequential(
-        nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), nn.Tanh()
-    )
-    return regression(model, torch.randn(N, 4, 7))
-
-
-@case()
 def conv_transpose2d() -> Setup:
     model = nn.Sequential(
         nn.ConvTranspose2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2)), nn.Tanh()
@@ -54,31 +40,22 @@ def conv_transpose2d() -> Setup:
     return regression(model, torch.randn(N, 3, 4, 6))
 
 
-@case()
-def conv_shared_over_scales() -> Setup:
-    def forward(net: nn.Module, x):
-        fine = net.a(x).tanh()
-        coarse = net.a(F.avg_pool2d(x, 2)).tanh()
-        return torch.cat([fine.flatten(1), coarse.flatten(1)], 1)
-
-    return regression(Net(forward, a=nn.Conv2d(2, 3, 3)), torch.randn(N, 2, 8, 7))
+@program(lambda: ({"a": nn.Conv2d(2, 3, 3)}, torch.randn(N, 2, 8, 7)))
+def conv_shared_over_scales(net, x):
+    fine = net.a(x).tanh()
+    coarse = net.a(F.avg_pool2d(x, 2)).tanh()
+    return torch.cat([fine.flatten(1), coarse.flatten(1)], 1)
 
 
-@case()
-def conv_samples_and_frames_merged() -> Setup:
-    def forward(net: nn.Module, x):
-        n, t = x.shape[:2]
-        return net.a(x.flatten(0, 1)).tanh().unflatten(0, (n, t)).mean(1)
-
-    return regression(Net(forward, a=nn.Conv2d(2, 3, 3)), torch.randn(N, 3, 2, 4, 6))
+@program(lambda: ({"a": nn.Conv2d(2, 3, 3)}, torch.randn(N, 3, 2, 4, 6)))
+def conv_samples_and_frames_merged(net, x):
+    n, t = x.shape[:2]
+    return net.a(x.flatten(0, 1)).tanh().unflatten(0, (n, t)).mean(1)
 
 
-@case()
-def unfold_and_linear() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(F.unfold(x, 3).transpose(1, 2)).tanh()
-
-    return regression(Net(forward, a=nn.Linear(18, 4)), torch.randn(N, 2, 4, 6))
+@program(lambda: ({"a": nn.Linear(18, 4)}, torch.randn(N, 2, 4, 6)))
+def unfold_and_linear(net, x):
+    return net.a(F.unfold(x, 3).transpose(1, 2)).tanh()
 
 
 @case()
@@ -112,20 +89,20 @@ def gated_and_upsampled() -> Setup:
     return regression(model, torch.randn(N, 3, 7))
 
 
-@case()
-def residual_network() -> Setup:
-    def forward(net: nn.Module, x):
-        h = F.relu(net.norm1(net.conv1(x)))
-        h = F.relu(net.norm2(net.conv2(h)) + net.skip(x))
-        return net.head(F.adaptive_avg_pool2d(h, 1).flatten(1))
-
-    model = Net(
-        forward,
-        conv1=nn.Conv2d(2, 4, 3, padding=1, bias=False),
-        norm1=nn.BatchNorm2d(4),
-        conv2=nn.Conv2d(4, 6, 3, padding=1, bias=False),
-        norm2=nn.BatchNorm2d(6),
-        skip=nn.Conv2d(2, 6, 1),
-        head=nn.Linear(6, 3),
+@program(
+    lambda: (
+        {
+            "conv1": nn.Conv2d(2, 4, 3, padding=1, bias=False),
+            "norm1": nn.BatchNorm2d(4),
+            "conv2": nn.Conv2d(4, 6, 3, padding=1, bias=False),
+            "norm2": nn.BatchNorm2d(6),
+            "skip": nn.Conv2d(2, 6, 1),
+            "head": nn.Linear(6, 3),
+        },
+        torch.randn(N, 2, 7, 8),
     )
-    return regression(model, torch.randn(N, 2, 7, 8))
+)
+def residual_network(net, x):
+    h = F.relu(net.norm1(net.conv1(x)))
+    h = F.relu(net.norm2(net.conv2(h)) + net.skip(x))
+    return net.head(F.adaptive_avg_pool2d(h, 1).flatten(1))

@@ -4,72 +4,59 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.base import N, Net, Setup, case, param, regression
+from tests.zoo.base import N, Net, Setup, case, param, program, regression
 
 
-@case()
-def in_place_activations_and_additions() -> Setup:
-    def forward(net: nn.Module, x):
-        h = net.a(x)
-        h += net.shift
-        h.mul_(1.5).tanh_()
-        return net.b(net.act(h.sin()))
-
-    model = Net(
-        forward,
-        a=nn.Linear(4, 7),
-        shift=param(7),
-        act=nn.ELU(inplace=True),
-        b=nn.Linear(7, 3),
+@program(
+    lambda: (
+        {
+            "a": nn.Linear(4, 7),
+            "shift": param(7),
+            "act": nn.ELU(inplace=True),
+            "b": nn.Linear(7, 3),
+        },
+        torch.randn(N, 6, 4),
     )
-    return regression(model, torch.randn(N, 6, 4))
+)
+def in_place_activations_and_additions(net, x):
+    h = net.a(x)
+    h += net.shift
+    h.mul_(1.5).tanh_()
+    return net.b(net.act(h.sin()))
 
 
-@case()
-def in_place_on_the_input() -> Setup:
-    def forward(net: nn.Module, x):
-        x = x.clone()
-        x[:, 0] *= net.scale
-        x[:, 1:] += net.shift
-        return net.a(x).tanh()
-
-    model = Net(forward, scale=param(4), shift=param(4), a=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, 6, 4))
+@program(
+    lambda: ({"scale": param(4), "shift": param(4), "a": nn.Linear(4, 3)}, torch.randn(N, 6, 4))
+)
+def in_place_on_the_input(net, x):
+    x = x.clone()
+    x[:, 0] *= net.scale
+    x[:, 1:] += net.shift
+    return net.a(x).tanh()
 
 
-@case()
-def in_place_on_the_given_tensors() -> Setup:
-    def forward(net: nn.Module, x):
-        x[:, 0] += 1.0
-        return net.a(x.mul_(1.5)).tanh()
-
-    return regression(Net(forward, a=nn.Linear(4, 3)), torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.Linear(4, 3)}, torch.randn(N, 6, 4)))
+def in_place_on_the_given_tensors(net, x):
+    x[:, 0] += 1.0
+    return net.a(x.mul_(1.5)).tanh()
 
 
-@case()
-def slice_assignment() -> Setup:
-    def forward(net: nn.Module, x):
-        out = x.new_zeros(x.shape[0], x.shape[1], 7)
-        out[:, ::2] = net.a(x[:, ::2]).tanh()
-        out[:, 1::2, :3] = net.b(x[:, 1::2])
-        return out.sin()
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(4, 3)}, torch.randn(N, 6, 4)))
+def slice_assignment(net, x):
+    out = x.new_zeros(x.shape[0], x.shape[1], 7)
+    out[:, ::2] = net.a(x[:, ::2]).tanh()
+    out[:, 1::2, :3] = net.b(x[:, 1::2])
+    return out.sin()
 
 
-@case()
-def boolean_mask() -> Setup:
-    def forward(net: nn.Module, x):
-        h = net.a(x)
-        h = h.masked_fill(h < -0.5, -0.5)
-        out = torch.zeros_like(h)
-        mask = x[..., 0] > 0
-        out[mask] = net.b(h[mask]).tanh()  # positions of all samples in one list
-        return out + h.sin()
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 7))
-    return regression(model, torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(7, 7)}, torch.randn(N, 6, 4)))
+def boolean_mask(net, x):
+    h = net.a(x)
+    h = h.masked_fill(h < -0.5, -0.5)
+    out = torch.zeros_like(h)
+    mask = x[..., 0] > 0
+    out[mask] = net.b(h[mask]).tanh()  # positions of all samples in one list
+    return out + h.sin()
 
 
 @case()
@@ -87,14 +74,12 @@ def experts_by_dispatch() -> Setup:
     return regression(Net(forward, gate=nn.Linear(4, 2), experts=experts), torch.randn(N, 4))
 
 
-@case()
-def checkpointed() -> Setup:
-    def forward(net: nn.Module, x):
-        h = checkpoint(lambda z: net.b(net.a(z).tanh()).sin(), x, use_reentrant=False)
-        return net.c(h)
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 6), c=nn.Linear(6, 3))
-    return regression(model, torch.randn(N, 4))
+@program(
+    lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(7, 6), "c": nn.Linear(6, 3)}, torch.randn(N, 4))
+)
+def checkpointed(net, x):
+    h = checkpoint(lambda z: net.b(net.a(z).tanh()).sin(), x, use_reentrant=False)
+    return net.c(h)
 
 
 @case()
@@ -109,12 +94,9 @@ def keyword_arguments() -> Setup:
     return regression(model, inputs)
 
 
-@case()
-def shared_constant_argument() -> Setup:
-    def forward(net: nn.Module, x, strength):
-        return net.a(x * strength).tanh()
-
-    return regression(Net(forward, a=nn.Linear(4, 3)), (torch.randn(N, 6, 4), torch.tensor(0.7)))
+@program(lambda: ({"a": nn.Linear(4, 3)}, (torch.randn(N, 6, 4), torch.tensor(0.7))))
+def shared_constant_argument(net, x, strength):
+    return net.a(x * strength).tanh()
 
 
 @case()
@@ -126,23 +108,15 @@ def nested_arguments() -> Setup:
     return regression(Net(forward, a=nn.Linear(4, 7), b=nn.Linear(3, 7)), inputs)
 
 
-@case()
-def buffer_read_with_item() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(x * net.scale.item()).tanh()
-
-    model = Net(forward, scale=torch.tensor(1.7), a=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, 4))
+@program(lambda: ({"scale": torch.tensor(1.7), "a": nn.Linear(4, 3)}, torch.randn(N, 4)))
+def buffer_read_with_item(net, x):
+    return net.a(x * net.scale.item()).tanh()
 
 
-@case()
-def buffer_updated_in_forward() -> Setup:
-    def forward(net: nn.Module, x):
-        net.calls += 1
-        return net.a(x).tanh() / net.calls
-
-    model = Net(forward, calls=torch.tensor(2.0), a=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, 4))
+@program(lambda: ({"calls": torch.tensor(2.0), "a": nn.Linear(4, 3)}, torch.randn(N, 4)))
+def buffer_updated_in_forward(net, x):
+    net.calls += 1
+    return net.a(x).tanh() / net.calls
 
 
 @case()
@@ -158,12 +132,6 @@ def several_outputs() -> Setup:
 
     model = Net(forward, a=nn.Linear(4, 6))
     return Setup(model, loss, torch.randn(N, 4), torch.randn(N, 3))
-
-
-@case(train=True)
-def dropout_of_zero_in_train_mode() -> Setup:
-    model = nn.Sequential(nn.Linear(4, 7), nn.Dropout(0.0), nn.Tanh(), nn.Linear(7, 3))
-    return regression(model, torch.randn(N, 4))
 
 
 class _Swish(torch.autograd.Function):
@@ -190,30 +158,23 @@ class _VmappableSwish(_Swish):
     generate_vmap_rule = True
 
 
-@case()
-def custom_function_with_a_parameter() -> Setup:
-    model = Net(lambda net, x: _Swish.apply(net.a(x), net.beta), a=nn.Linear(4, 7), beta=param(7))
-    return regression(model, torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "beta": param(7)}, torch.randn(N, 6, 4)))
+def custom_function_with_a_parameter(net, x):
+    return _Swish.apply(net.a(x), net.beta)
 
 
-@case()
-def custom_function_with_a_vmap_rule() -> Setup:
-    def forward(net: nn.Module, x):
-        return _VmappableSwish.apply(net.a(x), net.beta)
-
-    return regression(Net(forward, a=nn.Linear(4, 7), beta=param(7)), torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "beta": param(7)}, torch.randn(N, 6, 4)))
+def custom_function_with_a_vmap_rule(net, x):
+    return _VmappableSwish.apply(net.a(x), net.beta)
 
 
-@case()
-def control_flow_on_the_data() -> Setup:
-    def forward(net: nn.Module, x):
-        rows = []
-        for row in x.unbind(0):  # each sample takes its own path
-            h = net.a(row).tanh()
-            rows.append(h if row.sum() > 0 else net.b(h).sin())
-        return torch.stack(rows)
-
-    return regression(Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 7)), torch.randn(N, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(7, 7)}, torch.randn(N, 4)))
+def control_flow_on_the_data(net, x):
+    rows = []
+    for row in x.unbind(0):  # each sample takes its own path
+        h = net.a(row).tanh()
+        rows.append(h if row.sum() > 0 else net.b(h).sin())
+    return torch.stack(rows)
 
 
 @case()
@@ -228,28 +189,25 @@ def complex_parameters() -> Setup:
     return regression(model, torch.randn(N, 6, 3))
 
 
-@case()
-def complex_linear() -> Setup:
-    def forward(net: nn.Module, x):
-        z = net.b(net.a(torch.complex(x, x.sin())).tanh())
-        return torch.view_as_real(z)
-
-    model = Net(
-        forward,
-        a=nn.Linear(4, 7, dtype=torch.complex128),
-        b=nn.Linear(7, 3, dtype=torch.complex128),
+@program(
+    lambda: (
+        {
+            "a": nn.Linear(4, 7, dtype=torch.complex128),
+            "b": nn.Linear(7, 3, dtype=torch.complex128),
+        },
+        torch.randn(N, 4),
     )
-    return regression(model, torch.randn(N, 4))
+)
+def complex_linear(net, x):
+    z = net.b(net.a(torch.complex(x, x.sin())).tanh())
+    return torch.view_as_real(z)
 
 
-@case()
-def samples_sorted_inside() -> Setup:
-    def forward(net: nn.Module, x):
-        order = x[:, 0].argsort()
-        h = net.a(x[order]).tanh()
-        return net.b(h[order.argsort()])
-
-    return regression(Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3)), torch.randn(N, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(7, 3)}, torch.randn(N, 4)))
+def samples_sorted_inside(net, x):
+    order = x[:, 0].argsort()
+    h = net.a(x[order]).tanh()
+    return net.b(h[order.argsort()])
 
 
 @case()

@@ -3,52 +3,43 @@
 import torch
 from torch import nn
 
-from tests.zoo.base import N, Net, Setup, case, param, regression
+from tests.zoo.base import N, Net, Setup, case, param, program, regression
 
 
-@case()
-def parameter_as_denominator_and_exponent() -> Setup:
-    def forward(net: nn.Module, x):
-        return (x / (1 + net.d.square())).abs().add(0.1) ** net.e
-
-    return regression(Net(forward, d=param(4), e=param(6, 1)), torch.randn(N, 6, 4))
+@program(lambda: ({"d": param(4), "e": param(6, 1)}, torch.randn(N, 6, 4)))
+def parameter_as_denominator_and_exponent(net, x):
+    return (x / (1 + net.d.square())).abs().add(0.1) ** net.e
 
 
-@case()
-def scalar_temperature() -> Setup:
-    model = Net(
-        lambda net, x: (net.a(x) / net.temperature.exp()).softmax(-1),
-        a=nn.Linear(4, 7),
-        temperature=nn.Parameter(torch.tensor(0.3)),
+@program(
+    lambda: (
+        {"a": nn.Linear(4, 7), "temperature": nn.Parameter(torch.tensor(0.3))},
+        torch.randn(N, 4),
     )
-    return regression(model, torch.randn(N, 4))
+)
+def scalar_temperature(net, x):
+    return (net.a(x) / net.temperature.exp()).softmax(-1)
 
 
-@case()
-def softmax_over_a_parameter() -> Setup:
-    def forward(net: nn.Module, x):
-        return torch.einsum("t,ntd->nd", net.mix.softmax(0), net.a(x).tanh())
-
-    return regression(Net(forward, mix=param(6), a=nn.Linear(4, 3)), torch.randn(N, 6, 4))
+@program(lambda: ({"mix": param(6), "a": nn.Linear(4, 3)}, torch.randn(N, 6, 4)))
+def softmax_over_a_parameter(net, x):
+    return torch.einsum("t,ntd->nd", net.mix.softmax(0), net.a(x).tanh())
 
 
-@case()
-def class_token_by_expand() -> Setup:
-    def forward(net: nn.Module, x):
-        tokens = torch.cat([net.token.expand(len(x), -1, -1), x], 1)
-        return net.b((net.a(tokens).tanh().cumsum(1)).tanh())
+@program(
+    lambda: (
+        {"token": param(1, 1, 4), "a": nn.Linear(4, 7), "b": nn.Linear(7, 3)},
+        torch.randn(N, 6, 4),
+    )
+)
+def class_token_by_expand(net, x):
+    tokens = torch.cat([net.token.expand(len(x), -1, -1), x], 1)
+    return net.b((net.a(tokens).tanh().cumsum(1)).tanh())
 
-    model = Net(forward, token=param(1, 1, 4), a=nn.Linear(4, 7), b=nn.Linear(7, 3))
-    return regression(model, torch.randn(N, 6, 4))
 
-
-@case()
-def position_ids_without_sample_axis() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(x + net.table(torch.arange(x.shape[1]))).tanh()
-
-    model = Net(forward, table=nn.Embedding(8, 4), a=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, 6, 4))
+@program(lambda: ({"table": nn.Embedding(8, 4), "a": nn.Linear(4, 3)}, torch.randn(N, 6, 4)))
+def position_ids_without_sample_axis(net, x):
+    return net.a(x + net.table(torch.arange(x.shape[1]))).tanh()
 
 
 @case()
@@ -61,24 +52,18 @@ def position_ids_with_axis_of_one() -> Setup:
     return regression(model, torch.randn(N, 6, 4))
 
 
-@case()
-def position_ids_expanded_to_the_batch() -> Setup:
-    def forward(net: nn.Module, x):
-        ids = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
-        return net.a((x + net.table(ids)).tanh())
-
-    model = Net(forward, table=nn.Embedding(8, 4), a=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, N, 4))
+@program(lambda: ({"table": nn.Embedding(8, 4), "a": nn.Linear(4, 3)}, torch.randn(N, N, 4)))
+def position_ids_expanded_to_the_batch(net, x):
+    ids = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+    return net.a((x + net.table(ids)).tanh())
 
 
-@case()
-def expert_weights_by_einsum() -> Setup:
-    def forward(net: nn.Module, x):
-        gate = net.gate(x).softmax(-1)
-        return torch.einsum("ni,eio,ne->no", x, net.w, gate).tanh() + gate @ net.bias
-
-    model = Net(forward, w=param(3, 4, 7), bias=param(3, 7), gate=nn.Linear(4, 3))
-    return regression(model, torch.randn(N, 4))
+@program(
+    lambda: ({"w": param(3, 4, 7), "bias": param(3, 7), "gate": nn.Linear(4, 3)}, torch.randn(N, 4))
+)
+def expert_weights_by_einsum(net, x):
+    gate = net.gate(x).softmax(-1)
+    return torch.einsum("ni,eio,ne->no", x, net.w, gate).tanh() + gate @ net.bias
 
 
 @case()
@@ -111,33 +96,32 @@ def gathered_parameter() -> Setup:
     return regression(Net(forward, table=param(6, 4)), (torch.randn(N, 4), index))
 
 
-@case()
-def distances_to_centres() -> Setup:
-    def forward(net: nn.Module, x):
-        squared = (x.unsqueeze(1) - net.centres).square().sum(-1)
-        return (-squared * net.width.exp()).exp() @ net.out
-
-    model = Net(forward, centres=param(7, 4), width=param(7, scale=0.1), out=param(7, 3))
-    return regression(model, torch.randn(N, 4))
-
-
-@case()
-def parameters_joined_and_split() -> Setup:
-    def forward(net: nn.Module, x):
-        w = torch.cat([net.a, torch.stack([net.b, net.b.flip(0)])])
-        first, second = w.split([3, 2])
-        return (x @ first.T).tanh() @ x.new_ones(3, 6) + (x @ second.T).sin().repeat(1, 3)
-
-    return regression(Net(forward, a=param(3, 4), b=param(4)), torch.randn(N, 4))
+@program(
+    lambda: (
+        {"centres": param(7, 4), "width": param(7, scale=0.1), "out": param(7, 3)},
+        torch.randn(N, 4),
+    )
+)
+def distances_to_centres(net, x):
+    squared = (x.unsqueeze(1) - net.centres).square().sum(-1)
+    return (-squared * net.width.exp()).exp() @ net.out
 
 
-@case()
-def parameter_through_where_and_clamp() -> Setup:
-    def forward(net: nn.Module, x):
-        return torch.where(x > 0, x * net.up, x * net.down).clamp(net.low, net.low + 2).tanh()
+@program(lambda: ({"a": param(3, 4), "b": param(4)}, torch.randn(N, 4)))
+def parameters_joined_and_split(net, x):
+    w = torch.cat([net.a, torch.stack([net.b, net.b.flip(0)])])
+    first, second = w.split([3, 2])
+    return (x @ first.T).tanh() @ x.new_ones(3, 6) + (x @ second.T).sin().repeat(1, 3)
 
-    model = Net(forward, up=param(4), down=param(4), low=nn.Parameter(torch.tensor(-0.8)))
-    return regression(model, torch.randn(N, 6, 4))
+
+@program(
+    lambda: (
+        {"up": param(4), "down": param(4), "low": nn.Parameter(torch.tensor(-0.8))},
+        torch.randn(N, 6, 4),
+    )
+)
+def parameter_through_where_and_clamp(net, x):
+    return torch.where(x > 0, x * net.up, x * net.down).clamp(net.low, net.low + 2).tanh()
 
 
 @case()
@@ -151,24 +135,16 @@ def cumsum_sort_and_gather_of_data() -> Setup:
     return regression(model, (torch.randn(N, 6, 4), index))
 
 
-@case()
-def low_rank_state_space() -> Setup:
-    def forward(net: nn.Module, x):
-        state, states = x.new_zeros(x.shape[0], 3), []
-        for t in range(x.shape[1]):
-            state = state * net.decay.sigmoid() + (x[:, t] @ net.b).tanh()
-            states.append(state @ net.c)
-        return torch.stack(states, 1)
-
-    model = Net(forward, decay=param(3), b=param(4, 3), c=param(3, 2))
-    return regression(model, torch.randn(N, 6, 4))
+@program(lambda: ({"decay": param(3), "b": param(4, 3), "c": param(3, 2)}, torch.randn(N, 6, 4)))
+def low_rank_state_space(net, x):
+    state, states = x.new_zeros(x.shape[0], 3), []
+    for t in range(x.shape[1]):
+        state = state * net.decay.sigmoid() + (x[:, t] @ net.b).tanh()
+        states.append(state @ net.c)
+    return torch.stack(states, 1)
 
 
-@case()
-def stacked_expert_weights_with_bias() -> Setup:
-    def forward(net: nn.Module, x):
-        flat = x.transpose(0, 1)  # (3 experts, n, 4): the samples lie along the rows
-        return torch.baddbmm(net.bias, flat, net.weight, beta=0.5, alpha=1.5).sum(0).tanh()
-
-    model = Net(forward, bias=param(3, 1, 7), weight=param(3, 4, 7))
-    return regression(model, torch.randn(N, 3, 4))
+@program(lambda: ({"bias": param(3, 1, 7), "weight": param(3, 4, 7)}, torch.randn(N, 3, 4)))
+def stacked_expert_weights_with_bias(net, x):
+    flat = x.transpose(0, 1)  # (3 experts, n, 4): the samples lie along the rows
+    return torch.baddbmm(net.bias, flat, net.weight, beta=0.5, alpha=1.5).sum(0).tanh()

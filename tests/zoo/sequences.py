@@ -4,18 +4,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from tests.zoo.base import N, Net, Setup, case, param, regression
+from tests.zoo.base import N, Net, Setup, case, param, program, regression
 
 
 def _ids(*shape: int, rows: int = 9) -> torch.Tensor:
     return torch.randint(0, rows, (N, *shape))
-
-
-@case()
-def attention_module() -> Setup:
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    model = Net(lambda net, x: net.a(x, x, x)[0].tanh(), a=attention)
-    return regression(model, torch.randn(N, 6, 4))
 
 
 @case()
@@ -29,15 +22,11 @@ def attention_module_with_masks() -> Setup:
     return regression(model, (torch.randn(N, 6, 4), padding))
 
 
-@case()
-def causal_dot_product_attention() -> Setup:
-    def forward(net: nn.Module, x):
-        q, k, v = net.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return net.out(h.transpose(1, 2).flatten(2))
-
-    model = Net(forward, qkv=nn.Linear(4, 18), out=nn.Linear(6, 2))
-    return regression(model, torch.randn(N, 7, 4))
+@program(lambda: ({"qkv": nn.Linear(4, 18), "out": nn.Linear(6, 2)}, torch.randn(N, 7, 4)))
+def causal_dot_product_attention(net, x):
+    q, k, v = net.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+    h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return net.out(h.transpose(1, 2).flatten(2))
 
 
 @case()
@@ -53,33 +42,32 @@ def encoder_in_train_mode_without_dropout() -> Setup:
     return regression(model, torch.randn(N, 6, 4))
 
 
-@case()
-def language_model() -> Setup:
-    def forward(net: nn.Module, ids):
-        h = net.tokens(ids) + net.positions(torch.arange(ids.shape[1]))
-        q, k, v = net.qkv(net.norm1(h)).chunk(3, -1)
-        h = h + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        h = h + net.down(F.gelu(net.up(net.norm2(h))))
-        return F.linear(h, net.tokens.weight).log_softmax(-1)
-
-    model = Net(
-        forward,
-        tokens=nn.Embedding(9, 4),
-        positions=nn.Embedding(8, 4),
-        norm1=nn.LayerNorm(4),
-        qkv=nn.Linear(4, 12),
-        out=nn.Linear(4, 4),
-        norm2=nn.LayerNorm(4),
-        up=nn.Linear(4, 7),
-        down=nn.Linear(7, 4),
+@program(
+    lambda: (
+        {
+            "tokens": nn.Embedding(9, 4),
+            "positions": nn.Embedding(8, 4),
+            "norm1": nn.LayerNorm(4),
+            "qkv": nn.Linear(4, 12),
+            "out": nn.Linear(4, 4),
+            "norm2": nn.LayerNorm(4),
+            "up": nn.Linear(4, 7),
+            "down": nn.Linear(7, 4),
+        },
+        _ids(6),
     )
-    return regression(model, _ids(6))
+)
+def language_model(net, ids):
+    h = net.tokens(ids) + net.positions(torch.arange(ids.shape[1]))
+    q, k, v = net.qkv(net.norm1(h)).chunk(3, -1)
+    h = h + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    h = h + net.down(F.gelu(net.up(net.norm2(h))))
+    return F.linear(h, net.tokens.weight).log_softmax(-1)
 
 
-@case()
-def lstm() -> Setup:
-    model = Net(lambda net, x: net.a(x)[0], a=nn.LSTM(4, 3, batch_first=True))
-    return regression(model, torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.LSTM(4, 3, batch_first=True)}, torch.randn(N, 6, 4)))
+def lstm(net, x):
+    return net.a(x)[0]
 
 
 @case()
@@ -95,14 +83,15 @@ def _flat(states: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([s.transpose(0, 1).flatten(1) for s in states], 1)
 
 
-@case()
-def lstm_with_learnt_initial_state() -> Setup:
-    def forward(net: nn.Module, x):
-        h, c = (s.expand(-1, len(x), -1).contiguous() for s in (net.h, net.c))
-        return net.a(x, (h, c))[0]
-
-    model = Net(forward, a=nn.LSTM(4, 3, batch_first=True), h=param(1, 1, 3), c=param(1, 1, 3))
-    return regression(model, torch.randn(N, 6, 4))
+@program(
+    lambda: (
+        {"a": nn.LSTM(4, 3, batch_first=True), "h": param(1, 1, 3), "c": param(1, 1, 3)},
+        torch.randn(N, 6, 4),
+    )
+)
+def lstm_with_learnt_initial_state(net, x):
+    h, c = (s.expand(-1, len(x), -1).contiguous() for s in (net.h, net.c))
+    return net.a(x, (h, c))[0]
 
 
 @case()
@@ -111,16 +100,17 @@ def embedding() -> Setup:
     return regression(model, _ids(6))
 
 
-@case()
-def packed_sequences() -> Setup:
-    def forward(net: nn.Module, x, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-        states, _ = net.rnn(packed)
-        out, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=x.shape[1])
-        return net.head(out)
-
-    model = Net(forward, rnn=nn.LSTM(3, 4, 2, batch_first=True), head=nn.Linear(4, 2))
-    return regression(model, (torch.randn(N, 6, 3), torch.tensor([3, 6, 2, 5, 4])))
+@program(
+    lambda: (
+        {"rnn": nn.LSTM(3, 4, 2, batch_first=True), "head": nn.Linear(4, 2)},
+        (torch.randn(N, 6, 3), torch.tensor([3, 6, 2, 5, 4])),
+    )
+)
+def packed_sequences(net, x, lengths):
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    states, _ = net.rnn(packed)
+    out, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=x.shape[1])
+    return net.head(out)
 
 
 @case()

@@ -5,7 +5,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from tests.zoo.base import N, Net, Setup, case, param, regression, smooth
+from tests.zoo.base import N, Net, Setup, case, param, program, regression, smooth
 
 
 @case()
@@ -21,31 +21,23 @@ def tied_embedding_and_output() -> Setup:
     return Setup(model, smooth, ids, torch.randn(N, 6, 9))
 
 
-@case()
-def tied_transposed_autoencoder() -> Setup:
-    def forward(net: nn.Module, x):
-        return F.linear(net.a(x).tanh(), net.a.weight.T, net.bias)
-
-    return regression(Net(forward, a=nn.Linear(4, 7), bias=param(4)), torch.randn(N, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "bias": param(4)}, torch.randn(N, 4)))
+def tied_transposed_autoencoder(net, x):
+    return F.linear(net.a(x).tanh(), net.a.weight.T, net.bias)
 
 
-@case()
-def siamese_stacked_along_the_batch() -> Setup:
-    def forward(net: nn.Module, x, z):
-        both = net.b(net.a(torch.cat([x, z])).tanh())
-        first, second = both.chunk(2)
-        return first * second.sigmoid()
-
-    model = Net(forward, a=nn.Linear(4, 7), b=nn.Linear(7, 3))
-    return regression(model, (torch.randn(N, 4), torch.randn(N, 4)))
+@program(
+    lambda: ({"a": nn.Linear(4, 7), "b": nn.Linear(7, 3)}, (torch.randn(N, 4), torch.randn(N, 4)))
+)
+def siamese_stacked_along_the_batch(net, x, z):
+    both = net.b(net.a(torch.cat([x, z])).tanh())
+    first, second = both.chunk(2)
+    return first * second.sigmoid()
 
 
-@case()
-def weights_used_functionally_and_called() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(x).tanh() + F.linear(x.sin(), net.a.weight.square()) @ net.a.weight @ net.mix
-
-    return regression(Net(forward, a=nn.Linear(4, 7), mix=param(4, 7)), torch.randn(N, 6, 4))
+@program(lambda: ({"a": nn.Linear(4, 7), "mix": param(4, 7)}, torch.randn(N, 6, 4)))
+def weights_used_functionally_and_called(net, x):
+    return net.a(x).tanh() + F.linear(x.sin(), net.a.weight.square()) @ net.a.weight @ net.mix
 
 
 @case()
@@ -107,13 +99,14 @@ def orthogonal() -> Setup:
     return regression(model, torch.randn(N, 4))
 
 
-@case()
-def low_rank_adapter_merged() -> Setup:
-    def forward(net: nn.Module, x):
-        return F.linear(x, net.base + net.up @ net.down).tanh()
-
-    model = Net(forward, base=torch.randn(7, 4), up=param(7, 2), down=param(2, 4))
-    return regression(model, torch.randn(N, 6, 4))
+@program(
+    lambda: (
+        {"base": torch.randn(7, 4), "up": param(7, 2), "down": param(2, 4)},
+        torch.randn(N, 6, 4),
+    )
+)
+def low_rank_adapter_merged(net, x):
+    return F.linear(x, net.base + net.up @ net.down).tanh()
 
 
 @case()
@@ -129,36 +122,24 @@ def frozen_layers() -> Setup:
     return regression(model, torch.randn(N, 4))
 
 
-@case()
-def unused_parameters() -> Setup:
-    model = Net(
-        lambda net, x: net.a(x).tanh() + net.dead.detach(),
-        a=nn.Linear(4, 7),
-        never=nn.Linear(3, 2),
-        dead=param(7),
-    )
-    return regression(model, torch.randn(N, 4))
+@program(
+    lambda: ({"a": nn.Linear(4, 7), "never": nn.Linear(3, 2), "dead": param(7)}, torch.randn(N, 4))
+)
+def unused_parameters(net, x):
+    return net.a(x).tanh() + net.dead.detach()
 
 
-@case()
-def loss_reaches_no_parameter() -> Setup:
-    model = Net(lambda net, x: net.a(x).detach() * x[:, :1], a=nn.Linear(4, 7))
-    return regression(model, torch.randn(N, 4))
+@program(lambda: ({"a": nn.Linear(4, 7)}, torch.randn(N, 4)))
+def loss_reaches_no_parameter(net, x):
+    return net.a(x).detach() * x[:, :1]
 
 
-@case()
-def samples_that_reach_no_parameter() -> Setup:
-    def forward(net: nn.Module, x):
-        return net.a(x).tanh() * (x[:, :1] > 0)
-
-    return regression(Net(forward, a=nn.Linear(4, 7)), torch.randn(N, 4))
+@program(lambda: ({"a": nn.Linear(4, 7)}, torch.randn(N, 4)))
+def samples_that_reach_no_parameter(net, x):
+    return net.a(x).tanh() * (x[:, :1] > 0)
 
 
-@case()
-def hypernetwork() -> Setup:
-    def forward(net: nn.Module, x, code):
-        w = net.maker(code).reshape(-1, 4, 3)  # a weight of its own for every sample
-        return torch.bmm(x, w.tanh())
-
-    model = Net(forward, maker=nn.Linear(2, 12))
-    return regression(model, (torch.randn(N, 6, 4), torch.randn(N, 2)))
+@program(lambda: ({"maker": nn.Linear(2, 12)}, (torch.randn(N, 6, 4), torch.randn(N, 2))))
+def hypernetwork(net, x, code):
+    w = net.maker(code).reshape(-1, 4, 3)  # a weight of its own for every sample
+    return torch.bmm(x, w.tanh())

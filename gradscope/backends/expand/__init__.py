@@ -9,102 +9,142 @@ sample, and is exact all the same; where Python code decides by a value, samples
 alike run together. Nothing here uses torch.func's transforms or reads the graph.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope.backends.base import (
+    CHUNK_BYTES,
     ROWS,
     Evaluate,
+    LossesAndRows,
     Request,
     backends,
+    chunks,
+    dense_evaluation,
+    in_parts,
     refusing,
     require_unhooked,
 )
-from gradscope.backends.expand import axes, indexing, layers, matmul  # noqa: F401  (file rules)
-from gradscope.backends.expand.evaluation import evaluated
+from gradscope.backends.expand import axes, indexing, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
-from gradscope.backends.expand.tensor import REMEDY, Differ, Own, SharedWrite
-from gradscope.blocks import DenseBlock, Evaluation, Gradients
-from gradscope.core.batch import Batch
+from gradscope.backends.expand.mode import Interpreter
+from gradscope.backends.expand.tensor import REMEDY, Differ, Own, PerSample, SharedWrite
+from gradscope.blocks import Evaluation
+from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import layer_of
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, is_model_loss, model_loss
 from gradscope.errors import UnsupportedError
 
 __all__ = ["expand", "rules"]
 
-CHUNK_BYTES = 256 * 2**20  # of gradients at a time: the backward pass holds about twice as much
-
-Part = tuple[Tensor, dict[str, Tensor]]
-
 
 @backends.register("expand")
 @contextmanager
-def expand(problem: Problem) -> Iterator[Evaluate]:
+def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     """Every parameter gets a sample axis, so that ordinary autograd returns per-sample gradients.
 
     Coupled samples get what a batch of one gives, as with `loop`.
     """
     own = Own.NOTHING  # a model that has written to shared tensors once will do so again
 
-    def attempt(batch: Batch) -> Part:
+    def attempt(batch: Batch) -> LossesAndRows:
         nonlocal own
         while True:
             try:
-                return evaluated(problem, batch, own)
+                return _evaluated(problem, batch, own)
             except SharedWrite as write:
                 own = write.needed
             except Differ as difference:
-                groups = _groups(difference.keys)
+                groups: dict[str, list[int]] = {}
+                for position, key in enumerate(difference.keys):
+                    groups.setdefault(key, []).append(position)
                 break
-        return in_parts(batch, groups)
-
-    def in_parts(batch: Batch, parts: list[Tensor]) -> Part:
-        losses = torch.empty(0)
-        values = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
-        for rows in parts:
-            found, gradients = attempt(batch.select(rows))
-            if not losses.numel():
-                losses = found.new_empty(len(batch))
-            losses[rows] = found
-            for name, gradient in gradients.items():
-                values[name][rows] = gradient
-        return losses, values
+        return in_parts(problem, batch, [torch.tensor(group) for group in groups.values()], attempt)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("expand", problem)
-        with _located(problem), refusing("expand", problem.model, REMEDY):
-            n, step = len(batch), _samples_at_once(problem)
-            parts = [torch.arange(i, min(i + step, n)) for i in range(0, n, step)]
-            losses, values = attempt(batch) if len(parts) == 1 else in_parts(batch, parts)
-        blocks = {name: DenseBlock(value) for name, value in values.items()}
-        return Evaluation(losses, Gradients(blocks))
+        try:
+            with refusing("expand", problem.model, REMEDY):
+                parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
+                return dense_evaluation(*in_parts(problem, batch, parts, attempt))
+        except UnsupportedError as error:
+            if error.where is None:
+                error.where = layer_of(error, problem.model)
+            raise
 
     yield evaluate
 
 
-def _samples_at_once(problem: Problem) -> int:
-    """Return how many samples' gradients fit into `CHUNK_BYTES`."""
-    size = sum(p.numel() * p.element_size() for p in problem.parameters.values())
-    return max(1, CHUNK_BYTES // max(1, size))
+def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
+    """Run the model, the loss and one backward pass; `own` is each sample's own.
+
+    Raises:
+        SharedWrite: The model writes to a tensor that samples share.
+        Differ: Samples take different ways through the model.
+    """
+    n = len(batch)
+    params = {k: _leaf(p, n) for k, p in problem.parameters.items()}
+    inputs, targets = map_tensors(_sample, (batch.inputs, batch.targets))
+    found: list[Tensor] = []
+    bound = replace(problem, loss=_differentiating(problem.loss, list(params.values()), found))
+    devices = [problem.device] if problem.device.type == "cuda" else []
+    with (
+        problem.state.kept(),
+        torch.random.fork_rng(devices=devices),
+        torch.enable_grad(),
+        Interpreter(n, own) as mode,
+    ):
+        losses = bound.functional_losses(dict(params), Batch(inputs, targets, batch.index[:1]))
+    if mode.refusal is not None:  # the model's code caught it
+        raise mode.refusal
+    gradients = {
+        name: mode.samples.of(gradient).contiguous()
+        for name, gradient in zip(params, found, strict=True)
+    }
+    return mode.samples.of(losses).detach().reshape(n).clone(), gradients
 
 
-def _groups(keys: list[str]) -> list[Tensor]:
-    """Return the positions of each key, in the order of first appearance."""
-    positions: dict[str, list[int]] = {}
-    for position, key in enumerate(keys):
-        positions.setdefault(key, []).append(position)
-    return [torch.tensor(group) for group in positions.values()]
+def _differentiating(
+    given: Callable[..., Any], params: list[Tensor], found: list[Tensor]
+) -> Callable[..., Any]:
+    """Return the loss `given`, which now also leaves the gradients of its sum in `found`.
+
+    The backward pass so runs while `params` are in the model, for the layers that it recomputes.
+    """
+
+    @model_loss
+    @wraps(given, updated=())
+    def loss(model: nn.Module, inputs: Any, targets: Any) -> Any:
+        if is_model_loss(given):
+            losses = given(model, inputs, targets)
+        else:
+            losses = given(call(model, inputs), targets)
+        if isinstance(losses, Tensor) and losses.requires_grad:
+            gradients = torch.autograd.grad(
+                losses.sum(), params, allow_unused=True, materialize_grads=True
+            )
+        else:
+            gradients = tuple(map(torch.zeros_like, params))
+        found.extend(gradients)
+        return losses
+
+    return loss
 
 
-@contextmanager
-def _located(problem: Problem) -> Iterator[None]:
-    """Add the layer to a refusal that does not name one."""
-    try:
-        yield
-    except UnsupportedError as error:
-        if error.where is None:
-            error.where = layer_of(error, problem.model)
-        raise
+def _leaf(parameter: Tensor, n: int) -> PerSample:
+    """Return the parameter (*shape) as a leaf of the graph, one value for n samples."""
+    value = parameter.detach()
+    if n == 1:  # otherwise its stride 0 over samples keeps the model from writing to it
+        value = value.clone()
+    return PerSample(value.unsqueeze(0).expand(n, *value.shape), requires_grad=True)
+
+
+def _sample(t: Tensor) -> Tensor:
+    """Wrap a tensor (n, ...) as (1, ...); one without axes is a constant."""
+    return PerSample(t.detach().unsqueeze(1), t.requires_grad) if t.dim() else t

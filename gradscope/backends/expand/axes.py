@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand.facts import aten, facts_of, named, rules
+from gradscope.backends.expand.facts import aten, each, facts_of, rules
 from gradscope.backends.expand.tensor import (
     Common,
+    Expansion,
     PerSample,
-    Samples,
     fold,
     is_shared,
     leaves,
@@ -24,78 +24,43 @@ _LEFT_OUT_MEANS_ALL = frozenset(
 )
 _PLAIN_INDEX = frozenset(("index_select", "index_add", "index_copy", "index_fill"))
 
-# All tensors of a call have the same number of logical axes; its axes are counted past the samples.
-_BY_AXES = (
-    "sum.dim_IntList mean.dim amax.default amin.default prod.dim_int logsumexp.default any.dim "
-    "any.dims all.dim all.dims argmax.default argmin.default max.dim min.dim median.dim "
-    "mode.default kthvalue.default sort.default sort.stable topk.default cumsum.default "
-    "cumprod.default cummax.default cummin.default logcumsumexp.default _softmax.default "
-    "_safe_softmax.default _log_softmax.default _softmax_backward_data.default "
-    "_log_softmax_backward_data.default var.correction std.correction var_mean.correction "
-    "std_mean.correction linalg_vector_norm.default norm.ScalarOpt_dim gather.default scatter.src "
-    "scatter.value scatter_add.default scatter_reduce.two index_select.default index_add.default "
-    "index_copy.default flip.default roll.default glu.default glu_backward.default cat.default "
-    "select_backward.default slice_backward.default diagonal_backward.default "
-    "unfold_backward.default _fft_c2c.default _fft_r2c.default _fft_c2r.default"
+
+@each(
+    "sum.dim_IntList mean.dim amax amin prod.dim_int logsumexp any.dim "
+    "any.dims all.dim all.dims argmax argmin max.dim min.dim median.dim "
+    "mode kthvalue sort sort.stable topk cumsum "
+    "cumprod cummax cummin logcumsumexp _softmax "
+    "_safe_softmax _log_softmax _softmax_backward_data "
+    "_log_softmax_backward_data var.correction std.correction var_mean.correction "
+    "std_mean.correction linalg_vector_norm norm.ScalarOpt_dim gather scatter.src "
+    "scatter.value scatter_add scatter_reduce.two index_select index_add "
+    "index_copy flip roll glu glu_backward cat "
+    "select_backward slice_backward diagonal_backward "
+    "unfold_backward _fft_c2c _fft_r2c _fft_c2r"
 )
-
-# They act on trailing axes, whatever stands before, or on single entries, if that is not reduced.
-_TRAILING = (
-    "constant_pad_nd tril triu linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular "
-    "linalg_matrix_exp linalg_qr _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet "
-    "cholesky_inverse mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
-    "huber_loss huber_loss_backward"
-)
-
-# Reductions over everything, and the same over given axes.
-_OVER_ALL = {
-    "sum.default": aten.sum.dim_IntList,
-    "mean.default": aten.mean.dim,
-    "max.default": aten.amax.default,
-    "min.default": aten.amin.default,
-    "any.default": aten.any.dims,
-    "all.default": aten.all.dims,
-}
-
-# By the number of logical axes that tensors have with a leading axis of images or rows.
-_WITH_ROWS = {
-    3: "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
-    "col2im upsample_nearest1d upsample_linear1d _cdist_forward",
-    4: "avg_pool2d avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward "
-    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d "
-    "adaptive_max_pool2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d "
-    "replication_pad2d_backward im2col upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
-    "grid_sampler_2d pixel_shuffle pixel_unshuffle",
-    5: "avg_pool3d avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward",
-}
-
-
-def _by_axes(key: str) -> None:
-    func = named(key)
-    facts, name = facts_of(func), key.partition(".")[0]
-
-    @rules.register(key)
-    def rule(s: Samples, *args: Any, **kwargs: Any) -> Any:
-        bound = facts.bind(args, kwargs)
-        if name in _PLAIN_INDEX:
-            index = bound.pop("index")
-            if isinstance(index, PerSample):
-                return NotImplemented
-        ranks = {t.dim() for t in tensors_of(tuple(bound.values()), {})}
-        width = next((len(bound[k]) for k in _SIZES & bound.keys()), max(ranks))
-        if len(ranks) != 1 or width == 0:
+def by_axes(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
+    """All tensors have the same number of logical axes; axes are counted past the samples."""
+    facts = facts_of(func)
+    bound, index = facts.bind(args, kwargs), None
+    if facts.name in _PLAIN_INDEX:
+        index = bound.pop("index")
+        if isinstance(index, PerSample):
             return NotImplemented
-        for axes in _AXES & bound.keys():
-            bound[axes] = _moved(bound[axes], width, name)
-            if bound[axes] is None:
-                return NotImplemented
-        for sizes in _SIZES & bound.keys():
-            bound[sizes] = [s.n, *bound[sizes]]
-        physical = leaves(s.of, bound)
-        if name in _PLAIN_INDEX:
-            physical["index"] = index
-        mine, others = facts.unbind(physical)
-        return func(*mine, **others)
+    ranks = {t.dim() for t in tensors_of(tuple(bound.values()), {})}
+    width = next((len(bound[k]) for k in _SIZES & bound.keys()), max(ranks))
+    if len(ranks) != 1 or width == 0:
+        return NotImplemented
+    for axes in _AXES & bound.keys():
+        bound[axes] = _moved(bound[axes], width, facts.name)
+        if bound[axes] is None:
+            return NotImplemented
+    for sizes in _SIZES & bound.keys():
+        bound[sizes] = [s.n, *bound[sizes]]
+    physical = leaves(s.of, bound)
+    if index is not None:
+        physical["index"] = index
+    mine, others = facts.unbind(physical)
+    return func(*mine, **others)
 
 
 def _moved(axes: Any, width: int, name: str) -> Any:
@@ -108,108 +73,108 @@ def _moved(axes: Any, width: int, name: str) -> Any:
     return None if None in moved else moved
 
 
-def _over_all(key: str, func: Any) -> None:
-    @rules.register(key)
-    def rule(s: Samples, t: Tensor, **kwargs: Any) -> Any:
-        if t.dim() == 0:
-            return NotImplemented
-        return func(s.of(t), list(range(1, t.dim() + 1)), **kwargs)
+@each("sum.default", aten.sum.dim_IntList)
+@each("mean.default", aten.mean.dim)
+@each("max.default", aten.amax.default)
+@each("min.default", aten.amin.default)
+@each("any.default", aten.any.dims)
+@each("all.default", aten.all.dims)
+def over_all(along: Any, func: Any, s: Expansion, t: Tensor, **kwargs: Any) -> Any:
+    """A reduction over everything, by the one `along` given axes."""
+    if t.dim() == 0:
+        return NotImplemented
+    return along(s.of(t), list(range(1, t.dim() + 1)), **kwargs)
 
 
-def _trailing(key: str) -> None:
-    func = named(key)
-    facts = facts_of(func)
-
-    @rules.register(key)
-    def rule(s: Samples, *args: Any, **kwargs: Any) -> Any:
-        if len({t.dim() for t in tensors_of(args, kwargs)}) > 1:
-            return NotImplemented
-        if facts.bind(args, kwargs).get("reduction", 0) != 0:
-            return NotImplemented
-        mine, others = leaves(s.of, (args, kwargs))
-        return func(*mine, **others)
-
-
-def _with_rows(key: str, width: int) -> None:
-    func = named(key)
-
-    @rules.register(key)
-    def rule(s: Samples, *args: Any, **kwargs: Any) -> Any:
-        found = tensors_of(args, kwargs)
-        if any(t.dim() != width or t.shape[0] != found[0].shape[0] for t in found):
-            return NotImplemented
-        mine, others = leaves(lambda t: fold(s.of(t)), (args, kwargs))
-        return leaves(lambda t: unfold(t, s.n), func(*mine, **others))
+@each(
+    "constant_pad_nd tril triu linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular "
+    "linalg_matrix_exp linalg_qr _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet "
+    "cholesky_inverse mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
+    "huber_loss huber_loss_backward"
+)
+def trailing(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
+    """Act on trailing axes, whatever stands before, or on single entries, if not reduced."""
+    if len({t.dim() for t in tensors_of(args, kwargs)}) > 1:
+        return NotImplemented
+    if facts_of(func).bind(args, kwargs).get("reduction", 0) != 0:
+        return NotImplemented
+    mine, others = leaves(s.of, (args, kwargs))
+    return func(*mine, **others)
 
 
-def _upsampled(key: str) -> None:
+@each(
+    "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
+    "col2im upsample_nearest1d upsample_linear1d _cdist_forward",
+    3,
+)
+@each(
+    "avg_pool2d avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward "
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d "
+    "adaptive_max_pool2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d "
+    "replication_pad2d_backward im2col upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+    "grid_sampler_2d pixel_shuffle pixel_unshuffle",
+    4,
+)
+@each(
+    "avg_pool3d avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward",
+    5,
+)
+def with_rows(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
+    """Tensors of `width` logical axes have a leading axis of rows or images: samples are more."""
+    found = tensors_of(args, kwargs)
+    if any(t.dim() != width or t.shape[0] != found[0].shape[0] for t in found):
+        return NotImplemented
+    mine, others = leaves(lambda t: fold(s.of(t)), (args, kwargs))
+    return leaves(lambda t: unfold(t, s.n), func(*mine, **others))
+
+
+@each(
+    "upsample_nearest1d_backward upsample_nearest2d_backward upsample_linear1d_backward "
+    "upsample_bilinear2d_backward upsample_bicubic2d_backward"
+)
+def upsampled(
+    func: Any, s: Expansion, grad: Tensor, size: list[int], shape: list[int], *rest: Any
+) -> Any:
     """The backward pass of an upsampling takes the shape of the input, rows first."""
-    func = named(key)
-
-    @rules.register(key)
-    def rule(s: Samples, grad: Tensor, size: list[int], shape: list[int], *rest: Any) -> Any:
-        rows = fold(s.of(grad))
-        return unfold(func(rows, size, [s.n * shape[0], *shape[1:]], *rest), s.n)
+    return unfold(func(fold(s.of(grad)), size, [s.n * shape[0], *shape[1:]], *rest), s.n)
 
 
-def _likelihood(key: str, width: int) -> None:
+@each("nll_loss_forward nll_loss_backward", 2)
+@each("nll_loss2d_forward nll_loss2d_backward", 4)
+def likelihood(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """Unreduced negative log-likelihoods of rows, or of images; the weights are common to all."""
-    func = named(key)
     facts = facts_of(func)
-
-    @rules.register(key)
-    def rule(s: Samples, *args: Any, **kwargs: Any) -> Any:
-        bound = facts.bind(args, kwargs)
-        weight = bound["weight"]
-        common = weight is None or s.n == 1 or is_shared(s.of(weight))
-        if bound["reduction"] != 0 or bound["self"].dim() != width or not common:
-            return NotImplemented
-        for name, value in bound.items():
-            if isinstance(value, Tensor):
-                one = name in ("weight", "total_weight")
-                bound[name] = s.of(value)[0] if one else fold(s.of(value))
-        mine, others = facts.unbind(bound)
-        found = func(*mine, **others)
-        if not isinstance(found, tuple):
-            return unfold(found, s.n)
-        return unfold(found[0], s.n), found[0].new_zeros(s.n)
+    bound = facts.bind(args, kwargs)
+    weight = bound["weight"]
+    common = weight is None or s.n == 1 or is_shared(s.of(weight))
+    if bound["reduction"] != 0 or bound["self"].dim() != width or not common:
+        return NotImplemented
+    for name, value in bound.items():
+        if isinstance(value, Tensor):
+            one = name in ("weight", "total_weight")
+            bound[name] = s.of(value)[0] if one else fold(s.of(value))
+    mine, others = facts.unbind(bound)
+    found = func(*mine, **others)
+    if not isinstance(found, tuple):
+        return unfold(found, s.n)
+    return unfold(found[0], s.n), found[0].new_zeros(s.n)
 
 
-def _new(key: str) -> None:
-    func = named(key)
-
-    @rules.register(key)
-    def rule(s: Samples, t: Tensor, size: list[int], *args: Any, **kwargs: Any) -> Any:
-        return func(s.of(t), [s.n, *size], *args, **kwargs)
-
-
-for _key in _BY_AXES.split():
-    _by_axes(_key)
-for _key in _TRAILING.split():
-    _trailing(f"{_key}.default")
-for _key, _func in _OVER_ALL.items():
-    _over_all(_key, _func)
-for _width, _keys in _WITH_ROWS.items():
-    for _key in _keys.split():
-        _with_rows(f"{_key}.default", _width)
-for _key in ("nearest1d", "nearest2d", "linear1d", "bilinear2d", "bicubic2d"):
-    _upsampled(f"upsample_{_key}_backward.default")
-for _key, _width in (("nll_loss", 2), ("nll_loss2d", 4)):
-    _likelihood(f"{_key}_forward.default", _width)
-    _likelihood(f"{_key}_backward.default", _width)
-for _key in ("zeros", "ones", "empty", "full"):
-    _new(f"new_{_key}.default")
+@each("new_zeros new_ones new_empty new_full")
+def new(func: Any, s: Expansion, t: Tensor, size: list[int], *args: Any, **kwargs: Any) -> Any:
+    """Fresh memory for each sample."""
+    return func(s.of(t), [s.n, *size], *args, **kwargs)
 
 
 @rules.register("stack.default")
-def stack(s: Samples, tensors: list[Tensor], dim: int = 0) -> Tensor:
+def stack(s: Expansion, tensors: list[Tensor], dim: int = 0) -> Tensor:
     """Stack along a new axis, counted past the sample axis."""
     width = tensors[0].dim() + 1
     return torch.stack([s.of(t) for t in tensors], dim % width + 1)
 
 
 @rules.register("repeat.default")
-def repeat(s: Samples, t: Tensor, repeats: list[int]) -> Tensor:
+def repeat(s: Expansion, t: Tensor, repeats: list[int]) -> Tensor:
     """Repeat along logical axes; new ones come right after the sample axis."""
     missing = (slice(None), *[None] * (len(repeats) - t.dim()))
     return s.of(t)[missing].repeat(1, *repeats)
@@ -217,7 +182,7 @@ def repeat(s: Samples, t: Tensor, repeats: list[int]) -> Tensor:
 
 @rules.register("new_empty_strided.default")
 def new_empty_strided(
-    s: Samples, t: Tensor, size: list[int], stride: list[int], **kwargs: Any
+    s: Expansion, t: Tensor, size: list[int], stride: list[int], **kwargs: Any
 ) -> Tensor:
     """Fresh memory of the given layout for each sample, one after another."""
     extent = 1 + sum((a - 1) * b for a, b in zip(size, stride, strict=True) if a)
@@ -225,7 +190,7 @@ def new_empty_strided(
 
 
 @rules.register("_pack_padded_sequence.default")
-def pack(s: Samples, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def pack(s: Expansion, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return the packed entries, and the batch sizes that all samples share.
 
     The lengths steer Python code: samples that `Differ` in them go apart.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,10 +19,18 @@ Rule = Callable[..., Any]
 rules: Registry[Rule] = Registry("expand rule")
 
 
-def named(key: str) -> Any:
-    """Return torch's operator called "name.overload"."""
-    name, _, overload = key.partition(".")
-    return getattr(getattr(aten, name), overload)
+def each(keys: str, *more: Any) -> Callable[[Rule], Rule]:
+    """File a rule for many operators; it is called with `more` and the operator first."""
+
+    def add(rule: Rule) -> Rule:
+        for key in keys.split():
+            name, _, overload = key.partition(".")
+            overload = overload or "default"
+            func = getattr(getattr(aten, name), overload)
+            rules.register(f"{name}.{overload}")(partial(rule, *more, func))
+        return rule
+
+    return add
 
 
 # Elementwise, though torch does not tag them so.

@@ -7,12 +7,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gradscope.backends.expand.facts import aten, rules
-from gradscope.backends.expand.tensor import PerSample, Samples, fold, is_shared, unfold
+from gradscope.backends.expand.tensor import Expansion, PerSample, fold, is_shared, unfold
 
 Indices = list[Tensor | None]
 
 
-def _located(s: Samples, t: Tensor, indices: Indices) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+def _located(s: Expansion, t: Tensor, indices: Indices) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """Return `t` (n, indexed axes, others) and its indices, or None for masks and gaps.
 
     Indexed axes must stand together at the front: torch puts the result's axes elsewhere
@@ -27,20 +27,20 @@ def _located(s: Samples, t: Tensor, indices: Indices) -> tuple[Tensor, tuple[Ten
     return s.of(t), (first, *own)
 
 
-def _aligned(s: Samples, index: Tensor, width: int) -> Tensor:
+def _aligned(s: Expansion, index: Tensor, width: int) -> Tensor:
     """Return the index (n, ...) with `width` axes after the sample axis."""
     return s.of(index)[(slice(None), *[None] * (width - index.dim()))]
 
 
 @rules.register("index.Tensor")
-def index(s: Samples, t: Tensor, indices: Indices) -> Any:
+def index(s: Expansion, t: Tensor, indices: Indices) -> Any:
     """Pick entries by positions in the leading axes."""
     found = _located(s, t, indices)
     return NotImplemented if found is None else found[0][found[1]]
 
 
 @rules.register("index_put.default")
-def index_put(s: Samples, t: Tensor, *rest: Any) -> Any:
+def index_put(s: Expansion, t: Tensor, *rest: Any) -> Any:
     """Return a copy with entries replaced or added to."""
     if not isinstance(t, PerSample):
         return NotImplemented
@@ -50,7 +50,7 @@ def index_put(s: Samples, t: Tensor, *rest: Any) -> Any:
 @rules.register("index_put_.default")
 @rules.register("_index_put_impl_.default")
 def index_put_(
-    s: Samples,
+    s: Expansion,
     t: Tensor,
     indices: Indices,
     values: Tensor,
@@ -68,7 +68,7 @@ def index_put_(
     return target.index_put_(own, _aligned(s, values, width), accumulate)
 
 
-def _own_rows(s: Samples, indices: Tensor, size: int) -> Tensor:
+def _own_rows(s: Expansion, indices: Tensor, size: int) -> Tensor:
     """Count indices (n, ...) into tables of `size` rows laid end to end."""
     offsets = torch.arange(s.n, device=indices.device) * size
     return indices + offsets.reshape(-1, *[1] * (indices.dim() - 1))
@@ -76,7 +76,7 @@ def _own_rows(s: Samples, indices: Tensor, size: int) -> Tensor:
 
 @rules.register("embedding.default")
 def embedding(
-    s: Samples,
+    s: Expansion,
     weight: Tensor,
     indices: Tensor,
     padding_idx: int = -1,
@@ -94,7 +94,7 @@ def embedding(
 
 @rules.register("embedding_dense_backward.default")
 def embedding_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     indices: Tensor,
     size: int,
@@ -112,7 +112,7 @@ def embedding_backward(
 
 @rules.register("_sparse_coo_tensor_with_dims_and_tensors.default")
 def sparse_gradient(
-    s: Samples,
+    s: Expansion,
     sparse_dim: int,
     dense_dim: int,
     size: list[int],

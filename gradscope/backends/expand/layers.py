@@ -1,17 +1,98 @@
-"""Layers: convolutions, normalisation, fused attention.
+"""Layers: matrix products, convolutions, normalisation, fused attention.
 
-Convolutions by shared weights take the samples as more images, others take them as groups.
+Against a shared matrix the samples are rows of one product. Convolutions by shared weights take
+the samples as more images, others take them as groups.
 
-Shapes: n sample, b row or image, c channel, then the spatial axes; in attention h head, t query
-position, s key position, d feature.
+Shapes: n sample, b row or image, c channel, then the spatial axes; in products p row, k contracted,
+q column; in attention h head, t query position, s key position, d feature.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradscope.backends.expand.facts import aten, named, rules
-from gradscope.backends.expand.tensor import Samples, fold, is_shared, leaves, unfold
+from gradscope.backends.expand.facts import aten, each, rules
+from gradscope.backends.expand.tensor import Expansion, fold, is_shared, leaves, unfold
+
+Scalar = int | float | complex
+Align = Callable[[Tensor, Tensor], Tensor]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply physical matrices (n, p, k) and (n, k, q) sample by sample: (n, p, q).
+
+    A shared factor is never repeated in memory.
+    """
+    n, p, k = a.shape
+    q = b.shape[2]
+    if is_shared(b):
+        return (a.reshape(n * p, k) @ b[0]).reshape(n, p, q)
+    if is_shared(a):
+        return (b.mT.reshape(n * q, k) @ a[0].mT).reshape(n, q, p).mT
+    return torch.bmm(a, b)
+
+
+def batched(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply physical (n, b, p, k) and (n, b, k, q): (n, b, p, q)."""
+    n, size, p, k = a.shape
+    q = b.shape[3]
+    if size == 1:
+        return product(a[:, 0], b[:, 0]).unsqueeze(1)
+    if is_shared(b):
+        rows = a.transpose(0, 1).reshape(size, n * p, k)
+        return torch.bmm(rows, b[0]).reshape(size, n, p, q).transpose(0, 1)
+    if is_shared(a):
+        return batched(b.mT, a.mT).mT
+    return unfold(torch.bmm(fold(a), fold(b)), n)
+
+
+@rules.register("mm.default")
+@rules.register("mv.default")
+def mm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
+    """(p, k) by (k, q), or by (k,)."""
+    if b.dim() == 1:
+        return product(s.of(a), s.of(b).unsqueeze(2)).squeeze(2)
+    return product(s.of(a), s.of(b))
+
+
+@rules.register("bmm.default")
+def bmm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
+    """(b, p, k) by (b, k, q)."""
+    return batched(s.of(a), s.of(b))
+
+
+@rules.register("addmm.default")
+@rules.register("addmv.default")
+@rules.register("baddbmm.default")
+def addmm(
+    s: Expansion, c: Tensor, a: Tensor, b: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
+) -> Tensor:
+    """beta·c + alpha·a b; c broadcasts from the right, past the sample axis."""
+    pc, pa, pb = s.of(c), s.of(a), s.of(b)
+    if is_shared(pb) and is_shared(pc) and (c.dim(), b.dim()) == (1, 2):
+        n, p, k = pa.shape
+        rows = torch.addmm(pc[0], pa.reshape(n * p, k), pb[0], beta=beta, alpha=alpha)
+        return rows.reshape(n, p, pb.shape[2])
+    found: Tensor = bmm(s, a, b) if a.dim() == 3 else mm(s, a, b)
+    if alpha != 1:
+        found = found * alpha
+    if beta == 0:  # torch ignores NaN in `c` then
+        return found
+    return torch.add(found, pc[(slice(None), *[None] * (found.dim() - pc.dim()))], alpha=beta)
+
+
+@rules.register("dot.default")
+def dot(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products, (k,) by (k,)."""
+    return product(s.of(a).unsqueeze(1), s.of(b).unsqueeze(2)).flatten()
+
+
+@rules.register("vdot.default")
+def vdot(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products, the first factor conjugated."""
+    return product(s.of(a).conj_physical().unsqueeze(1), s.of(b).unsqueeze(2)).flatten()
 
 
 def as_groups(images: Tensor) -> Tensor:
@@ -35,9 +116,18 @@ def _trailing(affine: Tensor, like: Tensor) -> Tensor:
     return affine[(slice(None), *[None] * (like.dim() - affine.dim()))]
 
 
+def _affine(
+    s: Expansion, out: Tensor, weight: Tensor | None, bias: Tensor | None, align: Align
+) -> Tensor:
+    """Apply what a layer has after its normalisation, each sample its own."""
+    if weight is not None:
+        out = out * align(s.of(weight), out)
+    return out if bias is None else out + align(s.of(bias), out)
+
+
 @rules.register("convolution.default")
 def convolution(
-    s: Samples, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
+    s: Expansion, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
 ) -> Tensor:
     """Convolve, transposed or not; geometry ends with the number of groups."""
     px, pw = s.of(x), s.of(weight)
@@ -47,14 +137,12 @@ def convolution(
         *rest, groups = geometry
         out = aten.convolution(as_groups(px), fold(pw), None, *rest, groups * s.n)
         out = from_groups(out, s.n)
-    if bias is None:
-        return out
-    return out + _channels(s.of(bias), out)
+    return _affine(s, out, None, bias, _channels)
 
 
 @rules.register("convolution_backward.default")
 def convolution_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -82,20 +170,21 @@ def convolution_backward(
 
 @rules.register("native_layer_norm.default")
 def layer_norm(
-    s: Samples, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    s: Expansion,
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise over the trailing axes `shape`; the affine map is applied on its own."""
     out, mean, rstd = aten.native_layer_norm(s.of(x), shape, None, None, eps)
-    if weight is not None:
-        out = out * _trailing(s.of(weight), out)
-    if bias is not None:
-        out = out + _trailing(s.of(bias), out)
-    return out, mean, rstd
+    return _affine(s, out, weight, bias, _trailing), mean, rstd
 
 
 @rules.register("native_layer_norm_backward.default")
 def layer_norm_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     shape: list[int],
@@ -110,7 +199,7 @@ def layer_norm_backward(
     rows = list(range(1, px.dim() - len(shape)))
     to_x = to_weight = to_bias = None
     if mask[0]:
-        scaled = pg if weight is None else pg * _trailing(s.of(weight), pg)
+        scaled = _affine(s, pg, weight, None, _trailing)
         inner = (scaled, px, shape, pm, pr, None, None, [True, False, False])
         to_x = aten.native_layer_norm_backward(*inner)[0]
     if mask[1]:
@@ -123,7 +212,7 @@ def layer_norm_backward(
 
 @rules.register("native_group_norm.default")
 def group_norm(
-    s: Samples,
+    s: Expansion,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -134,20 +223,15 @@ def group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise groups of channels; the samples are rows."""
-    px = s.of(x)
-    folded = fold(px).contiguous()
-    out, mean, rstd = aten.native_group_norm(folded, None, None, s.n * b, c, spatial, groups, eps)
-    out = unfold(out, s.n)
-    if weight is not None:
-        out = out * _channels(s.of(weight), out)
-    if bias is not None:
-        out = out + _channels(s.of(bias), out)
-    return out, unfold(mean, s.n), unfold(rstd, s.n)
+    folded = fold(s.of(x)).contiguous()
+    found = aten.native_group_norm(folded, None, None, s.n * b, c, spatial, groups, eps)
+    out, mean, rstd = (unfold(t, s.n) for t in found)
+    return _affine(s, out, weight, bias, _channels), mean, rstd
 
 
 @rules.register("native_group_norm_backward.default")
 def group_norm_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     mean: Tensor,
@@ -163,7 +247,7 @@ def group_norm_backward(
     pg, px, pm, pr = s.of(grad), s.of(x), s.of(mean), s.of(rstd)  # pm, pr: (n, b, groups)
     to_x = to_weight = to_bias = None
     if mask[0]:
-        scaled = pg if weight is None else pg * _channels(s.of(weight), pg)
+        scaled = _affine(s, pg, weight, None, _channels)
         first = [fold(t).contiguous() for t in (scaled, px, pm, pr)]
         sizes = (s.n * b, c, spatial, groups)
         found = aten.native_group_norm_backward(*first, None, *sizes, [True, False, False])
@@ -178,19 +262,19 @@ def group_norm_backward(
     return to_x, to_weight, to_bias
 
 
-def _flat(s: Samples, t: Tensor | None) -> Tensor | None:
+def _flat(s: Expansion, t: Tensor | None) -> Tensor | None:
     """Return (n, c) as (n·c,), a view where it is written to."""
     return None if t is None else s.of(t).reshape(-1)
 
 
-def _saved(s: Samples, t: Tensor) -> Tensor:
+def _saved(s: Expansion, t: Tensor) -> Tensor:
     """Return saved statistics (n·c,), or (0,) in eval mode, as (n, c) or (n, 0)."""
     return t.reshape(s.n, -1) if t.numel() else t.new_empty(s.n, 0)
 
 
 @rules.register("native_batch_norm.default")
 def batch_norm(
-    s: Samples,
+    s: Expansion,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -207,7 +291,7 @@ def batch_norm(
 
 @rules.register("native_batch_norm_backward.default")
 def batch_norm_backward(
-    s: Samples,
+    s: Expansion,
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -225,27 +309,17 @@ def batch_norm_backward(
     return (None if to_x is None else from_groups(to_x, s.n)), to_affine[0], to_affine[1]
 
 
-def _mask(s: Samples, mask: Tensor | None, b: int) -> Tensor | None:
-    """Return a mask of shape (t, s) or (b or 1, h or 1, t, s) for the rows n·b."""
-    if mask is None:
-        return None
-    physical = s.of(mask)
-    if mask.dim() == 2:
-        physical = physical[:, None, None]
-    n, _, h, *last = physical.shape
-    return fold(physical.expand(n, b, h, *last))
-
-
-def _attention(key: str) -> None:
-    """Fused attention and its backward pass: the samples are rows."""
-    func = named(key)
-
-    @rules.register(key)
-    def rule(s: Samples, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        mine = leaves(lambda t: fold(s.of(t)), args)
-        mask = _mask(s, attn_mask, args[0].shape[0])
-        return leaves(lambda t: unfold(t, s.n), func(*mine, attn_mask=mask, **kwargs))
-
-
-_attention("_scaled_dot_product_flash_attention_for_cpu.default")
-_attention("_scaled_dot_product_flash_attention_for_cpu_backward.default")
+@each(
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward"
+)
+def attention(
+    func: Any, s: Expansion, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any
+) -> Any:
+    """Fused attention: the samples are rows; a mask is (t, s) or (b or 1, h or 1, t, s)."""
+    if attn_mask is not None:
+        mask = s.of(attn_mask)
+        mask = mask[:, None, None] if attn_mask.dim() == 2 else mask
+        attn_mask = fold(mask.expand(s.n, args[0].shape[0], *mask.shape[2:]))
+    mine = leaves(lambda t: fold(s.of(t)), args)
+    return leaves(lambda t: unfold(t, s.n), func(*mine, attn_mask=attn_mask, **kwargs))

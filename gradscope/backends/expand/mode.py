@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.backends.expand.facts import Facts, aten, facts_of, rules
 from gradscope.backends.expand.tensor import (
+    Expansion,
     Own,
     PerSample,
-    Samples,
     SharedWrite,
     leaves,
     refuse,
@@ -36,35 +36,34 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, n: int, own: Own) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.samples = Samples(n)
+        self.samples = Expansion(n)
         self.own = own
         self.refusal: UnsupportedError | None = None  # kept, should the model's code catch it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` for all samples."""
+        """Run `func` for all samples, and refuse it if it draws random numbers."""
+        facts, kwargs = facts_of(func), kwargs or {}
         try:
-            return self._watched(facts_of(func), func, args, kwargs or {})
+            if not facts.random:
+                return self._run(facts, func, args, kwargs)
+            devices = {t.device for t in tensors_of(args, kwargs)} | {torch.device("cpu")}
+            if kwargs.get("device") is not None:
+                devices.add(torch.device(kwargs["device"]))
+            before = _generators(devices)
+            result = self._run(facts, func, args, kwargs)
+            if not all(map(torch.equal, before, _generators(devices))):
+                refuse(
+                    f"it draws random numbers ({facts.name}), which are not the same for each "
+                    "sample",
+                    "Put the model in eval mode, or draw the numbers outside and pass them as "
+                    "inputs.",
+                )
+            return result
         except UnsupportedError as error:
             self.refusal = error
             raise
-
-    def _watched(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and refuse it if it draws random numbers."""
-        if not facts.random:
-            return self._run(facts, func, args, kwargs)
-        devices = {t.device for t in tensors_of(args, kwargs)} | {torch.device("cpu")}
-        if "device" in kwargs and kwargs["device"] is not None:
-            devices.add(torch.device(kwargs["device"]))
-        before = _generators(devices)
-        result = self._run(facts, func, args, kwargs)
-        if any(not a.equal(b) for a, b in zip(before, _generators(devices), strict=True)):
-            refuse(
-                f"it draws random numbers ({facts.name}), which are not the same for each sample",
-                "Put the model in eval mode, or draw the numbers outside and pass them as inputs.",
-            )
-        return result
 
     def _run(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = [t for t in tensors_of(args, kwargs) if isinstance(t, PerSample)]
@@ -173,7 +172,11 @@ def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def reshape_in_place(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Change a tensor's shape in place: take the view, and let the wrapper become it."""
     target, *rest = args
-    functional = _out_of_place(name.removesuffix("_"), func)
+    # the operator without the underscore that takes what `func` takes
+    packet = getattr(aten, name.removesuffix("_"), None)
+    overloads = [getattr(packet, each) for each in (packet.overloads() if packet else ())]
+    alike = (f for f in overloads if _types(f) == _types(func))
+    functional = next(alike, None)
     if functional is None or not isinstance(target, PerSample):
         refuse(f"{name} changes a tensor's shape or memory in place", "Write it out of place.")
     made = view(functional._schema.name.partition("::")[2], functional, args, kwargs)
@@ -183,15 +186,8 @@ def reshape_in_place(name: str, func: Any, args: Any, kwargs: dict[str, Any]) ->
     return target
 
 
-def _out_of_place(name: str, func: Any) -> Any:
-    """Return the operator `name` that takes what `func` takes, or None."""
-    packet = getattr(aten, name, None)
-    wanted = [str(a.type) for a in func._schema.arguments]
-    for overload in packet.overloads() if packet is not None else ():
-        found = getattr(packet, overload)
-        if [str(a.type) for a in found._schema.arguments] == wanted:
-            return found
-    return None
+def _types(func: Any) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
 
 
 # Their last argument must be a tensor without axes.
@@ -233,7 +229,7 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*mine, **named)
 
 
-def sample_by_sample(s: Samples, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def sample_by_sample(s: Expansion, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the physical results of any operator, applied to each sample and stacked.
 
     What it writes to is written through slices. Raises `Differ` where samples have results of

@@ -141,7 +141,7 @@ class Common(Tensor):
 
 
 @dataclass(frozen=True)
-class Samples:
+class Expansion:
     """The number n of samples, and the way from logical to physical."""
 
     n: int

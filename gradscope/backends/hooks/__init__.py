@@ -4,8 +4,8 @@ One forward pass, one backward pass to the frontier between operations on sample
 parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gradscope.backends.base import (
     Evaluate,
     Request,
     backends,
+    dense_evaluation,
     refusing,
     require_unhooked,
 )
@@ -39,11 +40,29 @@ _REMEMBERED = 256  # programs: sequences of so many lengths, for example
 _SMALL, _SMALLER = 3, 2  # the sizes of the two forward passes that show the sample axes
 
 
+def block_of(kind: str, site: Site) -> Block:
+    """Return the block by the operation's rule, or by the masked fallback."""
+    rule = node_rules.find(kind)
+    one = site.gradients[0] is not None and site.axes[0] is not None
+    usable = one or kind == recurrent.KIND  # all other rules are of operations with one output
+    block = rule(site) if rule is not None and usable else None
+    return masked(site) if block is None else block
+
+
+Kernels = Callable[[], AbstractContextManager[object]]
+
+
 @backends.register("hooks")
 @contextmanager
-def hooks(problem: Problem) -> Iterator[Evaluate]:
+def hooks(
+    problem: Problem,
+    kernels: Kernels | None = None,
+    contract: Callable[[str, Site], Block] = block_of,
+) -> Iterator[Evaluate]:
     """One backward pass over the recorded graph; structure is kept, nothing is attached."""
-    program = _Program(problem)
+    if kernels is None:
+        kernels = FasterKernels if pays_for(problem.model) else nullcontext
+    program = _Program(problem, kernels, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("hooks", problem)
@@ -56,13 +75,14 @@ def hooks(problem: Problem) -> Iterator[Evaluate]:
 class _Program:
     """A problem with what was found out about it so far."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: Problem, kernels: Kernels, contract: Callable[[str, Site], Block]
+    ) -> None:
+        self.problem, self.kernels, self.contract = problem, kernels, contract
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
         self.evaluations = 0
-        self.detours = pays_for(problem.model)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         losses, recorded = self._record(batch)
@@ -70,7 +90,8 @@ class _Program:
             return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
         known = self._fitting(recorded)
         analysis = self._analysis(recorded, batch) if known is None else known
-        return self._contracted(recorded, analysis, new=known is None)
+        gradients = self._gradients(self._parts(recorded, analysis), losses)
+        return Evaluation(losses.detach(), gradients, new=known is None)
 
     def evaluate_one(self, sample: Batch) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
@@ -80,29 +101,27 @@ class _Program:
         _, recorded = self._record(sample.resized(2)) if self.known else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is not None:
-            both = self._contracted(recorded, analysis, new=False)
-            return Evaluation(both.losses[:1], both.gradients.select(slice(0, 1)))
+            both = self._gradients(self._parts(recorded, analysis), recorded.losses)
+            return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
-        rows = {name: DenseBlock(value[None]) for name, value in gradients.items()}
-        return Evaluation(loss[None], Gradients(rows))
-
-    def _contracted(self, recorded: Trace, analysis: Analysis, *, new: bool) -> Evaluation:
-        gradients = self._gradients(self._parts(recorded, analysis), recorded.losses)
-        return Evaluation(recorded.losses.detach(), gradients, new)
+        return dense_evaluation(loss[None], {name: g[None] for name, g in gradients.items()})
 
     def _record(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         """Return the losses (n,) and their graph, or None where they have none."""
         if not self.stepwise:
             losses, recorded = self._forward(batch)
-            if recorded is None or not _hides_steps(recorded):
+            if recorded is None or not any(
+                kind in internals.FUSED_RECURRENT and not recurrent.shows_its_steps(node)
+                for kind, node in zip(recorded.kinds, recorded.nodes, strict=True)
+            ):
                 return losses, recorded
-            self.stepwise = True
+            self.stepwise = True  # a fused recurrent layer hides steps that no rule knows
         with unfused():
             return self._forward(batch)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         given = differentiable_inputs(batch) if self.data_paths else batch
-        with FasterKernels() if self.detours else nullcontext():
+        with self.kernels():
             try:
                 losses = self.problem.losses(given)
             except ModelError:
@@ -116,31 +135,29 @@ class _Program:
         return next((analysis for analysis in self.known if analysis.fits(recorded)), None)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
-        """Find out about a program that is new."""
+        """Find out about a program that is new, by as few samples as will do."""
         require_independent(self.problem, batch, recorded.losses.detach())
         finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
-            return self._noted(self._analysed(spread, batch.resized(_SMALLER)), recorded)
-        return self._noted(self._analysed(batch, batch.resized(2 * len(batch))), recorded)
+            return self._analysed(recorded, spread, batch.resized(_SMALLER))
+        return self._analysed(recorded, batch, batch.resized(2 * len(batch)))
 
-    def _noted(self, analysis: Analysis, recorded: Trace) -> Analysis:
-        if not analysis.fits(recorded):
-            raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
-        self.known = [*self.known[-_REMEMBERED:], analysis]
-        return analysis
-
-    def _analysed(self, batch: Batch, other: Batch) -> Analysis:
+    def _analysed(self, recorded: Trace, batch: Batch, other: Batch) -> Analysis:
         (_, first), (_, second) = self._record(batch), self._record(other)
         if first is None or second is None:
             raise UnsupportedError("some samples' losses have no graph", remedy=OTHERS)
         try:
-            return analyse(first, second, {id(p) for p in self.problem.parameters.values()})
+            analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
             error.where = mixing_layer(self.problem, batch) or error.where
             error.remedy = COUPLED_REMEDY
             raise
+        if not analysis.fits(recorded):
+            raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
+        self.known = [*self.known[-_REMEMBERED:], analysis]
+        return analysis
 
     def _parts(self, recorded: Trace, analysis: Analysis) -> dict[str, list[Block]]:
         """Contract the gradients at the frontier and pull the blocks back to the parameters."""
@@ -169,7 +186,7 @@ class _Program:
                     axes=tuple(axes.get(k) for k in own),
                     shared=shared,
                 )
-                arrived.append((edge.source, _block(recorded.kinds[edge.node], site)))
+                arrived.append((edge.source, self.contract(recorded.kinds[edge.node], site)))
             return pull_back(recorded, arrived, self.problem.parameters)
 
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
@@ -178,20 +195,3 @@ class _Program:
             own = parts.get(name)
             rows[name] = total(own) if own else DenseBlock(p.new_zeros(len(losses), *p.shape))
         return Gradients(rows)
-
-
-def _hides_steps(recorded: Trace) -> bool:
-    """Whether a fused recurrent layer is among the operations that no rule knows the steps of."""
-    return any(
-        kind in internals.FUSED_RECURRENT and not recurrent.shows_its_steps(node)
-        for kind, node in zip(recorded.kinds, recorded.nodes, strict=True)
-    )
-
-
-def _block(kind: str, site: Site) -> Block:
-    """Return the block by the operation's rule, or by the masked fallback."""
-    rule = node_rules.find(kind)
-    one = site.gradients[0] is not None and site.axes[0] is not None
-    usable = one or kind == recurrent.KIND  # all other rules are of operations with one output
-    block = rule(site) if rule is not None and usable else None
-    return masked(site) if block is None else block

@@ -83,19 +83,21 @@ class FasterKernels(TorchFunctionMode):
             zeros = _applied(GradscopeWeight, weight, bias, layer)
         return _applied(GradscopeLinear, input, zeros, layer)
 
-    def _product(self, input: Any, other: Any = None, **more: Any) -> Tensor | None:
-        if more or not _is_parameter(other) or other.dim() != 2:
+    def _product(
+        self, input: Any, other: Any = None, bias: Any = None, **more: Any
+    ) -> Tensor | None:
+        if more or not isinstance(other, Tensor) or other.dim() != 2:
             return None
-        return self._linear(input, other.T)
+        parameter = other._base if other._is_view() else other  # or a view such as its transpose
+        return self._linear(input, other.T, bias) if isinstance(parameter, nn.Parameter) else None
 
     def _mm(self, input: Any, mat2: Any = None, **more: Any) -> Tensor | None:
         matrix = isinstance(input, Tensor) and input.dim() == 2  # torch refuses anything else
         return self._product(input, mat2, **more) if matrix else None
 
     def _addmm(self, input: Any, mat1: Any, mat2: Any, *rest: Any, **more: Any) -> Tensor | None:
-        if rest or more or not _is_parameter(mat2):
-            return None
-        return self._linear(mat1, mat2.T, input) if mat1.dim() == mat2.dim() == 2 else None
+        matrices = not rest and mat1.dim() == 2
+        return self._product(mat1, mat2, input, **more) if matrices else None
 
     def _tanh(self, input: Any, **more: Any) -> Tensor | None:
         if more or not _recordable([input], *self._sizes.dtypes):
@@ -146,11 +148,6 @@ def _recordable(given: Sequence[Any], *dtypes: torch.dtype) -> bool:
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and plain(given, *dtypes)
     )
-
-
-def _is_parameter(t: Any) -> bool:
-    """Whether this is a parameter, or a view of one such as its transpose."""
-    return isinstance(t, Tensor) and isinstance(t._base if t._is_view() else t, nn.Parameter)
 
 
 def _applied(function: type[Function], *arguments: Any) -> Tensor:

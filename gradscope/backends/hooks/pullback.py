@@ -49,35 +49,24 @@ def _dense_pull(
     """Pull dense gradients back through what is left of the parameter-only graph."""
     outputs = [internals.edge(trace.nodes[node], output) for node, output in stuck]
     vectors = [total(blocks).dense() for blocks in stuck.values()]
+
+    def pulled(vectors: list[Tensor], *, batched: bool) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(
+            outputs,
+            list(parameters.values()),
+            grad_outputs=vectors,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+
     try:
-        pulled = _vector_jacobian(outputs, parameters, vectors, batched=True)
+        found = pulled(vectors, batched=True)
     except RuntimeError:  # an operation without a batching rule: one sample at a time
-        rows = [
-            _vector_jacobian(outputs, parameters, [v[i] for v in vectors], batched=False)
-            for i in range(vectors[0].shape[0])
-        ]
-        pulled = [
-            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
-        ]
-    found = zip(parameters, pulled, strict=True)
-    return {name: DenseBlock(value) for name, value in found if value is not None}
-
-
-def _vector_jacobian(
-    outputs: list[torch.autograd.graph.GradientEdge],
-    parameters: Mapping[str, Tensor],
-    vectors: list[Tensor],
-    *,
-    batched: bool,
-) -> Sequence[Tensor | None]:
-    return torch.autograd.grad(
-        outputs,
-        list(parameters.values()),
-        grad_outputs=vectors,
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=batched,
-    )
+        rows = [pulled([v[i] for v in vectors], batched=False) for i in range(len(vectors[0]))]
+        found = [None if c[0] is None else torch.stack(c) for c in zip(*rows, strict=True)]
+    named = zip(parameters, found, strict=True)
+    return {name: DenseBlock(value) for name, value in named if value is not None}
 
 
 def _source_shape(trace: Trace, node: int) -> tuple[int, ...]:

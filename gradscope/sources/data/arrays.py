@@ -2,7 +2,6 @@
 
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
@@ -26,6 +24,7 @@ from gradscope.sources.data.columns import (
     from_numpy,
     objects,
     require_available,
+    require_distinct,
     torch_dtype,
 )
 from gradscope.sources.formats import dataset_readers, is_safetensors, is_zip, matching
@@ -51,11 +50,6 @@ class _Header:
         """The bytes of all numbers."""
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def sliceable(self) -> bool:
-        """Whether there are rows, each in one piece."""
-        return bool(self.shape) and not (self.fortran and len(self.shape) > 1)
-
     def rows(self, opened: Callable[[], AbstractContextManager[IO[bytes]]]) -> ReadRows:
         """Return what reads rows of a file; where none is in one piece, all are held."""
         row = prod(self.shape[1:]) * self.dtype.itemsize
@@ -65,7 +59,7 @@ class _Header:
                 file.seek(self.start + start * row)
                 return _array(replace(self, shape=(stop - start, *self.shape[1:])), file)
 
-        if self.sliceable:
+        if self.shape and not (self.fortran and len(self.shape) > 1):
             return read
         with opened() as file:
             file.seek(self.start)
@@ -97,11 +91,8 @@ def open_npy_folder(path: Path) -> StoredArrays:
     def load(name: str) -> StoredColumn:
         arrays = open_npy(files[name])
         if arrays.names != (name,):
-            raise DatasetError(
-                "it is a table with named fields, not an array",
-                where=str(files[name]),
-                remedy="Give that file itself as the data set.",
-            )
+            what, remedy = "it is a table with named fields, not an array", "Give that file itself."
+            raise DatasetError(what, where=str(files[name]), remedy=remedy)
         return arrays.load(name)
 
     return StoredArrays(tuple(files), load)
@@ -114,13 +105,7 @@ def open_npz(path: Path) -> StoredArrays:
     archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long
     every = [info for info in archive.infolist() if info.filename.endswith(".npy")]
     members = {info.filename.removesuffix(".npy"): info for info in every}
-    if len(members) < len(every):
-        names = Counter(info.filename for info in every)
-        twice = [name.removesuffix(".npy") for name, count in names.items() if count > 1]
-        raise DatasetError(
-            f"several arrays in it are called {listed(map(repr, twice), 3)}",
-            remedy="Write the data again, each array under a name of its own.",
-        )
+    require_distinct((info.filename.removesuffix(".npy") for info in every), "arrays in it")
     if not members:
         remedy = "Write the data with numpy.savez, one array a name."
         raise DatasetError("this zip archive holds no numpy arrays", remedy=remedy)
@@ -150,15 +135,12 @@ def open_npz(path: Path) -> StoredArrays:
 def _header(file: IO[bytes], size: int) -> _Header:
     """Read a header and check it against the bytes there are; the file stands behind it then."""
     if file.read(6) != b"\x93NUMPY":
-        raise DatasetError(
-            "this part of the file is no numpy array",
-            remedy="Write the data with numpy.save or numpy.savez.",
-        )
+        remedy = "Write the data with numpy.save or numpy.savez."
+        raise DatasetError("this part of the file is no numpy array", remedy=remedy)
     file.seek(0)
-    version = np.lib.format.read_magic(file)
-    first = version == (1, 0)
     form = np.lib.format
-    read = form.read_array_header_1_0 if first else form.read_array_header_2_0
+    version = form.read_magic(file)
+    read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
     shape, fortran, dtype = read(file, max_header_size=_LONGEST)
     if version == (3, 0) and dtype.names is not None:  # read as if it were Latin-1
         dtype.names = tuple(name.encode("latin-1").decode() for name in dtype.names)

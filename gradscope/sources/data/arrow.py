@@ -1,7 +1,6 @@
 """Arrow and Parquet through pyarrow, read batch by batch; also what Hugging Face saved."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
@@ -21,6 +19,7 @@ from gradscope.sources.data.columns import (
     StoredColumn,
     TextColumn,
     from_numpy,
+    require_distinct,
     torch_dtype,
 )
 from gradscope.sources.data.images import decoded
@@ -113,10 +112,7 @@ def open_saved_dataset(path: Path) -> StoredArrays:
 
 def _arrays(schema: Any, n: int, batches: Batches) -> StoredArrays:
     names = tuple(schema.names)
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        what = f"several columns are called {listed(map(repr, twice), 3)}"
-        raise DatasetError(what, remedy="Give every column a name of its own.")
+    require_distinct(names, "columns")
     table = _Table(batches, [field.name for field in schema if _is_list(field.type)])
 
     def load(name: str) -> StoredColumn:
@@ -153,15 +149,26 @@ class _Table:
         return [batch.column(name) for batch in self._last[2]]
 
     def sizes(self, name: str) -> SequenceSizes:
-        """Go through the columns of lists added so far; a second time through all that are left."""
+        """Go through a column of lists; the second time through all others."""
         if name not in self._sizes:
-            asked = [k for k in self._lists if self._sizes or k in self._names]
-            chosen = [k for k in asked if k not in self._sizes]
-            self._sizes |= _measured(self._batches(chosen), chosen)
-        found = self._sizes[name]
-        if isinstance(found, DatasetError):
-            raise found
-        return found
+            names = [k for k in self._lists if k not in self._sizes] if self._sizes else [name]
+            lengths = {k: [np.empty(0, np.int64)] for k in names}
+            rows: dict[str, tuple[int, ...]] = {}
+            for batch in self._batches(names):
+                for k, part in zip(names, map(_storage, batch.columns), strict=True):
+                    try:
+                        lengths[k].append(_lengths(part))
+                        if len(part) and k not in rows:
+                            rows[k] = _values(part.flatten()).shape[1:]
+                    except DatasetError as error:
+                        self._sizes.setdefault(k, error)
+            for k, found in lengths.items():
+                sizes = torch.from_numpy(np.concatenate(found)), rows.get(k, ())
+                self._sizes.setdefault(k, sizes)
+        measured = self._sizes[name]
+        if isinstance(measured, DatasetError):
+            raise measured
+        return measured
 
     def _rows(self, start: int, stop: int) -> list[Any]:
         if self._iterator is None or start < self._start:
@@ -177,26 +184,6 @@ class _Table:
                     return found
                 self._start = end
             self._batch = next(self._iterator)
-
-
-def _measured(
-    batches: Iterator[Any], names: Sequence[str]
-) -> dict[str, SequenceSizes | DatasetError]:
-    """Return the sizes of columns of lists, or what is wrong with a column."""
-    lengths: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in names}
-    rows: dict[str, tuple[int, ...]] = {}
-    wrong: dict[str, DatasetError] = {}
-    for batch in batches:
-        for k, name in enumerate(names):
-            part = batch.column(k)
-            try:
-                lengths[name].append(_lengths(part))
-                if len(part) and name not in rows:
-                    rows[name] = _values(_storage(part).flatten()).shape[1:]
-            except DatasetError as error:
-                wrong.setdefault(name, error)
-    sizes = {k: torch.from_numpy(np.concatenate(v)) for k, v in lengths.items()}
-    return {name: wrong.get(name) or (sizes[name], rows.get(name, ())) for name in names}
 
 
 def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
@@ -217,7 +204,12 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
         return from_numpy(np.concatenate([_values(p) for p in table.read(name, start, stop)]))
 
     def sequences(start: int, stop: int) -> list[Tensor]:
-        return [t for part in table.read(name, start, stop) for t in _sequences(part)]
+        found: list[Tensor] = []
+        for part in table.read(name, start, stop):
+            ends = np.cumsum(_lengths(part))
+            rows = np.split(_values(_storage(part).flatten()), ends[:-1])
+            found += map(from_numpy, rows)
+        return found
 
     value = kind.value_type if types.is_dictionary(kind) else kind
     if types.is_string(value) or types.is_large_string(value):
@@ -251,12 +243,6 @@ def _is_list(kind: Any) -> bool:
 def _storage(part: Any) -> Any:
     """Return an extension array (a fixed-shape tensor, say) as the lists it is stored as."""
     return part.storage if hasattr(part, "storage") else part
-
-
-def _sequences(part: Any) -> list[Tensor]:
-    """Return one tensor (length, *row) a row."""
-    ends = np.cumsum(_lengths(part))
-    return [from_numpy(rows) for rows in np.split(_values(_storage(part).flatten()), ends[:-1])]
 
 
 def _lengths(part: Any) -> np.ndarray:

@@ -4,7 +4,8 @@ Only the rows that are asked for are in memory, so a data set may be larger than
 number of samples, the first axis of everything.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from gradscope.config import memory_text
 from gradscope.core.memory import available
+from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.formats import reading
 
-SequenceSizes = tuple[
-    Tensor, tuple[int, ...]
-]  # of sequences: lengths (N,) int64, shape of an entry
+# of sequences: lengths (N,) int64, shape of an entry
+SequenceSizes = tuple[Tensor, tuple[int, ...]]
 
 _SMALL = 2**27  # bytes that nobody asks for
-_WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch hardly computes with these
+# torch hardly computes with these
+_WIDER = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,16 @@ def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
             with reading(DatasetError, f"{path}: {name}, rows {start} to {stop - 1}"):
                 return stored.read(start, stop)
 
-        def sizes() -> SequenceSizes:
-            with reading(DatasetError, f"{path}: {name}"):
-                assert isinstance(stored, SequenceColumn)
-                return stored.sizes()
-
-        if isinstance(stored, SequenceColumn):
-            return replace(stored, read=read, sizes=sizes)
         if isinstance(stored, NumberColumn):
             return replace(stored, read=read)
-        return replace(stored, read=read)
+        if isinstance(stored, TextColumn):
+            return replace(stored, read=read)
+
+        def sizes() -> SequenceSizes:
+            with reading(DatasetError, f"{path}: {name}"):
+                return stored.sizes()
+
+        return replace(stored, read=read, sizes=sizes)
 
     return StoredArrays(arrays.names, load, arrays.notes)
 
@@ -115,7 +117,9 @@ def length_of(stored: StoredColumn) -> int:
     """Return N."""
     if isinstance(stored, TextColumn):
         return stored.n
-    return int(stored.lengths.shape[0] if isinstance(stored, SequenceColumn) else stored.shape[0])
+    if isinstance(stored, SequenceColumn):
+        return len(stored.lengths)
+    return int(stored.shape[0]) if stored.shape else 0
 
 
 def even(stored: Numbers | SequenceColumn) -> Numbers:
@@ -140,13 +144,9 @@ def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
     if isinstance(rows, range) and rows.step == 1:
         yield rows.start, rows.stop
         return
-    start = last = rows[0]
-    for row in rows[1:]:
-        if row != last + 1:
-            yield start, last + 1
-            start = row
-        last = row
-    yield start, last + 1
+    ends = [k for k in range(1, len(rows)) if rows[k] != rows[k - 1] + 1]
+    for first, end in pairwise([0, *ends, len(rows)]):
+        yield rows[first], rows[end - 1] + 1
 
 
 def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
@@ -162,16 +162,13 @@ def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
 
 def from_numpy(array: np.ndarray) -> Tensor:
     """Return an array of numbers as a tensor, in a dtype that torch computes with."""
-    if array.dtype.name in _WIDER:
-        array = array.astype(_WIDER[array.dtype.name])
-    if array.dtype.name == "uint64":
-        if array.size and array.max() >= 2**63:
-            remedy = "Store smaller integers, or floating-point numbers."
-            raise DatasetError(f"it holds {array.max()}, which int64 cannot hold", remedy=remedy)
-        array = array.astype(np.int64)
+    if array.dtype.name == "uint64" and array.size and array.max() >= 2**63:
+        remedy = "Store smaller integers, or floating-point numbers."
+        raise DatasetError(f"it holds {array.max()}, which int64 cannot hold", remedy=remedy)
     if array.dtype.hasobject:
         raise objects()
-    native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+    goal = _WIDER.get(array.dtype.name, array.dtype.newbyteorder("="))
+    native = array.astype(goal, copy=not array.flags.writeable)
     try:
         return torch.from_numpy(native)
     except TypeError:
@@ -196,6 +193,14 @@ def objects() -> DatasetError:
         "this array holds Python objects, which could execute code and are never loaded",
         remedy="Store numbers; pad ragged rows to one length.",
     )
+
+
+def require_distinct(names: Iterable[str], kind: str) -> None:
+    """Refuse `kind` ("columns", "arrays") of which several have one name."""
+    twice = [repr(name) for name, count in Counter(names).items() if count > 1]
+    if twice:
+        what = f"several {kind} are called {listed(twice, 3)}"
+        raise DatasetError(what, remedy="Write the data again, each under a name of its own.")
 
 
 def require_available(

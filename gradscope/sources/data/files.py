@@ -75,11 +75,6 @@ class FileSamples:
         """No code of the user's makes them."""
         return {}
 
-    @cached_property
-    def _row(self) -> int:
-        """The bytes that one sample takes."""
-        return _COPIES * sum(map(_row_bytes, self.columns.values()))
-
     def stored(self, name: str) -> dict[str, Any]:
         """Return what a description says of an array as it is stored."""
         column = self.columns[name]
@@ -93,7 +88,8 @@ class FileSamples:
                 where=str(self.spec.path),
                 remedy="Leave it as it is while a run reads it, and begin again.",
             )
-        require_available(len(rows) * self._row, self.memory)
+        sample = _COPIES * sum(map(_row_bytes, self.columns.values()))
+        require_available(len(rows) * sample, self.memory)
         ascending, back = in_order(rows)
         parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
         for start, stop in runs(ascending):  # all columns of one stretch: files come in rows
@@ -226,16 +222,16 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
 
 
 def _check_lengths(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    remedy = "The first axis of each array must be the sample axis."
-    flat = [name for name, shape in shapes.items() if not shape]
-    if flat:
-        what = f"the array {flat[0]} has no axes, so no samples"
-        raise DatasetError(what, remedy=remedy)
-    lengths = {name: shape[0] for name, shape in shapes.items()}
-    if len(set(lengths.values())) > 1:
+    what, remedy = "", "The first axis of each array must be the sample axis."
+    lengths = {name: shape[0] for name, shape in shapes.items() if shape}
+    if len(lengths) < len(shapes):
+        flat = next(name for name in shapes if name not in lengths)
+        what = f"the array {flat} has no axes, so no samples"
+    elif len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
         what = f"the arrays have different numbers of samples: {told}"
-        raise DatasetError(what, remedy=remedy)
-    if 0 in lengths.values():
+    elif 0 in lengths.values():
         what = f"there are no samples: the arrays {', '.join(lengths)} are empty"
-        raise DatasetError(what, remedy="Give at least one sample.")
+        remedy = "Give at least one sample."
+    if what:
+        raise DatasetError(what, remedy=remedy)

@@ -76,19 +76,16 @@ class PythonSamples:
         key, digest = (rows[0], rows[-1], len(rows)), _digest(found)
         if self._seen.setdefault(key, digest) != digest:
             raise self._other(f"samples {rows[0]} to {rows[-1]} are")
-        return {name: self._converted(name, value) for name, value in found.items()}
-
-    def _converted(self, name: str, value: Any) -> Any:
         spec = self._spec
-        named = any(name in table for table in (spec.dtype, spec.scale, spec.reshape))
-        if not named or name not in spec.arrays:
-            return value
+        changed = {*spec.dtype, *spec.scale, *spec.reshape} & {*spec.arrays}
+        for name in filter(changed.__contains__, found):
 
-        def convert(t: Tensor) -> Tensor:
-            return converter(spec, name, t.shape[1:], t.dtype)(t) if t.dim() else t
+            def convert(t: Tensor, name: str = name) -> Tensor:
+                return converter(spec, name, t.shape[1:], t.dtype)(t) if t.dim() else t
 
-        with located(f"{self._where}: {name}"):
-            return map_tensors(convert, value)
+            with located(f"{self._where}: {name}"):
+                found[name] = map_tensors(convert, found[name])
+        return found
 
     def _batch(self, samples: list[Any]) -> dict[str, Any]:
         """Return samples as one batch, by name."""

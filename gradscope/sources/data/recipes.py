@@ -65,10 +65,8 @@ def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
             )
         found = _named(arrays, known, recipe)
         if len(found) > 1:
-            raise DatasetError(
-                f"{recipe!r} names {len(found)} columns",
-                remedy=f"Write [{recipe!r}] to put them side by side.",
-            )
+            remedy = f"Write [{recipe!r}] to put them side by side."
+            raise DatasetError(f"{recipe!r} names {len(found)} columns", remedy=remedy)
         return found[0]
 
     return StoredArrays(tuple(dict.fromkeys((*spec.columns, *arrays.names))), load)
@@ -123,14 +121,10 @@ def _span(cut: re.Match[str], width: int) -> slice:
 
 def _side_by_side(columns: Sequence[StoredColumn]) -> Numbers:
     """Return columns (N,) and tables (N, k, ...) side by side, along axis 1."""
-    tables: list[Numbers] = []
-    for column in columns:
-        if isinstance(column, TextColumn):
-            raise DatasetError(
-                "a column of text cannot stand beside numbers",
-                remedy="Name it alone, as a text and not in a list.",
-            )
-        tables.append(even(column))
+    if any(isinstance(column, TextColumn) for column in columns):
+        remedy = "Name it alone, as a text and not in a list."
+        raise DatasetError("a column of text cannot stand beside numbers", remedy=remedy)
+    tables = [even(column) for column in columns if not isinstance(column, TextColumn)]
     shapes = [(*t.shape, 1) if len(t.shape) == 1 else tuple(t.shape) for t in tables]
     if len({(s[:1], s[2:]) for s in shapes}) > 1 or not shapes[0]:
         raise DatasetError(
@@ -184,10 +178,16 @@ def encoded(
             )
         if source not in padded:
             return even(stored)
-        found = _sequences(stored, source)
-        length = spec.length.get(source)
-        width = int(found.lengths.max()) if length is None else length
-        return _padded(found, width, value, name) if source == name else _mask(found, width)
+        if not isinstance(stored, SequenceColumn):
+            stored = _as_sequences(stored, source)
+        width = spec.length.get(source) or int(stored.lengths.max())
+        if source == name:
+            return _padded(stored, width, value, name)
+        lengths = stored.lengths
+        shape = (len(lengths), width)  # which entries are a sample's own
+        return NumberColumn(
+            shape, torch.bool, lambda a, b: torch.arange(width) < lengths[a:b, None]
+        )
 
     return names, column
 
@@ -196,14 +196,12 @@ def _numbered(stored: TextColumn, classes: Sequence[str]) -> NumberColumn:
     numbers = {text: k for k, text in enumerate(classes)}
 
     def read(start: int, stop: int) -> Tensor:
-        texts = stored.read(start, stop)
-        unknown = next((t for t in texts if t not in numbers), None)
-        if unknown is not None:
-            raise DatasetError(
-                f"it holds {unknown!r}, which is none of the classes",
-                remedy=suggestion(unknown, list(classes)),
-            )
-        return torch.tensor([numbers[text] for text in texts])
+        try:
+            return torch.tensor([numbers[text] for text in stored.read(start, stop)])
+        except KeyError as error:
+            what = f"it holds {error}, which is none of the classes"
+            remedy = suggestion(error.args[0], list(classes))
+            raise DatasetError(what, remedy=remedy) from None
 
     return NumberColumn((stored.n,), torch.int64, read)
 
@@ -240,9 +238,7 @@ def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | N
     return SequenceColumn(torch.int64, read, sizes), None if own is None else int(own)
 
 
-def _sequences(stored: Numbers | SequenceColumn, name: str) -> SequenceColumn:
-    if isinstance(stored, SequenceColumn):
-        return stored
+def _as_sequences(stored: Numbers, name: str) -> SequenceColumn:
     if len(stored.shape) < 2:
         raise DatasetError(
             "its samples are no sequences, so there is nothing to pad",
@@ -279,15 +275,6 @@ def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -
     return NumberColumn(shape, found.dtype, read)
 
 
-def _mask(found: SequenceColumn, width: int) -> NumberColumn:
-    """Return which entries are a sample's own, (N, t) bool."""
-    return NumberColumn(
-        (len(found.lengths), width),
-        torch.bool,
-        lambda a, b: torch.arange(width) < found.lengths[a:b, None],
-    )
-
-
 def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.dtype) -> Convert:
     """Return what makes stored rows (n, *shape) into a tensor (n, ...) of its own memory.
 
@@ -318,24 +305,17 @@ def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.
         values = rows.clone()  # the stored array is not the model's to write to
         if scale is not None:
             values = values.to(torch.promote_types(stored, torch.float64)) * scale
-        return _cast(values, goal).reshape(len(rows), *new)
+        result = values.to(goal)
+        if not (goal.is_floating_point or goal.is_complex or goal == values.dtype):
+            lost = result.to(values.dtype) != values
+            if lost.any():  # never cut or wrapped
+                told = f"{int(lost.sum())} values cannot be made {dtype_name(goal)}"
+                first = values[lost][0].item()
+                remedy = "Give a dtype that holds them."
+                raise DatasetError(f"{told}, the first is {first}", remedy=remedy)
+        return result.reshape(len(rows), *new)
 
     return convert
-
-
-def _cast(values: Tensor, goal: torch.dtype) -> Tensor:
-    """Cast; a number that an integer dtype cannot hold is an error, never cut or wrapped."""
-    result = values.to(goal)
-    if goal.is_floating_point or goal.is_complex or goal == values.dtype:
-        return result
-    lost = result.to(values.dtype) != values
-    if lost.any():
-        first = values[lost][0].item()
-        raise DatasetError(
-            f"{int(lost.sum())} values cannot be made {dtype_name(goal)}, the first is {first}",
-            remedy="Give a dtype that holds them.",
-        )
-    return result
 
 
 def ids_of(stored: StoredColumn, n: int) -> Callable[[Tensor], Tensor]:
@@ -350,9 +330,8 @@ def ids_of(stored: StoredColumn, n: int) -> Callable[[Tensor], Tensor]:
     fractional = stored.dtype.is_floating_point or stored.dtype.is_complex
     if isinstance(stored, SequenceColumn) or len(stored.shape) != 1 or fractional:
         raise DatasetError("ids must be one integer or text a sample", remedy=_OWN_ID)
-    column = stored
-    _require_distinct(column[0:n].to(torch.int64).numpy(), lambda k: int(column[k : k + 1]))
-    return lambda index: torch.cat([column[a:b] for a, b in runs(index.tolist())]).long()
+    _require_distinct(stored[0:n].to(torch.int64).numpy(), lambda k: int(stored[k : k + 1]))
+    return lambda index: torch.cat([stored[a:b] for a, b in runs(index.tolist())]).long()
 
 
 def _text_ids(texts: TextColumn) -> Callable[[Tensor], Tensor]:

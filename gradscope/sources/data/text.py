@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
@@ -28,6 +27,7 @@ from gradscope.sources.data.columns import (
     StoredColumn,
     TextColumn,
     from_numpy,
+    require_distinct,
     torch_dtype,
 )
 from gradscope.sources.formats import dataset_readers, matching
@@ -107,10 +107,7 @@ def open_csv(path: Path) -> StoredArrays:
         headless = False
     unnamed = [headless or not name.strip() for name in first]
     names = [str(k) if unnamed[k] else name.strip() for k, name in enumerate(first)]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        what = f"several columns are called {listed(map(repr, twice), 3)}"
-        raise DatasetError(what, remedy="Give every column a name of its own in the first line.")
+    require_distinct(names, "columns")
     places = {name: k for k, name in enumerate(names)}
 
     def parse(lines: _Lines) -> Iterator[TextRecord]:
@@ -151,13 +148,12 @@ def _separator(head: bytes) -> str | None:
 
 
 def _object(line: str, lines: _Lines) -> dict[str, Any]:
-    twice: list[str] = []
-
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice.append(Counter(name for name, _ in pairs).most_common(1)[0][0])
-        return found
+        [(name, count)] = Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
+        if count > 1:
+            what = f"{lines} has {name!r} twice"
+            raise DatasetError(what, remedy="Give every value a key of its own.")
+        return dict(pairs)
 
     try:
         found = json.loads(line, object_pairs_hook=distinct)
@@ -166,9 +162,6 @@ def _object(line: str, lines: _Lines) -> dict[str, Any]:
     if not isinstance(found, dict):
         remedy = 'Write one object a line, such as {"inputs": [1.5, 2], "targets": 0}.'
         raise DatasetError(f"{lines} is no JSON object", remedy=remedy)
-    if twice:
-        what = f"{lines} has {twice[0]!r} twice"
-        raise DatasetError(what, remedy="Give every value a key of its own.")
     return found
 
 

@@ -1,1 +1,87 @@
-"""Checkpoints: their formats, folders and shards, and whether their weights fit a model."""
+"""Weights from a file into a model: found, checked against the model, and loaded whole or not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradscope.errors import CheckpointError
+from gradscope.sources.code import user_file
+from gradscope.sources.formats import (
+    checkpoint_readers,
+    find_reader,
+    located,
+    reachable,
+    reading,
+    sha256,
+    sha256_of_list,
+)
+from gradscope.sources.weights.fit import fitted
+from gradscope.sources.weights.folders import files_of, weights_in
+from gradscope.sources.weights.readers import TRUSTED, read_trusted
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was read, and what was done to make it fit."""
+
+    path: Path  # the file, where a folder was given the one in it
+    format: str  # the reader's name
+    sha256: str  # the file's SHA-256; of several files, one over the list of theirs
+    files: tuple[Path, ...]  # every file that was read
+    notes: tuple[str, ...]  # one sentence for each thing done that the user may not expect
+    tensors: int = 0  # how many tensors were loaded
+    key: str = ""  # where in the file the state dict was, dotted; "" at the top level
+    prefix: str = ""  # what was taken off every name, "" if nothing
+
+
+def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointReport]:
+    """Return what a checkpoint holds, and a report in which no tensor has been loaded.
+
+    The path is a file, an index of several, or the folder that holds either.
+    """
+    with reachable(path, CheckpointError):
+        file = weights_in(path) if path.is_dir() else path
+    notes = [] if file == path else [f"The weights of the folder are those in {file.name}."]
+    name = find_reader(checkpoint_readers, file, CheckpointError)
+    with reading(CheckpointError, file):
+        if unsafe_pickle and name in TRUSTED:
+            value = read_trusted(file, name)
+            notes.append("The checkpoint was trusted to execute code (--unsafe-pickle).")
+        else:
+            value = checkpoint_readers.get(name)(file)
+        files = files_of(file) if name == "index" else (file,)
+    digests = [(each.name, sha256(each)) for each in files]
+    digest = digests[0][1] if len(files) == 1 else sha256_of_list(digests)
+    return value, CheckpointReport(file, name, digest, files, tuple(notes))
+
+
+def load_into(
+    model: nn.Module,
+    path: Path,
+    *,
+    key: str | None = None,
+    ignore: Sequence[str] = (),
+    unsafe_pickle: bool = False,
+) -> CheckpointReport:
+    """Load a checkpoint into a model: every tensor of both must fit, or nothing is loaded.
+
+    Args:
+        model: The model; its parameters and buffers are overwritten.
+        path: A file, an index of several, or the folder that holds either.
+        key: Where in it the state dict is, dotted; found by the model's names when None.
+        ignore: Globs of names that are left out where the model has no such name.
+        unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
+
+    Raises:
+        CheckpointError: The file cannot be read or is refused, or it does not fit the model.
+    """
+    content, report = read(path, unsafe_pickle=unsafe_pickle)
+    with located(report.path):
+        fit = fitted(model, content, key, ignore)
+        with user_file("the model's own load_state_dict"):
+            model.load_state_dict(fit.state, strict=True)
+    notes = report.notes + fit.notes
+    return replace(report, notes=notes, tensors=fit.tensors, key=fit.key, prefix=fit.prefix)

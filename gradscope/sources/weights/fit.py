@@ -47,10 +47,8 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     key, state = _state_dict(content, expected, key)
     odd = [repr(name) for name in state if not isinstance(name, str)]
     if odd:
-        raise CheckpointError(
-            f"these names in the state dict are not text: {listed(odd)}",
-            remedy="Save model.state_dict() as it is.",
-        )
+        what = f"these names in the state dict are not text: {listed(odd)}"
+        raise CheckpointError(what, remedy="Save model.state_dict() as it is.")
     kept = _without(_without_counter(state, expected), expected, ignore)
     prefix, named = _stripped(kept, expected)
     values = _without(named, expected, ignore)
@@ -127,21 +125,18 @@ def _state_dict(
         for part in key.split("."):  # it may lie deeper than is looked by itself
             below = below.get(part) if isinstance(below, Mapping) else None
         deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
-        named = [state for name, state in found if name == key] or ([below] if deeper else [])
-        if named:
-            return key, named[0]
+        for name, state in (*found, *([(key, below)] if deeper else [])):
+            if name == key:
+                return key, state
         known = [name for name, _ in found if name]
         hint = suggestion(key, known).replace("Supported", "There are")
         what = f"there is no state dict under {key!r} in it"
         raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
-
-    def shared(state: Mapping[Any, Any]) -> int:
-        if not all(isinstance(name, str) for name in state):
-            return 0
-        _, values = _stripped(_without_counter(state, expected), expected)
-        return len(expected.keys() & values.keys())
-
-    scores = [shared(state) for _, state in found]
+    scores = []
+    for _, state in found:
+        fits = expected if all(isinstance(name, str) for name in state) else {}
+        named = _stripped(_without_counter(state, fits), fits)[1] if fits else {}
+        scores.append(len(fits.keys() & named.keys()))
     best = max(scores, default=0)
     chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
     if not found or (not best and len(found) > 1):

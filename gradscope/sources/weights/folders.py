@@ -61,19 +61,26 @@ def weights_in(folder: Path) -> Path:
     raise CheckpointError(what, where=str(folder), remedy=remedy)
 
 
-def is_index(head: bytes) -> bool:
-    """Whether a file that begins like this is an index: JSON text, where safetensors has NULs."""
-    table = re.match(rb'(\xef\xbb\xbf)?\s*\{\s*"', head) is not None
-    return table and b"\0" not in head[:8] and b'"weight_map"' in head
-
-
 @checkpoint_readers.register("index")
-@matching(is_index)
+@matching(
+    lambda head: (
+        re.match(rb'(\xef\xbb\xbf)?\s*\{\s*"', head) is not None
+        and b"\0" not in head[:8]  # as in safetensors
+        and b'"weight_map"' in head
+    )
+)
 def read_index(path: Path) -> dict[str, Tensor]:
     """Tensors in several files that an index.json lists, as Hugging Face writes them."""
     content: dict[str, Tensor] = {}
     for file, names in _shards(path).items():
-        held = _shard(path.parent / file)
+        shard = path.parent / file
+        reader = find_reader(checkpoint_readers, shard, CheckpointError)
+        if reader == "index":
+            raise _wrong(f"{shard.name} is itself an index")
+        with reading(CheckpointError, shard):
+            held = checkpoint_readers.get(reader)(shard)
+        if not isinstance(held, Mapping) or not all(isinstance(v, Tensor) for v in held.values()):
+            raise _wrong(f"{shard.name} holds something other than named tensors")
         absent = [name for name in names if name not in held]
         if absent:
             count = f"{len(absent)} tensors that it lists in {file}"
@@ -131,17 +138,6 @@ def _table(path: Path) -> Mapping[str, Any]:
             "Give the file with the weights, or the folder that holds it.",
         )
     return table
-
-
-def _shard(path: Path) -> Mapping[str, Tensor]:
-    name = find_reader(checkpoint_readers, path, CheckpointError)
-    if name == "index":
-        raise _wrong(f"{path.name} is itself an index")
-    with reading(CheckpointError, path):
-        content = checkpoint_readers.get(name)(path)
-    if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise _wrong(f"{path.name} holds something other than named tensors")
-    return content
 
 
 def _wrong(what: str, remedy: str = _AGAIN) -> CheckpointError:

@@ -56,7 +56,21 @@ def built(
                 ignore_mismatched_sizes=True,  # told below, in our own words
                 **{key: value for key, value in kwargs.items() if key == _ATTENTION},
             )
-        _require_all(told)
+        missing = sorted(told["missing_keys"])
+        wrong = sorted(
+            f"{name}: {tuple(here)} here, {tuple(there)} in the model"
+            for name, here, there in told["mismatched_keys"]
+        )
+        what, remedy = "", _SAVED
+        if missing:
+            what = f"{len(missing)} weights of the model are missing: {listed(missing)}"
+            remedy = "Name the architecture that was saved: kwargs = { architecture = ... }."
+        elif wrong:
+            what = f"{len(wrong)} tensors do not fit: {listed(wrong)}"
+        elif told["error_msgs"]:
+            what = f"transformers could not convert the weights: {listed(told['error_msgs'], 3)}"
+        if what:  # not every weight came from the checkpoint
+            raise CheckpointError(what, remedy=remedy)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = kind.forward(self, *args, **kwargs)
@@ -101,25 +115,6 @@ def _class(transformers: Any, content: Mapping[str, Any], kwargs: Mapping[str, A
             remedy='Name a class of transformers: kwargs = { architecture = "..." } under [model].',
         )
     return kind
-
-
-def _require_all(told: Mapping[str, Any]) -> None:
-    """Refuse a model of which not every weight came from the checkpoint."""
-    missing = sorted(told["missing_keys"])
-    wrong = sorted(
-        f"{name}: {tuple(here)} here, {tuple(there)} in the model"
-        for name, here, there in told["mismatched_keys"]
-    )
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} weights of the model are missing: {listed(missing)}",
-            remedy="Name the architecture that was saved: kwargs = { architecture = ... }.",
-        )
-    if wrong:
-        raise CheckpointError(f"{len(wrong)} tensors do not fit: {listed(wrong)}", remedy=_SAVED)
-    if told["error_msgs"]:
-        what = f"transformers could not convert the weights: {listed(told['error_msgs'], 3)}"
-        raise CheckpointError(what, remedy=_SAVED)
 
 
 @contextmanager

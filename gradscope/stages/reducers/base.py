@@ -10,6 +10,7 @@ parameter is a leaf of the tree of modules, so no other parameter's name begins 
 """
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
+from gradscope.blocks.base import wide
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 
@@ -50,11 +52,6 @@ class Reducer(NamedTuple):
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
-
-
-def wide(block: Block) -> Block:
-    """Cast a block to float64 or complex128, where its sums are then taken."""
-    return block.to(torch.promote_types(block.dtype, torch.float64))
 
 
 def tiles(block: Block) -> Iterator[Tensor]:
@@ -92,7 +89,7 @@ Part = dict[str, Tensor]  # what a state holds of one parameter, by kind
 
 def for_each_parameter(
     start: Callable[[Block], Part],
-    merge: Callable[[Part, Part, Tensor, Tensor], Part],
+    merge: Callable[[Part, Part, Tensor, Tensor], Part] | None,
     result: Callable[[Part, Tensor], dict[str, Tensor]],
     ordered_for: str = "",
 ) -> Reducer:
@@ -100,37 +97,40 @@ def for_each_parameter(
 
     Args:
         start: From a batch's gradients to their part of the state.
-        merge: From two parts, and the numbers of their samples, to one.
+        merge: From two parts, and the numbers of their samples, to one; None for sums over samples.
         result: From a part and N to tensors by suffix: "" stands for NAME, "edges" for NAME.edges.
         ordered_for: The reducer's name, if complex numbers are to be refused.
     """
 
     def start_all(gradients: Gradients) -> State:
         given = ordered(gradients, ordered_for) if ordered_for else gradients
-        return _joined(count(given), {name: start(block) for name, block in given.items()})
+        return joined(count(given), {name: start(block) for name, block in given.items()})
 
     @on_one_device
     def merge_all(a: State, b: State) -> State:
-        other = _parts(b)  # by name: a state read from a file may be in another order
-        every = {name: merge(own, other[name], a["n"], b["n"]) for name, own in _parts(a).items()}
-        return _joined(a["n"] + b["n"], every)
+        if merge is None:
+            return added(a, b)
+        other = parts(b)
+        every = {name: merge(own, other[name], a["n"], b["n"]) for name, own in parts(a).items()}
+        return joined(a["n"] + b["n"], every)
 
     def result_all(state: State) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for name, part in _parts(state).items():
+        for name, part in parts(state).items():
             for suffix, value in result(part, state["n"]).items():
                 found[f"{name}.{suffix}" if suffix else name] = value
         return found
 
-    return Reducer(start_all, merge_all, result_all)
+    return Reducer(start_all, merge_all, result_all, additive=merge is None)
 
 
-def _joined(n: Tensor, every: dict[str, Part]) -> State:
-    parts = ((name, kind, value) for name, part in every.items() for kind, value in part.items())
-    return {"n": n, **{f"{kind}:{name}": value for name, kind, value in parts}}
+def joined(n: Tensor, every: dict[str, Part]) -> State:
+    """Return the state of n () samples, from what it holds of each parameter."""
+    return {"n": n} | {f"{kind}:{name}": t for name, p in every.items() for kind, t in p.items()}
 
 
-def _parts(state: State) -> dict[str, Part]:
+def parts(state: State) -> dict[str, Part]:
+    """Return what a state holds of each parameter, whatever order its entries are in."""
     found: dict[str, Part] = {}
     for key, value in state.items():
         kind, colon, name = key.partition(":")
@@ -184,11 +184,13 @@ def depends_on_split(reducer: Reducer) -> str | None:
     for gradients in (_made_up(), _made_up(broken=True)):
         try:
             whole = reducer.result(carried_state(reducer.start(gradients)))
-            parts = reducer.result(_in_parts(reducer, gradients))
+            several = (gradients.select(slice(*cut)).asked(reducer.powers) for cut in _CUTS)
+            states = (carried_state(reducer.start(some)) for some in several)
+            split = reducer.result(reduce(lambda a, b: carried_state(reducer.merge(a, b)), states))
         except Exception:  # whatever is wrong with it, a run will tell
             return None
-        for name in (*whole, *(parts.keys() - whole.keys())):
-            if name not in whole or name not in parts or not _same(whole[name], parts[name]):
+        for name in (*whole, *(split.keys() - whole.keys())):
+            if name not in whole or name not in split or not _same(whole[name], split[name]):
                 return name
     return None
 
@@ -207,17 +209,6 @@ def _made_up(*, broken: bool = False) -> Gradients:
     if broken:
         bias[0] = torch.inf
     return Gradients({"weight": weight, "bias": DenseBlock(bias)}, torch.arange(_TRIED))
-
-
-def _in_parts(reducer: Reducer, gradients: Gradients) -> State:
-    states = (
-        carried_state(reducer.start(gradients.select(slice(*cut)).asked(reducer.powers)))
-        for cut in _CUTS
-    )
-    state = next(states)
-    for other in states:
-        state = carried_state(reducer.merge(state, other))
-    return state
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -20,7 +20,6 @@ from gradscope.blocks.base import as_rows
 from gradscope.stages.reducers.base import (
     Part,
     Reducer,
-    added,
     for_each_parameter,
     reducers,
     tiles,
@@ -38,14 +37,6 @@ class Scale(NamedTuple):
     finest: int  # the smallest e, of which the edges of cells are still different numbers
 
 
-class Counts(NamedTuple):
-    """Part of a state, of one parameter."""
-
-    inside: Tensor  # (bins,) int64
-    outside: Tensor  # (3,) int64: below, above, NaN
-    reach: Tensor  # (2,) the smallest and largest coordinate inside; (inf, -inf) if there is none
-
-
 @reducers.register("nonfinite")
 def nonfinite() -> Reducer:
     """Numbers of entries and of samples that are infinite or NaN, for each parameter.
@@ -59,12 +50,9 @@ def nonfinite() -> Reducer:
         bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
         return {"entries": bad.sum(), "samples": (bad > 0).sum()}
 
-    made = for_each_parameter(
-        start,
-        lambda a, b, *_: {key: a[key] + b[key] for key in a},
-        lambda part, _: {key: value.double() for key, value in part.items()},
+    return for_each_parameter(
+        start, None, lambda part, _: {key: value.double() for key, value in part.items()}
     )
-    return made._replace(merge=added, additive=True)
 
 
 @reducers.register("histogram")
@@ -108,17 +96,18 @@ def _given(edges: Tensor) -> Reducer:
     """Count between fixed edges (bins + 1,)."""
     bins = len(edges) - 1
 
-    def counted(values: Tensor) -> Counts:
+    def counted(values: Tensor) -> Part:
         here = edges.to(values.device)
         outside = torch.stack([values < here[0], values > here[-1], values.isnan()])
         inside = values[(values >= here[0]) & (values <= here[-1])]
         place = (torch.searchsorted(here, inside, right=True) - 1).clamp_max(bins - 1)
-        return Counts(place.bincount(minlength=bins), outside.sum(1), _reach(inside[:0]))
+        unused = values.new_tensor([inf, -inf])
+        return _part(place.bincount(minlength=bins), outside.sum(1), unused)
 
-    def merged(a: Counts, b: Counts) -> Counts:
-        return Counts(a.inside + b.inside, a.outside + b.outside, a.reach)
+    def merged(a: Part, b: Part, *_: Tensor) -> Part:
+        return _part(a["inside"] + b["inside"], a["outside"] + b["outside"], a["reach"])
 
-    return _reducer(counted, merged, lambda counts: edges)
+    return _reducer(counted, merged, lambda reach: edges)
 
 
 def _found(scale: Scale, bins: int) -> Reducer:
@@ -127,64 +116,61 @@ def _found(scale: Scale, bins: int) -> Reducer:
     def grid(reach: Tensor) -> tuple[int, int]:
         return _grid(reach, bins, scale.finest)
 
-    def counted(values: Tensor) -> Counts:
+    def counted(values: Tensor) -> Part:
         where = scale.forward(values)
         outside = torch.stack([where == -inf, where == inf, where.isnan()])
         inside = where[where.isfinite()]
-        reach = _reach(inside)
+        ends = torch.aminmax(inside) if len(inside) else inside.new_tensor([inf, -inf])
+        reach = torch.stack([*ends])
         exponent, first = grid(reach)
         cells = (inside * ldexp(1.0, -exponent)).floor()
         # a negative number that underflows on the way is still in the cell below zero
         place = torch.where((inside < 0) & (cells == 0), -1, cells).long() - first
-        return Counts(place.bincount(minlength=bins), outside.sum(1), reach)
+        return _part(place.bincount(minlength=bins), outside.sum(1), reach)
 
-    def merged(a: Counts, b: Counts) -> Counts:
-        reach = torch.stack(
-            [torch.minimum(a.reach, b.reach)[0], torch.maximum(a.reach, b.reach)[1]]
-        )
+    def merged(a: Part, b: Part, *_: Tensor) -> Part:
+        low, high = torch.stack([a["reach"], b["reach"]]).T
+        reach = torch.stack([low.min(), high.max()])
         exponent, first = grid(reach)
-        inside = torch.zeros_like(a.inside)
+        inside = torch.zeros_like(a["inside"])
         for part in (a, b):
-            finer, start = grid(part.reach)
-            held = part.inside.nonzero().flatten()
+            finer, start = grid(part["reach"])
+            held = part["inside"].nonzero().flatten()
             cells = (held + start) >> min(exponent - finer, 62)
-            inside = inside.index_add(0, cells - first, part.inside[held])
-        return Counts(inside, a.outside + b.outside, reach)
+            inside = inside.index_add(0, cells - first, part["inside"][held])
+        return _part(inside, a["outside"] + b["outside"], reach)
 
-    def edges(counts: Counts) -> Tensor:
-        exponent, first = grid(counts.reach)
+    def edges(reach: Tensor) -> Tensor:
+        exponent, first = grid(reach)
         cells = torch.arange(first, first + bins + 1, dtype=torch.float64)
         return scale.back(cells * ldexp(1.0, exponent))
 
     return _reducer(counted, merged, edges)
 
 
+def _part(inside: Tensor, outside: Tensor, reach: Tensor) -> Part:
+    """Return what a state holds of a parameter.
+
+    `inside` (bins,) and `outside` (3,) (below, above, NaN) are int64; `reach` (2,) is the smallest
+    and largest coordinate inside, (inf, -inf) if there is none.
+    """
+    return {"inside": inside, "outside": outside, "reach": reach}
+
+
 def _reducer(
-    counted: Callable[[Tensor], Counts],
-    merged: Callable[[Counts, Counts], Counts],
-    edges: Callable[[Counts], Tensor],
+    counted: Callable[[Tensor], Part],
+    merged: Callable[..., Part],
+    edges: Callable[[Tensor], Tensor],
 ) -> Reducer:
     def start(block: Block) -> Part:
-        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))._asdict()
-
-    def merge(a: Part, b: Part, *_: Tensor) -> Part:
-        return merged(Counts(**a), Counts(**b))._asdict()
+        return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
 
     def result(part: Part, _: Tensor) -> dict[str, Tensor]:
-        counts = Counts(**part)
-        return {
-            "": counts.inside.double(),
-            "edges": edges(counts).to(counts.inside.device),
-            "outside": counts.outside.double(),
-        }
+        inside, outside = part["inside"].double(), part["outside"].double()
+        own = edges(part["reach"]).to(inside.device)
+        return {"": inside, "edges": own, "outside": outside}
 
-    return for_each_parameter(start, merge, result, ordered_for="histogram")
-
-
-def _reach(coordinates: Tensor) -> Tensor:
-    if coordinates.numel() == 0:
-        return coordinates.new_tensor([inf, -inf])
-    return torch.stack(torch.aminmax(coordinates))
+    return for_each_parameter(start, merged, result, ordered_for="histogram")
 
 
 def _grid(reach: Tensor, bins: int, finest: int) -> tuple[int, int]:

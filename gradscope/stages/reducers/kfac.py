@@ -12,18 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block, Gradients, wide
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
+    Part,
     Reducer,
     State,
-    added,
-    count,
-    entries,
-    on_one_device,
+    for_each_parameter,
     reducers,
-    wide,
 )
 
 
@@ -45,64 +42,52 @@ def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
     With `positions=mean`, A = (1/NT) Σᵢₜ a aᵀ; with `sum`, A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
     """
 
-    def result(state: State) -> dict[str, Tensor]:
-        n = state["n"]
-        found: dict[str, Tensor] = {}
-        for name, columns in entries(state, "a").items():
-            found[f"{name}.A"] = columns / (state[f"t:{name}"] if positions == "mean" else n)
-            found[f"{name}.B"] = state[f"b:{name}"] / n
-        for name, squares in entries(state, "squares").items():
-            found[f"{name}.diagonal"] = squares / n
-        return found
+    def result(part: Part, n: Tensor) -> dict[str, Tensor]:
+        if "squares" in part:
+            return {"diagonal": part["squares"] / n}
+        return {"A": part["a"] / (part["t"] if positions == "mean" else n), "B": part["b"] / n}
 
-    return Reducer(_start, _merge, result, raw=True)
+    made = for_each_parameter(_sums, None, result)
+
+    def start(gradients: Gradients) -> State:
+        if all(block.kind != "outer" for block in gradients.values()):
+            raise UnsupportedError(
+                "kfac needs gradients that are sums of outer products, and none of "
+                f"{', '.join(gradients)} is",
+                remedy="Use the backend hooks, and kfac without a transform before it.",
+            )
+        return made.start(gradients)
+
+    def merge(a: State, b: State) -> State:
+        differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
+        if differing:
+            raise UnsupportedError(
+                f"{', '.join(sorted(differing))}: an outer product in one batch and not in another",
+                remedy="Use one backend, and batches of one form.",
+            )
+        return made.merge(a, b)
+
+    def in_order(state: State) -> dict[str, Tensor]:
+        found = made.result(state).items()
+        return dict(sorted(found, key=lambda item: item[0].endswith(".diagonal")))
+
+    return Reducer(start, merge, in_order, raw=True)
 
 
-def _start(gradients: Gradients) -> State:
-    state: State = {"n": count(gradients)}
-    for name, block in gradients.items():
-        if block.kind == "outer":
-            state |= _factors(name, block)
-        else:
-            state[f"squares:{name}"] = wide(block).squared_sum()
-    if not entries(state, "a"):
-        names = ", ".join(gradients)
-        raise UnsupportedError(
-            f"kfac needs gradients that are sums of outer products, and none of {names} is",
-            remedy="Use the backend hooks, and kfac without a transform before it.",
-        )
-    return state
-
-
-def _factors(name: str, block: Block) -> State:
+def _sums(block: Block) -> Part:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ and the number of positions, a few samples at a time."""
+    if block.kind != "outer":
+        return {"squares": wide(block).squared_sum()}
     step = max(1, TILE_BYTES // max(1, (block.factored_size or 1) * 16))
-    sums: list[Tensor] = []
-    positions = torch.zeros((), dtype=torch.float64, device=block.device)
+    found: Part = {"t": torch.zeros((), dtype=torch.float64, device=block.device)}
     for start in range(0, block.n, step):
-        part = wide(block.select(slice(start, start + step)))
-        factors = part.factors()
+        factors = wide(block.select(slice(start, start + step))).factors()
         assert factors is not None  # of an outer product
         left, right = factors.tensors.values()
-        positions += part.n * left.shape[2]
-        new = [_second_moments(factor) for factor in (right, left)]
-        sums = [a + b for a, b in zip(sums, new, strict=True)] if sums else new
-    return {f"a:{name}": sums[0], f"b:{name}": sums[1], f"t:{name}": positions}
-
-
-def _second_moments(factor: Tensor) -> Tensor:
-    """Return Σᵢₜ f fᴴ of (n, k, t, f): (f, f), or (k, f, f) with several groups."""
-    rows = factor.transpose(0, 1).flatten(1, 2)  # (k, n·t, f)
-    moments = rows.mT @ rows.conj()
-    return moments[0] if len(moments) == 1 else moments
-
-
-@on_one_device
-def _merge(a: State, b: State) -> State:
-    differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
-    if differing:
-        raise UnsupportedError(
-            f"{', '.join(sorted(differing))}: an outer product in one batch and not in another",
-            remedy="Use one backend, and batches of one form.",
-        )
-    return added(a, b)
+        found["t"] = found["t"] + len(left) * left.shape[2]
+        for key, factor in (("a", right), ("b", left)):
+            rows = factor.transpose(0, 1).flatten(1, 2)  # (k, n·t, ·)
+            moments = rows.mT @ rows.conj()  # with one group (f, f), else (k, f, f)
+            moments = moments[0] if len(moments) == 1 else moments
+            found[key] = found[key] + moments if key in found else moments
+    return {key: found[key] for key in "abt"}

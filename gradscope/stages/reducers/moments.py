@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block, Gradients, wide
 from gradscope.blocks.base import squares
 from gradscope.stages.reducers.base import (
     Part,
@@ -26,7 +26,6 @@ from gradscope.stages.reducers.base import (
     power_sum,
     reducers,
     tiles,
-    wide,
 )
 
 _SAFE = 0.01  # share of Σ|g|² that must be left after the mean's part is taken off: two digits lost
@@ -74,12 +73,12 @@ def moment(k: int) -> Reducer:
     if k == 1:
         return _power_sums(1)
 
-    def of(block: Block) -> Tensor:
+    def start(block: Block) -> Part:
         if k == 2 and not block.dtype.is_complex:
-            return wide(block).squared_sum()
-        return reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))
+            return {"sum": wide(block).squared_sum()}
+        return {"sum": reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))}
 
-    return _additive(lambda gradients: {name: of(block) for name, block in gradients.items()})
+    return for_each_parameter(start, None, lambda part, n: {"": part["sum"] / n})
 
 
 @reducers.register("var")
@@ -127,26 +126,15 @@ def merge_spread(a: Part, b: Part, n_a: Tensor, n_b: Tensor) -> Part:
 def _power_sums(power: int, *, divided: bool = True) -> Reducer:
     """Return the reducer to Σᵢ T(gᵢ) or Σᵢ |T(gᵢ)|², which the gradients may know; over N."""
 
-    def sums(gradients: Gradients) -> dict[str, Tensor]:
-        return {name: power_sum(gradients, name, power) for name in gradients}
-
-    return _additive(sums, divided, frozenset({power}))
-
-
-def _additive(
-    sums: Callable[[Gradients], dict[str, Tensor]],
-    divided: bool = True,
-    powers: frozenset[int] = frozenset(),
-) -> Reducer:
     def start(gradients: Gradients) -> State:
-        every = {f"sum:{name}": total for name, total in sums(gradients).items()}
+        every = {f"sum:{name}": power_sum(gradients, name, power) for name in gradients}
         return {"n": count(gradients), **every}
 
     def result(state: State) -> dict[str, Tensor]:
         by = float(state["n"]) if divided else 1.0
         return {name: total / by for name, total in entries(state, "sum").items()}
 
-    return Reducer(start, added, result, powers=powers, additive=True)
+    return Reducer(start, added, result, powers=frozenset({power}), additive=True)
 
 
 def start_spread(block: Block) -> Part:

@@ -15,15 +15,17 @@ from math import ceil, floor, log, prod
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Gradients
+from gradscope.blocks import Block, Gradients
 from gradscope.stages.reducers.base import (
+    Part,
     Reducer,
     State,
     count,
-    entries,
     for_each_parameter,
+    joined,
     on_one_device,
     ordered,
+    parts,
     reducers,
     tiles,
 )
@@ -65,33 +67,43 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
     buckets = _Buckets(error)
 
     def start(gradients: Gradients) -> State:
-        state: State = {"n": count(gradients)}
-        exact = gradients.n * sum(prod(block.shape) for block in gradients.values()) <= most
-        for name, block in ordered(gradients, "quantile").items():
-            if exact:
-                state[f"values:{name}"] = torch.cat(list(tiles(block)))
-            else:
-                state |= buckets.state(name, tiles(block))
-        return state
+        n, every = gradients.n, ordered(gradients, "quantile").items()
+        exact = n * sum(prod(block.shape) for _, block in every) <= most
+
+        def taken(block: Block) -> Part:
+            values = tiles(block)
+            return {"values": torch.cat(list(values))} if exact else buckets.filled(values)
+
+        return joined(count(gradients), {name: taken(block) for name, block in every})
 
     @on_one_device
     def merge(a: State, b: State) -> State:
-        n = a["n"] + b["n"]
-        kept = [entries(state, "values") for state in (a, b)]
-        size = sum(prod(values.shape[1:]) for values in kept[0].values())
-        if kept[0] and kept[1] and int(n) * size <= most:
-            values = {f"values:{k}": torch.cat([v, kept[1][k]]) for k, v in kept[0].items()}
-            return {"n": n, **values}
-        return {"n": n, **_joined(buckets.all(a), buckets.all(b))}
+        n, left, right = a["n"] + b["n"], parts(a), parts(b)
+        kept = [p["values"] for p in (*left.values(), *right.values()) if "values" in p]
+        entries = sum(prod(values.shape[1:]) for values in kept) // 2
+        exact = len(kept) == 2 * len(left) and int(n) * entries <= most
+
+        def merged(*pair: Part) -> Part:
+            if exact:
+                return {"values": torch.cat([part["values"] for part in pair])}
+            return _joined(*(buckets.filled([p["values"]]) if "values" in p else p for p in pair))
+
+        return joined(n, {name: merged(part, right[name]) for name, part in left.items()})
 
     def result(state: State) -> dict[str, Tensor]:
         n = int(state["n"])
-        kept = entries(state, "values")
-        if kept:
-            low, high, share = _ranks(n, q)
-            every = {name: values.sort(0)[0] for name, values in kept.items()}
-            return {k: _between(v[low], v[high], v[-1], share) for k, v in every.items()}
-        return {name: buckets.quantile(state, name, n, q) for name in entries(state, "keys")}
+        position = q * (n - 1)
+        ranks = [floor(position), ceil(position), n - 1]
+
+        def quantile(part: Part) -> Tensor:
+            if "values" in part:
+                low, high, last = part["values"].sort(0)[0][ranks]
+            else:
+                low, high, last = buckets.ranked(part, n, ranks)
+            found = torch.where(low == high, low, low + (position - ranks[0]) * (high - low))
+            return torch.where(last.isnan(), last, found)  # which is NaN if any of them is
+
+        return {name: quantile(part) for name, part in parts(state).items()}
 
     return Reducer(start, merge, result)
 
@@ -138,64 +150,37 @@ class _Buckets:
         found = torch.where(code.abs() == self.top, code.sign() * torch.inf, found)
         return torch.where(code > self.top, torch.nan, found)
 
-    def state(self, name: str, tiles: Iterable[Tensor]) -> State:
-        """Return the state's entries for values (m, *shape), tile after tile."""
+    def filled(self, tiles: Iterable[Tensor]) -> Part:
+        """Return the part of a state for values (m, *shape), tile after tile."""
         shape, found, counts = torch.empty(0), [], []
         for tile in tiles:
             keys, held = torch.unique(self.keys(tile), return_counts=True)
             shape = torch.tensor(tile.shape[1:], dtype=torch.int64, device=tile.device)
             found.append(keys)
             counts.append(held)
-        return {f"shape:{name}": shape, **_packed(name, torch.cat(found), torch.cat(counts))}
+        return {"shape": shape, **_packed(torch.cat(found), torch.cat(counts))}
 
-    def all(self, state: State) -> State:
-        """Return a state whose values are in buckets."""
-        converted: State = {key: v for key, v in state.items() if not key.startswith("values:")}
-        for name, values in entries(state, "values").items():
-            converted |= self.state(name, [values])
-        return converted
-
-    def quantile(self, state: State, name: str, n: int, q: float) -> Tensor:
-        """Return the interpolated quantile (*shape); every entry has n values."""
-        packed = _packed(name, state[f"keys:{name}"], state[f"counts:{name}"])
-        ends = packed[f"counts:{name}"].cumsum(0)
-        shape = state[f"shape:{name}"].tolist()
+    def ranked(self, part: Part, n: int, ranks: list[int]) -> Tensor:
+        """Return the values (ranks, *shape) of these ranks; every entry has n values."""
+        packed = _packed(part["keys"], part["counts"])
+        ends, shape = packed["counts"].cumsum(0), part["shape"].tolist()
         first = torch.arange(prod(shape), device=ends.device) * n
-        ranks = torch.tensor([*_ranks(n, q)[:2], n - 1], device=ends.device)
-        place = torch.searchsorted(ends, ranks[:, None] + first, right=True)
-        low, high, last = self.values(packed[f"keys:{name}"][place])
-        return _between(low, high, last, _ranks(n, q)[2]).reshape(shape)
+        wanted = torch.tensor(ranks, device=ends.device)[:, None] + first
+        place = torch.searchsorted(ends, wanted, right=True)
+        return self.values(packed["keys"][place]).reshape(-1, *shape)
 
 
-def _packed(name: str, keys: Tensor, counts: Tensor) -> State:
-    """Return the state's entries with every key once, in order."""
+def _packed(keys: Tensor, counts: Tensor) -> Part:
+    """Return buckets with every key once, in order, and how many they are."""
     found, place = torch.unique(keys, return_inverse=True)
     held = torch.zeros_like(found).index_add_(0, place, counts)
-    size = torch.tensor(len(found), device=keys.device)
-    return {f"keys:{name}": found, f"counts:{name}": held, f"packed:{name}": size}
+    return {"keys": found, "counts": held, "packed": torch.tensor(len(found), device=keys.device)}
 
 
-def _joined(a: State, b: State) -> State:
+def _joined(a: Part, b: Part) -> Part:
     """Join two lists of buckets, sorted only when they have doubled since the last time."""
-    merged: State = {f"shape:{name}": shape for name, shape in entries(a, "shape").items()}
-    for name, keys in entries(a, "keys").items():
-        both = torch.cat([keys, b[f"keys:{name}"]])
-        counts = torch.cat([a[f"counts:{name}"], b[f"counts:{name}"]])
-        size = torch.maximum(a[f"packed:{name}"], b[f"packed:{name}"])
-        if len(both) > 2 * int(size):
-            merged |= _packed(name, both, counts)
-        else:
-            merged |= {f"keys:{name}": both, f"counts:{name}": counts, f"packed:{name}": size}
-    return merged
-
-
-def _ranks(n: int, q: float) -> tuple[int, int, float]:
-    """Return the ranks below and above position q (n - 1), and how far it is between them."""
-    position = q * (n - 1)
-    return floor(position), ceil(position), position - floor(position)
-
-
-def _between(low: Tensor, high: Tensor, last: Tensor, share: float) -> Tensor:
-    """Return low + share (high - low); NaN where the last value in order is NaN."""
-    found = torch.where(low == high, low, low + share * (high - low))
-    return torch.where(last.isnan(), last, found)
+    keys, counts = (torch.cat([a[kind], b[kind]]) for kind in ("keys", "counts"))
+    size = torch.maximum(a["packed"], b["packed"])
+    if len(keys) > 2 * int(size):
+        return {"shape": a["shape"], **_packed(keys, counts)}
+    return {"shape": a["shape"], "keys": keys, "counts": counts, "packed": size}

@@ -18,7 +18,7 @@ from gradscope.errors import SpecError
 Transform = Callable[[Gradients], Gradients]
 
 
-class Scope(StrEnum):
+class TransformScope(StrEnum):
     """How much of a sample's gradient one entry of the result depends on."""
 
     ELEMENTWISE = "elementwise"
@@ -88,7 +88,10 @@ class TransformFactory(StageFactory[Step]):
     """
 
     def __init__(
-        self, make: Callable[..., Step], scope: Scope, function: Callable[..., Any] | None = None
+        self,
+        make: Callable[..., Step],
+        scope: TransformScope,
+        function: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(make)
         self.scope = scope
@@ -98,7 +101,9 @@ class TransformFactory(StageFactory[Step]):
 transforms: Registry[TransformFactory] = Registry("transform")
 
 
-def transform(name: str, scope: Scope) -> Callable[[Callable[..., Step]], TransformFactory]:
+def transform(
+    name: str, scope: TransformScope
+) -> Callable[[Callable[..., Step]], TransformFactory]:
     """Register a factory: it takes the stage's arguments and returns the transform.
 
     Args:
@@ -119,3 +124,10 @@ def widened(gradients: Gradients) -> Gradients:
 def blockwise(fn: Callable[[Block], Block]) -> Transform:
     """Return the transform that applies `fn` to each parameter's block, in at least float32."""
     return lambda gradients: widened(gradients).map(fn)
+
+
+def by_parts(fn: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply `fn` to real numbers, or to the real and imaginary parts (..., 2) of complex ones."""
+    if not values.is_complex():
+        return fn(values)
+    return torch.view_as_complex(fn(torch.view_as_real(values)))

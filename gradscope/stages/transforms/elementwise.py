@@ -9,9 +9,10 @@ from torch import Tensor
 from gradscope.blocks import Block, CenteredBlock, Gradients, MappedBlock, SquaredBlock
 from gradscope.stages.transforms.base import (
     NeedsMean,
-    Scope,
     Transform,
+    TransformScope,
     blockwise,
+    by_parts,
     transform,
     widened,
 )
@@ -19,31 +20,31 @@ from gradscope.stages.transforms.base import (
 _ROOT = 1e9  # more than √P of any model's P parameters: ‖g‖₂ ≤ √P max |gⱼ|
 
 
-@transform("identity", Scope.ELEMENTWISE)
+@transform("identity", TransformScope.ELEMENTWISE)
 def identity() -> Transform:
     """T(g) = g: the raw per-sample gradient."""
     return lambda gradients: gradients
 
 
-@transform("square", Scope.ELEMENTWISE)
+@transform("square", TransformScope.ELEMENTWISE)
 def square() -> Transform:
     """T(g) = |g|² elementwise; `square | mean` is the diagonal of the empirical Fisher."""
     return blockwise(SquaredBlock)
 
 
-@transform("sign", Scope.ELEMENTWISE)
+@transform("sign", TransformScope.ELEMENTWISE)
 def sign() -> Transform:
     """The sign of each entry, 0 at 0; g/|g| for complex ones (Bernstein et al. 2018)."""
     return _mapped(torch.sgn, lambda bound: torch.where(bound < inf, _ROOT, bound))
 
 
-@transform("abs", Scope.ELEMENTWISE)
+@transform("abs", TransformScope.ELEMENTWISE)
 def absolute() -> Transform:
     """T(g) = |g| elementwise."""
     return _mapped(torch.abs, lambda bound: bound)
 
 
-@transform("power", Scope.ELEMENTWISE)
+@transform("power", TransformScope.ELEMENTWISE)
 def power(p: float) -> Transform:
     """T(g) = gᵖ elementwise for whole p, else sgn(g)·|g|ᵖ, which is real for negative g too.
 
@@ -67,7 +68,7 @@ def power(p: float) -> Transform:
     return blockwise(apply)
 
 
-@transform("clamp", Scope.ELEMENTWISE)
+@transform("clamp", TransformScope.ELEMENTWISE)
 def clamp(min_: float | None = None, max_: float | None = None) -> Transform:
     """T(g) = max(min, min(max, g)) elementwise; real and imaginary parts apart if complex.
 
@@ -80,15 +81,13 @@ def clamp(min_: float | None = None, max_: float | None = None) -> Transform:
         raise ValueError(f"min must not be above max, and is {low} with max {high}")
     most = max(abs(limit) for limit in (min_, max_) if limit is not None)
 
-    def apply(t: Tensor) -> Tensor:
-        parts = torch.view_as_real(t) if t.is_complex() else t
-        limited = parts.clamp(low, high)
-        return torch.view_as_complex(limited) if t.is_complex() else limited
-
-    return _mapped(apply, lambda bound: bound + _ROOT * most)
+    return _mapped(
+        lambda t: by_parts(lambda parts: parts.clamp(low, high), t),
+        lambda bound: bound + _ROOT * most,
+    )
 
 
-@transform("threshold", Scope.ELEMENTWISE)
+@transform("threshold", TransformScope.ELEMENTWISE)
 def threshold(value: float) -> Transform:
     """T(g) = g where |g| > value, else 0: the hard threshold (Donoho & Johnstone 1994)."""
     if not value >= 0:
@@ -100,7 +99,7 @@ def threshold(value: float) -> Transform:
     return _mapped(apply, lambda bound: bound)
 
 
-@transform("scale", Scope.FACTOR)
+@transform("scale", TransformScope.FACTOR)
 def scale(by: float) -> Transform:
     """T(g) = by · g."""
     if not isfinite(by):
@@ -110,7 +109,7 @@ def scale(by: float) -> Transform:
     )
 
 
-@transform("center", Scope.LINEAR)
+@transform("center", TransformScope.LINEAR)
 def center() -> NeedsMean:
     """T(g) = g − E[g], the mean over all samples of what reaches this stage.
 

@@ -8,8 +8,6 @@ with differences of gradients in float64.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,19 +18,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
-from gradscope.core.locate import first_line, layer_of
+from gradscope.core.locate import unsupported
 from gradscope.core.problem import Problem, unfused
-from gradscope.core.shortage import is_shortage
-from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
-from gradscope.stages.transforms.base import NeedsProblem, Scope, Transform, Vector, transform
+from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.stages.transforms.base import (
+    NeedsProblem,
+    Transform,
+    TransformScope,
+    Vector,
+    transform,
+)
 
-_REMEDY = "Use operations whose backward pass can itself be differentiated."
 _ERROR_NODE = "torch::autograd::Error"
 _STEP = 1e-5  # of the length of the parameters, for differences of gradients
 _TOLERANCE = 1e-4
 
 
-@transform("hvp", Scope.VECTOR)
+@transform("hvp", TransformScope.VECTOR)
 def hvp(with_: Vector | None = None) -> NeedsProblem:
     """T(g) = Hᵢ gᵢ = ½∇‖gᵢ‖², Hᵢ the Hessian of the sample's own loss; with a stored v, Hᵢ v.
 
@@ -63,10 +65,10 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
             for i in range(len(batch)):
                 one = gradients.select(slice(i, i + 1))
                 vector = shared or {name: block.dense()[0] for name, block in one.items()}
-                loss = _SampleLoss(problem, *((batch.one(i), 0) if alone else (batch, i)))
-                product, custom = _product(loss, vector)
+                own = (batch.one(i), 0) if alone else (batch, i)
+                product, custom = _product(problem, *own, vector)
                 if custom:
-                    _require_agreement(loss, vector)
+                    _require_agreement(problem, *own, vector)
                 for name, row in product.items():
                     rows[name][i] = row
             return gradients.of({name: DenseBlock(value) for name, value in rows.items()})
@@ -76,62 +78,46 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
     return NeedsProblem(given)
 
 
-@dataclass(frozen=True)
-class _SampleLoss:
-    """The loss of the sample at `position` of a batch: of one, or of those it is coupled to."""
+def _product(
+    problem: Problem, batch: Batch, position: int, vector: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], bool]:
+    """Return {name: (H v) (*shape)} of a sample's loss, and whether custom functions took part.
 
-    problem: Problem
-    batch: Batch
-    position: int
-
-    def value(self) -> Tensor:
-        """Return the loss () with its graph."""
-        return self.problem.losses(self.batch)[self.position]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The selected parameters, in the model's order."""
-        return list(self.problem.parameters.values())
-
-
-def _product(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    """Return {name: (H v) (*shape)}, and whether custom functions took part.
-
-    It is the gradient of ⟨g, v⟩, v held fixed.
+    It is the gradient of ⟨g, v⟩, v held fixed. Only kernels that have a second derivative are used.
     """
-    with _twice_differentiable(loss.problem), torch.enable_grad():
-        value = loss.value()
+    what = "hvp cannot differentiate this model twice"
+    remedy = "Use operations whose backward pass can itself be differentiated."
+    with (
+        unsupported(what, problem.model, remedy),
+        unfused(),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.enable_grad(),
+    ):
+        value = problem.losses(batch)[position]
         custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
-        slopes = _gradients(value, loss.parameters, create_graph=True)
-        pairs = zip(loss.problem.parameters, slopes, strict=True)
-        along = torch.stack([_real_product(g, vector[name]) for name, g in pairs]).sum()
+        products = []
+        slopes = _gradients(value, problem, create_graph=True)
+        for name, slope in zip(problem.parameters, slopes, strict=True):
+            dtype = torch.promote_types(slope.dtype, torch.float64)
+            product = slope.to(dtype) * vector[name].to(dtype).conj()
+            products.append(product.sum().real)
+        along = torch.stack(products).sum()
         if any(node.name() == _ERROR_NODE for node in _nodes(along)):
-            raise UnsupportedError(
-                "hvp cannot differentiate this model twice: a custom autograd function allows "
-                "one derivative only (once_differentiable)",
-                remedy=_REMEDY,
-            )
-        found = _gradients(along, loss.parameters)
-    pairs = zip(loss.problem.parameters, found, strict=True)
-    return {name: g.detach() for name, g in pairs}, custom
+            once = "a custom autograd function allows one derivative only (once_differentiable)"
+            raise UnsupportedError(f"{what}: {once}", remedy=remedy)
+        found = [g.detach() for g in _gradients(along, problem)]
+    return dict(zip(problem.parameters, found, strict=True)), custom
 
 
-def _gradients(
-    value: Tensor, parameters: list[Tensor], *, create_graph: bool = False
-) -> list[Tensor]:
+def _gradients(value: Tensor, problem: Problem, *, create_graph: bool = False) -> list[Tensor]:
     """Return ∂value/∂p for each parameter, dense, zeros where it is not reached."""
+    parameters = list(problem.parameters.values())
     if not value.requires_grad:
         return [torch.zeros_like(p) for p in parameters]
     found = torch.autograd.grad(
         value, parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
     return [g.to_dense() if g.is_sparse else g for g in found]
-
-
-def _real_product(gradient: Tensor, vector: Tensor) -> Tensor:
-    """Return Re Σ g · conj(v) in float64."""
-    dtype = torch.promote_types(gradient.dtype, torch.float64)
-    return (gradient.to(dtype) * vector.to(dtype).conj()).sum().real
 
 
 def _nodes(value: Tensor) -> Iterator[Node]:
@@ -146,26 +132,26 @@ def _nodes(value: Tensor) -> Iterator[Node]:
         waiting.extend(found)
 
 
-def _require_agreement(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> None:
+def _require_agreement(
+    problem: Problem, batch: Batch, position: int, vector: Mapping[str, Tensor]
+) -> None:
     """Compare the product with central differences of gradients, on a copy in float64."""
-    problem = loss.problem.converted(torch.float64)
-    wide = _SampleLoss(problem, loss.batch.to(problem.device, torch.float64), loss.position)
-    starts = [p.detach().clone() for p in wide.parameters]
+    problem = problem.converted(torch.float64)
+    batch, parameters = batch.to(problem.device, torch.float64), [*problem.parameters.values()]
+    starts = [p.detach().clone() for p in parameters]
     directions = [vector[name].to(p) for name, p in problem.parameters.items()]
     length = _length(directions)
     if length == 0:
         return
     step = _STEP * (1 + _length(starts)) / length
     sides = []
-    for sign in (1, -1):
+    for shift in (step, -step, 0.0):
         with torch.no_grad():
-            for p, start, along in zip(wide.parameters, starts, directions, strict=True):
-                p.copy_(start + sign * step * along)
-        sides.append(_gradients(wide.value(), wide.parameters))
-    with torch.no_grad():
-        for p, start in zip(wide.parameters, starts, strict=True):
-            p.copy_(start)
-    found = list(_product(wide, vector)[0].values())
+            for p, start, along in zip(parameters, starts, directions, strict=True):
+                p.copy_(start + shift * along)
+        if shift:
+            sides.append(_gradients(problem.losses(batch)[position], problem))
+    found = list(_product(problem, batch, position, vector)[0].values())
     right = [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]
     error = _length([a - b for a, b in zip(found, right, strict=True)])
     rounding = 1e-8 * _length(sides[0]) * length
@@ -180,21 +166,3 @@ def _require_agreement(loss: _SampleLoss, vector: Mapping[str, Tensor]) -> None:
 
 def _length(tensors: list[Tensor]) -> float:
     return float(torch.stack([t.abs().square().sum() for t in tensors]).sum().sqrt())
-
-
-@contextmanager
-def _twice_differentiable(problem: Problem) -> Iterator[None]:
-    """Keep to kernels that have a second derivative, and name the layer where there is none."""
-    try:
-        with unfused(), sdpa_kernel(SDPBackend.MATH):
-            yield
-    except GradscopeError:
-        raise
-    except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error):
-            raise
-        raise UnsupportedError(
-            f"hvp cannot differentiate this model twice: {first_line(error)}",
-            where=layer_of(error, problem.model),
-            remedy=_REMEDY,
-        ) from error

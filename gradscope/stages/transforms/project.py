@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients
 from gradscope.stages.transforms import random
-from gradscope.stages.transforms.base import Scope, Transform, transform, widened
+from gradscope.stages.transforms.base import Transform, TransformScope, transform, widened
 
 Kind = Literal["gaussian", "rademacher", "sparse", "kronecker"]
 Tile = tuple[slice, slice, Tensor]
@@ -30,7 +30,7 @@ _LARGEST = 2**24  # numbers of a projection
 _ROWS, _COLUMNS = 16, 4096  # of a stream: changing these changes every matrix
 
 
-@transform("project", Scope.LINEAR)
+@transform("project", TransformScope.LINEAR)
 def project(dim: int, kind: Kind = "gaussian", seed: int = 0) -> Transform:
     """T(g) = P g / √dim, P random: the single entry `project` (n, dim), in float64.
 
@@ -66,7 +66,9 @@ def _full(dim: int, kind: str, seed: int) -> Callable[[str, Block], Tensor]:
 
     def projected(name: str, block: Block) -> Tensor:
         size = prod(block.shape)
-        found = torch.zeros(block.n, dim, dtype=_sum_dtype(block), device=block.device)
+        found = torch.zeros(
+            block.n, dim, dtype=torch.promote_types(block.dtype, torch.float64), device=block.device
+        )
         for samples, part, values in block.pieces():
             for rows, columns, entries in matrices.tiles(name, size, part, block.device):
                 inside = slice(columns.start - part.start, columns.stop - part.start)
@@ -91,46 +93,26 @@ def _two_sided(dim: int, seed: int) -> Callable[[str, Block], Tensor]:
         found = block.two_sided(
             left.whole(name, rows, block.device), right.whole(name, columns, block.device)
         )
-        return found.flatten(1).to(_sum_dtype(block))
+        return found.flatten(1).to(torch.promote_types(block.dtype, torch.float64))
 
     return projected
-
-
-def _sum_dtype(block: Block) -> torch.dtype:
-    return torch.promote_types(block.dtype, torch.float64)
-
-
-def _gaussian() -> np.ndarray:
-    """Return the standard normal's quantiles in the middle of 2^16 equal parts, variance 1."""
-    half = torch.special.ndtri((torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16).numpy()
-    both = np.concatenate([half, -half])
-    return (both / sqrt(np.square(both).mean())).reshape(-1, 1)
-
-
-def _rademacher() -> np.ndarray:
-    """Return the eight signs that the bits of a byte stand for."""
-    return np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=1) * 2.0 - 1.0
-
-
-def _sparse() -> np.ndarray:
-    """Return ±c at the nearest to a sixth of 2^16 places each, and zeros, variance 1."""
-    count = round(2**16 / 6)
-    values = np.zeros(2**16)
-    values[:count], values[-count:] = (sign * sqrt(2**16 / (2 * count)) for sign in (-1, 1))
-    return values.reshape(-1, 1)
-
-
-_TABLES: dict[str, Callable[[], np.ndarray]] = {
-    "gaussian": _gaussian,
-    "rademacher": _rademacher,
-    "sparse": _sparse,
-}
 
 
 @cache
 def table(kind: str) -> np.ndarray:
     """Return the entries (2^bits, m), float32, that each value of a few random bits stands for."""
-    return _TABLES[kind]().astype(np.float32)
+    if kind == "rademacher":  # the eight signs of the bits of a byte
+        values = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=1) * 2.0 - 1.0
+    elif kind == "sparse":  # ±c at the nearest to a sixth of 2^16 places each, variance 1
+        count = round(2**16 / 6)
+        values = np.zeros((2**16, 1))
+        values[:count], values[-count:] = (sign * sqrt(2**16 / (2 * count)) for sign in (-1, 1))
+    else:  # the standard normal's quantiles in the middle of 2^16 equal parts, variance 1
+        parts = (torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16
+        half = torch.special.ndtri(parts).numpy()
+        values = np.concatenate([half, -half]).reshape(-1, 1)
+        values /= sqrt(np.square(values).mean())
+    return values.astype(np.float32)
 
 
 class _Place(NamedTuple):

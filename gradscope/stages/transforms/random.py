@@ -18,13 +18,13 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients, RandomBlock
 from gradscope.blocks.base import as_rows
-from gradscope.stages.transforms.base import Scope, Transform, transform, widened
+from gradscope.stages.transforms.base import Transform, TransformScope, by_parts, transform, widened
 
 _STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
 _MOST_BITS = 24  # beyond, the levels are finer than float32
 
 
-@transform("noise", Scope.ELEMENTWISE)
+@transform("noise", TransformScope.ELEMENTWISE)
 def noise(std: float, seed: int = 0) -> Transform:
     """T(g) = g + std · z, z standard normal, independent in every entry: the Gaussian mechanism.
 
@@ -41,7 +41,7 @@ def noise(std: float, seed: int = 0) -> Transform:
     return _drawn("noise", draw)
 
 
-@transform("quantize", Scope.VECTOR)
+@transform("quantize", TransformScope.VECTOR)
 def quantize(bits: int, seed: int = 0) -> Transform:
     """Stochastic rounding to 2^bits − 1 even levels over [−max|g|, max|g|]; unbiased.
 
@@ -56,24 +56,19 @@ def quantize(bits: int, seed: int = 0) -> Transform:
     steps = 2 ** (bits - 1) - 1
 
     def draw(use: str, name: str, values: Tensor, keys: Tensor) -> Tensor:
-        parts = torch.view_as_real(values) if values.is_complex() else values
-        rounded = _rounded(parts, steps, uniform(seed, use, name, keys, parts))
-        return torch.view_as_complex(rounded) if values.is_complex() else rounded
+        def rounded(parts: Tensor) -> Tensor:
+            largest = as_rows(parts).abs().amax(1).double()
+            largest = largest.reshape(-1, *[1] * (parts.dim() - 1))
+            unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
+            exact = parts.double().abs() / unit * steps
+            below = exact.floor()  # and up in magnitude where the draw is below what that cuts off
+            level = below + (uniform(seed, use, name, keys, parts) < exact - below)
+            found: Tensor = parts.sgn() * (level / steps * largest)
+            return found.to(parts.dtype)
+
+        return by_parts(rounded, values) if values[0].numel() else values
 
     return _drawn("quantize", draw)
-
-
-def _rounded(values: Tensor, steps: int, draws: Tensor) -> Tensor:
-    """Round (n, ...) up in magnitude where the draw is below the fraction that is cut off."""
-    if values[0].numel() == 0:
-        return values
-    largest = as_rows(values).abs().amax(1).double()
-    largest = largest.reshape(-1, *[1] * (values.dim() - 1))
-    unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
-    exact = values.double().abs() / unit * steps
-    below = exact.floor()
-    level = below + (draws < exact - below)
-    return (values.sgn() * (level / steps * largest)).to(values.dtype)
 
 
 def _drawn(word: str, draw: Callable[[str, str, Tensor, Tensor], Tensor]) -> Transform:

@@ -12,14 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, DenseBlock, Gradients, KroneckerBlock, PreconditionedBlock
+from gradscope.blocks import Block, DenseBlock, Gradients, KroneckerBlock, PreconditionedBlock, wide
 from gradscope.blocks.base import squares
 from gradscope.errors import SpecError
-from gradscope.stages.reducers.base import wide
 from gradscope.stages.transforms.base import (
     NeedsMean,
-    Scope,
     Transform,
+    TransformScope,
     Vector,
     transform,
     widened,
@@ -28,7 +27,7 @@ from gradscope.stages.transforms.base import (
 Apply = Callable[[Block], Block]
 
 
-@transform("dot", Scope.LINEAR)
+@transform("dot", TransformScope.LINEAR)
 def dot(with_: Vector) -> Transform:
     """T(g) = ⟨g, v⟩ = Σ g · conj(v) over all parameters: the single entry `dot` (n,), in float64.
 
@@ -41,7 +40,7 @@ def dot(with_: Vector) -> Transform:
     return apply
 
 
-@transform("cosine", Scope.VECTOR)
+@transform("cosine", TransformScope.VECTOR)
 def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Transform | NeedsMean:
     """T(g) = Re⟨g, v⟩ / (‖g‖₂ ‖v‖₂): the single entry `cosine` (n,), 0 if g or v is zero.
 
@@ -56,7 +55,7 @@ def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Tr
     return NeedsMean(lambda mean: _cosine(Vector(mean, "the mean of the samples")))
 
 
-@transform("precondition", Scope.ELEMENTWISE)
+@transform("precondition", TransformScope.ELEMENTWISE)
 def precondition(with_: Vector, damping: float = 0.0) -> Transform:
     """T(g) = g / (√v + damping), v a stored second moment (Adam); or F⁻¹g, F of a stored `kfac`.
 
@@ -89,13 +88,13 @@ def precondition(with_: Vector, damping: float = 0.0) -> Transform:
 
 def inner(gradients: Gradients, vector: Mapping[str, Tensor]) -> Tensor:
     """Return ⟨gᵢ, v⟩ (n,), complex where a gradient or the vector is."""
-    return reduce(add, (_inner(wide(block), vector[name]) for name, block in gradients.items()))
 
+    def of(block: Block, v: Tensor) -> Tensor:
+        if v.is_complex() and not block.dtype.is_complex:
+            return torch.complex(block.dot(v.real), -block.dot(v.imag))
+        return block.dot(v.to(block.dtype))
 
-def _inner(block: Block, vector: Tensor) -> Tensor:
-    if vector.is_complex() and not block.dtype.is_complex:
-        return torch.complex(block.dot(vector.real), -block.dot(vector.imag))
-    return block.dot(vector.to(block.dtype))
+    return reduce(add, (of(wide(block), vector[name]) for name, block in gradients.items()))
 
 
 def _cosine(vector: Vector) -> Transform:
@@ -138,20 +137,14 @@ def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Apply
             f"{tuple(b.shape)}, which does not fit the parameter's {block.shape}",
             where=stored.source or None,
         )
-    a, b = _damped(a, b, damping)
+    if damping > 0:  # added to both factors in the proportion of their mean eigenvalues
+        means = [m.diagonal(dim1=1, dim2=2).real.mean(1) for m in (a, b)]
+        usable = (means[0] > 0) & (means[1] > 0)  # else π would be 0 or infinite
+        pi = torch.where(usable, (means[0] / means[1]).sqrt(), 1.0).reshape(-1, 1, 1)
+        ones = [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in (a, b)]
+        a, b = a + sqrt(damping) * pi * ones[0], b + sqrt(damping) / pi * ones[1]
     left, right = (torch.linalg.pinv(m, hermitian=True) for m in (b, a))
     return lambda block: KroneckerBlock.of(block, left, right)
-
-
-def _damped(a: Tensor, b: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Add the damping to both factors (k, ·, ·), in the proportion of their mean eigenvalues."""
-    if damping == 0:
-        return a, b
-    means = [m.diagonal(dim1=1, dim2=2).real.mean(1) for m in (a, b)]
-    usable = (means[0] > 0) & (means[1] > 0)  # of a factor that is zero π would be 0 or infinite
-    pi = torch.where(usable, (means[0] / means[1]).sqrt(), 1.0).reshape(-1, 1, 1)
-    ones = [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in (a, b)]
-    return a + sqrt(damping) * pi * ones[0], b + sqrt(damping) / pi * ones[1]
 
 
 def _require_second_moment(name: str, value: Tensor) -> None:

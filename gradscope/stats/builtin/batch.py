@@ -1,20 +1,22 @@
-"""How large a batch is worth: the gradient noise scale, tests of the batch size, CABS.
+"""How large a batch is worth: the gradient noise scale, tests of the batch size, CABS, signal.
 
 McCandlish et al. 2018, appendix A (noise scale, with jackknife intervals); Byrd et al. 2012 (norm
-test); Bollapragada et al. 2018 (inner-product and orthogonality test); Balles et al. 2017 (CABS).
+test); Bollapragada et al. 2018 (inner-product and orthogonality test); Balles et al. 2017 (CABS);
+Mahsereci et al. 2017 (evidence to stop).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import atan2, cos, pi, sin, sqrt
+from typing import Any
 
 import numpy as np
 
+from gradscope.stats.products import Entries
 from gradscope.stats.records import Floats, Interval, Record, number, ratio
 from gradscope.stats.sections import Fact, Section, Styled, between, short
 from gradscope.stats.summary import Data, Summary, statistic
 
-TITLE = "How large a batch is worth"
+_TITLE = "How large a batch is worth"
 _Z = 1.959963984540054  # the 97.5th percentile of the normal distribution
 _ASYMPTOTIC = 200  # degrees of freedom from which on the expansion is exact to 10⁻⁹
 _SMALLEST, _LARGEST = 16, 2048  # batch sizes of CABS, as published
@@ -50,28 +52,16 @@ def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) ->
     trace, signal = estimates(n, small, big)
     if trace is None or signal is None:
         return NoiseScale(flag="the squared norms overflow float64")
-    simple = ratio(trace, signal)
-    spread = None if dots is None or n < 3 else _jackknife(np.square(norms), big, dots)
-    around: tuple[Interval | None, ...] = (None, None, None)
-    if spread is not None:
-        around = (
-            spread.around(trace, spread.trace),
-            spread.around(signal, spread.signal),
-            spread.ratio(trace, signal),
-        )
-    flag = None
+    simple, flag = ratio(trace, signal), None
+    known = dots is not None and n > 2
+    intervals = _intervals(np.square(norms), big, dots, trace, signal) if known else {}
+    around = intervals.get("simple_interval")
     if simple is None:
         flag = f"|G|² is not positive: {n} samples do not tell the mean gradient from noise"
-    elif around[2] is not None and around[2].high is None:
+    elif around is not None and around.high is None:
         flag = f"the interval of |G|² reaches zero: {n} samples do not bound the noise scale"
     return NoiseScale(
-        trace_covariance=trace,
-        gradient_norm_squared=signal,
-        simple=simple,
-        trace_covariance_interval=around[0],
-        gradient_norm_squared_interval=around[1],
-        simple_interval=around[2],
-        flag=flag,
+        trace_covariance=trace, gradient_norm_squared=signal, simple=simple, flag=flag, **intervals
     )
 
 
@@ -86,79 +76,68 @@ def signal_to_noise(n: int, small: float, big: float, rounding: float) -> float 
     return ratio(big, small - big) if n > 1 and small - big > rounding * small else None
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """The jackknife's variances of trΣ and |G|², their covariance, and Student's t."""
+def _intervals(
+    squares: Floats, big: float, dots: Any, above: float, below: float
+) -> dict[str, Interval | None]:
+    """Return the intervals of trΣ, `above`, of |G|², `below`, and of their ratio.
 
-    trace: float
-    signal: float
-    both: float
-    t: float
-
-    def around(self, value: float, variance: float) -> Interval:
-        """Return value ± t · standard error."""
-        half = self.t * sqrt(variance)
-        return Interval(low=number(value - half), high=number(value + half))
-
-    def ratio(self, above: float, below: float) -> Interval | None:
-        """Return Fieller's interval: all B with |above − B·below| within t standard errors of 0."""
-        t2 = self.t**2
-        a = below**2 - t2 * self.signal
-        b = above * below - t2 * self.both
-        c = above**2 - t2 * self.trace
-        root = sqrt(max(b * b - a * c, 0.0))
-        if a > 0 and below <= 0:  # no positive B
-            return None
-        if a > 0:
-            return Interval(low=number(max((b - root) / a, 0.0)), high=number((b + root) / a))
-        # unbounded: all B from the positive root on, or all of them
-        return Interval(low=number((b - root) / a) if a < 0 < c else 0.0, high=None)
-
-
-def _jackknife(squares: Floats, big: float, dots: Floats) -> _Spread:
-    """Take each sample out once: ‖G₋ᵢ‖² = (n²‖G‖² − 2n⟨gᵢ, G⟩ + ‖gᵢ‖²) / (n − 1)²."""
+    The jackknife takes each sample out once:
+    ‖G₋ᵢ‖² = (n²‖G‖² − 2n⟨gᵢ, G⟩ + ‖gᵢ‖²) / (n − 1)². The interval of the ratio is Fieller's: all B
+    with |above − B·below| within t standard errors of 0.
+    """
     n = squares.size
     small = (squares.sum() - squares) / (n - 1)
     left = (n * n * big - 2 * n * dots + squares) / (n - 1) ** 2
-    trace = (small - left) * (n - 1) / (n - 2)
-    signal = ((n - 1) * left - small) / (n - 2)
-    trace, signal = trace - trace.mean(), signal - signal.mean()
-    factor = (n - 1) / n
-    return _Spread(
-        trace=float(factor * (trace @ trace)),
-        signal=float(factor * (signal @ signal)),
-        both=float(factor * (trace @ signal)),
-        t=student(n - 1),
-    )
+    each = np.stack([(small - left) * (n - 1) / (n - 2), ((n - 1) * left - small) / (n - 2)])
+    each -= each.mean(1, keepdims=True)
+    t, factor = student(n - 1), (n - 1) / n
+    trace, signal = (float(factor * (one @ one)) for one in each)  # variances
+    both = float(factor * (each[0] @ each[1]))
+
+    def around(value: float, variance: float) -> Interval:
+        half = t * sqrt(variance)
+        return Interval(low=number(value - half), high=number(value + half))
+
+    a = below**2 - t**2 * signal
+    b = above * below - t**2 * both
+    c = above**2 - t**2 * trace
+    root = sqrt(max(b * b - a * c, 0.0))
+    simple = None  # where no positive B is in it
+    if a <= 0:  # unbounded: all B from the positive root on, or all of them
+        simple = Interval(low=number((b - root) / a) if a < 0 < c else 0.0, high=None)
+    elif below > 0:
+        simple = Interval(low=number(max((b - root) / a, 0.0)), high=number((b + root) / a))
+    return {
+        "trace_covariance_interval": around(above, trace),
+        "gradient_norm_squared_interval": around(below, signal),
+        "simple_interval": simple,
+    }
 
 
 def student(freedom: int) -> float:
     """Return the 97.5th percentile of Student's t (Abramowitz & Stegun 26.7.3 to 26.7.5)."""
     z, v = _Z, freedom
-    if freedom > _ASYMPTOTIC:
+    if v > _ASYMPTOTIC:
         return (
             z
             + (z**3 + z) / (4 * v)
             + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
             + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
         )
+
+    def inside(t: float) -> float:  # the probability that |t| is no larger
+        angle, odd = atan2(t, sqrt(v)), v % 2
+        term, total = cos(angle) if odd else 1.0, 0.0
+        for k in range(2 + odd, v + 1, 2):
+            total += term
+            term *= cos(angle) ** 2 * (k - 1) / k
+        return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+
     low, high = z, 13.0  # t of one degree is 12.7
     while high - low > 1e-13 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _inside(middle, v) < 0.95 else (low, middle)
+        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
     return low
-
-
-def _inside(t: float, freedom: int) -> float:
-    """Return the probability that |t| is no larger."""
-    angle = atan2(t, sqrt(freedom))
-    cosine, odd = cos(angle), freedom % 2
-    term = cosine if odd else 1.0
-    total = 0.0
-    for k in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine**2 * (k - 1) / k
-    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
 
 
 def _within(interval: Interval | None) -> str:
@@ -180,7 +159,7 @@ def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:
         "|G|² = (N‖G‖² − mean‖gᵢ‖²)/(N − 1)",
         "B_simple = trΣ / |G|² (McCandlish et al. 2018); 95%: jackknife, Fieller for the ratio",
     ]
-    yield Section(TITLE, rows, formulas=formulas)
+    yield Section(_TITLE, rows, formulas=formulas)
 
 
 def _noise_answer(noise: NoiseScale, summary: Summary) -> Iterator[tuple[str, str]]:
@@ -213,7 +192,7 @@ def _tests_section(tests: BatchTests, summary: Summary) -> Iterator[Section]:
         "inner-product test θ² = (Σ⟨gᵢ, G⟩² − N‖G‖⁴) / (N(N − 1)‖G‖⁴)",
         "orthogonality test ν² = (Σ‖gᵢ‖² − Σ⟨gᵢ, G⟩²/‖G‖²) / (N(N − 1)‖G‖²)",
     ]
-    yield Section(TITLE, rows, formulas=formulas)
+    yield Section(_TITLE, rows, formulas=formulas)
 
 
 @statistic("batch_tests", place=31, sections=_tests_section)
@@ -224,17 +203,12 @@ def batch_tests(data: Data) -> BatchTests:
         return BatchTests()
     squares = float(np.square(data.samples.norm).sum())
     norm = ratio(squares - n * big, n * (n - 1) * big)
-    inner = orthogonal = None
+    found = {"norm": norm, "plug_in_noise_scale": None if norm is None else number(n * norm)}
     if dots is not None and big > 0:
         along = float(np.square(dots / big).sum())  # Σ⟨gᵢ, G⟩² / ‖G‖⁴
-        inner = number((along - n) / (n * (n - 1)))
-        orthogonal = number((squares / big - along) / (n * (n - 1)))
-    return BatchTests(
-        norm=norm,
-        inner_product=inner,
-        orthogonality=orthogonal,
-        plug_in_noise_scale=None if norm is None else number(n * norm),
-    )
+        found["inner_product"] = number((along - n) / (n * (n - 1)))
+        found["orthogonality"] = number((squares / big - along) / (n * (n - 1)))
+    return BatchTests(**found)
 
 
 class Cabs(Record):
@@ -259,7 +233,7 @@ def _cabs_section(found: Cabs, summary: Summary) -> Iterator[Section]:
         asked = f"{short(found.unclipped)} at a learning rate of {short(found.learning_rate)}"
         text = f"{found.batch_size:,} ({asked})"
     formula = "CABS = learning rate · ξ / L, ξ = mean‖gᵢ‖² − ‖G‖² (Balles et al. 2017)"
-    yield Section(TITLE, [("CABS batch size", text)], formulas=[formula])
+    yield Section(_TITLE, [("CABS batch size", text)], formulas=[formula])
 
 
 @statistic("cabs", place=32, sections=_cabs_section)
@@ -270,7 +244,7 @@ def cabs(data: Data) -> Cabs:
     if data.samples.n and big is not None:
         variance = number(max(np.mean(np.square(data.samples.norm)) - big, 0.0))
         loss = number(data.samples.loss.mean())
-    each = None if variance is None or loss is None else ratio(variance, loss)
+    each = ratio(variance, loss)
     unclipped = None if each is None or rate is None else number(rate * each)
     flag = None
     if each is None:
@@ -284,4 +258,50 @@ def cabs(data: Data) -> Cabs:
         unclipped=unclipped,
         batch_size=size,
         flag=flag,
+    )
+
+
+class Signal(Record):
+    """How much of a gradient is signal, and whether any is left."""
+
+    signal_to_noise: float | None
+    mean_entry: float | None
+    entries: int | None
+    noiseless: int | None
+    evidence: float | None
+    stop: bool | None
+
+
+def _signal_section(found: Signal, summary: Summary) -> Iterator[Section]:
+    rows: list[Fact] = [("signal to noise", short(found.signal_to_noise))]
+    if found.mean_entry is not None:
+        rows.append(("its mean over entries", short(found.mean_entry)))
+    if found.evidence is not None:
+        left = Styled(f"{short(found.evidence)}: what is left is noise", "yellow")
+        signal = f"{short(found.evidence)}: there is signal left"
+        rows.append(("evidence to stop", left if found.stop else signal))
+    formula = "evidence = 1 − N · meanⱼ Gⱼ² / Varⱼ (Mahsereci et al. 2017)"
+    yield Section(_TITLE, rows, formulas=[formula])
+
+
+@statistic("signal", place=33, sections=_signal_section)
+def signal(data: Data) -> Signal:
+    """Summarise all parameters together."""
+    n, parts, plug_in = data.samples.n, data.entries, None
+    every = list((parts or {}).values())
+    total = Entries(
+        sum(e.noisy for e in every), sum(e.noiseless for e in every), sum(e.signal for e in every)
+    )
+    mean = total.mean_ratio
+    evidence = None if mean is None or n < 2 else number(1 - (n - 1) * mean)
+    if data.mean_squared is not None and n:
+        small = float(np.square(data.samples.norm).mean())
+        plug_in = signal_to_noise(n, small, data.mean_squared, data.rounding)
+    return Signal(
+        signal_to_noise=plug_in,
+        mean_entry=mean,
+        entries=None if parts is None else total.noisy,
+        noiseless=None if parts is None else total.noiseless,
+        evidence=evidence,
+        stop=None if evidence is None else evidence > 0,
     )

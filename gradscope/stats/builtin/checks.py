@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gradscope.stats.builtin.signal import entries_of
 from gradscope.stats.records import Record, wide
 from gradscope.stats.sections import Section, count, short
 from gradscope.stats.source import finite_samples, in_half, labels_of, rows_of
@@ -76,6 +75,7 @@ def checks(data: Data) -> tuple[Check, ...]:
     tests, classes = data.result("batch_tests"), data.result("classes")
     limit = _HALF if in_half(data.file) else _TOLERANCE
     whole = float(np.square(samples.norm).sum())
+    # name, left and right side, what a difference is small against, tolerance
     found: list[tuple[str, float, float, float, float]] = []
     if labels_of(data.file) != "exact":  # norms are then expectations over labels
         norms = data.file.norms
@@ -96,16 +96,14 @@ def checks(data: Data) -> tuple[Check, ...]:
     if classes is not None and None not in (classes.between, classes.within):
         both, size = classes.between + classes.within, whole / samples.n
         found.append(("between + within classes = variance", both, size - big, size, limit))
-    known = (one for one in found if math.isfinite(one[1]) and math.isfinite(one[2]))
-    return tuple(_check(*one) for one in known)
-
-
-def _check(name: str, left: float, right: float, scale: float, tolerance: float) -> Check:
-    """Compare two sides; `scale` is what a difference is small against."""
-    size = max(abs(left), abs(right), scale)
-    error = abs(left - right) / size if size else 0.0
-    passed = error <= tolerance
-    return Check(name=name, left=left, right=right, error=error, tolerance=tolerance, passed=passed)
+    tested = []
+    for name, left, right, scale, most in found:
+        if math.isfinite(left) and math.isfinite(right):
+            size = max(abs(left), abs(right), scale)
+            error = abs(left - right) / size if size else 0.0
+            sides = {"left": left, "right": right, "error": error, "tolerance": most}
+            tested.append(Check(name=name, **sides, passed=error <= most))
+    return tuple(tested)
 
 
 class Missing(Record):
@@ -128,28 +126,15 @@ def missing(data: Data) -> tuple[Missing, ...]:
         return (Missing(what=every, needs=found.unusable),)
     if not data.options.rows and rows_of(data.file) is not None:
         return (Missing(what=every, needs="leave out --no-rows"),)
-    wants = [
-        (
-            found.dots is None,
-            "cosines with the mean gradient, opposed samples, intervals, inner-product test",
-            '-t identity, -t gram or -t "cosine:to=mean"',
-        ),
-        (
-            entries_of(data) is None,
-            "signal to noise by entry, early-stopping evidence",
-            "-t identity, or -t mean and -t second_moment",
-        ),
-        (
-            found.gram is None,
-            "spectrum, nearest samples",
-            "-t identity, -t gram or -t project:dim=256",
-        ),
-        (
-            data.groups is not None and found.group_squares is None,
-            "noise within and between classes",
-            "-t identity or -t gram",
-        ),
-    ]
-    return tuple(
-        Missing(what=what, needs=f"compute with {needs}") for absent, what, needs in wants if absent
-    )
+    wants = {}
+    if found.dots is None:
+        every = "cosines with the mean gradient, opposed samples, intervals, inner-product test"
+        wants[every] = '-t identity, -t gram or -t "cosine:to=mean"'
+    if data.entries is None:
+        every = "signal to noise by entry, early-stopping evidence"
+        wants[every] = "-t identity, or -t mean and -t second_moment"
+    if found.gram is None:
+        wants["spectrum, nearest samples"] = "-t identity, -t gram or -t project:dim=256"
+    if data.groups is not None and found.group_squares is None:
+        wants["noise within and between classes"] = "-t identity or -t gram"
+    return tuple(Missing(what=k, needs=f"compute with {need}") for k, need in wants.items())

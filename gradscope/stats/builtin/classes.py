@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradscope.stats.records import Record, average, number, plain, ratio
+from gradscope.stats.records import Plain, Record, average, number, plain, ratio
 from gradscope.stats.sections import Section, Table, numbers, percent, whole
 from gradscope.stats.summary import Data, Summary, statistic
 
@@ -12,7 +12,7 @@ from gradscope.stats.summary import Data, Summary, statistic
 class ClassRow(Record):
     """The samples of one class."""
 
-    target: bool | int | float | str | None
+    target: Plain
     samples: int
     mean_loss: float | None
     mean_norm: float | None
@@ -83,7 +83,7 @@ def classes(data: Data) -> Classes | None:
             mean_norm=number(samples.norm[mine].mean()),
             mean_cosine=None if data.cosines is None else average(data.cosines[mine]),
             opposing=None if dots is None else float(np.mean(dots[mine] < 0)),
-            mean_gradient_norm=None if length is None else number(np.sqrt(length)),
+            mean_gradient_norm=length and number(np.sqrt(length)),
             cosine=cosine,
             trace_covariance=trace,
         )

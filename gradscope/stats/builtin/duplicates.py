@@ -1,6 +1,6 @@
 """Duplicates: pairs of samples whose gradients are equal or nearly so."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -40,29 +40,25 @@ class Duplicates(Record):
 def _sections(found: Duplicates, summary: Summary) -> Iterator[Section]:
     if not (found.same or found.near):
         return
-    what = "with equal norms and losses" if found.source == "norms" else "of equal gradients"
-    notes = _listed(f"{count(len(found.same), 'pair')} {what}", found.same)
-    if found.near:
-        notes += _listed(f"{count(len(found.near), 'pair')} nearly so", found.near)
+    equal = "with equal norms and losses" if found.source == "norms" else "of equal gradients"
+    notes: list[Line] = []
+    for pairs, what in ((found.same, equal), (found.near, "nearly so")):
+        if pairs or what == equal:
+            notes.append(Styled(f"{count(len(pairs), 'pair')} {what}"))
+        for pair in pairs[:_SHOWN]:
+            apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
+            ends = ((pair.first, pair.first_id), (pair.second, pair.second_id))
+            names = [str(index) if own is None else f"{index} ({own})" for index, own in ends]
+            other = (
+                (", different targets", "bold yellow") if pair.same_target is False else ("", "")
+            )
+            notes.append(Styled(f"  {' and '.join(names)}{apart}{other[0]}", other[1]))
+        if len(pairs) > _SHOWN:
+            notes.append(Styled(f"  and {len(pairs) - _SHOWN:,} more (--json has all)"))
     if not found.complete:
         notes.append("There may be more: not all pairs were compared.")
     formulas = ["distance = ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖)"]
     yield Section("Duplicates", notes=notes, formulas=formulas)
-
-
-def _listed(title: str, pairs: Sequence[Pair]) -> list[Line]:
-    lines: list[Line] = [Styled(title)]
-    for pair in pairs[:_SHOWN]:
-        apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
-        ends = ((pair.first, pair.first_id), (pair.second, pair.second_id))
-        names = [str(index) if own is None else f"{index} ({own})" for index, own in ends]
-        other, style = "", ""
-        if pair.same_target is False:
-            other, style = ", different targets", "bold yellow"
-        lines.append(Styled(f"  {' and '.join(names)}{apart}{other}", style))
-    if len(pairs) > _SHOWN:
-        lines.append(Styled(f"  and {len(pairs) - _SHOWN:,} more (--json has all)"))
-    return lines
 
 
 def _answer(found: Duplicates, summary: Summary) -> Iterator[tuple[str, str]]:
@@ -89,10 +85,17 @@ def duplicates(data: Data) -> Duplicates | None:
 def _by_rows(rows: Arrays, samples: Samples, sketch: Floats) -> Duplicates:
     """Find candidates by their sketches (n, k), and compare their rows."""
     pairs, complete = _close(sketch, samples.norm, 2 * _NEAR)  # χ² with 16 degrees: 4 × its mean
-    kept = pairs[:_MOST]
-    distances = np.sqrt(_squared_distances(rows, samples, kept))
+    kept, complete = pairs[:_MOST], complete and len(pairs) <= _MOST
+    squares = np.zeros(len(kept))  # ‖gᵢ − gⱼ‖², a parameter and a few pairs at a time
+    for array in rows.values():
+        step = max(1, _PIECE // max(1, int(np.prod(array.shape[1:]))))
+        for start in range(0, len(kept), step):
+            wanted = samples.rows[kept[start : start + step]]
+            each = np.asarray(array[wanted.ravel()], dtype=np.result_type(array.dtype, np.float64))
+            both = each.reshape(len(wanted), 2, -1)
+            squares[start : start + step] += np.square(np.abs(both[:, 0] - both[:, 1])).sum(1)
     lengths = samples.norm[kept].max(1, initial=0.0)
-    return _result("rows", samples, kept, distances / lengths, complete and len(pairs) <= _MOST)
+    return _result("rows", samples, kept, np.sqrt(squares) / lengths, complete)
 
 
 def _by_gram(gram: Floats, samples: Samples) -> Duplicates:
@@ -113,9 +116,7 @@ def _by_norms(data: Data) -> Duplicates:
     sizes = np.maximum(samples.norm, np.abs(samples.loss))
     pairs, complete = _close(own, sizes, _SAME / 10)
     pairs = pairs[samples.norm[pairs].min(1, initial=np.inf) > 0][:_MOST]
-    result = _result("norms", samples, pairs, np.zeros(len(pairs)), complete)
-    unknown = tuple(pair.model_copy(update={"distance": None}) for pair in result.same)
-    return result.model_copy(update={"same": unknown})
+    return _result("norms", samples, pairs, np.zeros(len(pairs)), complete)
 
 
 def _close(points: Floats, sizes: Floats, limit: float) -> tuple[Positions, bool]:
@@ -147,43 +148,24 @@ def _close(points: Floats, sizes: Floats, limit: float) -> tuple[Positions, bool
     return pairs[np.argsort(distances, kind="stable")], complete
 
 
-def _squared_distances(rows: Arrays, samples: Samples, pairs: Positions) -> Floats:
-    """Return ‖gᵢ − gⱼ‖² (k,), a parameter and a few pairs at a time."""
-    found = np.zeros(len(pairs))
-    for array in rows.values():
-        step = max(1, _PIECE // max(1, int(np.prod(array.shape[1:]))))
-        for start in range(0, len(pairs), step):
-            wanted = samples.rows[pairs[start : start + step]]
-            each = np.asarray(array[wanted.ravel()], dtype=np.result_type(array.dtype, np.float64))
-            both = each.reshape(len(wanted), 2, -1)
-            found[start : start + step] += np.square(np.abs(both[:, 0] - both[:, 1])).sum(1)
-    return found
-
-
 def _result(
     source: str, samples: Samples, pairs: Positions, distances: Floats, complete: bool
 ) -> Duplicates:
-    every = [
-        (float(distances[k]), _pair(samples, pairs[k], float(distances[k])))
-        for k in np.argsort(distances, kind="stable")
-    ]
-    return Duplicates(
-        source=source,
-        same=tuple(pair for distance, pair in every if distance <= _SAME),
-        near=tuple(pair for distance, pair in every if _SAME < distance <= _NEAR),
-        complete=complete,
-    )
-
-
-def _pair(samples: Samples, places: Positions, distance: float) -> Pair:
-    ends = sorted(map(int, places), key=lambda k: int(samples.index[k]))
-    first, second = map(samples.described, ends)
-    targets = None if samples.target is None else samples.target[ends]
-    return Pair(
-        first=first["index"],
-        second=second["index"],
-        first_id=first["id"],
-        second_id=second["id"],
-        distance=distance,
-        same_target=None if targets is None else bool(np.all(targets[0] == targets[1])),
-    )
+    """Sort pairs (k, 2) with distances (k,), which norms alone do not tell, into equal and near."""
+    same: list[Pair] = []
+    near: list[Pair] = []
+    for k in np.argsort(distances, kind="stable"):
+        ends = sorted(map(int, pairs[k]), key=lambda end: int(samples.index[end]))
+        first, second = map(samples.described, ends)
+        targets = None if samples.target is None else samples.target[ends]
+        pair = Pair(
+            first=first["index"],
+            second=second["index"],
+            first_id=first["id"],
+            second_id=second["id"],
+            distance=None if source == "norms" else float(distances[k]),
+            same_target=None if targets is None else bool(np.all(targets[0] == targets[1])),
+        )
+        if distances[k] <= _NEAR:
+            (same if distances[k] <= _SAME else near).append(pair)
+    return Duplicates(source=source, same=tuple(same), near=tuple(near), complete=complete)

@@ -11,30 +11,25 @@ from gradscope.stats.source import Samples, Source, aggregate_of, labels_of, sta
 from gradscope.stats.summary import Data, Summary, statistic
 
 _TITLE = "Expectations"
-_KINDS: dict[str, Literal["empirical", "sampled", "exact"]] = {
-    "data": "empirical",
-    "sampled": "sampled",
-    "exact": "exact",
-}
+Kind = Literal["empirical", "sampled", "exact"]
+_KINDS: dict[str, Kind] = {"sampled": "sampled", "exact": "exact"}  # by labels; data: empirical
 
 
 class Fisher(Record):
     """tr (1/N) Σ gᵢ gᵢᵀ."""
 
-    kind: Literal["empirical", "sampled", "exact"]
+    kind: Kind
     trace: float | None
 
 
 def fisher_of(file: Source, samples: Samples) -> Fisher:
     """Return the trace: mean‖gᵢ‖², or the sum of a stored second moment with exact labels."""
     kind = _KINDS.get(labels_of(file), "empirical")
-    if kind != "exact":
-        trace = number(np.square(samples.norm).mean()) if samples.n else None
-        return Fisher(kind=kind, trace=trace)
-    second = aggregate_of(file, "second_moment")  # norms are expectations over labels there
-    return Fisher(
-        kind=kind, trace=None if second is None else number(sum(v.sum() for v in second.values()))
-    )
+    trace = np.square(samples.norm).mean() if samples.n else None
+    if kind == "exact":  # norms are expectations over labels there
+        second = aggregate_of(file, "second_moment")
+        trace = None if second is None else sum(v.sum() for v in second.values())
+    return Fisher(kind=kind, trace=number(trace))
 
 
 def _fisher_section(found: Fisher, summary: Summary) -> Iterator[Section]:
@@ -77,22 +72,21 @@ def jensen(data: Data) -> tuple[Gap, ...]:
         if words.count("mean") == 1 and len(words) > 1 and "mean" in (words[0], words[-1]):
             side, stages = (inside, words[:-1]) if words[-1] == "mean" else (outside, words[1:])
             side[" | ".join(stages)] = {k: np.asarray(v[...]) for k, v in chain.items()}
-    found = ((t, a, outside[t]) for t, a in inside.items() if t in outside)
-    return tuple(_gap(t, a, b) for t, a, b in found if _shapes(a) == _shapes(b))
-
-
-def _shapes(arrays: dict[str, Floats]) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in arrays.items()}
-
-
-def _gap(transform: str, inside: dict[str, Floats], outside: dict[str, Floats]) -> Gap:
-    a, b = (np.concatenate([np.ravel(v) for v in side.values()]) for side in (inside, outside))
-    b = b.astype(np.result_type(b, np.float64))
-    norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-    return Gap(
-        transform=transform,
-        inside=number(norm_a),
-        outside=number(norm_b),
-        gap=ratio(np.linalg.norm(a - b), norm_b),
-        cosine=ratio(np.vdot(b, a).real, norm_a * norm_b),
-    )
+    gaps = []
+    for transform in filter(outside.__contains__, inside):
+        sides = inside[transform], outside[transform]
+        shapes = [{name: v.shape for name, v in side.items()} for side in sides]
+        if shapes[0] != shapes[1]:
+            continue
+        a, b = (np.concatenate([np.ravel(v) for v in side.values()]) for side in sides)
+        b = b.astype(np.result_type(b, np.float64))
+        norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+        gap = Gap(
+            transform=transform,
+            inside=number(norm_a),
+            outside=number(norm_b),
+            gap=ratio(np.linalg.norm(a - b), norm_b),
+            cosine=ratio(np.vdot(b, a).real, norm_a * norm_b),
+        )
+        gaps.append(gap)
+    return tuple(gaps)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from gradscope.stats.builtin.batch import estimates, signal_to_noise
-from gradscope.stats.builtin.signal import entries_of
-from gradscope.stats.products import Part
+from gradscope.stats.products import Entries, Products
 from gradscope.stats.records import Mask, Record, number, ratio, rounding, wide
 from gradscope.stats.sections import (
     BarPicture,
@@ -47,20 +46,15 @@ class ParameterRow(Record):
 def parameter_rows(
     file: Source,
     finite: Mask,
-    entry: Mapping[str, float | None] | None = None,
-    parts: Mapping[str, Part] | None = None,
-    exact: bool = False,
+    products: Products | None = None,
+    entries: Mapping[str, Entries] | None = None,
 ) -> tuple[ParameterRow, ...]:
-    """Summarise every parameter of `file`, in the file's order.
+    """Summarise every parameter over the samples `finite` (N,), in the file's order.
 
-    Args:
-        file: The file.
-        finite: Which samples are taken (N,).
-        entry: The mean signal to noise of each parameter's entries, where known.
-        parts: What rows gave of each parameter.
-        exact: Whether these are more exact than the recorded norms.
+    `products` are from its rows, and `entries` tell signal and noise, where these are known.
     """
-    parts, entry = parts or {}, entry or {}
+    parts = {} if products is None else products.parts
+    exact = products is not None and products.exact
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
         total = float(np.square(wide(file.samples["norm"])[finite]).sum())
         if exact:
@@ -72,7 +66,6 @@ def parameter_rows(
             small, big = float(np.square(norms).mean()) if n else math.nan, length**2
             if part is not None and exact:
                 small, big = part.mean_square, part.mean_squared
-            trace, signal = estimates(n, small, big) if n > 1 else (None, None)
             resolved = 1e-12 if exact else rounding(file.norms[name])
             row = ParameterRow(
                 name=name,
@@ -83,8 +76,8 @@ def parameter_rows(
                 share=ratio(n * small, total) if n else None,
                 mean_gradient_norm=number(length),
                 signal_to_noise=signal_to_noise(n, small, big, resolved),
-                noise_scale=None if trace is None or signal is None else ratio(trace, signal),
-                entry_signal_to_noise=entry.get(name),
+                noise_scale=ratio(*estimates(n, small, big)) if n > 1 else None,
+                entry_signal_to_noise=entries[name].mean_ratio if entries else None,
                 opposing=None if part is None else part.opposing,
             )
             rows.append(row)
@@ -121,13 +114,12 @@ def _sections(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Sectio
 
 def _answer(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[tuple[str, str]]:
     """Say which parameters have a mean gradient larger than noise alone gives."""
-    known = sorted(
-        (row for row in rows if row.noise_scale is not None), key=lambda row: row.noise_scale or 0.0
-    )
+    known = [row for row in rows if row.noise_scale is not None]
     text = f"{len(known)} of {count(len(rows), 'parameter')} above the noise"
-    most = f", most {known[0].name}" if known else ""
+    if known:
+        text += f", most {min(known, key=lambda row: row.noise_scale or 0.0).name}"
     few = summary.finite < 2
-    yield "what learns", "unknown: it needs at least two finite samples" if few else text + most
+    yield "what learns", "unknown: it needs at least two finite samples" if few else text
 
 
 def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Picture]:
@@ -135,13 +127,12 @@ def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Pictur
     order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
     some, n = [rows[k] for k in sorted(order[:_DRAWN])], summary.finite
     which = f" ({len(some)} of {len(rows)}, largest share)" if len(some) < len(rows) else ""
-    names, height = [row.name for row in some], max(1.8, 1.0 + 0.2 * len(some))
+    names = [row.name for row in some]
     yield BarPicture(
         label="Mean gradient norm of each parameter",
         title=f"Mean norm{which}",
         names=names,
         values=[row.mean_norm for row in some],
-        height=height,
         place=30,
     )
     yield BarPicture(
@@ -151,7 +142,6 @@ def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Pictur
         values=[row.signal_to_noise for row in some],
         mark=1 / n if n > 1 else None,
         second=True,
-        height=height,
         place=40,
     )
 
@@ -159,10 +149,4 @@ def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Pictur
 @statistic("parameters", place=50, sections=_sections, answers=_answer, pictures=_pictures)
 def parameters(data: Data) -> tuple[ParameterRow, ...]:
     """Summarise every parameter."""
-    return parameter_rows(
-        data.file,
-        finite_samples(data.file),
-        {name: entries.mean_ratio for name, entries in (entries_of(data) or {}).items()},
-        data.products.parts,
-        data.products.exact,
-    )
+    return parameter_rows(data.file, finite_samples(data.file), data.products, data.entries)

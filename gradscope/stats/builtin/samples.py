@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from gradscope.stats.records import Floats, Positions, Record, number, ratio
+from gradscope.stats.records import Floats, Plain, Positions, Record, cosines_of, number, ratio
 from gradscope.stats.sections import (
     POINTS,
     Picture,
@@ -29,9 +29,14 @@ class SampleRow(Record):
     id: int | str | None = None
     loss: float | None
     norm: float
-    target: bool | int | float | str | None
+    target: Plain
     times_median: float | None
     cosine: float | None = None
+
+
+def _falling(values: Floats) -> Positions:
+    """Return places by falling value; equal ones keep their order, NaN comes last."""
+    return np.argsort(-values, kind="stable")
 
 
 def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[SampleRow, ...]:
@@ -47,11 +52,6 @@ def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[Sample
         )
         for k in places[: data.options.top]
     )
-
-
-def _falling(values: Floats) -> Positions:
-    """Return places by falling value; equal ones keep their order, NaN comes last."""
-    return np.argsort(-np.where(np.isnan(values), -np.inf, values), kind="stable")
 
 
 def _table(rows: Sequence[SampleRow]) -> Table:
@@ -80,12 +80,10 @@ def _check_labels(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple
         yield "check labels", f"largest losses: {listed}"
 
 
-@statistic(
-    "largest_losses",
-    place=130,
-    sections=_listed("Samples with the largest losses"),
-    answers=_check_labels,
-)
+_losses = _listed("Samples with the largest losses")
+
+
+@statistic("largest_losses", place=130, sections=_losses, answers=_check_labels)
 def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest losses, largest first."""
     return _rows(data, _falling(data.samples.loss), data.cosines)
@@ -104,9 +102,10 @@ def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
 def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
     text = "not listed"
     if rows:
-        times = rows[0].times_median
-        text = f"sample {rows[0].index}, {short(times)} times the median norm"
-        text = "no norm but zero" if times is None and not rows[0].norm else text
+        first, times = rows[0], rows[0].times_median
+        zero = times is None and not first.norm
+        text = f"sample {first.index}, {short(times)} times the median norm"
+        text = "no norm but zero" if zero else text
     yield "who dominates", text
 
 
@@ -155,11 +154,7 @@ def points(data: Data) -> Points:
         order, half = _falling(samples.norm[rows]), POINTS // 2
         even = np.linspace(half, of - 1, POINTS - half).astype(np.int64)
         rows = rows[np.concatenate([order[:half], order[even]])]
-    return Points(
-        loss=tuple(map(float, samples.loss[rows])),
-        norm=tuple(map(float, samples.norm[rows])),
-        of=of,
-    )
+    return Points(loss=samples.loss[rows].tolist(), norm=samples.norm[rows].tolist(), of=of)
 
 
 class Nearest(Record):
@@ -188,9 +183,7 @@ def nearest(data: Data) -> Nearest | None:
     if place is None or dots is None:
         return None
     squares = np.square(samples.norm)
-    lengths = np.sqrt(squares * squares[place])
-    found = np.divide(dots, lengths, out=np.full(samples.n, np.nan), where=lengths > 0)
-    found = np.clip(found, -1.0, 1.0)
+    found = cosines_of(dots, np.sqrt(squares * squares[place]))
     found[place] = np.nan
     order = _falling(found)
     order = order[np.isfinite(found[order])]

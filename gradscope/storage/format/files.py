@@ -74,17 +74,6 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _reserve(descriptor: int) -> None:
-    """Have the disk keep space for all of a file, where it can: holes read as zeros as before."""
-    call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    size = os.fstat(descriptor).st_size
-    if call is None or not size or call(descriptor, 0, 0, size) == 0:
-        return
-    number = ctypes.get_errno()
-    if number in _FULL:
-        raise OSError(number, os.strerror(number))
-
-
 def secure_space(part: Path, descriptor: int) -> None:
     """Refuse a laid out file that will not fit on its disk; take the space where that works."""
     status = part.stat()
@@ -96,36 +85,38 @@ def secure_space(part: Path, descriptor: int) -> None:
             where=str(part),
             remedy=f"Choose another disk, {_SMALLER}.",
         )
-    _reserve(descriptor)
+    call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if call is None or not status.st_size or call(descriptor, 0, 0, status.st_size) == 0:
+        return  # holes read as zeros as before
+    number = ctypes.get_errno()
+    if number in _FULL:
+        raise OSError(number, os.strerror(number))
 
 
 @contextmanager
 def locked(part: Path) -> Iterator[int]:
     """Open a `.part` for this process alone, and yield its descriptor."""
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        _lock(descriptor, part)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, part: Path) -> None:
     busy = OutputError(
         "another process is writing this file",
         where=str(part),
         remedy="Wait for it to end, or choose another name.",
     )
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise busy from error
-    with suppress(FileNotFoundError):
-        if os.path.samestat(part.stat(), os.fstat(descriptor)):
-            return
-    raise busy  # the other process finished between our opening and our locking
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise busy from error
+        is_same = False
+        with suppress(FileNotFoundError):
+            is_same = os.path.samestat(part.stat(), os.fstat(descriptor))
+        if not is_same:
+            raise busy  # the other process finished between our opening and our locking
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -162,7 +153,9 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
             raise
         if again and is_shortage(error) and not isinstance(error, OSError):
             raise
-        number = _number(error)
+        number = error.errno if isinstance(error, OSError) else None
+        found = re.search(r"errno = (\d+)", str(error))
+        number = number or (int(found[1]) if found else None)
         if is_shortage(error):
             what, remedy = f"memory ran out: {_line(error)}", "Free some, and give --resume."
         elif number in _FULL:
@@ -226,6 +219,12 @@ def require_short(path: Path, suffix: str = "") -> None:
         )
 
 
+def require_free(path: Path, *, overwrite: bool, what: str = "the file exists already") -> None:
+    """Refuse to replace a file that is there, unless that is wanted."""
+    if not overwrite and path.exists():
+        raise OutputError(what, where=str(path), remedy="Choose another name, or give --overwrite.")
+
+
 def excess(name: str, folder: Path) -> int:
     """Return by how many bytes a name is too long for a file in a folder."""
     most = _NAME_BYTES
@@ -244,10 +243,3 @@ def _is_of_hdf5(error: Exception) -> bool:
 
 def _line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _number(error: Exception) -> int | None:
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    found = re.search(r"errno = (\d+)", str(error))
-    return int(found[1]) if found else None

@@ -13,7 +13,6 @@ from math import prod
 import h5py
 import numpy as np
 import torch
-from torch import Tensor
 
 from gradscope.blocks import Block
 from gradscope.config import Compression
@@ -32,7 +31,6 @@ from gradscope.storage.format.numbers import (
     name_of,
     named,
     stored_dtype,
-    text_type,
     unescape,
 )
 from gradscope.storage.plan import FilePlan
@@ -64,13 +62,6 @@ class Form:
         """The row shape and the format of each data set."""
         return self.factors if self.kind else {DENSE: (self.shape, self.dtype)}
 
-    def arrays(self, n: int, batch: int) -> dict[str, Array]:
-        """Return the data sets of n rows that come `batch` at a time."""
-        return {
-            part: rows_array((n, *shape), dtype, batch, self.compression)
-            for part, (shape, dtype) in self.parts.items()
-        }
-
 
 def form_of(block: Block, plan: FilePlan) -> Form:
     """Return in what form a parameter's rows will be stored, by the first batch's block."""
@@ -79,9 +70,14 @@ def form_of(block: Block, plan: FilePlan) -> Form:
     found = None if plan.layout == "dense" else block.factors()  # patches need not be made
     if found is None:
         return dense
-    stored = {
-        k: (tuple(f.shape[1:]), _factor_dtype(f, plan.dtype)) for k, f in found.tensors.items()
-    }
+    stored = {}
+    for name, factor in found.tensors.items():
+        kept = torch.int64
+        if factor.is_floating_point() or factor.is_complex():
+            kept = stored_dtype(factor.dtype, plan.dtype)
+            if kept.itemsize <= 2 and not kept == factor.dtype == torch.bfloat16:
+                kept = torch.float32
+        stored[name] = tuple(factor.shape[1:]), kept
     size = sum(prod(shape) * kept.itemsize for shape, kept in stored.values())
     if plan.layout == "auto" and size >= prod(block.shape) * dtype.itemsize:
         return dense
@@ -117,7 +113,12 @@ def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
         plist.set_fletcher32()
     shape = array.shape
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    kind = h5_type(array.dtype) if array.text is None else text_type(array.text)
+    kind = h5_type(array.dtype)
+    if array.text is not None:  # UTF-8, with zeros behind a text
+        kind = h5py.h5t.C_S1.copy()
+        kind.set_size(array.text)
+        kind.set_cset(h5py.h5t.CSET_UTF8)
+        kind.set_strpad(h5py.h5t.STR_NULLPAD)
     made = h5py.h5d.create(group.id, name.encode(), kind, space, plist, utf8_links())
     return h5py.Dataset(made)
 
@@ -138,25 +139,25 @@ def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.d
     made.write(values, h5py.h5t.py_create(kind))
 
 
+def columns_of(path: str, form: Form, n: int, batch: int) -> dict[str, Array]:
+    """Return the data sets of a column of n rows that come `batch` at a time."""
+    if in_table(path):
+        return {DENSE: Array((n,), form.dtype, None, form.text)}
+    return {
+        part: rows_array((n, *shape), dtype, batch, form.compression)
+        for part, (shape, dtype) in form.parts.items()
+    }
+
+
 def create_columns(file: h5py.File, forms: Mapping[str, Form], n: int, batch: int) -> None:
     """Create the places of n rows that come `batch` at a time."""
     for path, form in forms.items():
-        _create_column(file, path, form, n, batch)
-
-
-def _create_column(file: h5py.File, path: str, form: Form, n: int, batch: int) -> None:
-    place, _, escaped = path.rpartition("/")
-    group, name = file[place], unescape(escaped)
-    if in_table(path):
-        made = create(group, escaped, Array((n,), form.dtype, None, form.text))
-        if place == "/norms":
-            describe(made, name, "dense")
-    elif form.kind is None:
-        describe(create(group, escaped, form.arrays(n, batch)[DENSE]), name, "dense")
-    else:
-        factors = factors_group(group, escaped, form)
-        for part, array in form.arrays(n, batch).items():
-            create(factors, part, array)
+        place, _, escaped = path.rpartition("/")
+        group = file[place] if form.kind is None else factors_group(file[place], escaped, form)
+        for part, array in columns_of(path, form, n, batch).items():
+            made = create(group, part or escaped, array)
+            if part == DENSE and place != "/samples":
+                describe(made, unescape(escaped), "dense")
 
 
 def factors_group(chain: h5py.Group, escaped: str, form: Form) -> h5py.Group:
@@ -179,12 +180,3 @@ def describe(item: h5py.HLObject, name: str, representation: str) -> None:
 def in_table(path: str) -> bool:
     """Whether a column is one of the light tables, not of a chain."""
     return path.split("/")[1] in TABLES
-
-
-def _factor_dtype(factor: Tensor, wanted: torch.dtype) -> torch.dtype:
-    """Return the number format a factor is stored in."""
-    if not factor.is_floating_point() and not factor.is_complex():
-        return torch.int64
-    dtype = stored_dtype(factor.dtype, wanted)
-    kept = dtype.itemsize > 2 or dtype == factor.dtype == torch.bfloat16
-    return dtype if kept else torch.float32

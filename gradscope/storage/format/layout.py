@@ -71,31 +71,26 @@ class Array:
 def rows_array(
     shape: Shape, dtype: torch.dtype, batch: int, compression: Compression | None = None
 ) -> Array:
-    """Return the array of rows (N, ...) that come `batch` at a time."""
-    return Array(shape, dtype, _row_chunks(shape, batch, dtype.itemsize), compression=compression)
+    """Return the array of rows (N, ...) that come `batch` at a time.
+
+    Rows that divide the batch need no copy.
+    """
+    (n, *row), itemsize = shape, dtype.itemsize
+    size, chunks = prod(row) * itemsize, None
+    if n and size >= CHUNK_BYTES:
+        chunks = (1, *split(tuple(row), itemsize))
+    elif n and 0 < batch * size < SMALL_CHUNK:
+        chunks = (min(n, batch * (SMALL_CHUNK // (batch * size))), *row)
+    elif n and size:
+        fit = min(CHUNK_BYTES // size, batch, n)
+        divisor = max(d for d in range(1, fit + 1) if batch % d == 0)
+        chunks = (divisor if 2 * divisor >= fit else fit, *row)
+    return Array(shape, dtype, chunks, compression=compression)
 
 
 def result_array(shape: Shape, dtype: torch.dtype) -> Array:
     """Return how an aggregate of that shape is stored."""
     return Array(shape, dtype, split(shape, dtype.itemsize) if prod(shape) and shape else None)
-
-
-def _row_chunks(shape: Shape, batch: int, itemsize: int) -> Shape | None:
-    """Return the chunk shape of rows (N, ...); None where there is nothing to store.
-
-    Rows that divide the batch need no copy.
-    """
-    n, row = shape[0], shape[1:]
-    bytes_a_row = prod(row) * itemsize
-    if n == 0 or bytes_a_row == 0:
-        return None
-    if bytes_a_row >= CHUNK_BYTES:
-        return (1, *split(row, itemsize))
-    if batch * bytes_a_row < SMALL_CHUNK:
-        return (min(n, batch * (SMALL_CHUNK // (batch * bytes_a_row))), *row)
-    fit = min(CHUNK_BYTES // bytes_a_row, batch, n)
-    divisor = max(d for d in range(1, fit + 1) if batch % d == 0)
-    return (divisor if 2 * divisor >= fit else fit, *row)
 
 
 def split(shape: Shape, itemsize: int) -> Shape:

@@ -79,15 +79,6 @@ def h5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
     return made
 
 
-def text_type(size: int) -> h5py.h5t.TypeID:
-    """Return the HDF5 type of UTF-8 texts of at most `size` bytes, zeros behind a text."""
-    made = h5py.h5t.C_S1.copy()
-    made.set_size(size)
-    made.set_cset(h5py.h5t.CSET_UTF8)
-    made.set_strpad(h5py.h5t.STR_NULLPAD)
-    return made
-
-
 def format_of(dataset: h5py.Dataset) -> torch.dtype:
     """Return the format of a data set's numbers; texts are bytes."""
     if dataset.dtype.kind == "S":

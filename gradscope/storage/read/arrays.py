@@ -10,14 +10,12 @@ from typing import TypeVar
 
 import h5py
 import numpy as np
-import torch
 
-from gradscope.blocks import from_factors
 from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS
-from gradscope.storage.format.numbers import as_numpy, named, numpy_dtype, unescape
-from gradscope.storage.read.checks import REMEDY, Checks
+from gradscope.storage.format.numbers import named, numpy_dtype, unescape
+from gradscope.storage.format.seal import REMEDY, Checks
 
 T = TypeVar("T")
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
@@ -42,9 +40,9 @@ class StoredArray:
             self.shape = tuple(int(s) for s in item.shape)
             self.dtype = item.dtype
         else:
+            self.representation = "factored"
             with reading(self._where):
-                self.representation = "factored"
-                self.shape = _factored_shape(item, self._where)
+                self.shape = _factored_shape(item)
                 self.dtype = numpy_dtype(named(str(item.attrs["dtype"])))
 
     @property
@@ -100,7 +98,7 @@ class StoredArray:
     def _read(self, start: int, stop: int) -> np.ndarray:
         with reading(self._where):
             if isinstance(self._item, h5py.Group):
-                return dense_rows(self._item, slice(start, stop), self._checks)
+                return self._checks.dense(self._item, start, stop)
             return self._checks.rows(self._item, start, stop)
 
     def __repr__(self) -> str:
@@ -154,12 +152,6 @@ class StoredChain(Lazy[StoredArray]):
         super().__init__(names, read, kept=True)
 
 
-def norms(group: h5py.Group, checks: Checks, order: list[str]) -> Lazy[np.ndarray]:
-    """Return {parameter: (N,)}, each read and checked when asked for."""
-    found = {unescape(name): name for name in group}
-    return Lazy((n for n in order if n in found), lambda name: column(group[found[name]], checks))
-
-
 def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
     """Return the state of one reducer, {key: tensor}."""
     if KEYS not in group.attrs:  # as in the first version
@@ -195,25 +187,7 @@ def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.
     return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
 
 
-def dense_rows(group: h5py.Group, rows: slice, checks: Checks) -> np.ndarray:
-    """Return the dense rows (n, *shape) of a factored group, computed in their factors' dtype."""
-    kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
-    factors = {
-        name: torch.from_numpy(checks.rows(group[name], rows.start, rows.stop))
-        for name in KINDS[kind]
-    }
-    index = factors.get("index", torch.zeros(0))
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[0]:
-        raise ResultFileError(
-            f"an index points outside the table of {shape[0]} rows",
-            where=f"{group.file.filename}: {group.name}",
-            remedy="The file is damaged; compute it again.",
-        )
-    block = from_factors(kind, factors, shape)
-    return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
-
-
-def _factored_shape(group: h5py.Group, where: str) -> tuple[int, ...]:
+def _factored_shape(group: h5py.Group) -> tuple[int, ...]:
     """Return (N, *shape), having checked that the factors make up such an array."""
     shape = tuple(int(s) for s in group.attrs["shape"])
     first, second = (group[name] for name in KINDS[str(group.attrs["kind"])])
@@ -227,7 +201,6 @@ def _factored_shape(group: h5py.Group, where: str) -> tuple[int, ...]:
     if not fits or min(shape, default=1) < 0:
         raise ResultFileError(
             f"factors of {first.shape} and {second.shape} do not make an array of {shape}",
-            where=where,
             remedy="The file is damaged; compute it again.",
         )
     return (n, *shape)

@@ -6,13 +6,12 @@ read through it here: each source is opened as a result file of its own, with al
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import h5py
 import numpy as np
@@ -21,9 +20,8 @@ from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import SOURCES
 from gradscope.storage.format.numbers import escape, unescape
-from gradscope.storage.format.seal import seal_of
-from gradscope.storage.read.arrays import StoredArray, StoredChain, column, norms, stored_states
-from gradscope.storage.read.checks import Checks
+from gradscope.storage.format.seal import Checks, seal_of
+from gradscope.storage.read.arrays import Lazy, StoredArray, StoredChain, column, stored_states
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 
 _BATCH_BYTES = 2**28  # of dense rows, unless the caller says how many
@@ -51,8 +49,7 @@ class GradientFile:
     """
 
     def __init__(self, path: Path, file: h5py.File, checks: Checks) -> None:
-        self.path = path
-        self.hdf5, self._checks = file, checks
+        self.path, self.hdf5 = path, file
         texts = {key: value for key, value in file.attrs.items() if isinstance(value, str)}
         documents = ("run", "certificate", "identity", "parameters")
         self.run, self.certificate, self.identity, shapes = (
@@ -63,11 +60,22 @@ class GradientFile:
         order = list(self.parameters)
         self.samples = {name: column(item, checks) for name, item in file["samples"].items()}
         self.n = len(self.samples["index"])
-        self.norms: Mapping[str, np.ndarray] = norms(file["norms"], checks, order)
+        table, found = file["norms"], {unescape(name): name for name in file["norms"]}
+        self.norms: Mapping[str, np.ndarray] = Lazy(
+            (name for name in order if name in found),
+            lambda name: column(table[found[name]], checks),
+        )
         self.sources: Sources | None = None
         if SOURCES in texts:
             self.sources = _sources_of(self.attributes.pop(SOURCES), path.parent)
-        self.chains = tuple(self._chain(k, order) for k in range(len(file["chains"])))
+        chains = []
+        for k in range(len(file["chains"])):
+            group = file["chains"][str(k)]
+            make: Callable[..., StoredArray] = StoredArray
+            if self.sources is not None and not group.attrs["reduced"]:
+                make = partial(VirtualArray, chain=k, sources=self.sources)
+            chains.append(StoredChain(group, checks, order, make))
+        self.chains = tuple(chains)
         kept = file.get("states", {})
         self.states: Mapping[str, Mapping[str, np.ndarray]] = {
             owner: stored_states(group, checks) for owner, group in kept.items()
@@ -76,9 +84,17 @@ class GradientFile:
     @cached_property
     def norm_attributes(self) -> dict[str, dict[str, float]]:
         """{parameter: {attribute: number}}."""
+        found: dict[str, dict[str, float]] = {}
         with reading(str(self.path)):
-            group = self.hdf5["norms"]
-            return {unescape(name): _number_attributes(group[name]) for name in group}
+            for escaped, dataset in self.hdf5["norms"].items():
+                numbers = found[unescape(escaped)] = {}
+                for k in range(h5py.h5a.get_num_attrs(dataset.id)):
+                    attribute = h5py.h5a.open(dataset.id, index=k)
+                    if attribute.dtype.kind == "f" and attribute.shape == ():
+                        value = np.empty((), attribute.dtype)
+                        attribute.read(value)
+                        numbers[attribute.name.decode(errors="replace")] = float(value)
+        return found
 
     def iterate(
         self, chain: int = 0, batch_size: int | None = None
@@ -111,13 +127,6 @@ class GradientFile:
             rows = slice(start, start + step)
             yield {name: array[rows] for name, array in stored.items()}
 
-    def _chain(self, k: int, order: list[str]) -> StoredChain:
-        group = self.hdf5["chains"][str(k)]
-        if self.sources is None or group.attrs["reduced"]:
-            return StoredChain(group, self._checks, order)
-        make = partial(VirtualArray, chain=k, sources=self.sources)
-        return StoredChain(group, self._checks, order, make)
-
     def close(self) -> None:
         """Close the file; what was read stays valid."""
         if self.sources is not None:
@@ -127,12 +136,7 @@ class GradientFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close()
 
 
@@ -160,20 +164,8 @@ def open_file(path: str | Path) -> GradientFile:
         raise
 
 
-def _number_attributes(dataset: h5py.Dataset) -> dict[str, float]:
-    """Return the attributes that are floating-point numbers."""
-    found = {}
-    for k in range(h5py.h5a.get_num_attrs(dataset.id)):
-        attribute = h5py.h5a.open(dataset.id, index=k)
-        if attribute.dtype.kind == "f" and attribute.shape == ():
-            value = np.empty((), attribute.dtype)
-            attribute.read(value)
-            found[attribute.name.decode(errors="replace")] = float(value)
-    return found
-
-
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file that holds some of the rows of a virtual one."""
 
     path: Path  # where it is
@@ -199,7 +191,7 @@ class Source:
 class Sources:
     """The files that a virtual one takes its rows from, in their order; opened when needed."""
 
-    def __init__(self, files: tuple[Source, ...]) -> None:
+    def __init__(self, files: tuple[SourceFile, ...]) -> None:
         self.files = files
         self._open: OrderedDict[int, Opened] = OrderedDict()
         self._sound: set[int] = set()  # those that were opened before
@@ -209,24 +201,22 @@ class Sources:
         pieces = []
         for k, source in enumerate(self.files):
             first, last = max(start, source.start), min(stop, source.stop)
-            if first < last:
-                array = self._array(k, chain, name)
-                if (len(array), *array.shape[1:]) != (source.stop - source.start, *like.shape[1:]):
-                    raise _other(source, f"its {name!r} has the shape {array.shape}")
-                pieces.append(array[first - source.start : last - source.start])
+            if first >= last:
+                continue
+            opened_ = self._opened(k)
+            group = opened_.file["chains"].get(str(chain))
+            if group is None or group.attrs["reduced"] or escape(name) not in group:
+                raise _other(source, f"it has no rows of {name!r} in chain {chain}")
+            array = StoredArray(name, group[escape(name)], opened_.checks)
+            if (len(array), *array.shape[1:]) != (source.stop - source.start, *like.shape[1:]):
+                raise _other(source, f"its {name!r} has the shape {array.shape}")
+            pieces.append(array[first - source.start : last - source.start])
         return np.concatenate(pieces) if pieces else np.empty((0, *like.shape[1:]), like.dtype)
 
     def close(self) -> None:
         """Close them."""
         while self._open:
             self._open.popitem()[1].file.close()
-
-    def _array(self, k: int, chain: int, name: str) -> StoredArray:
-        source = self._opened(k)
-        group = source.file["chains"].get(str(chain))
-        if group is None or group.attrs["reduced"] or escape(name) not in group:
-            raise _other(self.files[k], f"it has no rows of {name!r} in chain {chain}")
-        return StoredArray(name, group[escape(name)], source.checks)
 
     def _opened(self, k: int) -> Opened:
         """Open a source, and close the one that was not used for longest."""
@@ -270,8 +260,14 @@ class VirtualArray(StoredArray):
 
 def _sources_of(text: str, folder: Path) -> Sources:
     """Return the sources that a virtual file in `folder` names, each checked."""
+    files: list[SourceFile] = []
     try:
-        files = tuple(_source(record, folder) for record in json.loads(text))
+        for record in json.loads(text):
+            path = Path(str(record["path"]))
+            if path.is_absolute() or "\0" in str(path):
+                raise ValueError(record)
+            start, stop = (int(row) for row in record["rows"])
+            files.append(SourceFile(folder / path, bytes.fromhex(record["seal"]), start, stop))
     except (ValueError, KeyError, TypeError) as error:
         raise ResultFileError(f"the attribute {SOURCES!r} is not a list of files") from error
     ends = [0, *(file.stop for file in files)]
@@ -279,18 +275,10 @@ def _sources_of(text: str, folder: Path) -> Sources:
         raise ResultFileError(f"the files of the attribute {SOURCES!r} leave gaps")
     for file in files:
         file.require_unchanged()
-    return Sources(files)
+    return Sources(tuple(files))
 
 
-def _source(record: Any, folder: Path) -> Source:
-    path = Path(str(record["path"]))
-    if path.is_absolute() or "\0" in str(path):
-        raise ValueError(record)
-    start, stop = (int(row) for row in record["rows"])
-    return Source(folder / path, bytes.fromhex(record["seal"]), start, stop)
-
-
-def _other(source: Source, what: str) -> ResultFileError:
+def _other(source: SourceFile, what: str) -> ResultFileError:
     return ResultFileError(
         what, where=str(source.path), remedy="Merge the files again, without --virtual."
     )

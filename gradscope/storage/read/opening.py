@@ -34,8 +34,7 @@ from gradscope.storage.format.layout import (
     is_known,
 )
 from gradscope.storage.format.numbers import unescape
-from gradscope.storage.format.seal import Seal, seal_of
-from gradscope.storage.read.checks import REMEDY, Checks
+from gradscope.storage.format.seal import REMEDY, Checks, Seal, seal_of
 
 _DEPTH = 4  # /chains/0/NAME/left
 _CHUNK_BYTES = 2 * CHUNK_BYTES
@@ -154,7 +153,7 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> Opened:
         raise ResultFileError(
             "its seal is missing: it was cut short, or changed after it was written", remedy=REMEDY
         )
-    _Contents(file, dict(_group(file, "", size, seen=set(), depth=0))).check()
+    _require_contents(file, dict(_group(file, "", size, seen=set(), depth=0)))
     return Opened(file, Checks(file.id.get_vfd_handle, seal.table), seal.digest)
 
 
@@ -211,15 +210,18 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
     attributes, plist = _attributes(dataset, size), dataset.id.get_create_plist()
     layout, dtype, shape = plist.get_layout(), dataset.id.dtype, dataset.id.shape
     found = Item(shape, dtype.kind, attributes)
-    if layout == h5py.h5d.VIRTUAL and dtype.kind in _KINDS and _is_row(dataset):
-        return found
+    room, *parts = path.strip("/").split("/")
+    if room == "chains" and len(parts) > 1 and SOURCES in dataset.file.attrs:
+        is_row = dtype.kind in _KINDS and not dataset.file[f"chains/{parts[0]}"].attrs["reduced"]
+        if is_row and layout == h5py.h5d.VIRTUAL:
+            return found  # its file says that rows are in others
     if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
         raise _refused(dataset, "takes its data from other files")
     is_text = path == "/samples/id" and dtype.kind == "S"
     if not (is_text or dtype.kind in _KINDS) or shape is None:
         raise _refused(dataset, f"holds {dtype}, not numbers")
-    if _is_axis(path):
-        return found  # only a name and a size; its data are never read
+    if not parts or (len(parts) == _DEPTH - 1 and parts[-1] not in AXES):
+        return found  # the scale of an axis: only a name and a size; its data are never read
     filters, item = filters_of(plist), dataset.id.get_type().get_size()  # not numpy's: bfloat16
     codes = [code for code, _ in filters]
     if not is_known(filters, path):
@@ -246,20 +248,6 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
     return found
 
 
-def _is_row(dataset: h5py.Dataset) -> bool:
-    """Whether a data set holds rows, and its file says that they are in other files."""
-    room, *parts = dataset.name.strip("/").split("/")
-    if room != "chains" or len(parts) < 2 or SOURCES not in dataset.file.attrs:
-        return False
-    return not dataset.file[f"chains/{parts[0]}"].attrs["reduced"]
-
-
-def _is_axis(name: str) -> bool:
-    """Whether a dimension scale belongs here: at the root, or beside a group's factors."""
-    parts = name.strip("/").split("/")
-    return len(parts) == 1 or (len(parts) == _DEPTH and parts[-1] not in AXES)
-
-
 def _refused(item: h5py.HLObject, what: str) -> ResultFileError:
     return ResultFileError(
         f"{item.name} {what}",
@@ -267,86 +255,77 @@ def _refused(item: h5py.HLObject, what: str) -> ResultFileError:
     )
 
 
-class _Contents:
-    """The parts of a file: whether they are all there, and every row belongs to a sample."""
+def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
+    """Check that all parts of a file are there, and that every row belongs to a sample."""
+    inside: dict[str, list[str]] = {path: [] for path, item in items.items() if item.shape is None}
+    for path in items:
+        if path:
+            inside[path.rpartition("/")[0]].append(path)
 
-    def __init__(self, file: h5py.File, items: Mapping[str, Item]) -> None:
-        self._file, self._items = file, items
-        self._inside: dict[str, list[str]] = {
-            path: [] for path, item in items.items() if item.shape is None
-        }
-        for path in items:
-            if path:
-                self._inside[path.rpartition("/")[0]].append(path)
-        for group, paths in self._inside.items():
-            names = {unescape(path.rpartition("/")[2]) for path in paths}
-            _require(len(names) == len(paths), f"{group} names a parameter twice")
+    def require_group(path: str, what: str) -> None:
+        _require(path in inside, f"there is no {what}")
 
-    def check(self) -> None:
-        """Check the tables, the chains and the states."""
-        items, inside = self._items, self._inside
-        for name in (*TABLES, "chains"):
-            found = items.get(f"/{name}")
-            _require(found is not None and found.shape is None, f"there is no group /{name}")
-        for name, kinds in _COLUMNS.items():
-            column = items.get(f"/samples/{name}")
-            sound = column is not None and column.kind in kinds and len(column.shape or ()) == 1
-            _require(sound, f"the column /samples/{name} is missing or of another type")
-        n = (items["/samples/index"].shape or ())[0]
-        for path in (path for table in TABLES for path in inside[f"/{table}"]):
-            _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
-            self._require_attributes(path, "sha256", always=False)
-        for k in range(len(inside["/chains"])):
-            chain = items.get(f"/chains/{k}")
-            _require(chain is not None and chain.shape is None, f"there is no chain {k}")
-            self._check_chain(f"/chains/{k}", n)
-        for owner in inside.get("/states", []):
-            _require(items[owner].shape is None, f"{owner} is no group")
-            for path in inside[owner]:
-                self._check_array(path, None)
+    def require_attributes(path: str, *names: str, always: bool = True) -> None:
+        for name in names:
+            there = name in items[path].attributes
+            sound = _ATTRIBUTES[name](file[path].attrs[name]) if there else not always
+            _require(sound, f"the attribute {name!r} of {path} is missing or of another type")
 
-    def _check_chain(self, path: str, n: int) -> None:
-        """Check a chain: of gradients as they are, that its arrays are the parameters'.
-
-        There is no mean where no sample was finite.
-        """
-        self._require_attributes(path, "chain", "reduced")
-        attributes, arrays = self._file[path].attrs, self._inside[path]
-        front = () if attributes["reduced"] else (n,)
-        for array in arrays:
-            self._check_array(array, None if attributes["reduced"] else n)
-        if attributes["chain"] not in _PLAIN:
-            return
-        document = json.loads(str(self._file.attrs.get("parameters")))
-        sound = isinstance(document, dict) and all(isinstance(s, list) for s in document.values())
-        _require(sound, "the attribute 'parameters' does not hold shapes")
-        wanted = {name: (*front, *shape) for name, shape in document.items()}
-        found = {unescape(a.rpartition("/")[2]): self._shape(a, front) for a in arrays}
-        none = not found and not front
-        _require(none or wanted == found, f"the arrays of {path} are not the parameters'")
-
-    def _check_array(self, path: str, n: int | None) -> None:
+    def require_array(path: str, n: int | None) -> None:
         """Check an array, or a group of factors, with one row for each of n samples if given."""
-        self._require_attributes(path, "overflowed", always=False)
-        shape = self._items[path].shape
+        require_attributes(path, "overflowed", always=False)
+        shape = items[path].shape
         if shape is not None:
             _require(n is None or shape[:1] == (n,), f"{path} has not {n} rows")
             return
-        self._require_attributes(path, "kind", "dtype", "shape")
-        for factor in self._inside[path]:
-            _require(bool(self._items[factor].shape), f"{factor} is no factor")
+        require_attributes(path, "kind", "dtype", "shape")
+        for factor in inside[path]:
+            _require(bool(items[factor].shape), f"{factor} is no factor")
 
-    def _shape(self, path: str, front: tuple[int, ...]) -> tuple[int, ...]:
-        shape = self._items[path].shape
-        own = self._file[path].attrs["shape"] if shape is None else ()
-        return (*front, *(int(s) for s in own)) if shape is None else shape
+    for group, paths in inside.items():
+        names = {unescape(path.rpartition("/")[2]) for path in paths}
+        _require(len(names) == len(paths), f"{group} names a parameter twice")
+    for name in (*TABLES, "chains"):
+        require_group(f"/{name}", f"group /{name}")
+    for name, kinds in _COLUMNS.items():
+        column = items.get(f"/samples/{name}")
+        sound = column is not None and column.kind in kinds and len(column.shape or ()) == 1
+        _require(sound, f"the column /samples/{name} is missing or of another type")
+    n = (items["/samples/index"].shape or ())[0]
+    for path in (path for table in TABLES for path in inside[f"/{table}"]):
+        _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
+        require_attributes(path, "sha256", always=False)
+    for k in range(len(inside["/chains"])):
+        path = f"/chains/{k}"
+        require_group(path, f"chain {k}")
+        require_attributes(path, "chain", "reduced")
+        reduced = file[path].attrs["reduced"]
+        for array in inside[path]:
+            require_array(array, None if reduced else n)
+        if file[path].attrs["chain"] in _PLAIN:
+            _require_parameters(file, path, items, inside[path], () if reduced else (n,))
+    for owner in inside.get("/states", []):
+        _require(owner in inside, f"{owner} is no group")
+        for path in inside[owner]:
+            require_array(path, None)
 
-    def _require_attributes(self, path: str, *names: str, always: bool = True) -> None:
-        """Check attributes by name; those that need not be there `always`, where they are."""
-        for name in names:
-            there = name in self._items[path].attributes
-            sound = _ATTRIBUTES[name](self._file[path].attrs[name]) if there else not always
-            _require(sound, f"the attribute {name!r} of {path} is missing or of another type")
+
+def _require_parameters(
+    file: h5py.File, path: str, items: Mapping[str, Item], arrays: list[str], front: tuple[int, ...]
+) -> None:
+    """Check that the arrays of a chain of gradients as they are have the parameters' shapes."""
+    document = json.loads(str(file.attrs.get("parameters")))
+    sound = isinstance(document, dict) and all(isinstance(s, list) for s in document.values())
+    _require(sound, "the attribute 'parameters' does not hold shapes")
+    wanted = {name: (*front, *shape) for name, shape in document.items()}
+    found = {}
+    for array in arrays:
+        shape = items[array].shape
+        if shape is None:
+            shape = (*front, *(int(s) for s in file[array].attrs["shape"]))
+        found[unescape(array.rpartition("/")[2])] = shape
+    none = not found and not front  # there is no mean where no sample was finite
+    _require(none or wanted == found, f"the arrays of {path} are not the parameters'")
 
 
 def _require(holds: bool, what: str) -> None:

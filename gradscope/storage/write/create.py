@@ -1,8 +1,9 @@
-"""The structure of a result file: laid out by the first batch, and the results at the end."""
+"""The structure of a result file: laid out by the first batch, completed at the end."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -12,10 +13,13 @@ from h5py import h5r
 from torch import Tensor
 
 import gradscope
+from gradscope.errors import OutputError, ResultFileError
+from gradscope.storage.format.files import secure_space, sync_folder
 from gradscope.storage.format.forms import (
-    DENSE,
     Form,
+    columns_of,
     create,
+    create_columns,
     describe,
     form_of,
     put_attribute,
@@ -32,8 +36,14 @@ from gradscope.storage.format.layout import (
     result_array,
 )
 from gradscope.storage.format.numbers import escape, name_of
+from gradscope.storage.format.seal import write_seal
 from gradscope.storage.plan import FilePlan, Rows, States, to_json
+from gradscope.storage.read.file import GradientFile, open_file
+from gradscope.storage.write.journal import Paths, require_intact
+from gradscope.storage.write.region import ASIDE, Region, Regions
+from gradscope.storage.write.target import Target
 
+Look = Callable[[GradientFile], None]
 Shapes = Mapping[str, tuple[Shape, torch.dtype]]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable. "  # netCDF-4's own marker
@@ -50,48 +60,118 @@ _FACTOR, _SCALE = 350, 600  # half of a group of two factors; the name of an axi
 _RECORD = 24  # of the seal
 
 
-def describe_run(file: h5py.File, plan: FilePlan) -> None:
-    """Record what the run is, and create the groups of an unfinished file."""
-    file.attrs["format"] = FORMAT
-    file.attrs["format_version"] = FORMAT_VERSION
-    file.attrs["status"] = "incomplete"
-    file.attrs["gradscope_version"] = gradscope.__version__
-    for key, text in plan.attributes.items():
-        file.attrs[key] = text
-    file.attrs["run"] = to_json(plan.run)
-    file.attrs["identity"] = to_json(plan.identity)
-    file.attrs["parameters"] = to_json(plan.parameters)
-    for name in (*TABLES, "chains"):
-        file.create_group(name)
-    for k, chain in enumerate(plan.chains):
-        group = file.create_group(f"chains/{k}")
-        group.attrs["chain"] = chain.text
-        group.attrs["reduced"] = chain.reduced
+def lay_out(
+    paths: Paths,
+    target: Target,
+    plan: FilePlan,
+    forms: Mapping[str, Form],
+    batch: int,
+    more: Callable[[h5py.File], None] = lambda file: None,
+) -> Regions:
+    """Begin the `.part`: what the run is, `more`, and all columns, whose rows come by batches."""
+    os.ftruncate(target.descriptor, 0)
+    with target.editing() as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["format_version"] = FORMAT_VERSION
+        file.attrs["status"] = "incomplete"
+        file.attrs["gradscope_version"] = gradscope.__version__
+        for key, text in plan.attributes.items():
+            file.attrs[key] = text
+        file.attrs["run"] = to_json(plan.run)
+        file.attrs["identity"] = to_json(plan.identity)
+        file.attrs["parameters"] = to_json(plan.parameters)
+        for name in (*TABLES, "chains"):
+            file.create_group(name)
+        for k, chain in enumerate(plan.chains):
+            group = file.create_group(f"chains/{k}")
+            group.attrs["chain"] = chain.text
+            group.attrs["reduced"] = chain.reduced
+        more(file)
+        create_columns(file, forms, plan.n, batch)
+        regions = Regions.of(file)
+    secure_space(paths.part, target.descriptor)
+    return regions
 
 
 def forms_of(plan: FilePlan, rows: Rows) -> dict[str, Form]:
     """Return in what form each column of tables and chains will be stored, by its path."""
-    found = {f"/samples/{name}": _table_form(column) for name, column in rows.samples.items()}
-    found |= {f"/norms/{escape(name)}": _table_form(c) for name, c in rows.norms.items()}
+    tables = {f"/samples/{name}": column for name, column in rows.samples.items()}
+    tables |= {f"/norms/{escape(name)}": column for name, column in rows.norms.items()}
+    found = {}
+    for path, column in tables.items():  # one of (n, w) are texts
+        dtype = torch.float32 if column.dtype == torch.bfloat16 else column.dtype
+        found[path] = Form((), dtype, text=int(column.shape[1]) if column.dim() == 2 else None)
     for k, gradients in enumerate(rows.chains):
         for name, block in (gradients or {}).items():
             found[f"/chains/{k}/{escape(name)}"] = form_of(block, plan)
     return found
 
 
-def _table_form(column: Tensor) -> Form:
-    """Return the form of a column (N,) of the light table, by its first rows; (n, w) are texts."""
-    if column.dim() == 2:
-        return Form((), column.dtype, text=int(column.shape[1]))
-    return Form((), torch.float32 if column.dtype == torch.bfloat16 else column.dtype)
+def complete(
+    paths: Paths,
+    target: Target,
+    regions: Regions,
+    results: Mapping[int, Mapping[str, Tensor]],
+    certificate: Mapping[str, Any],
+    norm_attributes: Mapping[str, Mapping[str, float]],
+    states: States,
+    look: Look | None,
+) -> None:
+    """Turn the `.part`, whose rows are all there, into the final file.
+
+    Every byte of it is read back before it gets there, and compared with what it was in memory.
+    Of the other arguments see `Writer.finish`.
+    """
+    with target.editing() as file:
+        if ASIDE in file:
+            del file[ASIDE]
+        regions = regions.without_aside
+        filling: dict[str, list[Tensor]] = {}
+        for k, values in results.items():
+            for name, value in values.items():
+                array = result_array(tuple(value.shape), value.dtype)
+                made = create(file[f"chains/{k}"], escape(name), array)
+                describe(made, name, "dense")
+                filling[str(made.name)] = [value]
+        filling |= create_states(file, states)
+        for path, region in regions.by_path.items():
+            if region.mark.overflowed:
+                file[path].attrs["overflowed"] = region.mark.overflowed
+        for name, attributes in norm_attributes.items():
+            for key, number in attributes.items():
+                file[f"norms/{escape(name)}"].attrs[key] = float(number)
+        attach_scales(file)
+        added = {path: Region(file[path]) for path in filling}
+        file.attrs["certificate"] = to_json(certificate)
+        file.attrs["status"] = "complete"
+    for path, tensors in filling.items():
+        for tensor in tensors:
+            added[path].add(tensor, target)
+    target.close()
+    records = [regions.records(regions.marks), *(r.records(r.mark) for r in added.values())]
+    table = np.concatenate(records)
+    table = table[np.argsort(table[:, 0])]
+    require_intact(paths.part, target.descriptor, table)
+    write_seal(target.descriptor, table)
+    _verify(paths.part, look)
+    os.fsync(target.descriptor)
+    paths.part.replace(paths.final)
+    paths.progress.unlink(missing_ok=True)
+    sync_folder(paths.final)
 
 
-def create_results(chain: h5py.Group, results: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Create data sets for aggregates {name: (*shape)}; return what goes where."""
-    for name, value in results.items():
-        array = result_array(tuple(value.shape), value.dtype)
-        describe(create(chain, escape(name), array), name, "dense")
-    return {f"{chain.name}/{escape(name)}": [value] for name, value in results.items()}
+def _verify(part: Path, look: Look | None) -> None:
+    """Open the file as a reader does, with all its checks."""
+    try:
+        with open_file(part) as file:
+            if look is not None:
+                look(file)
+    except ResultFileError as error:
+        raise OutputError(
+            f"the file just written does not verify: {error.what}",
+            where=str(part),
+            remedy="The disk or its driver may be failing; give --resume to complete it again.",
+        ) from error
 
 
 def create_states(file: h5py.File, states: States) -> dict[str, list[Tensor]]:
@@ -167,25 +247,6 @@ def _axes(path: str, shape: Shape, reduced: set[str]) -> Iterator[str]:
         yield from (f"/axis{k}_{size}" for k, size in enumerate(shape[has_samples:]))
 
 
-@dataclass(frozen=True)
-class _Object:
-    """A data set as it is to be: its array, the parameter it is of, and what else it has."""
-
-    array: Array
-    name: str = ""
-    numbers: int = 0  # attributes
-    factor: str = ""  # its name in a group of factors
-
-    @property
-    def structure(self) -> int:
-        """About how many bytes HDF5 and the seal need besides the numbers."""
-        array, named = self.array, _NAMED + self.numbers * _NUMBER + 2 * len(self.name)
-        size = _DATASET + _AXIS * len(array.shape) + (named if self.name else 0)
-        if array.chunks is not None:
-            size += _CHUNKED + (_INDEXED + _ENTRY * array.pieces if array.pieces > 1 else 0)
-        return size + _RECORD * max(1, array.pieces)
-
-
 def file_bytes(
     plan: FilePlan, rows: Rows, results: Sequence[Shapes], states: Sequence[Shapes] = ()
 ) -> tuple[int, int]:
@@ -197,29 +258,27 @@ def file_bytes(
         results: {name: (shape, dtype)} of the aggregates of each reduced chain.
         states: {key: (shape, dtype)} of each reducer whose state is kept.
     """
-    objects = list(_objects(plan, rows))
+    found: list[tuple[Array, str, str]] = []  # the parameter's name, and that of a factor
+    for path, form in forms_of(plan, rows).items():
+        name = "" if path.startswith("/samples/") else path.rpartition("/")[2]
+        made = columns_of(path, form, plan.n, len(rows.index))
+        found += ((array, "" if factor else name, factor) for factor, array in made.items())
     for shapes in results:
-        objects += (_Object(result_array(*one), name) for name, one in shapes.items())
+        found += ((result_array(*one), name, "") for name, one in shapes.items())
     for shapes in states:
-        objects += (_Object(array) for array in state_arrays(shapes).values())
+        found += ((array, "", "") for array in state_arrays(shapes).values())
     documents: list[Any] = [plan.run, plan.identity, plan.parameters]
     documents += [[[key, "float64", shape] for key, (shape, _) in s.items()] for s in states]
-    axes = {pair for o in objects if not o.factor for pair in enumerate(o.array.shape)}
-    factored = [o for o in objects if o.factor]
     structure = _FILE + sum(len(to_json(document).encode()) for document in documents)
-    structure += sum(o.structure for o in objects) + _SCALE * len(axes)
-    structure += sum(_SCALE * len(AXES[o.factor]) + _FACTOR for o in factored)
-    return sum(o.array.nbytes for o in objects), structure
-
-
-def _objects(plan: FilePlan, rows: Rows) -> Iterator[_Object]:
-    """Yield the data sets with a sample axis; of an estimate, never compressed."""
-    for path, form in forms_of(plan, rows).items():
-        if path.startswith("/samples/"):
-            yield _Object(Array((plan.n,), form.dtype, text=form.text))
-        elif path.startswith("/norms/"):
-            yield _Object(Array((plan.n,), form.dtype), path.rpartition("/")[2], numbers=1)
+    structure += _NUMBER * len(rows.norms)
+    axes = set()
+    for array, name, factor in found:
+        structure += _DATASET + _AXIS * len(array.shape) + _RECORD * max(1, array.pieces)
+        structure += _NAMED + 2 * len(name) if name else 0
+        if array.chunks is not None:
+            structure += _CHUNKED + (_INDEXED + _ENTRY * array.pieces if array.pieces > 1 else 0)
+        if factor:
+            structure += _SCALE * len(AXES[factor]) + _FACTOR
         else:
-            for part, array in form.arrays(plan.n, len(rows.index)).items():
-                name = path.rpartition("/")[2] if part == DENSE else ""
-                yield _Object(array, name, factor=part)
+            axes |= set(enumerate(array.shape))
+    return sum(array.nbytes for array, _, _ in found), structure + _SCALE * len(axes)

@@ -3,43 +3,34 @@
 `OUT.h5.part.progress` holds everything a run needs to go on that is not in whole chunks of rows:
 how many rows are complete, those of them that do not fill a chunk yet, the reducers' states, the
 file's structure, and the checksums of the chunks. It is replaced as a whole: there is the old or
-the new. It is, little-endian,
-
-    "gradprog" · bytes of the header int64 · header, JSON · arrays, one behind the other · CRC-32C
-
-where the header has the type and the shape of each array, and the checksum is of all before it.
+the new. It is an .npz of a header, JSON, and of arrays by their number.
 """
 
+import io
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
-from crc32c import crc32c
-from torch import Tensor
 
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
-from gradscope.storage.format.files import read, sync_folder, write, writing
+from gradscope.storage.format.files import read, require_free, sync_folder, write, writing
 from gradscope.storage.format.numbers import as_numpy
-from gradscope.storage.format.seal import damaged, gaps, joined
+from gradscope.storage.format.seal import damage_text, damaged, gaps, joined
 from gradscope.storage.plan import FilePlan, States, differences
-from gradscope.storage.read.checks import damage_text
 from gradscope.storage.write.region import Mark, Regions
 
 COMMIT_SECONDS = 1.0
 COMMIT_SHARE = 20  # a commit may take one part in so many of the time
 LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
-
-_MAGIC, _SUM_BYTES = b"gradprog", 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,8 @@ class Structure:
     def of(cls, descriptor: int, regions: Regions) -> "Structure":
         """Copy what lies between the rows of a file that is not open in HDF5."""
         size = os.fstat(descriptor).st_size
-        pieces = list(gaps(joined(regions.extents), size))
+        taken = joined([region.extents for region in regions.by_path.values()])
+        pieces = list(gaps(taken, size))
         data = b"".join(read(descriptor, stop - start, start).data for start, stop in pieces)
         return cls(size, np.array(pieces, np.int64), np.frombuffer(data, np.uint8))
 
@@ -112,23 +104,22 @@ class Entry:
     def load(cls, path: Path) -> "Entry | None":
         """Read a journal; None when there is none."""
         try:
-            data = bytearray(path.read_bytes())  # arrays in it can be written to
+            data = path.read_bytes()
         except FileNotFoundError:
             return None
-        view, at = memoryview(data), len(_MAGIC) + 8
-        sum_ = crc32c(view[:-_SUM_BYTES]).to_bytes(_SUM_BYTES, "little")
-        if data[: len(_MAGIC)] != _MAGIC or data[-_SUM_BYTES:] != sum_:
+        try:
+            with np.load(io.BytesIO(data)) as found:  # which compares its checksums
+                header = json.loads(found["header"].tobytes())
+                arrays = [found[str(k)] for k in range(len(found.files) - 1)]
+        except MemoryError:
+            raise
+        except Exception as error:
             raise OutputError(
                 "the record of what is complete is damaged, or of another version of gradscope",
                 where=str(path),
                 remedy="Start again with --overwrite, or put back a copy of it.",
-            )
-        start = at + int.from_bytes(view[at - 8 : at], "little")
-        header, arrays = json.loads(data[at:start]), []
-        for kind, shape in header["arrays"]:
-            arrays.append(np.frombuffer(data, kind, prod(shape), start).reshape(shape))
-            start += arrays[-1].nbytes
-        states: dict[str, dict[str, Tensor]] = {owner: {} for owner in header["owners"]}
+            ) from error
+        states: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in header["owners"]}
         for owner, key in header["keys"]:
             states[owner][key] = torch.from_numpy(arrays.pop(0))
         marks = {
@@ -155,19 +146,13 @@ class Entry:
             "keys": keys,
             "marks": {path: mark.overflowed for path, mark in kept.items()},
             "size": self.structure.size,
-            "arrays": [(a.dtype.str, a.shape) for a in arrays],
         }
-        text = json.dumps(header).encode()
-        parts: list[bytes | memoryview] = [_MAGIC, len(text).to_bytes(8, "little"), text]
-        parts += (np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays)
+        text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        numbered: dict[str, Any] = {str(k): array for k, array in enumerate(arrays)}
         temporary = path.with_name(path.name + ".tmp")
-        checksum = 0
         try:
             with temporary.open("wb") as file:
-                for part in parts:
-                    file.write(part)
-                    checksum = crc32c(part, checksum)
-                file.write(checksum.to_bytes(_SUM_BYTES, "little"))
+                np.savez(file, header=text, **numbered)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -177,16 +162,13 @@ class Entry:
 
 
 class Journal:
-    """The commits of one file.
-
-    Attributes:
-        completed: The rows that the last one made durable.
-        trusted: Whether the disk has kept what it was given. Once it failed, a second try may
-            succeed without having written what the first one lost.
-    """
+    """The commits of one file."""
 
     def __init__(self, paths: Paths, descriptor: int, plan: FilePlan, replaces: bool) -> None:
-        self.completed, self.trusted = 0, True
+        self.completed = 0  # the rows that the last commit made durable
+        # whether the disk has kept what it was given: once it failed, a second try may succeed
+        # without having written what the first one lost
+        self.trusted = True
         self._paths, self._descriptor, self._plan = paths, descriptor, plan
         self._replaces = replaces
         self._last, self._cost = time.monotonic(), 0.0
@@ -232,9 +214,8 @@ def recover(
     found = Entry.load(paths.progress) if unfinished and resume else None
     if overwrite and found is not None and found.identity != plan.identity:
         found = None
-    require_not_there(
-        paths, descriptor, overwrite=overwrite or (found is not None and found.replaces)
-    )
+    may_replace = overwrite or (found is not None and found.replaces)
+    require_not_there(paths, descriptor, overwrite=may_replace)
     if found is None:
         paths.progress.unlink(missing_ok=True)
         os.ftruncate(descriptor, 0)
@@ -247,15 +228,14 @@ def recover(
 
 def require_not_there(paths: Paths, descriptor: int, *, overwrite: bool) -> None:
     """Check, with the `.part` locked, that nobody has put the final file in its place meanwhile."""
-    if overwrite or not paths.final.exists():
-        return
-    if os.fstat(descriptor).st_size == 0:
-        paths.part.unlink(missing_ok=True)  # it was made by being opened
-    raise OutputError(
-        "another process has just written this file",
-        where=str(paths.final),
-        remedy="Choose another name, or give --overwrite.",
-    )
+    try:
+        require_free(
+            paths.final, overwrite=overwrite, what="another process has just written this file"
+        )
+    except OutputError:
+        if os.fstat(descriptor).st_size == 0:
+            paths.part.unlink(missing_ok=True)  # it was made by being opened
+        raise
 
 
 def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:

@@ -7,6 +7,7 @@ and what is held back is saved with the journal.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -15,11 +16,13 @@ from crc32c import crc32c
 from torch import Tensor
 
 from gradscope.blocks import Block
+from gradscope.blocks.base import TILE_BYTES
 from gradscope.errors import OutputError
+from gradscope.storage.format.files import reading, writing
 from gradscope.storage.format.forms import DENSE
 from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets, Shape, datasets
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
-from gradscope.storage.format.seal import NO_RECORDS
+from gradscope.storage.format.seal import NO_RECORDS, Checks
 from gradscope.storage.plan import Rows
 from gradscope.storage.write.target import Target
 
@@ -41,46 +44,35 @@ class Mark:
 
 
 class Region:
-    """One data set that is written from its beginning to its end.
-
-    Attributes:
-        path: Of the data set.
-        shape: (N, *shape).
-        dtype: The stored format.
-        chunks: Where the bytes lie.
-        mark: Where it stands; set it to go back.
-    """
+    """One data set (N, *shape) that is written from its beginning to its end."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         self.path = str(dataset.name)
         self.shape: Shape = tuple(int(s) for s in dataset.shape)
         self.dtype: torch.dtype = format_of(dataset)
-        self.chunks, self.mark = ChunkOffsets.of(dataset), Mark()
-        self._table = np.zeros((self.chunks.count, RECORD), np.int64)  # offset, size, CRC-32C
-        self._table[: len(self.chunks.offsets), :2] = self.chunks.extents
+        self.chunks = ChunkOffsets.of(dataset)
+        self.mark = Mark()  # where it stands; set it to go back
+        self.table = np.zeros((self.chunks.count, RECORD), np.int64)  # offset, size, CRC-32C
+        self.table[: len(self.chunks.offsets), :2] = self.chunks.extents
+        self.row = self.chunks.size // self.shape[0] if self.shape and self.shape[0] else 0  # bytes
 
-    @property
-    def row(self) -> int:
-        """The bytes of a row."""
-        return self.chunks.size // self.shape[0] if self.shape and self.shape[0] else 0
-
-    @property
-    def together(self) -> int:
-        """The rows that share a chunk."""
-        return max(1, self.chunks.chunk // self.row) if self.row else 1
+    def step(self, size: int, row: int = 0) -> int:
+        """Return how many rows of `row` bytes, whole chunks of them, take about `size` bytes."""
+        together = max(1, self.chunks.chunk // max(1, self.row))
+        return max(1, size // max(1, row or self.row) // together) * together
 
     @property
     def extents(self) -> np.ndarray:
         """Offset and size of all chunks that have a place, (m, 2) int64."""
-        return self._table[self._table[:, 1] > 0, :2]
+        return self.table[self.table[:, 1] > 0, :2]
 
     def add(self, values: Tensor, target: Target) -> None:
         """Write the next rows (n, *shape), in the stored format, as far as they fill chunks."""
         data, mark = as_bytes(values), self.mark
         if not (self.chunks.checked or self.chunks.packed):
-            if len(data):
-                target.write_bytes(self.path, mark.position, data)
             sum_ = crc32c(data.data, mark.sum)
+            if len(data):
+                target.write_piece(int(self.chunks.offsets[0]) + mark.position, data)
             self.mark = replace(mark, position=mark.position + len(data), sum=sum_)
             return
         position, tail = mark.position, mark.tail
@@ -111,29 +103,41 @@ class Region:
         if not (self.chunks.checked or self.chunks.packed):
             return np.array([[self.chunks.offsets[0], mark.position, mark.sum]], np.int64)
         count = self.chunks.number(mark.position - len(mark.tail))
-        return self._table[: count + (tail and len(mark.tail) > 0)]
+        return self.table[: count + (tail and len(mark.tail) > 0)]
 
     def start_at(self, mark: Mark, records: np.ndarray) -> None:
         """Go on from a mark; `records` (m, 3) has the checksums of what is complete, by offset."""
         known = np.append(records, [[np.iinfo(np.int64).max, 0, 0]], 0)
-        found = known[np.searchsorted(records[:, 0], self._table[:, 0])]
-        self._table[:, 2] = np.where(found[:, 0] == self._table[:, 0], found[:, 2], 0)
-        whole = int(self._table[0, 2]) if len(self._table) == 1 else 0
+        found = known[np.searchsorted(records[:, 0], self.table[:, 0])]
+        self.table[:, 2] = np.where(found[:, 0] == self.table[:, 0], found[:, 2], 0)
+        whole = int(self.table[0, 2]) if len(self.table) == 1 else 0
         self.mark = replace(mark, sum=whole)
-
-    def take_over(self, other: "Region") -> None:
-        """Go on where another region of the same data set stands."""
-        self.mark, self._table = other.mark, other._table
 
     def _write(self, chunks: Sequence[tuple[int, np.ndarray]], target: Target) -> None:
         """Write chunks, each from a byte of the data set on."""
         numbers = [self.chunks.number(start) for start, _ in chunks]
         if self.chunks.packed:
             for number, (start, data) in zip(numbers, chunks, strict=True):
-                self._table[number] = target.pack_chunk(self.path, start, data)
+                self.table[number] = target.pack_chunk(self.path, start, data)
         elif chunks:
-            places = self._table[numbers, :2]
-            self._table[numbers, 2] = target.write_chunks(places, [data for _, data in chunks])
+            places = self.table[numbers, :2]
+            self.table[numbers, 2] = target.write_chunks(places, [data for _, data in chunks])
+
+
+def copy_rows(
+    item: h5py.HLObject, checks: Checks, region: Region, n: int, target: Target, path: Path
+) -> None:
+    """Write n rows of a data set, or of factors as dense rows, into the file `path`."""
+    step = region.step(TILE_BYTES)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        with reading(f"{item.file.filename}: {item.name}"):
+            if isinstance(item, h5py.Dataset):
+                rows = checks.rows(item, start, stop)
+            else:
+                rows = checks.dense(item, start, stop)
+        with writing(path):
+            region.add(torch.from_numpy(rows).to(region.dtype), target)
 
 
 class Scratch:
@@ -151,7 +155,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Column:
+class ParameterRegions:
     """The regions of one parameter's rows: one of them if dense, else one for each factor."""
 
     kind: str | None
@@ -185,8 +189,8 @@ class Column:
             return
         if block.dtype in _HALVES and block.held is None:
             block = block.to(torch.float32)  # rounded once, and what overflows is counted
-        row = max(1, prod(block.shape) * block.dtype.itemsize)
-        step = max(1, PART_BYTES // row // region.together) * region.together
+        row = prod(block.shape) * block.dtype.itemsize
+        step = region.step(PART_BYTES, row)
         for at in range(0, block.n, step):
             tile = block.select(slice(at, at + step))
             rows = tile.held
@@ -212,8 +216,8 @@ class Regions:
 
     by_path: dict[str, Region]  # every data set that is written
     tables: tuple[dict[str, Region], ...]  # the columns of /samples and of /norms
-    # {parameter: Column} for each chain; empty for a reduced one
-    chains: tuple[dict[str, Column], ...]
+    # {parameter: ParameterRegions} for each chain; empty for a reduced one
+    chains: tuple[dict[str, ParameterRegions], ...]
 
     @classmethod
     def of(cls, file: h5py.File) -> "Regions":
@@ -221,12 +225,14 @@ class Regions:
         found = {path: Region(dataset) for path, dataset in datasets(file)}
         scratch, chains = Scratch(), file["chains"]
 
-        def column(path: str) -> Column:
+        def column(path: str) -> ParameterRegions:
             if path in found:
-                return Column(None, found[path].shape[1:], {DENSE: found[path]}, scratch)
+                return ParameterRegions(None, found[path].shape[1:], {DENSE: found[path]}, scratch)
             kind = str(file[path].attrs["kind"])
             shape = tuple(int(s) for s in file[path].attrs["shape"])
-            return Column(kind, shape, {k: found[f"{path}/{k}"] for k in KINDS[kind]}, scratch)
+            return ParameterRegions(
+                kind, shape, {k: found[f"{path}/{k}"] for k in KINDS[kind]}, scratch
+            )
 
         return cls(
             found,
@@ -249,19 +255,20 @@ class Regions:
         return replace(self, by_path=own)
 
     @property
-    def extents(self) -> list[np.ndarray]:
-        """Offset and size (m, 2) of all chunks of each."""
-        return [region.extents for region in self.by_path.values()]
-
-    @property
     def marks(self) -> dict[str, Mark]:
-        """Where every region stands."""
+        """Where every region stands, by path."""
         return {path: region.mark for path, region in self.by_path.items()}
 
     def return_to(self, marks: Mapping[str, Mark]) -> None:
         """Go back to where regions stood."""
         for path, mark in marks.items():
             self.by_path[path].mark = mark
+
+    def take_over(self, others: "Regions") -> None:
+        """Go on where those regions of another file stand that are the same here."""
+        for path in self.by_path.keys() & others.by_path.keys():
+            own, other = self.by_path[path], others.by_path[path]
+            own.mark, own.table = other.mark, other.table
 
     def records(self, marks: Mapping[str, Mark], *, tails: bool = False) -> np.ndarray:
         """Return offset, size and CRC-32C of what is complete at `marks`, by offset (m, 3)."""

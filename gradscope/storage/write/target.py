@@ -5,8 +5,8 @@ and crashes. So it is never told of one: the error is held back and raised when 
 memory is kept for it to come to an end with. And it fills what it allocates with zeros, which would
 double the work: they become a hole in a sparse file, which reads the same, and is a valid chunk.
 
-A chunk that was allocated when the file was laid out is written to its place, with its checksum,
-past HDF5: the structure of the file stays as it was. Chunks that are to be compressed go through
+What was allocated when the file was laid out is written to its place past HDF5, a chunk with its
+checksum: the structure of the file stays as it was. Chunks that are to be compressed go through
 HDF5's filters, and the structure changes with every one of them.
 """
 
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import contextmanager
+from itertools import pairwise
 from math import prod
 
 import h5py
@@ -44,23 +45,20 @@ class _HeldBack:
     Attributes:
         error: The first thing that went wrong; nothing is written after it.
         sums: CRC-32C of what was written, by its offset, where it is asked for.
+        closed: Whether it has nothing to do with the file any more, whatever HDF5 still asks for.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.error: BaseException | None = None
         self.sums: dict[int, int] | None = None
+        self.closed = False
         self._descriptor, self._position = descriptor, 0
         self._end = os.fstat(descriptor).st_size
-        self._closed = False
 
     def check(self) -> None:
         """Raise the error that was held back."""
         if self.error is not None:
             raise self.error
-
-    def leave(self) -> None:
-        """Have nothing to do with the file any more, whatever HDF5 still asks for."""
-        self._closed = True
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
@@ -85,7 +83,8 @@ class _HeldBack:
         """Fill `buffer`; beyond the end everything is zero."""
         count = 0
         with self._holding():
-            count = 0 if self._closed else read_into(self._descriptor, buffer, self._position)
+            if not self.closed:
+                count = read_into(self._descriptor, buffer, self._position)
         buffer[count:] = bytes(len(buffer) - count)
         self._position += len(buffer)
         return len(buffer)
@@ -101,8 +100,11 @@ class _HeldBack:
         with self._holding():
             if self.sums is not None:
                 self.sums[self._position] = crc32c(data)
-            beyond = self._position >= self._end and len(data) >= _HOLE
-            if not (self.error or self._closed or (beyond and _is_zero(data))):
+            is_hole = self._position >= self._end and len(data) >= _HOLE
+            if is_hole:
+                cut = len(data) // 8 * 8
+                is_hole = not (np.frombuffer(data[:cut], np.uint64).any() or any(data[cut:]))
+            if not (self.error or self.closed or is_hole):
                 write(self._descriptor, data, self._position)
                 self._end = max(self._end, self._position + len(data))
         self._position += len(data)
@@ -112,7 +114,7 @@ class _HeldBack:
         """Set the file's length."""
         size = self._position if size is None else size
         with self._holding():
-            if not (self.error or self._closed) and size != os.fstat(self._descriptor).st_size:
+            if not (self.error or self.closed) and size != os.fstat(self._descriptor).st_size:
                 os.ftruncate(self._descriptor, size)
         return size
 
@@ -124,12 +126,13 @@ class Target:
     """The HDF5 file behind a descriptor, opened when it is written to.
 
     Attributes:
+        descriptor: Of the file.
         failed: Whether something was not written: what is on the disk is not all that HDF5 knew.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.failed = False
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._behind: _HeldBack | None = None
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -145,37 +148,41 @@ class Target:
         finally:
             self.close()
 
+    def write_piece(self, offset: int, data: np.ndarray) -> None:
+        """Write bytes (m,) uint8 of a data set that lies in one piece to their place."""
+        write(self.descriptor, data.data, offset)
+
     def write_chunks(self, places: np.ndarray, chunks: Sequence[np.ndarray]) -> list[int]:
-        """Write chunks that have a place, offset and size (m, 2), with their Fletcher-32.
+        """Write chunks that have a place, offset and size (m, 2); return the CRC-32C of each.
 
-        They bypass HDF5, whose structure they do not change, and go to the disk from several
-        threads: through HDF5 they go from one, and a run that stores rows takes a third longer.
-
-        Returns:
-            The CRC-32C of each.
+        They go to the disk from several threads: through HDF5 they would go from one, and a run
+        that stores rows would take longer.
         """
-        runs = _runs(places, chunks)
-        try:
-            if sum(map(len, chunks)) < _AT_ONCE:
-                return [sum_ for run in runs for sum_ in _write_run(self._descriptor, run)]
-            self._pool = self._pool or started(_THREADS, "gradscope-disk")
-            begun = [self._pool.submit(_write_run, self._descriptor, run) for run in runs]
-            wait(begun)  # all of them, also where one fails: the rows' memory is used again
-            return [sum_ for one in begun for sum_ in one.result()]
-        except BaseException:
-            self.close()
-            raise
+        run = list(zip(places.tolist(), chunks, strict=True))
+        if sum(map(len, chunks)) < _AT_ONCE:
+            return _write_run(self.descriptor, run)
+        self._pool = self._pool or started(_THREADS, "gradscope-disk")
+        cuts = np.flatnonzero(np.diff(np.cumsum(places[:, 1]) // _RUN_BYTES)) + 1
+        begun = [
+            self._pool.submit(_write_run, self.descriptor, run[a:b])
+            for a, b in pairwise([0, *cuts.tolist(), len(run)])
+        ]
+        wait(begun)  # all of them, also where one fails: the rows' memory is used again
+        sums = [sum_ for one in begun for sum_ in one.result()]
+        begin_writeback(self.descriptor, int(places[:, 0].min()), int(places.sum(1).max()))
+        return sums
 
     def pack_chunk(self, path: str, start: int, data: np.ndarray) -> tuple[int, int, int]:
         """Have HDF5 compress the chunk that begins at byte `start` of a data set, and place it.
 
-        Returns:
-            Its offset, its size and its CRC-32C.
+        What is returned is its offset, its size and its CRC-32C.
         """
         with self._guarded():
             require_memory()
-            dataset = self._dataset(path)
-            assert self._behind is not None  # it is open
+            if path not in self._datasets:
+                self._datasets[path] = self._opened()[path]
+            dataset, behind = self._datasets[path], self._behind
+            assert behind is not None  # it is open
             kind, inside = dataset.id.get_type(), dataset.id.get_space()
             first = tuple(map(int, np.unravel_index(start // kind.get_size(), dataset.shape)))
             chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
@@ -183,22 +190,11 @@ class Target:
             whole = np.zeros(prod(count) * kind.get_size(), np.uint8)
             whole[: len(data)] = data
             inside.select_hyperslab(first, count)
-            self._behind.sums = {}
+            behind.sums = {}
             dataset.id.write(h5s.create_simple(count), inside, whole, kind)
-            sums, self._behind.sums = self._behind.sums, None
+            sums, behind.sums = behind.sums, None
             info = dataset.id.get_chunk_info_by_coord(first)
             return info.byte_offset, info.size, sums[info.byte_offset]
-
-    def write_bytes(self, path: str, start: int, data: np.ndarray) -> None:
-        """Write `data` (m,) uint8 at byte `start` of a data set that lies in one piece."""
-        with self._guarded():
-            dataset = self._dataset(path)
-            kind, inside = dataset.id.get_type(), dataset.id.get_space()
-            count = len(data) // kind.get_size()
-            if dataset.shape:
-                inside.select_hyperslab((start // kind.get_size(),), (count,))
-            memory = h5s.create_simple((count,)) if dataset.shape else h5s.create(h5s.SCALAR)
-            dataset.id.write(memory, inside, data, kind)
 
     def flush(self) -> None:
         """Return when everything is with the operating system."""
@@ -223,7 +219,7 @@ class Target:
             self.failed = True
             raise
         finally:
-            behind.leave()
+            behind.closed = True
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -236,15 +232,10 @@ class Target:
             self.close()
             raise
 
-    def _dataset(self, path: str) -> h5py.Dataset:
-        if path not in self._datasets:
-            self._datasets[path] = self._opened()[path]
-        return self._datasets[path]
-
     def _opened(self) -> h5py.File:
         if self._file is not None:
             return self._file
-        self._reserve, behind = bytearray(RESERVE), _HeldBack(self._descriptor)
+        self._reserve, behind = bytearray(RESERVE), _HeldBack(self.descriptor)
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_fclose_degree(h5f.CLOSE_STRONG)
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
@@ -255,12 +246,12 @@ class Target:
         creation = h5p.create(h5p.FILE_CREATE)
         creation.set_obj_track_times(False)  # the same run gives the same bytes
         try:
-            if os.fstat(self._descriptor).st_size:
+            if os.fstat(self.descriptor).st_size:
                 made = h5f.open(b"result", h5f.ACC_RDWR, fapl=access)
             else:
                 made = h5f.create(b"result", h5f.ACC_TRUNC, creation, access)
         except BaseException:
-            behind.leave()
+            behind.closed = True
             behind.check()  # which says more than HDF5
             raise
         finally:
@@ -269,51 +260,24 @@ class Target:
         return self._file
 
 
-_Run = list[tuple[int, int, np.ndarray]]  # offset and size of chunks, and their bytes
-
-
-def _runs(places: np.ndarray, chunks: Sequence[np.ndarray]) -> list[_Run]:
-    """Return chunks in runs of a size that is worth handing to a thread."""
-    runs: list[_Run] = []
-    size = _RUN_BYTES
-    for (offset, room), data in zip(places.tolist(), chunks, strict=True):
-        if size >= _RUN_BYTES:
-            runs.append([])
-            size = 0
-        runs[-1].append((offset, room, data))
-        size += len(data)
-    return runs
-
-
-def _write_run(descriptor: int, run: _Run) -> list[int]:
-    """Write chunks and their Fletcher-32; return the CRC-32C of each, and begin to sync them."""
+def _write_run(descriptor: int, run: Sequence[tuple[list[int], np.ndarray]]) -> list[int]:
+    """Write chunks, given with offset and size, and their Fletcher-32; return their CRC-32C."""
     sums = []
-    for offset, size, data in run:
+    for (offset, size), data in run:
         length = size - CHECKSUM_BYTES
         end = bytes(length - len(data)) + fletcher32(data, length)
+        sums.append(crc32c(end, crc32c(data.data)))  # of the memory, whatever the disk makes of it
         write(descriptor, data.data, offset)
         write(descriptor, end, offset + len(data))
-        sums.append(crc32c(end, crc32c(data.data)))
-    last = run[-1]
-    begin_writeback(descriptor, run[0][0], last[0] + last[1])
     return sums
 
 
-def _is_zero(data: memoryview) -> bool:
-    cut = len(data) // 8 * 8
-    return not (np.frombuffer(data[:cut], np.uint64).any() or any(data[cut:]))
-
-
 def fletcher32(data: np.ndarray, length: int) -> bytes:
-    """Return HDF5's Fletcher-32 checksum of a chunk, many words at a time.
+    """Return HDF5's Fletcher-32 checksum of `data` (m,) uint8 and zeros up to `length`.
 
     Over the n 16-bit words wᵢ of a chunk, it is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5 adds one
     word after the other; here the words are a table, and the sums over its columns and rows give
-    both.
-
-    Args:
-        data: (m,) uint8, contiguous; at most 128 MiB, so that no sum overflows.
-        length: The chunk's bytes, m or more: zeros follow the data.
+    both. Up to 128 MiB no sum overflows.
 
     Source: Fletcher 1982, doi:10.1109/TCOM.1982.1095369; `H5_checksum_fletcher32` of HDF5.
     """
@@ -321,7 +285,15 @@ def fletcher32(data: np.ndarray, length: int) -> bytes:
     rows = [np.zeros(0, np.uint32)]
     if not hasattr(_own, "scratch"):  # of this thread: fresh pages would take most of the time
         _own.scratch = np.empty((2, _TILE, _ROW), np.uint32)
-    for tile in _tiles(data):
+    cut = len(data) // (4 * _ROW) * 4 * _ROW
+    whole = data[:cut] if data.ctypes.data % 4 == 0 else data[:cut].copy()
+    table = whole.view("<u4").reshape(-1, _ROW)
+    tiles = [table[at : at + _TILE] for at in range(0, len(table), _TILE)]
+    if cut < len(data):  # zeros fill up the last row
+        last = np.zeros(4 * _ROW, np.uint8)
+        last[: len(data) - cut] = data[cut:]
+        tiles.append(last.view("<u4").reshape(1, _ROW))
+    for tile in tiles:
         even, odd = _own.scratch[:, : len(tile)]
         np.bitwise_and(tile, _LOW, out=even)
         np.right_shift(tile, _HALF, out=odd)
@@ -334,19 +306,6 @@ def fletcher32(data: np.ndarray, length: int) -> bytes:
     placed = 2 * _ROW * int(np.arange(len(along)) @ along) + int(_PLACES @ columns.T.ravel())
     first, second = _folded(total), _folded(-(-length // 2) * total - placed)
     return (second << 16 | first).to_bytes(CHECKSUM_BYTES, "little")
-
-
-def _tiles(data: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield `data` (m,) as tables of 32-bit numbers; zeros fill up the last row."""
-    cut = len(data) // (4 * _ROW) * 4 * _ROW
-    whole = data[:cut] if data.ctypes.data % 4 == 0 else data[:cut].copy()
-    table = whole.view("<u4").reshape(-1, _ROW)
-    for at in range(0, len(table), _TILE):
-        yield table[at : at + _TILE]
-    if cut < len(data):
-        last = np.zeros(4 * _ROW, np.uint8)
-        last[: len(data) - cut] = data[cut:]
-        yield last.view("<u4").reshape(1, _ROW)
 
 
 def _folded(value: int) -> int:

@@ -1,6 +1,5 @@
 """Writing a result file: `OUT.h5.part` first, which becomes `OUT.h5` when complete and verified."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -8,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import torch
 from torch import Tensor
 
-from gradscope.blocks.base import TILE_BYTES
 from gradscope.errors import OutputError, ResultFileError
-from gradscope.storage.format.files import locked, require_place, secure_space, writing
+from gradscope.storage.format.files import (
+    locked,
+    require_free,
+    require_place,
+    secure_space,
+    writing,
+)
 from gradscope.storage.format.forms import create_columns, stored_form
+from gradscope.storage.format.seal import Checks
 from gradscope.storage.plan import FilePlan, Rows, States
-from gradscope.storage.read.arrays import dense_rows
-from gradscope.storage.read.checks import Checks
 from gradscope.storage.read.file import open_file
-from gradscope.storage.write.create import describe_run, forms_of
-from gradscope.storage.write.finish import Ending, Look, complete
+from gradscope.storage.write.create import Look, complete, forms_of, lay_out
 from gradscope.storage.write.journal import (
     LONGEST,
     Entry,
@@ -31,7 +32,7 @@ from gradscope.storage.write.journal import (
     recover,
     require_same,
 )
-from gradscope.storage.write.region import ASIDE, Mark, Region, Regions
+from gradscope.storage.write.region import ASIDE, Mark, Regions, copy_rows
 from gradscope.storage.write.target import Target
 
 KEEP_BYTES = 2**26  # states up to this size are copied with every batch, for a stop in between
@@ -43,14 +44,10 @@ def open_writer(
 ) -> Iterator["Writer"]:
     """Open a result file for writing; yields a `Writer`.
 
-    When the body ends without `finish`, by an exception or not, what is complete is kept for
-    `resume`; where nothing is, nothing stays behind.
-
-    Args:
-        path: The final file; the work goes on in `path`.part.
-        plan: What will be stored.
-        overwrite: Replace a file that is there; it stays untouched until the new one is complete.
-        resume: Go on with an unfinished run of the same plan, or find that nothing is left to do.
+    The work goes on in `path`.part. When the body ends without `finish`, by an exception or not,
+    what is complete is kept for `resume`; where nothing is, nothing stays behind. `overwrite`
+    replaces a file that is there, which stays untouched until the new one is complete; `resume`
+    goes on with an unfinished run of the same plan, or finds that nothing is left to do.
 
     Raises:
         OutputError: The file cannot be written, is there already, or belongs to another run.
@@ -91,9 +88,9 @@ class Writer:
         replaces: bool = False,
         is_done: bool = False,
     ) -> None:
-        self._paths, self._plan, self._descriptor, self._found = paths, plan, descriptor, found
+        self._paths, self._plan, self._found = paths, plan, found
         self._done = is_done
-        self._point = Point() if found is None else found.point
+        self._point = self._proved = Point() if found is None else found.point
         self.completed = plan.n if is_done else self._point.completed
         self.states: Any = self._point.states
         self._target = Target(descriptor)
@@ -102,19 +99,12 @@ class Writer:
         self._journal.completed = self._point.completed
         self._regions: Regions | None = None
         self._structure = found.structure if found else None
-        self._proved = self._point
 
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Write one batch.
+        """Write one batch, whose rows follow those that are complete, and the states after it.
 
-        Args:
-            rows: The batch's rows, which follow those that are complete.
-            states: The reducers' states after this batch. They may be changed in place later:
-                what is to be kept is copied or written before this returns.
-            proved: Whether `go_back` may go back to it.
-
-        Raises:
-            OutputError: It cannot be written; what was complete before stays so.
+        States may be changed in place later: what is to be kept is copied or written before this
+        returns. To a batch that is `proved`, `go_back` may go back.
         """
         n = int(rows.index.shape[0])
         if self.completed + n > self._plan.n:
@@ -134,7 +124,10 @@ class Writer:
                     self._regions.return_to(self._point.marks)
                 raise
             self.completed += n
-            self._point = Point(self.completed, _copied(states or {}), regions.marks)
+            kept: States | None = None
+            if sum(t.nbytes for s in (states or {}).values() for t in s.values()) <= KEEP_BYTES:
+                kept = {o: {k: t.clone() for k, t in s.items()} for o, s in (states or {}).items()}
+            self._point = Point(self.completed, kept, regions.marks)
             last = self.completed == self._plan.n and self._point.states is None
             if proved:
                 self._proved = self._point
@@ -142,13 +135,10 @@ class Writer:
                 self._commit(replace(self._point, states=states or {}))
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Forget the batches after the last one that was proved.
+        """Forget the batches after the last one that was proved; return rows and states left.
 
         Where that is not possible (states too large to be kept twice, compressed rows, which lie
         where they were put), the file begins anew.
-
-        Returns:
-            How many rows are left, and the reducers' states after them.
         """
         point, regions = self._proved, self._regions
         with writing(self._paths.final):
@@ -180,9 +170,6 @@ class Writer:
             norm_attributes: {parameter: {attribute: value}}, for /norms.
             states: {owner: {key: tensor}}, for /states: what files are merged from.
             look: Called with the file while it is open for its verification.
-
-        Raises:
-            OutputError: Rows are missing, or the file cannot be completed.
         """
         if self._done:
             return
@@ -196,10 +183,18 @@ class Writer:
             regions = self._ready(None)
         if self._journal.is_due() or regions.packed:  # whose structure cannot be committed later
             self._commit_point()
-        ending = Ending(results, certificate, norm_attributes or {}, states or {}, look)
         with self._journal.trusting():
             self._put_back(regions)
-            complete(self._paths, self._descriptor, self._target, regions, ending)
+            complete(
+                self._paths,
+                self._target,
+                regions,
+                results,
+                certificate,
+                norm_attributes or {},
+                states or {},
+                look,
+            )
         self._done = True
 
     def close(self) -> None:
@@ -221,13 +216,9 @@ class Writer:
             return self._regions
         if self._found is None:
             assert rows is not None  # there is a first batch
-            os.ftruncate(self._descriptor, 0)
-            with self._target.editing() as file:
-                describe_run(file, self._plan)
-                create_columns(file, forms_of(self._plan, rows), self._plan.n, len(rows.index))
-                regions = Regions.of(file)
-            self._structure = Structure.of(self._descriptor, regions)
-            secure_space(self._paths.part, self._descriptor)
+            forms, batch = forms_of(self._plan, rows), len(rows.index)
+            regions = lay_out(self._paths, self._target, self._plan, forms, batch)
+            self._structure = Structure.of(self._target.descriptor, regions)
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
                 regions = Regions.of(file)
@@ -243,7 +234,7 @@ class Writer:
         """Make the structure what it was when the file was laid out."""
         self._target.close()
         if self._structure is not None and not regions.packed:
-            self._structure.put_back(self._descriptor)
+            self._structure.put_back(self._target.descriptor)
 
     def _commit_point(self) -> None:
         if self._journal.completed < self._point.completed and self._point.states is not None:
@@ -255,7 +246,7 @@ class Writer:
         with writing(self._paths.final):
             if regions.packed:  # chunks have come, and the structure with them
                 self._target.close()
-                self._structure = Structure.of(self._descriptor, regions)
+                self._structure = Structure.of(self._target.descriptor, regions)
             else:
                 self._target.flush()
         self._journal.commit(point, self._structure, regions.records(point.marks))
@@ -272,35 +263,34 @@ class Writer:
                 region.write_tail(target)
         records = regions.records(regions.marks, tails=True)
         self._put_back(regions)
-        before = Structure.of(self._descriptor, regions)
+        before = Structure.of(self._target.descriptor, regions)
+        moved: dict[str, str] = {}  # where the old group of a column is
         try:
             with target.editing() as file:
-                moved = {column: _set_aside(file, column, batch) for column in columns}
+                aside = file.require_group(ASIDE)
+                for column in columns:
+                    moved[column] = f"{aside.name}/{len(aside)}"
+                    file.move(column, moved[column])
+                    form = stored_form(file[moved[column]]).dense
+                    create_columns(file, {column: form}, self._plan.n, batch)
                 made = Regions.of(file)
-            for path in made.by_path.keys() & regions.by_path.keys():
-                made.by_path[path].take_over(regions.by_path[path])
+            made.take_over(regions)
             with h5py.File(self._paths.part, "r", locking=False) as file:
-                checks = Checks(lambda: self._descriptor, records)
-                for column, aside in moved.items():
-                    self._copy(file[aside], checks, made.by_path[column])
+                checks = Checks(lambda: self._target.descriptor, records)
+                for column, place in moved.items():
+                    new = made.by_path[column]
+                    copy_rows(file[place], checks, new, self.completed, target, self._paths.final)
             target.close()
-            secure_space(self._paths.part, self._descriptor)
+            secure_space(self._paths.part, self._target.descriptor)
         except BaseException:
             with suppress(OSError):
                 target.close()
-            before.put_back(self._descriptor)
+            before.put_back(self._target.descriptor)
             raise
-        self._regions, self._structure = made, Structure.of(self._descriptor, made)
+        self._regions, self._structure = made, Structure.of(self._target.descriptor, made)
         self._point = replace(self._point, marks=made.marks)
         self._proved = Point()  # rows up to there lie where they do no more
         return made
-
-    def _copy(self, old: h5py.Group, checks: Checks, new: Region) -> None:
-        """Write the dense rows of a factored group."""
-        step = max(1, TILE_BYTES // max(1, new.row) // new.together) * new.together
-        for at in range(0, self.completed, step):
-            rows = dense_rows(old, slice(at, min(at + step, self.completed)), checks)
-            new.add(torch.from_numpy(rows).to(new.dtype), self._target)
 
 
 def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> bool:
@@ -309,14 +299,9 @@ def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> 
     With both `overwrite` and `resume`, what is of another run is replaced, and the rest gone on
     with.
     """
-    if not paths.final.exists() or (overwrite and not resume):
+    require_free(paths.final, overwrite=overwrite or resume)
+    if not paths.final.exists() or not resume:
         return False
-    if not resume:
-        raise OutputError(
-            "the file exists already",
-            where=str(paths.final),
-            remedy="Choose another name, or give --overwrite.",
-        )
     try:
         with open_file(paths.final) as file:
             found = file.identity
@@ -336,21 +321,3 @@ def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> 
     if not paths.part.exists():
         paths.progress.unlink(missing_ok=True)  # left by a kill right after the file took its place
     return True
-
-
-def _set_aside(file: h5py.File, column: str, batch: int) -> str:
-    """Put a factored group aside, create a dense data set in its place; return where it went."""
-    aside = file.require_group(ASIDE)
-    moved = f"{aside.name}/{len(aside)}"
-    file.move(column, moved)
-    n = len(next(iter(file[moved].values())))
-    create_columns(file, {column: stored_form(file[moved]).dense}, n, batch)
-    return moved
-
-
-def _copied(states: States) -> States | None:
-    """Return a copy of the states, or None where they are large."""
-    size = sum(t.nbytes for state in states.values() for t in state.values())
-    if size > KEEP_BYTES:
-        return None
-    return {owner: {k: t.clone() for k, t in state.items()} for owner, state in states.items()}

@@ -1,17 +1,22 @@
 """The sample axis and its layouts, on tensors whose owners are written down."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from gradscope.backends.hooks.graph.axes import (
+    CONSTANT,
     Marks,
     OwnedAxis,
     SampleAxis,
-    changed_axis,
+    growth,
     layouts,
     owned,
     support,
 )
+
+Shape = tuple[int, ...]
 
 
 def labelled(before: int, n: int, after: int) -> torch.Tensor:
@@ -40,17 +45,20 @@ def test_only_keeps_one_samples_entries(before: int, after: int) -> None:
     torch.testing.assert_close(kept, values * (owners == 2))
 
 
-def test_the_axis_that_changes_is_the_sample_axis() -> None:
-    assert changed_axis((6, 3, 8), 3, (6, 2, 8), 2) == (1, 1)
-    assert changed_axis((12, 8), 3, (8, 8), 2) == (0, 4)
-    assert changed_axis((4, 4), 3, (4, 4), 2) is None
-    assert changed_axis((7, 5), 3, (4, 5), 2) == (0, None)  # uneven
-
-
-@pytest.mark.parametrize("shapes", [((3, 3), (2, 2)), ((6, 6, 4), (4, 4, 4)), ((3,), (2, 1))])
-def test_what_has_no_single_sample_axis_is_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match=r"axes|shape"):
-        changed_axis(shapes[0], 3, shapes[1], 2)
+@pytest.mark.parametrize(
+    ("first", "second", "right"),
+    [
+        ((6, 3, 8), (6, 2, 8), (1, 1)),
+        ((12, 8), (8, 8), (0, 4)),
+        ((7, 5), (4, 5), (0, None)),  # uneven
+        ((4, 4), (4, 4), CONSTANT),
+        ((3, 3), (2, 2), None),
+        ((6, 6, 4), (4, 4, 4), None),
+        ((3,), (2, 1), None),
+    ],
+)
+def test_the_axis_that_changes_is_the_sample_axis(first: Shape, second: Shape, right: Any) -> None:
+    assert growth(first, 3, second, 2) == right
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 6), (6, 1), (2, 3), (3, 2)])

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from gradscope.backends.hooks import _Program
+from gradscope.backends.hooks import block_of, hooks
 from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.rules import Site
 from gradscope.backends.loop import one_sample
+from gradscope.blocks import Block
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 
@@ -61,17 +63,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def kinds(problem: Problem, batch: Batch) -> set[str]:
-    _, recorded = _Program(problem)._record(batch)
-    assert recorded is not None
-    return set(recorded.kinds)
+def evaluated(problem: Problem, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
+    """The gradients, and the kinds of operations in which parameters met samples."""
+    kinds: set[str] = set()
+
+    def noted(kind: str, site: Site) -> Block:
+        kinds.add(kind)
+        return block_of(kind, site)
+
+    with hooks(problem, contract=noted) as evaluate:
+        return evaluate(batch).gradients.dense(), kinds
 
 
 def compare(model: nn.Module, batch: Batch) -> None:
     problem = Problem.of(model, loss)
     exact, wide = problem.converted(torch.float64), batch.to(None, torch.float64)
-    assert internals.FUSED_RECURRENT & kinds(problem, batch)
-    found = _Program(problem).evaluate(batch).gradients.dense()
+    found, kinds = evaluated(problem, batch)
+    assert internals.FUSED_RECURRENT & kinds
     for i in range(N):
         for name, right in one_sample(exact, wide.one(i))[1].items():
             size = float(right.abs().max())
@@ -110,4 +118,5 @@ def test_a_layer_whose_steps_are_unknown_is_recorded_step_by_step(batch: Batch) 
     with torch.no_grad():
         fused = copy.deepcopy(model)(halves.inputs)
     assert fused.dtype == torch.bfloat16
-    assert internals.FUSED_RECURRENT.isdisjoint(kinds(Problem.of(model, loss), halves))
+    _, kinds = evaluated(Problem.of(model, loss), halves)
+    assert kinds and internals.FUSED_RECURRENT.isdisjoint(kinds)

@@ -13,21 +13,20 @@ from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import (
+    CONSTANT,
     Axis,
     Growth,
     Marks,
     SampleAxis,
-    changed_axis,
+    growth,
     layouts,
     owned,
     support,
 )
 from gradscope.backends.hooks.graph.movement import movers, stays
-from gradscope.backends.hooks.graph.trace import Output, Program, Trace
+from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
-
-_CONSTANT: Growth = (-1, None)
 
 OTHERS = "Use the vmap or loop backend, or let auto choose."
 
@@ -45,7 +44,7 @@ class FrontierEdge:
 class Analysis:
     """The static facts of a program."""
 
-    program: Program  # what was analysed
+    program: RecordedProgram  # what was analysed
     # the sample axis of each output at the frontier that has the samples in order
     axes: dict[Output, SampleAxis]
     # the axis of each output at the frontier whose owners each batch must tell: masked, sorted
@@ -65,10 +64,10 @@ class Analysis:
             return False
         for node, shapes in enumerate(self.program.shapes):
             for output, (shape, found) in enumerate(zip(shapes, other.shapes[node], strict=True)):
-                growth = self.sizes.get((node, output), _CONSTANT)
-                if growth is None:
+                grows = self.sizes.get((node, output), CONSTANT)
+                if grows is None:
                     continue
-                axis, positions = growth
+                axis, positions = grows
                 if axis >= 0 and len(shape) == len(found):
                     grown = found[axis] if positions is None else positions * other.n
                     shape = (*shape[:axis], grown, *shape[axis + 1 :])
@@ -128,12 +127,25 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         CoupledSamplesError: A loss depends on other samples.
     """
     if not first.same_program(second):
+        differing = (
+            f"operation {a} at {first.n} samples, {b} at {second.n}"
+            for a, b in zip(first.kinds, second.kinds, strict=False)
+            if a != b
+        )
+        lengths = (
+            f"{len(first.kinds)} operations at {first.n} samples, {len(second.kinds)} at {second.n}"
+        )
         raise UnsupportedError(
             "the model runs other operations for another number of samples",
-            where=_first_difference(first, second),
+            where=next(differing, lengths),
             remedy=OTHERS,
         )
-    sizes = _growths(first, second)
+    found = {
+        (node, k): growth(shape, first.n, other, second.n)
+        for node, shapes in enumerate(first.shapes)
+        for k, (shape, other) in enumerate(zip(shapes, second.shapes[node], strict=True))
+    }
+    sizes = {output: grows for output, grows in found.items() if grows != CONSTANT}
     on_samples = {node for node, _ in sizes}
     leaves = ((k, internals.leaf(node)) for k, node in enumerate(first.nodes))
     wanted = _upstream_closed(first, [k for k, leaf in leaves if id(leaf) in parameters])
@@ -155,28 +167,13 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     after = movers(first, second, sizes)
     on_frontier = {edge.node: after[edge.node] for edge in frontier}
     return Analysis(
-        program=Program.of(first),
+        program=RecordedProgram.of(first),
         axes={output: axis for output, axis in axes.items() if output[0] in on_frontier},
         open={output: axis for output, axis in still_open.items() if output[0] in on_frontier},
         movers=on_frontier,
         frontier=frontier,
         sizes=sizes,
     )
-
-
-def _growths(first: Trace, second: Trace) -> dict[Output, Growth | None]:
-    """Return how each output grows with the batch; None where several axes do."""
-    sizes: dict[Output, Growth | None] = {}
-    for node, (shapes, others) in enumerate(zip(first.shapes, second.shapes, strict=True)):
-        for output, (shape, other) in enumerate(zip(shapes, others, strict=True)):
-            try:
-                growth = changed_axis(shape, first.n, other, second.n)
-            except ValueError:
-                sizes[node, output] = None
-            else:
-                if growth is not None:
-                    sizes[node, output] = growth
-    return sizes
 
 
 def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
@@ -203,15 +200,14 @@ def _layouts(
     Those that are certain come first, then the axes whose layout each batch must tell.
     """
     growths: dict[Output, Growth] = {}
-    for output, growth in sizes.items():
-        if growth is None:
-            node, k = output
+    for (node, k), grows in sizes.items():
+        if grows is None:
             raise UnsupportedError(
                 f"an output of shape {trace.shapes[node][k]} has no single sample axis",
                 where=f"operation {trace.kinds[node]}",
                 remedy=OTHERS,
             )
-        growths[output] = growth
+        growths[node, k] = grows
     axes: dict[Output, SampleAxis] = {}
     still_open: dict[Output, int] = {}
     samples = sorted({0, trace.n // 2, trace.n - 1}) if growths else []
@@ -252,10 +248,3 @@ def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -
     raise UnsupportedError(
         "a value is made from several samples, or is used by them", where=where, remedy=OTHERS
     )
-
-
-def _first_difference(first: Trace, second: Trace) -> str:
-    for a, b in zip(first.kinds, second.kinds, strict=False):
-        if a != b:
-            return f"operation {a} at {first.n} samples, {b} at {second.n}"
-    return f"{len(first.kinds)} operations at {first.n} samples, {len(second.kinds)} at {second.n}"

@@ -76,19 +76,16 @@ class OwnedAxis:
 Axis = SampleAxis | OwnedAxis
 
 
-def changed_axis(first: tuple[int, ...], n: int, second: tuple[int, ...], m: int) -> Growth | None:
-    """Compare an output's shapes at n and at m samples; return None when nothing changed.
+CONSTANT: Growth = (-1, None)
 
-    Raises:
-        ValueError: Several axes changed.
-    """
-    if len(first) != len(second):
-        raise ValueError(f"an output has shape {first} or {second}")
-    changed = [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if len(changed) > 1:
-        raise ValueError(f"axes {changed} of an output {first} all grow with the batch")
-    if not changed:
+
+def growth(first: tuple[int, ...], n: int, second: tuple[int, ...], m: int) -> Growth | None:
+    """Compare an output's shapes at n and at m samples; None says that several axes changed."""
+    changed = [k for k, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if len(first) != len(second) or len(changed) > 1:
         return None
+    if not changed:
+        return CONSTANT
     axis = changed[0]
     even = first[axis] % n == 0 and second[axis] % m == 0 and first[axis] // n == second[axis] // m
     return axis, first[axis] // n if even else None

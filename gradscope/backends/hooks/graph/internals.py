@@ -31,12 +31,12 @@ def edges(node: Node) -> tuple[tuple[Node | None, int], ...]:
 
 def output_shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the forward operation's outputs."""
-    return tuple(tuple(int(s) for s in m.shape) for m in _metadata(node))
+    return tuple(tuple(int(s) for s in m.shape) for m in node._input_metadata)
 
 
 def output_dtypes(node: Node) -> tuple[torch.dtype, ...]:
     """Return the dtypes of the forward operation's outputs."""
-    return tuple(m.dtype for m in _metadata(node))
+    return tuple(m.dtype for m in node._input_metadata)
 
 
 def is_asked_for(node: Node, slot: int) -> bool:
@@ -137,7 +137,3 @@ def pull(node: Node, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
     with torch.no_grad():
         result = call(*gradients)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-
-def _metadata(node: Node) -> list[Any]:
-    return node._input_metadata

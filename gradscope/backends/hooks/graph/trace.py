@@ -32,7 +32,7 @@ class Trace:
         """The number of samples."""
         return int(self.losses.shape[0])
 
-    def same_program(self, other: "Trace | Program") -> bool:
+    def same_program(self, other: "Trace | RecordedProgram") -> bool:
         """Whether both passes recorded the same operations, connected in the same way."""
         return self.kinds == other.kinds and self.edges == other.edges
 
@@ -75,7 +75,7 @@ def trace(losses: Tensor) -> Trace:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class RecordedProgram:
     """What stays of a forward pass of n samples when its tensors are let go; see `Trace`."""
 
     n: int
@@ -86,7 +86,7 @@ class Program:
     constants: tuple[tuple[int, str, Any], ...]
 
     @classmethod
-    def of(cls, trace: Trace) -> "Program":
+    def of(cls, trace: Trace) -> "RecordedProgram":
         """Return the program that a forward pass ran."""
         constants = (
             (k, name, value)

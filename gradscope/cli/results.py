@@ -1,4 +1,4 @@
-"""`gradscope stats`: what is in a result file, what changed between two, how a training went."""
+"""What is done with results: `gradscope stats` and `gradscope export`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradscope.cli import options
+from gradscope.config import parse_samples
 from gradscope.core import stops
 from gradscope.errors import SpecError
 
@@ -89,3 +90,44 @@ def _found(
             return summarize(first, top=top, rows=rows, **own)
         with open_file(files[1]) as second:
             return difference(first, second, top=top, rows=rows)
+
+
+def export(
+    file: Annotated[Path, typer.Argument(metavar="RESULT.h5", help="A result file.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE|FOLDER",
+            help="Its ending is the format: .npy, .safetensors, .parquet or .csv (the sample "
+            "table); a folder takes one .npy a parameter.",
+        ),
+    ],
+    chain: Annotated[
+        str | None,
+        typer.Option("--chain", metavar="K|TEXT", help="Its number from 0, or its text [0]."),
+    ] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter",
+            metavar="GLOB",
+            help="Only parameters of these names; repeatable. In a table: their norms, too.",
+        ),
+    ] = None,
+    samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+) -> None:
+    """Write rows, aggregates or the sample table of a result file for other programs."""
+    from gradscope.report import render_export
+    from gradscope.storage import export as write
+    from gradscope.storage import open_file
+
+    stops.unwinding()
+    chosen = None if samples is None else parse_samples(samples)
+    with stops.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
+        found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
+    document = {"schema": "gradscope.export", "version": 1, "files": [vars(one) for one in found]}
+    options.show(document, lambda _, console: render_export(found, console), json=json)

@@ -1,0 +1,107 @@
+"""What comes before a run: `gradscope list`, `gradscope init` and `gradscope check`."""
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradscope.cli import options
+from gradscope.config import HELD, RunSpec
+from gradscope.core import stops
+from gradscope.errors import OutputError
+
+if TYPE_CHECKING:
+    from gradscope.core.registry import Registry
+
+Kind = StrEnum("Kind", ["BACKENDS", "TRANSFORMS", "REDUCERS", "LOSSES", "FORMATS"])
+AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."
+
+
+def list_(
+    kind: Annotated[Kind, typer.Argument(show_default=False, help="What to list.")],
+    json: options.Json = False,
+) -> None:
+    """List the backends, transforms, reducers, losses or formats there are."""
+    from gradscope.report import print_facts
+
+    rows = [
+        {"name": name, "summary": registry.summary(name)}
+        for registry in registries()[kind]
+        for name in registry.names()
+    ]
+    if kind == "backends":
+        rows.insert(0, {"name": "auto", "summary": AUTO_SUMMARY})
+    document = {"schema": "gradscope.list", "version": 1, "kind": kind, "entries": rows}
+    facts = [(row["name"], row["summary"]) for row in rows]
+    options.show(document, lambda _, console: print_facts(console, facts), json=json)
+
+
+def registries() -> "dict[str, list[Registry[Any]]]":
+    """Return the registries of each kind."""
+    from gradscope.backends import backends
+    from gradscope.sources import checkpoint_readers, dataset_readers
+    from gradscope.stages.losses import losses
+    from gradscope.stages.reducers import reducers
+    from gradscope.stages.transforms import transforms
+
+    return {
+        "backends": [backends],
+        "transforms": [transforms],
+        "reducers": [reducers],
+        "losses": [losses],
+        "formats": [checkpoint_readers, dataset_readers],
+    }
+
+
+def init(
+    checkpoint: Annotated[Path, options.flag("checkpoint", "path")],
+    dataset: Annotated[Path, options.flag("dataset", "path")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="RUN.toml", help="The run file.")
+    ] = Path("run.toml"),
+    model: Annotated[str | None, options.flag("model", "factory")] = None,
+    loss: Annotated[str | None, options.flag("loss", "name")] = None,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+) -> None:
+    """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
+    from gradscope.report import print_facts
+    from gradscope.sources.draft import draft
+    from gradscope.storage import require_place
+
+    require_place(output)
+    if output.exists() and not overwrite:
+        remedy = "Choose another name, or --overwrite."
+        raise OutputError("the file exists", where=str(output), remedy=remedy)
+    given = {"checkpoint": checkpoint, "dataset": dataset}
+    # what is wrong with an option is told before anything is written
+    options.run_spec(None, {**given, "model": model or HELD, "loss": loss or "mse"})
+    found = draft(checkpoint, dataset, output.parent, model=model, loss=loss)
+    try:
+        output.write_text(found.text, encoding="utf-8")
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise OutputError(what, where=str(output), remedy="Choose another name.") from error
+    told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
+    rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
+    following = shlex.join(["gradscope", "check", "--config", str(output)])
+    rows += [("written", str(output)), ("next", following)]
+    document = {"schema": "gradscope.init", "version": 1, **told}
+    options.show(document, lambda _, console: print_facts(console, rows), json=json)
+
+
+@options.with_settings
+def check(*, spec: RunSpec, json: options.Json = False, verbose: options.Verbose = False) -> None:
+    """Load everything, prove the first batch, say what a run would cost; write nothing."""
+    if spec.compute.verify == "never":
+        spec = spec.computing(verify="first")
+    from gradscope.report import render_inspection
+    from gradscope.run import inspect, prepare
+
+    stops.unwinding()
+    found = inspect(prepare(spec))
+    options.show(found, render_inspection, json=json, verbose=verbose)
+    if found.first.nonfinite:
+        raise typer.Exit(options.NONFINITE)

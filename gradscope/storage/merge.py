@@ -1,0 +1,456 @@
+"""Files that are parts of one run, and the file of the whole run that is put together from them.
+
+Each is sealed, all are of that run, one follows the other; the whole is `OUT.h5.part` first.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.errors import OutputError, RefusedError, ResultFileError
+from gradscope.storage.format.files import locked, reading, require_place, writing
+from gradscope.storage.format.files import require_free as require_not_taken
+from gradscope.storage.format.forms import (
+    Form,
+    describe,
+    factors_group,
+    in_table,
+    stored_form,
+    utf8_links,
+)
+from gradscope.storage.format.layout import SOURCES, TABLES
+from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
+from gradscope.storage.plan import FilePlan, States, differences, to_json
+from gradscope.storage.read.arrays import column, stored_states
+from gradscope.storage.read.opening import Opened, document, opened, opened_again
+from gradscope.storage.write.create import Look, complete, lay_out
+from gradscope.storage.write.journal import LONGEST, Paths, require_not_there
+from gradscope.storage.write.region import copy_rows
+from gradscope.storage.write.target import Target
+
+Owned = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
+
+_NUMBER = re.compile(r"\.shard-\d+-of-")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file."""
+
+    path: Path  # where it is
+    start: int  # the position in the data set of its first sample
+    stop: int  # one beyond that of its last
+    index: int | None  # which shard it is, if it is one
+    seal: bytes  # the SHA-256 of its seal
+    certificate: Mapping[str, Any]  # the proof of its numbers
+    batch: int | None  # how many samples were computed at a time, where it says so
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The files of one run."""
+
+    files: tuple[Part, ...]  # in the order of their samples
+    start: int  # the position in the data set of the run's first sample
+    stop: int  # one beyond that of its last
+    # what is equal in all of them: `FilePlan.identity` without what tells them apart
+    identity: dict[str, Any]
+    run: dict[str, Any]  # the resolved run of the first one
+    attributes: dict[str, str]  # the hashes of its inputs
+    parameters: dict[str, tuple[int, ...]]  # {name: shape}
+    chains: tuple[tuple[str, bool], ...]  # text, and whether it ends in an aggregate
+    forms: Mapping[str, Form]  # how each column of the whole is to be stored, by its path
+    # the paths of those that not all files store in the same form
+    uneven: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def check_parts(paths: Iterable[Path]) -> Parts:
+    """Open every file, and return what they are together; refuse what is not all of one run."""
+    found: Parts | None = None
+    for path in paths:
+        with opened(path) as source, reading(str(path)):
+            one = _parts(path, source)
+        found = one if found is None else _joined(found, one)
+    if found is None:
+        raise ResultFileError("there is no file to merge", remedy="Name the shards, or a folder.")
+    return _in_order(found)
+
+
+def _parts(path: Path, source: Opened) -> Parts:
+    """Return what one file is, as the only one of its run."""
+    file = source.file
+    if SOURCES in file.attrs:
+        raise ResultFileError(
+            "this is a virtual file: its rows are elsewhere",
+            where=str(path),
+            remedy="Give the files that it was merged from.",
+        )
+    facts, n = document(file.attrs, "identity"), len(file["samples/index"])
+    try:
+        start, stop = (int(position) for position in facts.pop("samples"))
+        shard = facts.get("shard") or {}
+        index = shard.get("index")
+        whole = [int(position) for position in shard.get("samples", (start, stop))]
+        facts["stored"] = {k: v for k, v in facts["stored"].items() if k != "samples"}
+        facts["shard"] = {k: v for k, v in shard.items() if k != "index"}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ResultFileError(
+            "the file does not say which samples of which run it holds",
+            where=str(path),
+            remedy="Give files that gradscope compute wrote.",
+        ) from error
+    if n != stop - start:
+        raise ResultFileError(
+            f"the file says that it has samples {start:,} to {stop:,}, and has {n:,}",
+            where=str(path),
+            remedy="Compute it again.",
+        )
+    run = document(file.attrs, "run")
+    batch = run.get("batch_size")
+    groups = [f"/{table}" for table in TABLES]
+    groups += [f"/chains/{k}" for k, c in file["chains"].items() if not c.attrs["reduced"]]
+    part = Part(
+        path=path,
+        start=start,
+        stop=stop,
+        index=index,
+        seal=source.seal,
+        certificate=document(file.attrs, "certificate"),
+        batch=batch if isinstance(batch, int) and batch > 0 else None,
+    )
+    return Parts(
+        files=(part,),
+        start=whole[0],
+        stop=whole[-1],
+        identity=facts,
+        run=run,
+        attributes={key: str(file.attrs[key]) for key in file.attrs if key.endswith("_sha256")},
+        parameters={k: tuple(s) for k, s in document(file.attrs, "parameters").items()},
+        chains=tuple(
+            (str(chain.attrs["chain"]), bool(chain.attrs["reduced"]))
+            for chain in (file["chains"][str(k)] for k in range(len(file["chains"])))
+        ),
+        forms={f"{g}/{name}": stored_form(item) for g in groups for name, item in file[g].items()},
+    )
+
+
+def _joined(a: Parts, b: Parts) -> Parts:
+    """Add a file that must be of the same run."""
+    path = b.files[0].path
+    different = list(differences(a.identity, b.identity))
+    different = different or list(differences(a.attributes, b.attributes))
+    if different or a.chains != b.chains:
+        raise ResultFileError(
+            f"this is another run than {a.files[0].path}: " + "; ".join(different or ["chains"]),
+            where=str(path),
+            remedy="Give files of one run only.",
+        )
+    return replace(
+        a,
+        files=(*a.files, *b.files),
+        start=min(a.start, b.start),
+        stop=max(a.stop, b.stop),
+        forms=_common_forms(a.forms, b.forms, path),
+        uneven=a.uneven | {key for key, form in a.forms.items() if form != b.forms.get(key)},
+    )
+
+
+def _common_forms(a: Mapping[str, Form], b: Mapping[str, Form], path: Path) -> dict[str, Form]:
+    """Return the forms that hold the rows of both.
+
+    Factors of different sizes have none in common, so their rows become dense, as they do when
+    sizes change within one run.
+    """
+    kept = {}
+    for key, form in a.items():
+        other = b.get(key)
+        if form == other:
+            kept[key] = form
+        elif other and (form.shape, form.dtype) == (other.shape, other.dtype):
+            kept[key] = form.dense
+    if len(kept) < len(a) or len(a) != len(b):
+        raise ResultFileError(
+            f"{', '.join(sorted((a.keys() | b.keys()) - kept.keys()))}: "
+            "these are stored in another form than in the other files",
+            where=str(path),
+            remedy="Give files of one run only.",
+        )
+    return kept
+
+
+def _in_order(parts: Parts) -> Parts:
+    """Sort the files by their samples, of which none may be missing or there twice."""
+    files = sorted(parts.files, key=lambda part: (part.start, part.stop))
+    for before, after in pairwise(files):
+        if after.start < before.stop:
+            raise ResultFileError(
+                f"samples {after.start:,} to {min(before.stop, after.stop):,} are in two files: "
+                f"here and in {before.path}",
+                where=str(after.path),
+                remedy="Give each file once, and the shards of one division only.",
+            )
+    gaps = list(_gaps(parts, files))
+    if gaps:
+        more = f", and {len(gaps) - 3:,} more gaps" if len(gaps) > 3 else ""
+        raise ResultFileError(
+            f"samples are missing: {'; '.join(gaps[:3])}{more}",
+            where=str(files[0].path.parent),
+            remedy="Compute the missing shards (the same command again), and merge then.",
+        )
+    batch = parts.identity.get("batch_size") or 1  # it is there where the answer depends on it
+    for part in files:
+        if (part.start - parts.start) % batch:
+            raise ResultFileError(
+                f"its first sample is none of a batch of {batch:,}, and with own-loss coupling the "
+                "answer depends on which samples share a batch",
+                where=str(part.path),
+                remedy="Compute shards, which are cut between batches.",
+            )
+    return replace(parts, files=tuple(files))
+
+
+def _gaps(parts: Parts, files: list[Part]) -> Iterator[str]:
+    """Yield what lies between the files, before the first and after the last."""
+    position = parts.start
+    last, count = -1, parts.identity["shard"].get("count")
+    for part in files:
+        if part.start > position:
+            yield f"{position:,} to {part.start:,}{_absent(part, last, part.index)}"
+        position, last = part.stop, -1 if part.index is None else part.index
+    if parts.stop > position:
+        yield f"{position:,} to {parts.stop:,}{_absent(files[-1], last, count)}"
+
+
+def _absent(like: Part, last: int, index: int | None) -> str:
+    """Return which shards lie between two, and whether they are on their way."""
+    numbers = range(last + 1, last + 1 if index is None else index)
+    if not numbers:
+        return ""
+    places = [like.path.with_name(_NUMBER.sub(f".shard-{k}-of-", like.path.name)) for k in numbers]
+    begun = [path.name for path in places if path.with_name(f"{path.name}.part").exists()]
+    which = f"shard {numbers[0]}" if len(numbers) == 1 else f"shards {numbers[0]} to {numbers[-1]}"
+    return f" ({which}{'; not finished: ' + ', '.join(begun[:3]) if begun else ''})"
+
+
+@contextmanager
+def open_joiner(
+    path: Path,
+    plan: FilePlan,
+    parts: Parts,
+    batch: int,
+    *,
+    overwrite: bool = False,
+    virtual: bool = False,
+) -> Iterator["Joiner"]:
+    """Open the file of a whole run for its parts; unless it gets finished, nothing stays behind.
+
+    `plan` is the run as if it had been one. The chunks of the new file depend on the samples of a
+    `batch`. A `virtual` file leaves the rows where they are, and refers to them.
+
+    Raises:
+        RefusedError: The rows cannot be referred to, because their forms differ.
+        OutputError: The file cannot be written, is there already or is one of the parts.
+    """
+    paths = Paths(path)
+    require_free(path, parts, overwrite=overwrite)
+    with ExitStack() as stack:
+        with writing(path):
+            descriptor = stack.enter_context(locked(paths.part))
+            require_not_there(paths, descriptor, overwrite=overwrite)
+            if paths.progress.exists() and os.fstat(descriptor).st_size and not overwrite:
+                raise OutputError(
+                    "an unfinished file of a stopped run is there",
+                    where=str(paths.part),
+                    remedy="Choose another name, or give --overwrite to give it up.",
+                )
+            paths.progress.unlink(missing_ok=True)  # an unfinished merge has nothing worth keeping
+        joiner = Joiner(paths, descriptor, parts, virtual)
+        stack.callback(joiner.close)
+        joiner.lay_out(plan, min(batch, plan.n))
+        yield joiner
+
+
+class Joiner:
+    """The file of a whole run, which is put together from parts."""
+
+    def __init__(self, paths: Paths, descriptor: int, parts: Parts, virtual: bool) -> None:
+        self._paths, self._parts, self._virtual = paths, parts, virtual
+        self._target = Target(descriptor)
+        self._done = False
+
+    def lay_out(self, plan: FilePlan, batch: int) -> None:
+        """Create all groups and data sets with a sample axis."""
+        rest = (self._paths, self._target, plan)
+        with writing(self._paths.final):
+            if self._virtual:
+                refer = partial(_create_virtual, parts=self._parts, folder=self._paths.final.parent)
+                tables = {path: form for path, form in self._parts.forms.items() if in_table(path)}
+                self._regions = lay_out(*rest, tables, batch, refer)
+            else:
+                self._regions = lay_out(*rest, self._parts.forms, batch)
+
+    def add(self, part: Part) -> Owned:
+        """Copy the rows of the next part, and return its reducers' states."""
+        with opened_again(part.path, part.seal) as source:
+            file, checks = source.file, source.checks
+            index = column(file["samples/index"], checks)
+            if not np.array_equal(index, np.arange(part.start, part.stop)):
+                raise ResultFileError(
+                    f"its samples are not {part.start:,} to {part.stop:,}, as it says",
+                    where=str(part.path),
+                    remedy="Compute it again, and merge then.",
+                )
+            kept = file.get("states", {})
+            if not kept and bool(np.any(column(file["samples/finite"], checks))):
+                raise ResultFileError(
+                    "the file holds no states of reducers, which are kept in shards and where "
+                    "small",
+                    where=str(part.path),
+                    remedy="Compute it as a shard: --shard I/N.",
+                )
+            states = {
+                owner: {key: torch.from_numpy(v) for key, v in stored_states(group, checks).items()}
+                for owner, group in kept.items()
+            }
+            for path, form in self._parts.forms.items():
+                for name in form.parts:
+                    self._copy(source, path, name, len(part))
+        with writing(self._paths.final):
+            self._target.flush()
+        return states
+
+    def _copy(self, source: Opened, path: str, name: str, n: int) -> None:
+        """Copy n rows of a column, or of one of its factors."""
+        place = f"{path}/{name}" if name else path
+        item, region = source.file[place], self._regions.by_path[place]
+        lost = int(item.attrs.get("overflowed", 0))
+        region.mark = replace(region.mark, overflowed=region.mark.overflowed + lost)
+        if in_table(path):
+            values = column(item, source.checks, decode=False)
+            values = values.view(np.uint8) if values.dtype.kind == "S" else values
+            with writing(self._paths.final):
+                region.add(torch.from_numpy(values), self._target)
+        elif not self._virtual:
+            copy_rows(item, source.checks, region, n, self._target, self._paths.final)
+
+    def finish(
+        self,
+        results: Mapping[int, Mapping[str, Tensor]],
+        certificate: Mapping[str, Any],
+        norm_attributes: Mapping[str, Mapping[str, float]],
+        states: States,
+        look: Look | None = None,
+    ) -> None:
+        """Complete the file, as `Writer.finish` does."""
+        with writing(self._paths.final):
+            complete(
+                self._paths,
+                self._target,
+                self._regions,
+                results,
+                certificate,
+                norm_attributes,
+                states,
+                look,
+            )
+        self._done = True
+
+    def close(self) -> None:
+        """Remove the file unless it is complete."""
+        with suppress(OSError):
+            self._target.close()
+        if not self._done:
+            with suppress(OSError):  # what stopped the merge has been said
+                self._paths.part.unlink(missing_ok=True)
+
+
+def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
+    """Check that the final file of some parts may be written."""
+    require_place(path, LONGEST)
+    with writing(path):
+        if path.exists() and any(path.samefile(part.path) for part in parts.files):
+            raise OutputError(
+                "the result would replace a file that it is made from",
+                where=str(path),
+                remedy="Choose another name.",
+            )
+        require_not_taken(path, overwrite=overwrite)
+
+
+def _create_virtual(file: h5py.File, parts: Parts, folder: Path) -> None:
+    """Create virtual data sets for the rows of all chains, and record where they are.
+
+    Other programs read them through HDF5, which looks for the files beside the virtual one and
+    reads what is missing as the fill value: NaN here, and -1 for indices. gradscope never does.
+    `folder` is that of the file, which the parts' paths are relative to.
+    """
+    if parts.uneven:
+        raise RefusedError(
+            f"{', '.join(sorted(parts.uneven))}: stored as factors of other sizes in other files, "
+            "which one data set cannot refer to",
+            where="virtual",
+            remedy="Merge without --virtual, or compute with --layout dense.",
+        )
+    sources = [
+        (os.path.relpath(part.path, folder), part.start - parts.start, part.stop - parts.start)
+        for part in parts.files
+    ]
+    file.attrs[SOURCES] = to_json(
+        [
+            {"path": name, "seal": part.seal.hex(), "rows": rows}
+            for part, (name, *rows) in zip(parts.files, sources, strict=True)
+        ]
+    )
+    for path, form in parts.forms.items():
+        if in_table(path):
+            continue
+        place, _, escaped = path.rpartition("/")
+        group = file[place] if form.kind is None else factors_group(file[place], escaped, form)
+        for name, (row, dtype) in form.parts.items():
+            origin = f"{path}/{name}" if name else path
+            made = _virtual(group, name or escaped, row, dtype, origin, sources)
+            if form.kind is None:
+                describe(made, unescape(escaped), "dense")
+
+
+def _virtual(
+    group: h5py.Group,
+    escaped: str,
+    row: tuple[int, ...],
+    dtype: torch.dtype,
+    path: str,
+    sources: list[tuple[str, int, int]],
+) -> h5py.Dataset:
+    """Create a data set (N, *row) whose rows are in the data sets `path` of the files."""
+    space = h5py.h5s.create_simple((sources[-1][2], *row))
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_obj_track_times(False)  # the same run gives the same bytes
+    numbers = numpy_dtype(dtype)
+    plist.set_fill_value(np.array(np.nan if numbers.kind in "fc" else -1, numbers))
+    for name, start, stop in sources:
+        source = h5py.h5s.create_simple((stop - start, *row))
+        if not source.get_simple_extent_npoints():
+            continue
+        space.select_hyperslab((start, *[0] * len(row)), (stop - start, *row))
+        plain = (text.replace("%", "%%") for text in (name, path))  # %b stands for a number
+        plist.set_virtual(space, *(t.encode("utf-8", "surrogateescape") for t in plain), source)
+    space.select_all()
+    made = h5py.h5d.create(group.id, escaped.encode(), h5_type(dtype), space, plist, utf8_links())
+    return h5py.Dataset(made)

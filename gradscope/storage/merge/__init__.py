@@ -1,1 +1,0 @@
-"""Joining the files of one run."""
