@@ -275,7 +275,8 @@ def _held(path: Path) -> Found:
 
 
 def _by_torch(path: Path) -> Found:
-    return _arrays(torch.load(path, weights_only=True)["state_dict"])
+    found = torch.load(path, weights_only=True)  # the name of what holds the tensors is no matter
+    return _arrays(next(held for held in found.values() if isinstance(held, dict)))
 
 
 def _by_safetensors(path: Path) -> Found:
@@ -329,12 +330,14 @@ def _by_h5py(path: Path) -> Found:
 def _by_csv(path: Path) -> Found:
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = [row for row in csv.DictReader(file) if any(row.values())]
-    inputs = [[float(row["a"]), float(row["b"])] for row in rows]
-    return _pair({"inputs": inputs, "targets": [float(row["label"]) for row in rows]})
+    columns = ([float(row[name] or "nan") for row in rows] for name in ("a", "b", "label"))
+    *inputs, targets = columns  # an empty field is NaN
+    return _pair({"inputs": np.stack(inputs, 1), "targets": targets})
 
 
 def _by_json(path: Path) -> Found:
-    lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    text = path.read_bytes().decode("utf-8-sig")  # a carriage return in a line does not end it
+    lines = [line for line in text.split("\n") if line.strip()]
     rows = [json.loads(line) for line in lines]
     names = ("inputs", "targets")  # what a line does not have is NaN
     return _pair({name: [row.get(name, np.nan) for row in rows] for name in names})
