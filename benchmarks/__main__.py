@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments  # libraries read it at their start
         words = [sys.executable, "-m", "benchmarks", *given]
         return subprocess.run(words, env=os.environ | limited, check=False).returncode
+    isa = torch.backends.cpu.get_cpu_capability()
+    if options.isa and isa.lower() != options.isa:
+        parser().error(f"--isa {options.isa}: torch finds {isa} here")
     if options.threads:
         torch.set_num_threads(options.threads)
     repeats = options.repeat or (1 if options.quick else 7)

@@ -85,9 +85,8 @@ class State:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._model, self._loss = model, loss
         self.latest = ""
-        self._known: dict[
-            Hashable, tuple[StateTable, set[Hashable]]
-        ] = {}  # keys that change in place
+        # tables, each with its keys that change in place
+        self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
         self._before: tuple[list[tuple[Any, Any]], list[_Taken]] | None = None
 
     @property

@@ -1,6 +1,6 @@
 """Two files: what changed from the first to the second."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -183,12 +183,7 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             fisher_trace=Both.of(fisher.trace for fisher in traces),
             cosine=_cosine(files, names, products),
             parameters=tuple(
-                ParameterChange(
-                    name=name,
-                    cosine=_cosine(files, [name], products),
-                    **{k: Both.of(getattr(rows[name], k) for rows in by_name) for k in _COMPARED},
-                )
-                for name in names
+                _changed(name, _cosine(files, [name], products), by_name) for name in names
             ),
             only_first=tuple(name for name in first.parameters if name not in names),
             only_second=tuple(name for name in second.parameters if name not in names),
@@ -205,6 +200,12 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             exact=distances is not None,
             norms=tuple(zip(*(norm[some].tolist() for norm in norms), strict=True)),
         )
+
+
+def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]]) -> ParameterChange:
+    """Return one parameter's row of both files, side by side."""
+    both = {k: Both.of(getattr(of_file[name], k) for of_file in rows) for k in _COMPARED}
+    return ParameterChange(name=name, cosine=cosine, **both)
 
 
 def _products(

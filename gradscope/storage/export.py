@@ -146,8 +146,13 @@ def export(
             where=str(path),
             remedy=f"Supported: {', '.join(FORMATS)}, and a folder of .npy files.",
         )
-    size = sum(one.bytes for one, _ in made)
-    for place in (Path(one.path) for one, _ in made):
+    _require_room([Path(one.path) for one, _ in made], sum(one.bytes for one, _ in made), overwrite)
+    return [replace(one, bytes=_written(Path(one.path), write)) for one, write in made]
+
+
+def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
+    """Check that files of `size` bytes in all may be written, and that the disk has room."""
+    for place in places:
         require_place(place, _SUFFIX)
         with _reported(place):
             is_folder = place.is_dir()
@@ -161,7 +166,6 @@ def export(
                 where=str(place),
                 remedy="Choose another disk, or export fewer samples or parameters.",
             )
-    return [replace(one, bytes=_written(Path(one.path), write)) for one, write in made]
 
 
 def _find_chain(file: GradientFile, name: str) -> StoredChain:
