@@ -22,8 +22,10 @@ from torch import Tensor
 
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
+from gradscope.core.independence import require_independent
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.core.problem import Problem
+from gradscope.core.shortage import is_shortage
 from gradscope.engine import Verify, settled
 from gradscope.errors import SpecError
 from gradscope.run.execute import Run
@@ -58,8 +60,17 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
     The peak is found out where the batch size depends on it, or where it is to be `measured`;
     `there` are the bytes of memory that there are, by default what the system tells.
     """
-    asked = job.spec.compute
     there = available(job.scope.problem.device) if there is None else there
+    found = _planned(job, there, measured=measured)
+    asked = job.scope.settings
+    chosen = job.spec.compute.batch_size is None and found.samples == 1 < len(job.rows)
+    if chosen and asked.verify != "never" and not asked.own_loss:
+        _require_independent(job)
+    return found
+
+
+def _planned(job: Job, there: int | None, *, measured: bool) -> Budget:
+    asked = job.spec.compute
     if asked.memory is not None:
         with rehearsal(job) as rehearsed:
             return _within(rehearsed, parse_memory(asked.memory), there)
@@ -70,6 +81,26 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
         return Budget(job.batch_size, available=there)
     with rehearsal(job) as rehearsed:
         return _beside_others(rehearsed, there, fixed=given, measured=measured)
+
+
+def _require_independent(job: Job) -> None:
+    """Compare two samples' losses with those alone: batches of one will not show coupling."""
+
+    def compared(problem: Problem, batch: Batch) -> None:
+        with problem.state.watched():
+            require_independent(problem, batch)
+
+    with rehearsal(job) as one:
+        problem = one.scope.problem
+        known, two = problem.state.found, one.scope.labels.of(one.load(0, 2)).detached()
+        try:
+            compared(problem, two)
+        except Exception as error:
+            if is_shortage(error):
+                return  # there is no room for two
+            if problem.state.found == known:
+                raise
+            compared(problem, two)  # now that what the forward pass changes is put back
 
 
 def _within(job: Job, memory: int, there: int | None) -> Budget:
@@ -94,7 +125,9 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
     """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
     samples, sizes = job.batch_size, Sizes.of(job)
     if sizes is not None and not fixed:
-        samples = min(samples, sizes.busy(job.scope.problem.device))
+        raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
+        least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
+        samples = min(samples, max(least, sizes.busy(job.scope.problem.device)))
     most, limit = min(samples, len(job.rows)), inf if there is None else there
     budget = limit if fixed else _SHARE * limit
     if not measured and sizes is not None and sizes.most(most) <= budget:
