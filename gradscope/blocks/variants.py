@@ -115,6 +115,8 @@ class Tuner:
     ) -> None:
         self.measures, self.preferred = measures, preferred
         self.chosen = {k: Chosen(k, variant, {}) for k, variant in (kept or {}).items()}
+        self._used = set(self.chosen)  # others were asked for only by variants that were tried
+        self._trying = False
         self._cache, self._timed = cache, timed
 
     @classmethod
@@ -122,9 +124,15 @@ class Tuner:
         """Return a tuner that knows what earlier processes measured on this machine."""
         return cls(cache=lambda device: Cache.of("variants", device), **options)
 
-    @property
-    def choices(self) -> dict[str, str]:
-        """What was measured, now or earlier, and chosen: the variant of each request."""
+    def settled(self) -> dict[str, str]:
+        """Measure nothing any more; return the variant of each request that was measured and used.
+
+        What is asked for later and is not among these is decided by arithmetic.
+        """
+        if self.measures:
+            self.measures = False
+            used = {key: self.chosen[key] for key in sorted(self._used)}
+            self.chosen = {key: one for key, one in used.items() if one.measured}
         return {key: one.variant for key, one in self.chosen.items() if one.measured}
 
     @contextmanager
@@ -146,21 +154,38 @@ class Tuner:
         classes = "".join(f", {name}≤{power(size)}" for name, size in sizes.items())
         kind = str(like.dtype).removeprefix("torch.")
         key = f"{request}{classes}, {kind}, {like.device.type}"
-        known = self.chosen.get(key)
-        if known is None or known.variant not in variants:
-            cache = self._cache(like.device) if self.measures else None
-            known = None if cache is None else _remembered(cache, key, variants)
-            if self.measures and known is None:
-                return self._measured(key, variants, like.device, cache)
-            predicted = {name: variant.seconds for name, variant in variants.items()}
-            known = known or Chosen(key, likely, predicted, measured=False)
-            self.chosen[key] = known
-        return variants[known.variant].run()
+        if key not in self.chosen:
+            self.chosen[key] = self._choice(key, variants, like.device)
+        if not self._trying:
+            self._used.add(key)
+        name = self.chosen[key].variant
+        return variants[name if name in variants else likely].run()
 
-    def _measured(
-        self, key: str, variants: Variants, device: torch.device, cache: Cache | None
-    ) -> Tensor:
-        """Try all variants that are not hopeless, in turn; remember the fastest."""
+    def _choice(self, key: str, variants: Variants, device: torch.device) -> Chosen:
+        """Choose by what was measured, or is now, or by arithmetic."""
+        if not self.measures:
+            predicted = {name: variant.seconds for name, variant in variants.items()}
+            return Chosen(key, default(variants), predicted, measured=False)
+        cache = self._cache(device)
+        known = None if cache is None else _remembered(cache, key, variants)
+        if known is not None:
+            return known
+        outer, self._trying = self._trying, True
+        try:
+            found = self._measured(key, variants, device)
+        finally:
+            self._trying = outer
+        if cache is None:
+            return found
+        fact = {"way": found.variant, "seconds": found.seconds}
+        cache.put(key, fact)
+        known = _remembered(cache, key, variants)  # perhaps another process was first
+        if known is None:
+            cache.put(key, fact, over=True)
+        return known or found
+
+    def _measured(self, key: str, variants: Variants, device: torch.device) -> Chosen:
+        """Try all variants that are not hopeless, in turn; return the fastest."""
         likely = default(variants)
         limit = _HOPELESS * variants[likely].seconds
         tried = [likely, *(k for k, v in variants.items() if k != likely and v.seconds <= limit)]
@@ -170,17 +195,7 @@ class Tuner:
                 took, _ = self._timed(variants[name].run, device)
                 spent[name] = min(took, spent.get(name, took))
         found = min(spent, key=lambda name: spent[name])
-        found = found if spent[found] < FASTER * spent[likely] else likely
-        mine = Chosen(key, found, spent)
-        if cache is not None:
-            fact = {"way": found, "seconds": spent}
-            cache.put(key, fact)
-            kept = _remembered(cache, key, variants)  # perhaps another process was first
-            if kept is None:
-                cache.put(key, fact, over=True)
-            mine = kept or mine
-        self.chosen[key] = mine
-        return variants[mine.variant].run()
+        return Chosen(key, found if spent[found] < FASTER * spent[likely] else likely, spent)
 
 
 def _remembered(cache: Cache, key: str, variants: Variants) -> Chosen | None:

@@ -225,13 +225,13 @@ class Run:
         states = self.states | {k: carried_state(s) for k, s in carried if s is not None}
         if overflowed:
             states[NONFINITE] = overflowed
-        self.tuner.measures = False  # or what later batches measure would decide on their last bits
-        self.record["kernels"] = self.tuner.choices
+        choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
+        self.record["kernels"] = choices
         self.progress = Progress(
             batch_size=self.size.samples,
             certificate=self._proof(),
             first=self.progress.first or first_of(rows),
-            choices=self.tuner.choices,
+            choices=choices,
         )
         progress = {PROGRESS: self.progress.to_state()}
         self.writer.append(rows, states | progress, proved=self.job.scope.proved)

@@ -60,7 +60,7 @@ def test_the_fastest_is_kept() -> None:
         "seconds": {"slow": 3.0, "fast": 1.0, "middling": 2.0},
         "measured": True,
     }
-    assert clock.tuner.choices == {"r, n≤8, float32, cpu": "fast"}
+    assert clock.tuner.settled() == {"r, n≤8, float32, cpu": "fast"}
 
 
 def test_another_size_is_another_choice() -> None:
@@ -104,7 +104,7 @@ def test_without_measuring_arithmetic_chooses() -> None:
         assert clock.asked(b=0.5) == "b"
     (choice,) = outer.chosen.values()
     assert (choice.variant, choice.seconds) == ("b", {"a": 1.0, "b": 0.5})
-    assert not choice.measured and outer.choices == {}
+    assert not choice.measured and outer.settled() == {}
     assert clock.runs == {"a": 0, "b": 1}
     assert not clock.tuner.chosen
     with clock.tuner.active(), unmeasured():
@@ -120,7 +120,7 @@ def test_another_process_goes_by_what_the_first_measured(tmp_path: Path) -> None
     other = clock.another()
     assert clock.asked(other) == "a"
     assert clock.runs == runs | {"a": runs["a"] + 1}  # nothing was tried
-    assert other.choices == clock.tuner.choices
+    assert other.settled() == {"r, n≤8, float32, cpu": "a"}
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text(encoding="utf-8"))["fact"]["way"] == "a"
     for text in ("", "[" * 10**5, '{"fact": 3}', file.read_text("utf-8").replace('"a"', '"gone"')):
@@ -134,10 +134,31 @@ def test_choices_that_are_given_stand() -> None:
     clock = Clock(a=1.0, b=2.0)
     clock.asked()
     clock.seconds = {"a": 2.0, "b": 1.0}
-    kept = clock.another(measures=False, kept=clock.tuner.choices)
+    choices = clock.tuner.settled()
+    kept = clock.another(measures=False, kept=choices)
     assert clock.asked(kept, b=0.5) == "a"
     assert clock.asked(kept, n=100, b=0.5) == "b"  # not known then: by arithmetic
-    assert kept.choices == clock.tuner.choices
+    assert kept.settled() == choices == clock.tuner.settled()
+    assert clock.asked(n=100, b=0.5) == "b"  # settled, the first one measures nothing either
+
+
+def test_what_only_a_tried_variant_asked_for_is_no_choice() -> None:
+    clock = Clock(a=9.0, b=2.0)
+
+    def outer() -> Tensor:
+        clock.asked()
+        clock.last = "a"
+        return torch.zeros(1)
+
+    def run() -> Tensor:
+        clock.last = "b"
+        return torch.ones(1)
+
+    variants = {"asks": Variant(1.0, outer), "asks nothing": Variant(1.0, run)}
+    with clock.tuner.active():
+        assert fastest("outer", {}, torch.zeros(1), variants).item()
+    assert set(clock.tuner.chosen) == {"r, n≤8, float32, cpu", "outer, float32, cpu"}
+    assert clock.tuner.settled() == {"outer, float32, cpu": "asks nothing"}
 
 
 def test_a_preferred_variant_is_taken_also_for_a_proof() -> None:
