@@ -316,7 +316,7 @@ def _looked_up(values: np.ndarray, table: np.ndarray, words: Callable[[int], np.
 class Pattern(NamedTuple):
     """Some columns of a sparse matrix: which entries are added to which row, with which sign."""
 
-    index: Tensor  # (m,) int32, the entries, those of the first row first
+    entries: Tensor  # (m,) int32, those of the first row first
     first: Tensor  # (rows,) int32, where a row's begin
     signs: Tensor  # (m,) float32
 
@@ -327,10 +327,10 @@ class Pattern(NamedTuple):
             numbers = torch.view_as_real(numbers).flatten(1)
         signs = self.signs.to(numbers.dtype)
         found: Tensor = torch.embedding_bag(  # mode 0 adds
-            numbers, self.index, self.first, False, 0, False, signs
+            numbers, self.entries, self.first, False, 0, False, signs
         )[0]
         if values.is_complex():
-            return torch.view_as_complex(found.unflatten(1, (-1, 2)))
+            return torch.view_as_complex(found.reshape(len(found), -1, 2))
         return found
 
 
