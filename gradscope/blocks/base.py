@@ -182,12 +182,12 @@ class Block(ABC):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 when none are given."""
         parts = ((precise(tile), rows) for rows, tile in self.tiles())
-        return reduce(torch.Tensor.add_, (_summed(*part, weights) for part in parts))
+        return reduce(torch.Tensor.add_, (summed(*part, weights) for part in parts))
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² elementwise (*shape)."""
         parts = ((squares(precise(tile)), rows) for rows, tile in self.tiles())
-        return reduce(torch.Tensor.add_, (_summed(*part, weights) for part in parts))
+        return reduce(torch.Tensor.add_, (summed(*part, weights) for part in parts))
 
     def sums(
         self, weights: Tensor | None = None, for_squares: Tensor | None = None
@@ -207,8 +207,8 @@ class Block(ABC):
             values = precise(tile)
             length = values[0].numel() * values.element_size()
             if values.device.type != "cpu" or values.is_complex() or length < _LONG_ROW:
-                first += _summed(values, part, weights)
-                second += _summed(squares(values), part, for_squares)
+                first += summed(values, part, weights)
+                second += summed(squares(values), part, for_squares)
                 continue
             ones = [1.0] * len(values)  # long rows, one by one: each is read once
             w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
@@ -284,7 +284,7 @@ class Block(ABC):
             yield slice(self.n * k // count, self.n * (k + 1) // count)
 
 
-def _summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
+def summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
     """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 when none are given."""
     return times(values, None if weights is None else weights[part]).sum(0)
 

@@ -26,11 +26,13 @@ from gradscope.blocks.base import (
     precise,
     size,
     squares,
+    summed,
     times,
 )
 from gradscope.blocks.products import contracted, ghost, separate
 from gradscope.blocks.variants import Variant, fastest, seconds
 
+_READ_AGAIN = 2**19  # bytes that are formed and read twice, beside two sums of their size
 KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms to their sum
 
 
@@ -157,6 +159,46 @@ class OuterBlock(TensorBlock):
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
         return contracted(times(left, weights), right).reshape(self.shape)
+
+    def sums(
+        self, weights: Tensor | None = None, for_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|² (*shape); what is formed is read again in the cache."""
+        k, t, r, c = self.sizes
+        real = self.dtype in (torch.float32, torch.float64) and self.device.type == "cpu"
+        if t == 1 or not real:
+            return super().sums(weights, for_squares)
+        if k == 1 and 4 * r * c * self.dtype.itemsize >= _READ_AGAIN:
+            return self._sums_by_bands(weights, for_squares)
+        first, second = torch.zeros(2, *self.shape, dtype=self.dtype)
+        buffer = torch.empty(0, dtype=self.dtype)
+        for part in self._parts(2 * _READ_AGAIN):
+            some = self.select(part)
+            if len(buffer) < some.n:
+                buffer = torch.empty(some.n, *self.shape, dtype=self.dtype)
+            tile = some.dense(buffer[: some.n])
+            first += summed(tile, part, weights)
+            second += summed(tile.mul_(tile), part, for_squares)
+        return first, second
+
+    def _sums_by_bands(
+        self, weights: Tensor | None, for_squares: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Form some rows of a matrix (r, c) at a time, one sample after the other."""
+        _, _, r, c = self.sizes
+        left, right = (f[:, 0].to(self.dtype) for f in (self.left, self.right))
+        first, second = torch.zeros(2, r, c, dtype=self.dtype)
+        ones = [1.0] * self.n
+        w, u = (ones if f is None else f.tolist() for f in (weights, for_squares))
+        step = max(1, _READ_AGAIN // (c * self.dtype.itemsize))
+        for start in range(0, r, step):
+            band, squared = (f[start : start + step] for f in (first, second))
+            tile = torch.empty_like(band)
+            for i in range(self.n):
+                torch.mm(left[i, :, start : start + step].mT, right[i], out=tile)
+                band.add_(tile, alpha=w[i])
+                squared.addcmul_(tile, tile, value=u[i])
+        return first.view(self.shape), second.view(self.shape)
 
     def bound(self) -> Tensor:
         """Return the product of the factors' norms (Cauchy and Schwarz)."""

@@ -27,6 +27,11 @@ TABLE = {
         (5, 4), 4, 3, (3, 3),
         {"transposed": True, "groups": 2, "stride": (3, 2), "output_padding": (2, 1)},
     ),
+    "few pixels": ((2, 2), 3, 12, (3, 3), {"padding": (1, 1)}),
+    "few pixels, dilated": (
+        (5,), 2, 12, (3,), {"stride": (2,), "dilation": (2,), "padding": (1,)},
+    ),
+    "few pixels, transposed": ((3,), 6, 10, (3,), {"transposed": True, "groups": 2}),
     "transposed, dilated": ((6,), 2, 3, (3,), {"transposed": True, "dilation": (2,)}),
 }  # fmt: skip
 
@@ -35,6 +40,7 @@ VARIANTS = {
     "by kernels": ("a kernel a sample", "dense"),
     "by one grouped kernel": ("grouped kernel", "dense"),
     "by patches": ("patches", "gram of patches", "gram"),
+    "by pixels": ("gram of pixels",),
     "by few patches at a time": ("patches", "dense"),
 }
 
