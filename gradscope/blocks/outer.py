@@ -117,7 +117,7 @@ class OuterBlock(TensorBlock):
                 seconds(work * r * c, 8.0 * self.n * k * r * c), super().squared_norms
             ),
         }
-        return fastest(f"norms {r}x{c}, t={t}", self.n, left, variants)
+        return fastest(f"norms {k}x{r}x{c}", {"t": t, "n": self.n}, left, variants)
 
     def ghost_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,) by the Gram matrices over positions."""
