@@ -13,7 +13,7 @@ from torch import Tensor
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.trace import Output, Trace
 from gradscope.backends.hooks.rules.layers import scatter
-from gradscope.blocks import Block, DenseBlock, total
+from gradscope.blocks import Block, DenseBlock, OuterBlock, SegmentBlock, total
 
 Step = Callable[[Trace, int, Block], Block | None]
 
@@ -98,6 +98,18 @@ def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
     return scatter(index.expand(block.n, -1), rows, size, padding)
 
 
+def _stacked(trace: Trace, node: int, block: Block) -> Block | None:
+    """One matrix of a stack, such as an expert's: its rows know where they belong."""
+    operation, shape = trace.nodes[node], _source_shape(trace, node)
+    if internals.saved(operation, "dim") != 0 or len(shape) != 3:
+        return None
+    place = internals.saved(operation, "index") % shape[0]
+    if isinstance(block, OuterBlock) and block.sizes[0] == 1:
+        return SegmentBlock.of(block).within(place, shape[0])
+    whole = isinstance(block, SegmentBlock) and block.sizes[1] == 1
+    return block.within(place, shape[0]) if whole else None
+
+
 _STEPS: dict[str, Step] = {
     **dict.fromkeys(("TBackward0", "TransposeBackward0"), _transposed),
     **dict.fromkeys(
@@ -109,5 +121,6 @@ _STEPS: dict[str, Step] = {
     ),
     **dict.fromkeys(("CloneBackward0", "AliasBackward0"), lambda trace, node, block: block),
     "ToCopyBackward0": _cast,
+    "SelectBackward0": _stacked,
     "EmbeddingBackward0": _looked_up,
 }

@@ -177,6 +177,13 @@ def _product(first: int) -> Callable[[Passage], bool]:
     return test
 
 
+def _grouped(p: Passage) -> bool:
+    """Rows (or columns) in groups one after the other, each times a matrix of its own."""
+    if p.saved("offs") is None:
+        return _product(0)(p)
+    return p.rank == p.out_rank == 2 and p.axis == p.out_axis == p.slot
+
+
 def _time_major(p: Passage) -> bool:
     """Recurrent layers, values (t, n, ·) and states (n, ·) or (layers, n, ·)."""
     return p.out_axis == 1 and p.axis == (0 if p.rank == 2 else 1)
@@ -250,6 +257,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     ),
     **_named(_product(0), "Bmm Mm"),
     **_named(_product(1), "Addmm Baddbmm"),
+    **_named(_grouped, "GroupedMm"),
     **_named(lambda p: p.slot == 0 and p.axis == p.out_axis == 0, "Mv"),
     **_named(  # linear layers, input and output (..., i) and (..., o)
         lambda p: p.in_place and p.axis < p.rank - 1,
