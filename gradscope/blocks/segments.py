@@ -8,7 +8,7 @@ The rows of one sample and group are a segment. Nothing is padded to the longest
 are taken within segments, and a weighted sum is one product a group over all of its rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -40,7 +40,7 @@ class SegmentBlock(Block):
         n, k, t, _ = block.left.shape
         rows = block.left.flatten(0, 2), block.right.flatten(0, 2)
         place = torch.arange(n * k, device=block.device).repeat_interleave(t)
-        return segmented(*rows, place // k, place % k, (n, k), block.shape)
+        return segmented((*rows, place // k, place % k), (n, k), block.shape)
 
     @property
     def n(self) -> int:
@@ -67,7 +67,7 @@ class SegmentBlock(Block):
         """Return the gradients of a stack (groups, *shape) of which this one group is an entry."""
         place = torch.full_like(self.group, group)
         rows = self.left, self.right, self.sample, place
-        return segmented(*rows, (self.n, groups), (groups, *self.shape))
+        return segmented(rows, (self.n, groups), (groups, *self.shape))
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape), one matrix product a segment."""
@@ -80,8 +80,10 @@ class SegmentBlock(Block):
         if len(keys) < len(target):
             target.zero_()
         left, right = (f.to(self.dtype) for f in (block.left, block.right))
-        for key, a, b in zip(keys.tolist(), left.split(counts), right.split(counts), strict=True):
-            torch.mm(a.mT, b, out=target[key % self.n * k + key // self.n])
+        start = 0
+        for key, count in zip(keys.tolist(), counts, strict=True):
+            own = slice(start, start := start + count)
+            torch.mm(left[own].mT, right[own], out=target[key % self.n * k + key // self.n])
         return found if out is None or direct else out.copy_(found)
 
     def select(self, rows: slice | Tensor) -> Self:
@@ -204,14 +206,14 @@ class SegmentBlock(Block):
         stays with its sample.
         """
         keys, counts, starts = self._segments
-        block, lengths = self.ordered, torch.tensor([_rounded(count) for count in counts])
-        for t in lengths.unique().tolist():
-            which = (lengths == t).nonzero().squeeze(1)
-            count = torch.tensor(counts)[which].to(self.device).unsqueeze(1)
+        block, lengths = self.ordered, [_rounded(count) for count in counts]
+        for t in sorted(set(lengths)):
+            which = [s for s, length in enumerate(lengths) if length == t]
+            own = torch.tensor(which, device=self.device)
+            count = torch.tensor([[counts[s]] for s in which], device=self.device)
             at = torch.arange(t, device=self.device)
             outside = at >= count  # (s, t)
-            own = which.to(self.device)
-            place = starts[own].unsqueeze(1) + at.masked_fill(outside, 0)
+            place = starts[own].unsqueeze(1) + torch.where(outside, 0, at)
             left = block.left[place].masked_fill_(outside.unsqueeze(-1), 0)
             yield keys[own], left, block.right[place]
 
@@ -230,7 +232,7 @@ class SegmentBlock(Block):
     def _matrix(self, left: Tensor, right: Tensor, sample: Tensor) -> Tensor:
         """Return Σₘ left[m, :] ⊗ right[m, :] (n, r, c) over each sample's rows."""
         shape, group = (left.shape[1], right.shape[1]), torch.zeros_like(sample)
-        return segmented(left, right, sample, group, (self.n, 1), shape).dense()
+        return segmented((left, right, sample, group), (self.n, 1), shape).dense()
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,15 +263,11 @@ class RaggedBlock(SegmentBlock):
 
 
 def segmented(
-    left: Tensor,
-    right: Tensor,
-    sample: Tensor,
-    group: Tensor,
-    sizes: tuple[int, int],
-    shape: tuple[int, ...],
+    rows: Iterable[Tensor], sizes: tuple[int, int], shape: tuple[int, ...]
 ) -> SegmentBlock:
-    """Return the block of these rows; the arguments are its fields, in their order."""
+    """Return the block of the rows left, right, sample, group; the rest are its fields too."""
     kind = RaggedBlock if sizes[1] == 1 else SegmentBlock
+    left, right, sample, group = rows
     return kind(left, right, sample, group, sizes, shape)
 
 

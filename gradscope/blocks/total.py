@@ -53,7 +53,7 @@ def _joined(factors: list[Tensor], axis: int) -> Tensor:
 def _one_after_another(blocks: list[SegmentBlock]) -> SegmentBlock:
     names = ("left", "right", "sample", "group")
     rows = (_joined([getattr(b, name) for b in blocks], 0) for name in names)
-    return segmented(*rows, blocks[0].sizes, blocks[0].shape)
+    return segmented(rows, blocks[0].sizes, blocks[0].shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,7 @@ class Draw:
         rows = np.zeros((self.n, k, r, c), dtype=wide(left).dtype)
         products = np.einsum("mr,mc->mrc", wide(left), wide(right))
         np.add.at(rows, (sample.numpy(), group.numpy()), products)
-        block = segmented(left, right, sample, group, (self.n, k), shape)
+        block = segmented((left, right, sample, group), (self.n, k), shape)
         return block, rows.reshape(self.n, *shape)
 
     def scatter(self, v: int, d: int, t: int) -> tuple[Block, np.ndarray]:

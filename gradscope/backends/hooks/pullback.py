@@ -101,13 +101,13 @@ def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
 def _stacked(trace: Trace, node: int, block: Block) -> Block | None:
     """One matrix of a stack, such as an expert's: its rows know where they belong."""
     operation, shape = trace.nodes[node], _source_shape(trace, node)
-    if internals.saved(operation, "dim") != 0 or len(shape) != 3:
-        return None
-    place = internals.saved(operation, "index") % shape[0]
     if isinstance(block, OuterBlock) and block.sizes[0] == 1:
-        return SegmentBlock.of(block).within(place, shape[0])
-    whole = isinstance(block, SegmentBlock) and block.sizes[1] == 1
-    return block.within(place, shape[0]) if whole else None
+        block = SegmentBlock.of(block)
+    if not isinstance(block, SegmentBlock) or block.sizes[1] > 1:
+        return None
+    if internals.saved(operation, "dim") != 0:
+        return None
+    return block.within(internals.saved(operation, "index") % shape[0], shape[0])
 
 
 _STEPS: dict[str, Step] = {

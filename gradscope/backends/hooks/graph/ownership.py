@@ -189,7 +189,7 @@ def _places(indices: tuple[Tensor | None, ...], axis: int) -> tuple[Tensor, int]
             at += 1
     if axis not in every:
         return None
-    shape = torch.broadcast_shapes(*(index.shape for index in every.values()))
+    shape = torch.broadcast_shapes(*(t.shape for t in every.values()))  # type: ignore[no-untyped-call]
     side_by_side = max(every) - min(every) == len(every) - 1
     return every[axis].expand(shape), min(every) if side_by_side else 0
 

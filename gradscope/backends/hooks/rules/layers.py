@@ -89,7 +89,7 @@ def _segments(site: Site, left: Tensor, right: Tensor, group: Tensor, groups: in
     rows: tuple[Tensor, ...] = (left, right, owner, group)
     if not bool(kept.all()):
         rows = tuple(t[kept] for t in rows)
-    return segmented(*rows, (site.n, groups), site.shape)
+    return segmented(rows, (site.n, groups), site.shape)
 
 
 def _outer(site: Site, left: Tensor, right: Tensor) -> Block:
