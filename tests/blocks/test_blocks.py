@@ -253,8 +253,11 @@ def check_squared_sum(block: Block, values: Tensor) -> None:
 
 
 def check_sums(block: Block, values: Tensor) -> None:
-    for w, u in ((None, None), (WEIGHTS, WEIGHTS + 2)):
-        first, second = block.sums(w, u)
+    """However much of what is formed is read again."""
+    for size, w, u in ((2**19, None, None), (2**19, WEIGHTS, WEIGHTS + 2), (100, WEIGHTS, None)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outer_module, "_READ_AGAIN", size)
+            first, second = block.sums(w, u)
         close(first, summation(values, w))
         close(second, summation(values.abs().square(), u))
 

@@ -112,18 +112,6 @@ def mv(site: Site) -> Block | None:
     return site.reduced(site.gradient.unsqueeze(-1) * site.saved("self").conj(), site.shape)
 
 
-@node_rules.register("GradscopeWeightBackward")
-def large_linear(site: Site) -> Block | None:
-    """A large linear layer, see `hooks.kernels`: weight and bias apart from the input."""
-    if site.slot == 1:
-        return site.reduced(site.gradient)
-    if site.axis.axis == site.gradient.dim() - 1:
-        return None
-    (inputs,) = internals.saved_tensors(site.node)
-    left, right = (site.first(t).flatten(1, -2) for t in (site.gradient, inputs))
-    return OuterBlock.matrix(left, right)
-
-
 @node_rules.register("ConvolutionBackward0")
 def convolution(site: Site) -> Block | None:
     """Kernel and bias of a (transposed) convolution; the samples lie along axis 0."""
