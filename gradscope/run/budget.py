@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
@@ -348,10 +349,12 @@ def rehearsal(job: Job, verify: Verify | None = None) -> Iterator[Job]:
     """Yield the job with a session of its own, which compiles nothing and is closed afterwards.
 
     It proves its answers as the job's does, unless it is told how to `verify` them.
+    Kernels are not measured in the body: they would be for other sizes than the run's.
     """
     session = job.scope.rehearsal(verify)
     try:
-        yield replace(job, scope=session)
+        with unmeasured():
+            yield replace(job, scope=session)
     finally:
         session.close()
         release_freed_memory()  # or the run would come on top of it

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Chosen, Evaluation, Tuner
+from gradscope.blocks import Chosen, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.engine import finite_samples, settled, usable
@@ -97,7 +97,7 @@ class Estimate:
     room: Room  # on the disk; and seconds, from the second evaluation of the first batch
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
-    ways: tuple[Chosen, ...]  # kernel variants, with the seconds that were predicted
+    ways: tuple[Chosen, ...]  # kernel variants
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
@@ -185,10 +185,9 @@ def inspect(job: Job) -> Inspection:
 
 def estimate(job: Job, path: Path | None) -> Estimate:
     """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
-    with Tuner(measures=False).active():
-        budget = plan(job, measured=True)
+    budget = plan(job, measured=True)
     size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
-    with Tuner(measures=False).active() as tuner:
+    with job.tuner().active() as tuner:
         room = size.fitting(partial(_tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
     return Estimate(
@@ -224,7 +223,7 @@ def preflight(
         return None  # a chain makes rows smaller
     few = min(_FEW, job.batch_size, max(2, held_densely(job.scope)))
     size = BatchSize(few, fixed=job.scope.settings.own_loss)
-    with Tuner(measures=False).active(), rehearsal(job, verify="never") as rehearsed:
+    with rehearsal(job, verify="never") as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > large else None
