@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,20 +16,29 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks import document, machine, marks, pictures, scaling, tables
+from benchmarks import document, machine, marks, pictures, real, scaling, tables
 from benchmarks.methods import METHODS, Method
 from benchmarks.reference import reference
 from benchmarks.run import Cell, Conditions, cells
 from benchmarks.scaling import Point
 from benchmarks.tasks import available
-from benchmarks.workloads import FAMILIES, workload
+from benchmarks.workloads import FAMILIES, REAL, workload
 
 _ENOUGH = 1.0  # seconds of repeats a cell
+_FEW = 3  # timed calls a cell at real sizes
+_METHODS_OF_REAL = ("plain backward", "gradscope auto", "vmap(grad)", "Opacus ghost")
+_CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for; print it, and write it where that was asked for."""
     options = parser().parse_args(arguments)
+    options.models = [*options.models, *(REAL if options.real else ())] or [
+        name for name in FAMILIES if name not in REAL
+    ]
+    if any(name in REAL for name in options.models) and real.missing():
+        packages = ", ".join(real.missing())
+        parser().error(f"real sizes need {packages}: pip install -r benchmarks/requirements.txt")
     limited = machine.ISA.get(options.isa, {})
     if any(os.environ.get(name) != value for name, value in limited.items()):
         given = sys.argv[1:] if arguments is None else arguments  # libraries read it at their start
@@ -46,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     points: list[Point] = []
     with TemporaryDirectory(dir=options.scratch) as scratch:
         exactly = options.repeat or options.quick
-        conditions = Conditions(repeats, Path(scratch), 0.0 if exactly else _ENOUGH)
+        enough, clock = 0.0 if exactly else _ENOUGH, _CLOCKS[options.clock]
+        conditions = Conditions(repeats, Path(scratch), enough, clock)
         if options.scaling:
             points = _points(options, conditions)
         else:
@@ -71,15 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _cells(options: argparse.Namespace, conditions: Conditions) -> list[Cell]:
     found = []
-    tasks = options.tasks or available()
-    methods = _methods(options, tuple(METHODS))
     for name in options.models:
         family = FAMILIES[name]
+        tasks = [task for task in options.tasks or available() if task in family.tasks]
+        methods = _methods(options, _METHODS_OF_REAL if family.real else tuple(METHODS))
+        under = conditions
+        if family.real:
+            methods = [m for m in methods if m.comparable or m.name in _METHODS_OF_REAL]
+            few = options.repeat or (1 if options.quick else _FEW)
+            under = replace(conditions, repeats=few)
         work = workload(name, family.quick if options.quick else family.full, options.device)
         gc.freeze()  # what is imported by now need not be gone through before every cell
         _say(f"{family.title}: the float64 reference")
         right = reference(work)
-        for cell in cells(work, right, tasks, methods, conditions):
+        for cell in cells(work, right, tasks, methods, under):
             _say(f"{name}, {cell.task}, {cell.method}: {_word(cell)}")
             found.append(cell)
     return found
@@ -138,7 +154,13 @@ def parser() -> argparse.ArgumentParser:
         "pass, peak memory, and whether the answer is right.",
     )
     parser.add_argument(
-        "--models", type=_names(FAMILIES), default=list(FAMILIES), help=", ".join(FAMILIES)
+        "--models",
+        type=_names(FAMILIES),
+        default=[],
+        help=f"{', '.join(FAMILIES)} [those before {next(iter(REAL))}]",
+    )
+    parser.add_argument(
+        "--real", action="store_true", help=f"{', '.join(REAL)}: models of real size, some hours"
     )
     parser.add_argument("--tasks", type=_names(available()), help=", ".join(available()))
     parser.add_argument(
@@ -162,6 +184,12 @@ def parser() -> argparse.ArgumentParser:
         "--isa",
         choices=sorted(machine.ISA),
         help="the widest vector instructions that torch, oneDNN and MKL may use [the processor's]",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=list(_CLOCKS),
+        default="wall",
+        help="what is counted: use the processor's seconds where others use it too [wall]",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads [its default]")
     parser.add_argument(

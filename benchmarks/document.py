@@ -56,6 +56,7 @@ def plain(cell: Cell) -> dict[str, Any]:
             "first_seconds": timing.first,
             "compile_seconds": cell.compile_seconds,
             "peak_bytes": timing.peak_bytes,
+            "result_bytes": cell.result_bytes,
         }
     return found
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from gradscope.core.memory import peak_memory
+from gradscope.core.memory import peak_memory, timed
 
 BUDGET = 20.0  # seconds of repeats a cell
+_BUDGET_OF_FEW = 120.0  # likewise, at real sizes
 _MOST = 50  # repeats of a short call
 
 
@@ -63,6 +64,7 @@ def measured(
     repeats: int,
     limit: float | None = None,
     enough: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Timing, Any]:
     """Return how long `call` takes, and what its second call returned.
 
@@ -78,31 +80,72 @@ def measured(
         repeats: How often; less if `BUDGET` seconds are over.
         limit: Seconds the first call may take.
         enough: Seconds to which short calls are repeated beyond that.
+        clock: Tells the seconds.
     """
     before()
     with peak_memory(device) as peak, time_limit(limit):
-        first, result = _timed(call, device)
+        first, result = timed(call, device, clock)
     unit()
     if limit is None and first > BUDGET:
-        return Timing(first, (first,), (_timed(unit, device)[0],), _known(peak)), result
+        return Timing(first, (first,), (timed(unit, device, clock)[0],), _known(peak)), result
     del result
     before()
     with peak_memory(device) as peak:
-        _, result = _timed(call, device)
+        _, result = timed(call, device)
     spent: list[float] = []
     units: list[float] = []
     with _no_collection():
         while _more(len(spent), sum(spent) + sum(units), repeats, enough):
-            units.append(_timed(unit, device)[0])
+            units.append(timed(unit, device, clock)[0])
             before()
-            spent.append(_timed(call, device)[0])
+            spent.append(timed(call, device, clock)[0])
     return Timing(first, tuple(spent), tuple(units), _known(peak)), result
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def measured_sparingly(
+    call: Callable[[], Any],
+    before: Callable[[], object],
+    unit: Callable[[], Any],
+    device: torch.device,
+    repeats: int,
+    limit: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Timing, Any]:
+    """Return how long a call of real size takes, and what its last one returned.
+
+    As `measured`, but the first call is the one that is watched for memory, and two calls are
+    enough: `repeats` pairs are timed unless they take longer than two minutes.
+    """
+    before()
+    with peak_memory(device) as peak, time_limit(limit):
+        first, result = timed(call, device, clock)
+    spent: list[float] = []
+    units: list[float] = []
+    while not spent or (len(spent) < repeats and sum(spent) + sum(units) < _BUDGET_OF_FEW):
+        del result
+        units.append(timed(unit, device, clock)[0])
+        before()
+        seconds, result = timed(call, device, clock)
+        spent.append(seconds)
+    return Timing(first, tuple(spent), tuple(units), _known(peak)), result
+
+
+def measured_apart(
+    call: Callable[[], Any],
+    before: Callable[[], object],
+    unit: Callable[[], Any],
+    spent: Callable[[Any], tuple[float, int]],
+) -> tuple[Timing, Any]:
+    """Return what a process of its own took, which `call` runs: seconds on the processor.
+
+    It is made once; the plain pass is made here, and counted likewise.
+    """
+    before()
+    result = call()
+    unit()
+    plain = _processor_seconds(unit)
+    seconds, peak = spent(result)
+    return Timing(seconds, (seconds,), (plain,), peak), result
 
 
 @contextmanager
@@ -125,13 +168,10 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, former)
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Return the seconds and the result, whose letting go is not part of the call."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    synchronize(device)
-    return time.perf_counter() - start, result
+def _processor_seconds(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def _more(done: int, seconds: float, repeats: int, enough: float) -> bool:

@@ -13,9 +13,8 @@ from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.stages.losses import resolve
 
-TOLERANCE = 1e-4
 _FLOOR = 1e-2  # a parameter below this share of the whole is rounding noise
-_ROWS = 4
+_ROWS, _ROWS_OF_REAL = 4, 2
 
 Result = Mapping[str, Tensor]
 
@@ -31,7 +30,7 @@ class Reference:
         gradients: {name: (k, *shape)} of these samples.
         norms: (n,), of all samples, as everything below.
         max_norm: What the clipping task clips to: some samples are above it and some below.
-        mean: {name: (*shape)}.
+        mean: {name: (*shape)}; nothing at real sizes, as below.
         second: {name: (*shape)}, the mean of the squares.
         clipped: {name: (*shape)}, the mean of the clipped gradients.
     """
@@ -48,34 +47,47 @@ class Reference:
 
 
 def reference(workload: Workload) -> Reference:
-    """Go through the samples one by one."""
+    """Go through the samples one by one.
+
+    At real sizes no moments are kept, and fewer rows, in float32: they have 10^8 numbers each.
+    """
+    real = workload.family.real
     problem = Problem.of(workload.model, resolve(LOSS)).converted(torch.float64)
     whole = Batch.of(workload.inputs, workload.targets).to(None, torch.float64)
-    rows = torch.linspace(0, workload.n - 1, min(_ROWS, workload.n)).round().long()
+    rows = kept_rows(workload)
     few = [one_sample(problem, whole.one(int(i)))[1] for i in rows]
     max_norm = float(f"{float(torch.stack([_norm(g) for g in few]).mean()):.3g}")
-    zero = {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
-    mean, second, clipped = ({k: v.clone() for k, v in zero.items()} for _ in range(3))
+    if real:
+        few = [{name: g.float() for name, g in row.items()} for row in few]
+    clipped = _zeros(problem)
+    mean, second = ({} if real else _zeros(problem) for _ in range(2))
     norms = []
     for i in range(workload.n):
         gradient = one_sample(problem, whole.one(i))[1]
         norms.append(_norm(gradient))
         factor = min(1.0, max_norm / float(norms[-1])) / workload.n
         for name, g in gradient.items():
-            mean[name].add_(g, alpha=1 / workload.n)
-            second[name].addcmul_(g, g, value=1 / workload.n)
+            if not real:
+                mean[name].add_(g, alpha=1 / workload.n)
+                second[name].addcmul_(g, g, value=1 / workload.n)
             clipped[name].add_(g, alpha=factor)
     return Reference(
         problem=problem,
         batch=whole.select(rows),
         rows=rows,
-        gradients={name: torch.stack([g[name] for g in few]) for name in zero},
+        gradients={name: torch.stack([g[name] for g in few]) for name in clipped},
         norms=torch.stack(norms),
         max_norm=max_norm,
         mean=_detached(mean),
         second=_detached(second),
         clipped=_detached(clipped),
     )
+
+
+def kept_rows(workload: Workload) -> Tensor:
+    """Return the positions (k,) of the samples whose gradients a reference keeps."""
+    count = min(_ROWS_OF_REAL if workload.family.real else _ROWS, workload.n)
+    return torch.linspace(0, workload.n - 1, count).round().long()
 
 
 def error(found: Result, expected: Result, *, by_row: bool) -> float:
@@ -107,6 +119,10 @@ def _matrix(t: Tensor, by_row: bool) -> Tensor:
 
 def _norm(gradient: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+
+
+def _zeros(problem: Problem) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
 
 
 def _detached(tree: Mapping[str, Tensor]) -> dict[str, Tensor]:

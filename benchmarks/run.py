@@ -1,20 +1,31 @@
 """Running methods on tasks: every outcome is a `Cell`, whatever a tool does."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
-from benchmarks.measure import OutOfTimeError, Timing, measured
+from benchmarks.measure import (
+    OutOfTimeError,
+    Timing,
+    measured,
+    measured_apart,
+    measured_sparingly,
+)
 from benchmarks.methods import Call, DeclinedError, Method, Setting, plain
-from benchmarks.reference import TOLERANCE, Reference, Result, error
+from benchmarks.reference import Reference, Result, error
 from benchmarks.tasks import TASKS, Task
 from benchmarks.workloads import Workload
 from gradscope.core.locate import first_line
 from gradscope.errors import GradscopeError
+
+_REASON = 200  # characters of a reason that are shown
+_PATIENCE = 600.0  # seconds that another tool's first call may take at real sizes
 
 Status = Literal["right", "wrong", "refused", "declined", "not installed"]
 
@@ -33,6 +44,7 @@ class Cell:
         error: The largest relative error; None for units and bounds.
         compiled: The first call compiles.
         sizes: Of the workload.
+        result_bytes: Of the answer.
     """
 
     model: str
@@ -44,6 +56,7 @@ class Cell:
     error: float | None = None
     compiled: bool = False
     sizes: tuple[tuple[str, Any], ...] = ()
+    result_bytes: int | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -66,11 +79,13 @@ class Conditions:
         repeats: Timed calls, at least.
         scratch: A folder for files.
         enough: Seconds to which short calls are repeated.
+        clock: Tells the seconds.
     """
 
     repeats: int
     scratch: Path
     enough: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
 
 
 def cells(
@@ -80,13 +95,22 @@ def cells(
     methods: Iterable[Method],
     conditions: Conditions,
 ) -> Iterator[Cell]:
-    """Run every method on every task; a bound that a task does not have is left out."""
+    """Run every method on every task; a bound that a task does not have is left out.
+
+    At real sizes the units are measured once, with the first task.
+    """
     chosen = tuple(methods)
+    units: dict[str, Cell] = {}
     for task in tasks:
         for method in chosen:
+            if method.name in units:
+                yield replace(units[method.name], task=task)
+                continue
             found = cell(workload, reference, task, method, conditions)
             if method.comparable or found.status != "declined":
                 yield found
+            if workload.family.real and not method.comparable:
+                units[method.name] = found
 
 
 def cell(
@@ -104,17 +128,13 @@ def cell(
         with ExitStack() as stack, _their_warnings(method):
             setting = Setting(workload.copy(), reference.max_norm, conditions.scratch, stack)
             call = method.prepare(task, setting)
-            timing, raw = measured(
-                call.run,
-                call.before,
-                plain(workload),
-                workload.device,
-                conditions.repeats,
-                call.first_limit,
-                conditions.enough,
-            )
+            timing, raw = _measured(call, workload, conditions, method)
             timing = timing.of_one(call.batches)
-            off = _error(call, TASKS[task], raw, reference) if method.comparable else None
+            more: dict[str, Any] = {"timing": timing, "compiled": method.compiled}
+            if method.comparable:
+                found = call.result(raw)
+                more["result_bytes"] = sum(value.nbytes for value in found.values())
+                more["error"] = _error(call, TASKS[task], found, reference)
     except DeclinedError as reason:
         return made("declined", str(reason))
     except OutOfTimeError as reason:
@@ -124,19 +144,38 @@ def cell(
         where = f"{refusal.where}: " if refusal.where else ""
         return made("refused", f"{where}{refusal.what}")
     except Exception as failure:  # whatever a tool raises
-        return made("refused", first_line(failure))
-    wrong = off is not None and not off <= TOLERANCE
-    return made(
-        "wrong" if wrong else "right",
-        f"relative error {off:.1g}" if wrong else None,
-        timing=timing,
-        error=off,
-        compiled=method.compiled,
+        return made("refused", shorten(first_line(failure), _REASON))
+    off = more.get("error", 0.0)
+    if not off <= workload.family.tolerance:
+        return made("wrong", f"relative error {off:.1g}", **more)
+    return made("right", **more)
+
+
+def _measured(
+    call: Call, workload: Workload, conditions: Conditions, method: Method
+) -> tuple[Timing, Any]:
+    unit = plain(workload)
+    if call.spent is not None:
+        return measured_apart(call.run, call.before, unit, call.spent)
+    if workload.family.real:
+        repeats = conditions.repeats if method.comparable else 1
+        limit = None if method.ours else call.first_limit or _PATIENCE
+        return measured_sparingly(
+            call.run, call.before, unit, workload.device, repeats, limit, conditions.clock
+        )
+    return measured(
+        call.run,
+        call.before,
+        unit,
+        workload.device,
+        conditions.repeats,
+        call.first_limit,
+        conditions.enough,
+        conditions.clock,
     )
 
 
-def _error(call: Call, task: Task, raw: Any, reference: Reference) -> float:
-    found: Result = call.result(raw)
+def _error(call: Call, task: Task, found: Result, reference: Reference) -> float:
     expected = (call.expected or task.expected)(reference)
     if task.rows:
         found = {name: value[reference.rows] for name, value in found.items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.reference import Reference, Result
 from gradscope.stages.transforms import transforms
 
-DIMENSIONS = 512  # of the projection
+DIMENSIONS = 512  # of the projection by random signs
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,16 @@ TASKS = {
     ),
     "clipped": Task("Mean of clipped gradients", lambda ref: ref.clipped, by_row=False),
     "projection": Task(f"Projection to {DIMENSIONS} dimensions", lambda ref: {}, rows=True),
+    "kronecker": Task("Projection, kronecker", lambda ref: {}, rows=True),
+    "sjlt": Task("Projection, sparse signs", lambda ref: {}, rows=True),
     "file": Task("Compute to file", lambda ref: ref.gradients, rows=True),
+    "command": Task(
+        "Norms, clipped mean and projection by the command", lambda ref: {}, by_row=False
+    ),
 }
 
 
 def available() -> tuple[str, ...]:
     """Return the tasks that gradscope can do as it is installed."""
-    return tuple(name for name in TASKS if name != "projection" or "project" in transforms)
+    absent = () if "project" in transforms else ("projection", "kronecker", "sjlt")
+    return tuple(name for name in TASKS if name not in absent)

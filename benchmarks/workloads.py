@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import networks
+from benchmarks import networks, real
 from gradscope.stages.losses import resolve
 
 LOSS = "cross_entropy"
 SEED = 0
+TOLERANCE = 1e-4
 
 _SPARE = 6  # samples drawn for each that is kept, of models with ReLU
 _FILE_BYTES, _LEAST, _MOST = 2**29, 4, 20  # of a run to a file, and the limits of its batches
 _CLEAR = 5e-6  # more than float32 is off anywhere in these models
+
+_SMALL = ("gradients", "norms", "moments", "clipped", "projection", "kronecker", "sjlt", "file")
+_REAL = ("norms", "clipped", "kronecker", "sjlt")
 
 Made = tuple[nn.Module, Tensor, Tensor]
 
@@ -47,9 +51,19 @@ class Workload:
         return int(self.inputs.shape[0])
 
     @property
+    def family(self) -> "Family":
+        """What kind of model it is."""
+        return FAMILIES[self.name]
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are differentiated by, in the model's order."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
     def parameters(self) -> int:
         """P, the number of trainable numbers."""
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(p.numel() for p in self.trainable.values())
 
     @property
     def file_batches(self) -> int:
@@ -81,6 +95,10 @@ class Family:
             samples than n.
         full: The sizes of the benchmark.
         quick: Sizes that take no time.
+        tasks: What is measured with it.
+        dimensions: Of its projections.
+        real: It has a size that people train: few calls, few methods, not in the default run.
+        tolerance: The relative error from which on an answer is wrong.
     """
 
     title: str
@@ -88,6 +106,10 @@ class Family:
     make: Callable[..., Made]
     full: Mapping[str, Any]
     quick: Mapping[str, Any]
+    tasks: tuple[str, ...] = _SMALL
+    dimensions: int = 512
+    real: bool = False
+    tolerance: float = TOLERANCE
 
     def label(self, sizes: Mapping[str, Any]) -> str:
         """Return a heading for a workload of these sizes."""
@@ -144,7 +166,7 @@ def tied(n: int, vocabulary: int, width: int, length: int) -> Made:
     return model, _classes(vocabulary, n, length), _classes(vocabulary, n, length)
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     "mlp": Family(
         "MLP",
         "784-512-512-10",
@@ -184,6 +206,111 @@ FAMILIES = {
         {"n": 4, "vocabulary": 9, "width": 6, "length": 5},
     ),
 }
+
+# Batches of about 2,000 positions, and of 16 large images: a plain pass then takes 1 to 4 GB, which
+# is what `auto` plans a batch with (a power of two, in half of the memory) where 8 GB are free.
+_WORDS = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+_TINY = {
+    **_WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def _real(
+    title: str,
+    detail: str,
+    make: Callable[..., Made],
+    full: Mapping[str, Any],
+    quick: Mapping[str, Any],
+    tasks: tuple[str, ...] = _REAL,
+    tolerance: float = TOLERANCE,
+) -> Family:
+    return Family(title, detail, make, full, quick, tasks, 4096, real=True, tolerance=tolerance)
+
+
+REAL = {
+    "gpt2": _real(
+        "GPT-2 small",
+        "124M, T=256",
+        real.language("GPT2"),
+        {"n": 8, "length": 256},
+        {"n": 3, "length": 6, "n_embd": 16, "n_layer": 1, "n_head": 2, **_WORDS},
+        (*_REAL, "command"),
+    ),
+    "mixtral": _real(
+        "Mixtral",
+        "61M, 4 layers, 8 experts, T=128",
+        real.language("Mixtral"),
+        {
+            "n": 16,
+            "length": 128,
+            "vocab_size": 8000,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_local_experts": 8,
+        },
+        {
+            "n": 3,
+            "length": 6,
+            **_TINY,
+            "num_local_experts": 4,
+        },
+    ),
+    "llama": _real(
+        "Llama",
+        "100M, T=256",
+        real.language("Llama"),
+        {"n": 8, "length": 256, **_LLAMA},
+        {"n": 3, "length": 6, **_TINY, "tie_word_embeddings": True},
+    ),
+    "bert": _real(
+        "BERT-base",
+        "T=128",
+        real.text,
+        {"n": 16, "length": 128},
+        {"n": 3, "length": 6, **_VIT, "intermediate_size": 24, "vocab_size": 32},
+    ),
+    "vit": _real(
+        "ViT-B/16",
+        "224x224",
+        real.images("ViT"),
+        {"n": 8, "side": 224},
+        {"n": 3, "side": 32, **_VIT, "intermediate_size": 24, "image_size": 32},
+    ),
+    "resnet50": _real(
+        "ResNet-50",
+        "224x224, BatchNorm as in evaluation",
+        real.images("ResNet"),
+        {"n": 16, "side": 224},
+        {"n": 3, "side": 32, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+        tolerance=1e-2,  # of 10^7 inputs of a ReLU some are so close to 0 that rounding decides
+    ),
+    "lora": _real(
+        "Llama, adapters only",
+        "100M frozen, r=8, T=256",
+        real.adapters,
+        {"n": 8, "length": 256, "rank": 8, **_LLAMA},
+        {"n": 3, "length": 6, "rank": 2, **_TINY},
+        ("gradients", *_REAL),
+    ),
+}
+FAMILIES |= REAL
 
 
 def workload(name: str, sizes: Mapping[str, Any], device: str = "cpu") -> Workload:

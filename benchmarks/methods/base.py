@@ -42,8 +42,8 @@ class Setting:
 
     @property
     def names(self) -> list[str]:
-        """The parameters' names, in the model's order."""
-        return [name for name, _ in self.model.named_parameters()]
+        """The trainable parameters' names, in the model's order."""
+        return list(self.workload.trainable)
 
 
 def nothing() -> None:
@@ -67,6 +67,8 @@ class Call:
         expected: The right answer where it depends on the method; else the task's.
         first_limit: Seconds the first run may take (compilation).
         batches: How many batches a run computes; what is stated is the time of one.
+        spent: Where a run is a process of its own, takes what it returned to that process's
+            seconds on the processor and its peak of resident bytes.
     """
 
     run: Callable[[], Any]
@@ -75,6 +77,7 @@ class Call:
     expected: Callable[[Reference], Result] | None = None
     first_limit: float | None = None
     batches: int = 1
+    spent: Callable[[Any], tuple[float, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Method:
 
 def plain(workload: Workload) -> Callable[[], tuple[Tensor, ...]]:
     """Return the unit: one forward pass, and one backward pass from the summed losses."""
-    parameters = list(workload.model.parameters())
+    parameters = list(workload.trainable.values())
 
     def run() -> tuple[Tensor, ...]:
         return torch.autograd.grad(workload.losses().sum(), parameters)

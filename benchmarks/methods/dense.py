@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +143,7 @@ def call(
 def _projecting(
     setting: Setting, gradients: Callable[[], Dense], before: Callable[[], object]
 ) -> Call:
-    size = sum(prod(p.shape) for p in setting.model.parameters())
-    project = Projection(size, setting.workload.device)
+    project = Projection(setting.workload.parameters, setting.workload.device)
 
     def expected(reference: Reference) -> Result:
         return project(reference.gradients)

@@ -1,14 +1,18 @@
 """gradscope, by its public interface."""
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import gradscope
@@ -19,7 +23,7 @@ from benchmarks.methods.base import (
     Method,
     Setting,
 )
-from benchmarks.reference import Reference, Result
+from benchmarks.reference import Reference, Result, kept_rows
 from benchmarks.tasks import DIMENSIONS, prefixed
 from benchmarks.workloads import LOSS
 from gradscope import Scope
@@ -29,10 +33,11 @@ from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.core.libc import keep_pages
 from gradscope.run import compute, prepare
-from gradscope.stages.chain import bind
+from gradscope.stages.chain import Chain, bind
 
 _AFFORDABLE = 10.0  # seconds a call of the loop
 _PROJECT = f"project:dim={DIMENSIONS},kind=rademacher"  # random signs, as the other tools'
+_ROOT = Path(__file__).parents[2]
 
 
 keep_pages()  # as the command line does
@@ -107,50 +112,33 @@ def _clipped(scope: Scope, setting: Setting) -> Call:
     return Call(lambda: scope.expectation(chain, workload.inputs, workload.targets))
 
 
-def _projection(scope: Scope, setting: Setting) -> Call:
-    chain = bind(_PROJECT)
+def _projection(scope: Scope, setting: Setting, kind: str | None = None) -> Call:
+    chain = bind(_projecting(setting, kind) if kind else _PROJECT)
     batch = _batch(setting)
 
     def run() -> Result:
         gradients = scope.evaluate(batch).gradients
         return chain.rows(gradients, scope.problem, batch).dense()
 
-    def expected(reference: Reference) -> Result:
-        exact = {name: DenseBlock(g) for name, g in reference.gradients.items()}
-        rows = Gradients(exact, reference.rows)
-        return chain.rows(rows, reference.problem, reference.batch).dense()
+    return Call(run, expected=partial(_projected, chain))
 
-    return Call(run, expected=expected)
+
+def _projecting(setting: Setting, kind: str) -> str:
+    return f"project:dim={setting.workload.family.dimensions},kind={kind}"
+
+
+def _projected(chain: Chain, reference: Reference) -> Result:
+    """Return the projection of the reference's rows, from their dense form."""
+    exact = {name: DenseBlock(g) for name, g in reference.gradients.items()}
+    rows = Gradients(exact, reference.rows)
+    return chain.rows(rows, reference.problem, reference.batch).dense()
 
 
 def _file(scope: Scope, setting: Setting) -> Call:
     """Prepare a run as the command does: factory, checkpoint and data from files."""
-    folder, workload = setting.scratch, setting.workload
-    weights, data, path = (folder / f for f in ("weights.safetensors", "data.npz", "ours.h5"))
-    save_file({k: v.contiguous() for k, v in setting.model.state_dict().items()}, weights)
-    batch = {"inputs": workload.inputs, "targets": workload.targets}
-    np.savez(
-        data,
-        **{k: np.concatenate([v.cpu().numpy()] * workload.file_batches) for k, v in batch.items()},
-    )
-    for file in (weights, data, path):
-        setting.stack.callback(file.unlink, missing_ok=True)
-    settings = {
-        "model": {
-            "factory": "benchmarks.workloads:build",
-            "kwargs": {"name": workload.name, "sizes": dict(workload.sizes)},
-            "mode": "train",
-        },
-        "checkpoint": {"path": str(weights)},
-        "dataset": {"path": str(data)},
-        "loss": {"name": LOSS},
-        "compute": {
-            "backend": scope.backend,
-            "batch_size": workload.n,
-            "verify": "never",
-            "device": str(workload.device),
-        },
-    }
+    path, workload = setting.scratch / "ours.h5", setting.workload
+    settings = _run(scope, setting, workload.file_batches)
+    settings["compute"] |= {"batch_size": workload.n, "verify": "never"}
     job = prepare(resolve(None, settings))
 
     def fresh() -> None:
@@ -163,9 +151,97 @@ def _file(scope: Scope, setting: Setting) -> Call:
     return Call(run, fresh, _stored, batches=workload.file_batches)
 
 
+def _run(scope: Scope, setting: Setting, batches: int) -> dict[str, Any]:
+    """Return a run of so many batches, whose weights and data are written to files."""
+    workload = setting.workload
+    files = [setting.scratch / name for name in ("weights.pt", "data.npz", "ours.h5")]
+    for file in files:
+        setting.stack.callback(file.unlink, missing_ok=True)
+    weights, data, _ = files
+    torch.save(setting.model.state_dict(), weights)
+    batch = {"inputs": workload.inputs, "targets": workload.targets}
+    np.savez(data, **{k: np.concatenate([v.cpu().numpy()] * batches) for k, v in batch.items()})
+    return {
+        "version": 1,
+        "model": {
+            "factory": "benchmarks.workloads:build",
+            "kwargs": {"name": workload.name, "sizes": dict(workload.sizes)},
+            "mode": "train",
+        },
+        "checkpoint": {"path": str(weights)},
+        "dataset": {"path": str(data)},
+        "loss": {"name": LOSS},
+        "compute": {"backend": scope.backend, "device": str(workload.device)},
+    }
+
+
+class _Ended(NamedTuple):
+    """A process that has ended."""
+
+    path: Path
+    seconds: float  # on the processor
+    peak: int  # resident bytes
+
+
+def _command(scope: Scope, setting: Setting) -> Call:
+    """Prepare `gradscope compute`, a process of its own, batches as it makes them."""
+    folder, batches = setting.scratch.resolve(), 2
+    clip, project = f"clip:max_norm={setting.max_norm} | mean", _projecting(setting, "kronecker")
+    settings = _run(scope, replace(setting, scratch=folder), batches)
+    settings["compute"]["transform"] = ["norm", clip, project]
+    path, config = folder / "ours.h5", folder / "run.toml"
+    lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items()]
+    config.write_text("".join(lines), encoding="utf-8")
+    setting.stack.callback(config.unlink)
+    words = [sys.executable, "-m", "gradscope", "compute", "--config", str(config)]
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+    def run() -> _Ended:
+        process = subprocess.Popen(
+            [*words, "--quiet", "--overwrite", "-o", str(path)], cwd=_ROOT, env=os.environ | threads
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"gradscope compute ended with exit code {process.returncode}")
+        return _Ended(path, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+    def result(ended: _Ended) -> Result:
+        with gradscope.open(ended.path) as file:
+            norms, clipped, projected = (_tensors(chain) for chain in file.chains)
+        rows = projected["project"][kept_rows(setting.workload)]
+        return _as_one(norms["norm"][: setting.workload.n], clipped, rows)
+
+    def expected(reference: Reference) -> Result:
+        projected = _projected(bind(project), reference)["project"]
+        return _as_one(reference.norms, reference.clipped, projected)
+
+    return Call(
+        run, result=result, expected=expected, batches=batches, spent=lambda ended: ended[1:]
+    )
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def _as_one(norms: Tensor, clipped: Result, projected: Tensor) -> Result:
+    """Return results of three chains; the mean as one vector, its parts by their names."""
+    mean = torch.cat([clipped[name].flatten() for name in sorted(clipped)])
+    return {"norms": norms, "clipped": mean, "projected": projected}
+
+
 def _stored(path: Path) -> dict[str, Tensor]:
     with gradscope.open(path) as file:
-        return {name: torch.from_numpy(np.asarray(a[:])) for name, a in file.chains[0].items()}
+        return _tensors(file.chains[0])
+
+
+def _tensors(chain: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.asarray(a[...])) for name, a in chain.items()}
 
 
 def _batch(setting: Setting) -> Batch:
@@ -178,7 +254,10 @@ _TASKS: Mapping[str, Callable[[Scope, Setting], Call]] = {
     "moments": _moments,
     "clipped": _clipped,
     "projection": _projection,
+    "kronecker": partial(_projection, kind="kronecker"),
+    "sjlt": partial(_projection, kind="sjlt"),
     "file": _file,
+    "command": _command,
 }
 
 METHODS = (

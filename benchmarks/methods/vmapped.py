@@ -12,6 +12,8 @@ from benchmarks.methods.base import COMPILE_LIMIT, Call, DeclinedError, Method, 
 from benchmarks.workloads import LOSS
 from gradscope.stages.losses import resolve
 
+_HELD = 2**30  # bytes of gradients at a time
+
 _Function = Callable[[dict[str, Tensor], Tensor, Tensor], Mapping[str, Tensor]]
 
 
@@ -28,7 +30,33 @@ def _per_sample(setting: Setting) -> _Function:
 
 def _as_it_is(task: str, setting: Setting) -> Call:
     function, arguments = _per_sample(setting), _arguments(setting)
+    most = max(1, _HELD // (4 * setting.workload.parameters))
+    if most < setting.workload.n:
+        return _in_parts(task, setting, function, most)
     return dense.call(task, setting, lambda: function(*arguments))
+
+
+def _in_parts(task: str, setting: Setting, function: _Function, most: int) -> Call:
+    """Prepare a call on `most` samples at a time, whose gradients are let go before the next."""
+    parameters, *samples = _arguments(setting)
+    parts = list(zip(*(t.split(most) for t in samples), strict=True))
+
+    def norms() -> dense.Dense:
+        found = [dense.norms(function(parameters, *part))["norms"] for part in parts]
+        return {"norms": torch.cat(found)}
+
+    def clipped() -> dense.Dense:
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for x, y in parts:
+            mean = dense.clipped(function(parameters, x, y), setting.max_norm)
+            for name, value in mean.items():
+                total[name].add_(value, alpha=len(x) / setting.workload.n)
+        return total
+
+    calls = {"norms": norms, "clipped": clipped}
+    if task not in calls:
+        raise DeclinedError("its gradients do not fit into a GiB")
+    return Call(calls[task])
 
 
 def _compiled(task: str, setting: Setting) -> Call:
@@ -55,7 +83,7 @@ def _compiled(task: str, setting: Setting) -> Call:
 
 
 def _arguments(setting: Setting) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    parameters = {name: p.detach() for name, p in setting.model.named_parameters()}
+    parameters = {name: p.detach() for name, p in setting.workload.trainable.items()}
     return parameters, setting.workload.inputs, setting.workload.targets
 
 

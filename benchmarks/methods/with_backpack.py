@@ -20,7 +20,7 @@ def _prepared(task: str, setting: Setting) -> Call:
 
     workload = setting.workload
     model = extend(setting.model)
-    parameters = dict(model.named_parameters())
+    parameters = setting.workload.trainable
     n = workload.n
 
     def fresh() -> None:

@@ -19,7 +19,7 @@ def _prepared(mode: str, task: str, setting: Setting) -> Call:
     if mode != "ew":  # which takes torch's own layer apart
         _put_own_layers(model)
     wrapped = wrap_model(model, mode, loss_reduction="sum", **_options(mode, setting))
-    parameters = dict(model.named_parameters())
+    parameters = dict(setting.workload.trainable)
 
     def fresh() -> None:
         for p in parameters.values():

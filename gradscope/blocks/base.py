@@ -182,12 +182,12 @@ class Block(ABC):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 when none are given."""
         parts = ((precise(tile), rows) for rows, tile in self.tiles())
-        return reduce(torch.Tensor.add_, (_summed(*part, weights) for part in parts))
+        return reduce(torch.Tensor.add_, (summed(*part, weights) for part in parts))
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² elementwise (*shape)."""
         parts = ((squares(precise(tile)), rows) for rows, tile in self.tiles())
-        return reduce(torch.Tensor.add_, (_summed(*part, weights) for part in parts))
+        return reduce(torch.Tensor.add_, (summed(*part, weights) for part in parts))
 
     def sums(
         self, weights: Tensor | None = None, for_squares: Tensor | None = None
@@ -207,8 +207,8 @@ class Block(ABC):
             values = precise(tile)
             length = values[0].numel() * values.element_size()
             if values.device.type != "cpu" or values.is_complex() or length < _LONG_ROW:
-                first += _summed(values, part, weights)
-                second += _summed(squares(values), part, for_squares)
+                first += summed(values, part, weights)
+                second += summed(squares(values), part, for_squares)
                 continue
             ones = [1.0] * len(values)  # long rows, one by one: each is read once
             w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
@@ -226,7 +226,8 @@ class Block(ABC):
         """Yield (samples, entries, values (m, w)): what is linear goes through all of them once.
 
         Laid into zeros (n, P) and added where they meet, they are the gradients, flattened. Each
-        has a bounded number of bytes; all samples come together where the structure allows it.
+        has a bounded number of bytes, and is valid until the next is asked for; all samples come
+        together where the structure allows it.
         """
         for part in self._parts(PIECE_BYTES):
             yield part, slice(0, prod(self.shape)), as_rows(self.select(part).dense())
@@ -240,10 +241,16 @@ class Block(ABC):
         """
         dtype = torch.promote_types(self.dtype, left.dtype)
         rows, columns = left.to(dtype), right.to(dtype).mT
-        size = (rows.shape[1], columns.shape[0])
-        return torch.cat(
-            [rows @ t.reshape(len(t), *size).to(dtype) @ columns for _, t in self.tiles()]
-        )
+        (a, r), (c, b) = rows.shape, columns.shape
+        from_left = a * c * (r + b) <= r * b * (c + a)  # multiplications
+
+        def both(tile: Tensor) -> Tensor:
+            if c == 1:  # one product for all samples, and no kernel for each of them
+                return (tile.reshape(len(tile), r) @ rows.mT).unsqueeze(2) * columns
+            matrices = tile.reshape(len(tile), r, c)
+            return rows @ matrices @ columns if from_left else rows @ (matrices @ columns)
+
+        return torch.cat([both(tile.to(dtype)) for _, tile in self.tiles()])
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n), the second factor conjugated when complex."""
@@ -277,7 +284,7 @@ class Block(ABC):
             yield slice(self.n * k // count, self.n * (k + 1) // count)
 
 
-def _summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
+def summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
     """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 when none are given."""
     return times(values, None if weights is None else weights[part]).sum(0)
 

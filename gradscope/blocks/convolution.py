@@ -8,8 +8,8 @@ groups of channels. Which is the fastest depends on the sizes and the machine.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
+from functools import cached_property, reduce
+from math import inf, prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -47,14 +47,7 @@ class Geometry:
         self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]
     ) -> Tensor:
         """Return the window at each position (N, c·kernel, positions) of (N, c, *space)."""
-        walk = (self.stride, self.dilation, self.padding)
-        pads: list[int] = []
-        for length, count, width, step, spread, pad in zip(
-            values.shape[2:], positions, kernel, *walk, strict=True
-        ):
-            reach = (count - 1) * step + (width - 1) * spread + 1
-            pads[:0] = [pad, max(0, reach - length - pad)]
-        padded = F.pad(values, pads) if any(pads) else values
+        padded = self.padded(values, positions, kernel)
         lead, axes = padded.stride()[:2], padded.stride()[2:]
         inside = (a * d for a, d in zip(axes, self.dilation, strict=True))
         across = (a * s for a, s in zip(axes, self.stride, strict=True))
@@ -65,6 +58,38 @@ class Geometry:
         )
         d = len(kernel)
         return windows.flatten(2 + d).flatten(1, 1 + d)
+
+    def padded(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+        """Return (N, c, *space) with the zeros around it that windows at the positions touch."""
+        pads: list[int] = []
+        spans = zip(values.shape[2:], self.reach(positions, kernel), self.padding, strict=True)
+        for length, reach, pad in spans:
+            pads[:0] = [pad, max(0, reach - length - pad)]
+        return F.pad(values, pads) if any(pads) else values
+
+    def reach(self, positions: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many pixels the windows at all positions span, along each axis."""
+        walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
+        return tuple((t - 1) * step + (k - 1) * spread + 1 for t, k, step, spread in walk)
+
+    def met(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+        """Return the products of any two windows (N, positions, positions) of (N, c, *space).
+
+        They are sums of products of pixels, which are many fewer than the windows' entries: the
+        pixels' Gram matrix is added up at the kernel's offsets, one axis after the other.
+        """
+        padded = self.padded(values, positions, kernel)
+        space, pixels = padded.shape[2:], padded.flatten(2)
+        found = torch.bmm(pixels.mT, pixels.conj()).view(-1, *space, *space)
+        walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
+        for axis, (count, width, step, spread) in enumerate(walk):
+            one, other = (slice(None),) * (1 + axis), (slice(None),) * (len(kernel) - 1)
+            cuts = [
+                slice(k * spread, k * spread + (count - 1) * step + 1, step) for k in range(width)
+            ]
+            first, *others = (found[(*one, cut, *other, cut)] for cut in cuts)
+            found = reduce(torch.Tensor.add_, others, first.clone())
+        return found.flatten(1 + len(kernel)).flatten(1, -2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +111,7 @@ class ConvolutionBlock(TensorBlock):
     def sizes(self) -> tuple[int, int, int, int]:
         """The sizes (groups, t, r, c) of the block as an outer product."""
         rows, columns, *kernel = self.shape
-        small = self.inputs if self.geometry.transposed else self.gradients
-        groups = self.geometry.groups
+        small, groups = self._small_and_large[0], self.geometry.groups
         return (
             groups,
             prod(small.shape[3:]) * small.shape[1],
@@ -107,19 +131,17 @@ class ConvolutionBlock(TensorBlock):
         k, t, r, c = self.sizes
         item = self.dtype.itemsize
         flops, patches = 2.0 * self.n * k * t * r * c, 2.0 * self.n * k * t * c * item
-        # Factors are measured: the grouped kernel is bad on small maps and with few channels.
-        product = seconds(flops / 2, patches / 2, self.n / 4)
         each = seconds(flops, 0, 2.0 * self.n)
         variants = {
-            "patches": Variant(product, lambda: self._from_patches(out)),
+            "patches": Variant(seconds(flops, patches), lambda: self._from_patches(out)),
             "a kernel a sample": Variant(each, lambda: self._each(out)),
         }
-        if self.inputs.shape[1] == 1:
-            slower = 0.3 * (1 + 4 * (50 / t) ** 2) * (1 + 10 / self.shape[1])
-            grouped = seconds(slower * flops, 0, 2)
-            variants["grouped kernel"] = Variant(grouped, lambda: self._grouped(out))
+        if self.inputs.shape[1] == 1:  # a kernel that is bad on small maps and with few channels
+            grouped = Variant(seconds(flops, 0, 2), lambda: self._grouped(out), optional=True)
+            variants["grouped kernel"] = grouped
         shape = "x".join(map(str, self.shape))
-        return fastest(f"gradients of a kernel {shape}, t={t}", self.n, self.inputs, variants)
+        sizes = {"t": t, "n": self.n}
+        return fastest(f"gradients of a kernel {shape}", sizes, self.inputs, variants)
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
@@ -161,6 +183,20 @@ class ConvolutionBlock(TensorBlock):
             for part, tile in some.tiles():
                 yield slice(start + part.start, start + part.stop), tile
 
+    def sums(
+        self, weights: Tensor | None = None, for_squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        _, t, r, _ = self.sizes
+        if t >= r:
+            return super().sums(weights, for_squares)
+        found = []
+        for start, some in self._with_patches(TILE_BYTES):
+            part = slice(start, start + some.n)
+            own = (None if f is None else f[part] for f in (weights, for_squares))
+            found.append(some.sums(*own))
+        first, second = (reduce(torch.Tensor.add_, sums) for sums in zip(*found, strict=True))
+        return first, second
+
     def _with_patches(self, size: int) -> Iterator[tuple[int, OuterBlock]]:
         """Yield (first sample, outer products) of as many samples as have `size` bytes of patches.
 
@@ -186,8 +222,19 @@ class ConvolutionBlock(TensorBlock):
             patches = 2.0 * self.n * k * t * c * item
             ghost = seconds(0.6 * work * t * (r + c), patches / 2, 6)
             variants["gram of patches"] = Variant(ghost, lambda: self.outer.ghost_norms())
+        if self._pixels**2 < r * c:
+            variants["gram of pixels"] = Variant(self._pixel_seconds, self._pixel_norms)
         shape = "x".join(map(str, self.shape))
-        return fastest(f"norms of a kernel {shape}, t={t}", self.n, self.inputs, variants)
+        return fastest(f"norms of a kernel {shape}", {"t": t, "n": self.n}, self.inputs, variants)
+
+    def _pixel_norms(self) -> Tensor:
+        """Return ‖gᵢ‖² (n,) by the Gram matrices over positions and over the input's pixels."""
+        k, small, large = self.geometry.groups, *map(precise, self._small_and_large)
+        rows, values = (f.reshape(self.n * k, -1, *f.shape[3:]) for f in (small, large))
+        windows = self.geometry.met(values, tuple(rows.shape[2:]), self.shape[2:])
+        rows = rows.flatten(2)
+        met = (windows * torch.bmm(rows.mT, rows.conj())).sum((1, 2)).real
+        return met.view(self.n, k).sum(1).clamp_min(0.0)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ gᵢ (*shape): one backward kernel for all samples."""
@@ -212,7 +259,7 @@ class ConvolutionBlock(TensorBlock):
             return self
         dense = seconds(work * r * c / 2)
         gram = seconds(0.6 * work * t * (r + c), 4.0 * work * c)
-        apart = min(dense, gram) + seconds(work * r * c / 4)
+        apart = min(dense, gram, self._pixel_seconds) + seconds(work * r * c / 4)
         once = dense + seconds(0, 8.0 * entries)
         return DenseBlock(self.dense()) if anyway or once < apart else self
 
@@ -220,21 +267,68 @@ class ConvolutionBlock(TensorBlock):
         return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small."""
+        """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small.
+
+        Else from a convolution by `right`, where this takes fewer multiplications than all Gᵢ.
+        """
         if self._few_patches:
             return self.outer.two_sided(left, right)
-        return super().two_sided(left, right)
+        k, t, r, c = self.sizes
+        a, b = len(left), len(right)
+        through, formed = k * t * (r * a + c * b + a * b), k * r * c * (t + a) + a * c * b
+        return self._on_sides(left, right) if through < formed else super().two_sided(left, right)
+
+    def _on_sides(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ (n, a, b); each window times `right` is a convolution."""
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        walk, groups = self.geometry, self.geometry.groups
+        small, large = self._small_and_large
+        kernels = torch.cat([right.to(dtype).reshape(-1, *self.shape[1:])] * groups)
+        still = (0,) * len(walk.stride)
+        convolved = torch.convolution(
+            large.flatten(0, 1).to(dtype),
+            kernels,
+            None,
+            walk.stride,
+            walk.padding,
+            walk.dilation,
+            False,
+            still,
+            groups,
+        )
+        columns = self._positions(convolved.flatten(2).unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
+        return OuterBlock(self._positions(small.flatten(3)), columns, self.shape).left_sided(left)
 
     @cached_property
     def outer(self) -> OuterBlock:
         """The block as outer products of output gradients and input patches."""
-        pair = (self.gradients, self.inputs)
-        small, large = reversed(pair) if self.geometry.transposed else pair
+        small, large = self._small_and_large
         positions, kernel = tuple(small.shape[3:]), self.shape[2:]
         windows = self.geometry.windows(large.flatten(0, 1), positions, kernel)
         left = self._positions(small.flatten(3))
         right = self._positions(windows.unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
         return OuterBlock(left, right, self.shape)
+
+    @property
+    def _small_and_large(self) -> tuple[Tensor, Tensor]:
+        """What has an entry a position, and what the windows are cut from."""
+        pair = self.gradients, self.inputs
+        return pair[::-1] if self.geometry.transposed else pair
+
+    @property
+    def _pixels(self) -> float:
+        """How many pixels the windows of a sample span, infinite where it has several frames."""
+        small, _ = self._small_and_large
+        reach = self.geometry.reach(tuple(small.shape[3:]), self.shape[2:])
+        return prod(reach) if small.shape[1] == 1 else inf
+
+    @property
+    def _pixel_seconds(self) -> float:
+        """What `_pixel_norms` takes, as the cost model has it."""
+        k, t, r, c = self.sizes
+        n, space, kernel = self.n * k, self._pixels, self.shape[2:]
+        flops = 2.0 * n * (space**2 * c / prod(kernel) + t * t * r)
+        return seconds(flops, 4.0 * n * self.dtype.itemsize * space**2, 8 + 2.0 * sum(kernel))
 
     def _patches_at_once(self, size: int) -> int:
         """Return how many samples' patches have at most `size` bytes; one at least."""

@@ -98,7 +98,7 @@ class Session:
         self.notes: list[str] = []
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
         self.tried: set[str] = set()
-        self.tuner = Tuner()
+        self.tuner = Tuner.remembering()
         self._model, self._loss = model, resolve(loss)
         self._stack = ExitStack()
         self._compiled: Compiled | None = None

@@ -13,6 +13,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
+from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.engine import settled
@@ -225,10 +226,14 @@ def rehearse(job: Job, n: int) -> bool:
 
 @contextmanager
 def rehearsal(job: Job) -> Iterator[Job]:
-    """Yield the job with a session of its own, which compiles nothing and is closed afterwards."""
+    """Yield the job with a session of its own, which compiles nothing and is closed afterwards.
+
+    Kernels are not measured in the body: they would be for other sizes than the run's.
+    """
     session = job.scope.rehearsal()
     try:
-        yield replace(job, scope=session)
+        with unmeasured():
+            yield replace(job, scope=session)
     finally:
         session.close()
         release_freed_memory()  # or the run would come on top of it

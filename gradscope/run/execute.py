@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Evaluation
+from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch
 from gradscope.engine import Audits, finite_samples, fold
 from gradscope.errors import (
@@ -59,6 +59,7 @@ class Progress:
     batch_size: int | None = None
     certificate: Mapping[str, Any] | None = None  # the proof so far, with its audits
     first: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see `first_of`
+    choices: Mapping[str, str] | None = None  # of kernel variants; None before the first batch
 
     def to_state(self) -> State:
         """Return the whole as a tensor of bytes."""
@@ -92,6 +93,8 @@ class Run:
     notes: tuple[str, ...] = ()  # before it began
     states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
     progress: Progress = Progress()
+    tuner: Tuner = field(default_factory=lambda: Tuner(measures=False))
+    record: dict[str, Any] = field(default_factory=dict)  # what the file will say of the run
     done: int = 0  # samples computed
     returns: int = 0  # how often it went back to what was proved, to go on with another backend
 
@@ -222,10 +225,13 @@ class Run:
         states = self.states | {k: carried_state(s) for k, s in carried if s is not None}
         if overflowed:
             states[NONFINITE] = overflowed
+        choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
+        self.record["kernels"] = choices
         self.progress = Progress(
             batch_size=self.size.samples,
             certificate=self._proof(),
             first=self.progress.first or first_of(rows),
+            choices=choices,
         )
         progress = {PROGRESS: self.progress.to_state()}
         self.writer.append(rows, states | progress, proved=self.job.scope.proved)

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Chosen, Evaluation, Tuner
+from gradscope.blocks import Chosen, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.core.memory import timed
@@ -99,7 +99,7 @@ class Estimate:
     room: Room  # on the disk; and seconds, from the second evaluation of the first batch
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
-    ways: tuple[Chosen, ...]  # kernel variants, with the seconds that were predicted
+    ways: tuple[Chosen, ...]  # kernel variants
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
@@ -210,10 +210,9 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
 
 def estimate(job: Job, path: Path | None) -> Estimate:
     """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
-    with Tuner(measures=False).active():
-        budget = plan(job, measured=True)
+    budget = plan(job, measured=True)
     size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
-    with Tuner(measures=False).active() as tuner:
+    with job.tuner().active() as tuner:
         room = size.fitting(partial(_tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
     return Estimate(
@@ -244,7 +243,7 @@ def preflight(
     if refused or most <= large:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
     size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
-    with Tuner(measures=False).active(), rehearsal(job) as rehearsed:
+    with rehearsal(job) as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > large else None

@@ -27,6 +27,11 @@ TABLE = {
         (5, 4), 4, 3, (3, 3),
         {"transposed": True, "groups": 2, "stride": (3, 2), "output_padding": (2, 1)},
     ),
+    "few pixels": ((2, 2), 3, 12, (3, 3), {"padding": (1, 1)}),
+    "few pixels, dilated": (
+        (5,), 2, 12, (3,), {"stride": (2,), "dilation": (2,), "padding": (1,)},
+    ),
+    "few pixels, transposed": ((3,), 6, 10, (3,), {"transposed": True, "groups": 2}),
     "transposed, dilated": ((6,), 2, 3, (3,), {"transposed": True, "dilation": (2,)}),
 }  # fmt: skip
 
@@ -35,6 +40,7 @@ VARIANTS = {
     "by kernels": ("a kernel a sample", "dense"),
     "by one grouped kernel": ("grouped kernel", "dense"),
     "by patches": ("patches", "gram of patches", "gram"),
+    "by pixels": ("gram of pixels",),
     "by few patches at a time": ("patches", "dense"),
 }
 
@@ -152,6 +158,20 @@ def test_pieces(name: str, frames: int, size: int, monkeypatch: pytest.MonkeyPat
     _, t, r, _ = block.sizes
     together = all(samples == slice(0, 3) for samples, _, _ in block.pieces())
     assert together is (size > 1 or t <= r)
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize(("name", "frames"), FRAMES)
+def test_both_sides(name: str, frames: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By patches or a convolution, with fewer or more rows than the kernel has."""
+    monkeypatch.setattr(convolution, "FEW_PATCHES", few)
+    block, rows = made(name, frames)
+    matrices = rows.flatten(2)
+    for count in (1, 2, 40):
+        left, right = (torch.randn(count, size).double() for size in matrices.shape[1:])
+        expected = left @ matrices @ right.mT
+        torch.testing.assert_close(block.two_sided(left, right), expected)
+        torch.testing.assert_close(block._on_sides(left, right), expected)
 
 
 def test_half_precision_is_summed_in_float32() -> None:

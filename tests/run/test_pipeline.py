@@ -125,6 +125,43 @@ def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert path.read_bytes() == (tmp_path / "straight.h5").read_bytes()
 
 
+def test_kernels_are_measured_once_and_a_run_keeps_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, chains = tmp_path / "cache", ["clip:max_norm=1.0 | mean"]
+    monkeypatch.setenv("GRADSCOPE_CACHE", str(cache))
+    asked = spec("digits_cnn", transform=chains, samples=":600", dtype="float32", batch_size=200)
+
+    def kernels(path: Path) -> dict[str, str]:
+        with open_file(path) as file:
+            return dict(file.run["kernels"])
+
+    straight, again, broken, without = (tmp_path / f"{name}.h5" for name in "sabw")
+    compute(prepare(asked), straight)
+    facts = [json.loads(file.read_text("utf-8")) for file in cache.rglob("*.json")]
+    measured = {fact["name"]: fact["fact"]["way"] for fact in facts}
+    assert kernels(straight) and kernels(straight).items() <= measured.items()
+    compute(prepare(asked), again)
+    assert straight.read_bytes() == again.read_bytes()
+
+    with suppress(ZeroDivisionError), start(prepare(asked), broken) as run:
+        run.add(next(run.remaining()))
+        raise ZeroDivisionError
+    for file in cache.rglob("*.json"):  # another day: the other kernel is faster
+        fact = json.loads(file.read_text("utf-8"))
+        others = fact["fact"]["seconds"].keys() - {fact["fact"]["way"]}
+        fact["fact"]["way"] = min(others)
+        file.write_text(json.dumps(fact), encoding="utf-8")
+    compute(prepare(asked), broken, resume=True)
+    assert straight.read_bytes() == broken.read_bytes()
+
+    compute(prepare(asked.computing(cache=False)), without)
+    assert kernels(without) == {}
+    right = contents(straight)
+    for key, value in contents(without).items():
+        np.testing.assert_allclose(value, right[key], rtol=1e-3, atol=1e-6, err_msg=key)
+
+
 @pytest.mark.parametrize("change", [{"transform": ["mean"]}, {"dtype": "float32"}, {"seed": 1}])
 def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "broken.h5"

@@ -5,7 +5,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from gradscope.backends.base import (
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, analyse
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
-from gradscope.backends.hooks.kernels import FasterKernels, pays_for
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
@@ -49,20 +48,13 @@ def block_of(kind: str, site: Site) -> Block:
     return masked(site) if block is None else block
 
 
-Kernels = Callable[[], AbstractContextManager[object]]
-
-
 @backends.register("hooks")
 @contextmanager
 def hooks(
-    problem: Problem,
-    kernels: Kernels | None = None,
-    contract: Callable[[str, Site], Block] = block_of,
+    problem: Problem, contract: Callable[[str, Site], Block] = block_of
 ) -> Iterator[Evaluate]:
     """One backward pass over the recorded graph; structure is kept, nothing is attached."""
-    if kernels is None:
-        kernels = FasterKernels if pays_for(problem.model) else nullcontext
-    program = _Program(problem, kernels, contract)
+    program = _Program(problem, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("hooks", problem)
@@ -77,10 +69,8 @@ def hooks(
 class _Program:
     """A problem with what was found out about it so far."""
 
-    def __init__(
-        self, problem: Problem, kernels: Kernels, contract: Callable[[str, Site], Block]
-    ) -> None:
-        self.problem, self.kernels, self.contract = problem, kernels, contract
+    def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
+        self.problem, self.contract = problem, contract
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
@@ -125,14 +115,13 @@ class _Program:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         given = differentiable_inputs(batch) if self.data_paths else batch
-        with self.kernels():
-            try:
-                losses = self.problem.losses(given)
-            except ModelError:
-                if not self.data_paths:
-                    raise
-                losses = self.problem.losses(batch)  # raises again where it is the model's fault
-                self.data_paths = False  # it sets requires_grad on what it made of the inputs
+        try:
+            losses = self.problem.losses(given)
+        except ModelError:
+            if not self.data_paths:
+                raise
+            losses = self.problem.losses(batch)  # raises again where it is the model's fault
+            self.data_paths = False  # it sets requires_grad on what it made of the inputs
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
