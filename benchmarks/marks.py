@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.run import Cell
 from benchmarks.workloads import REAL
 
-# Ratios to a plain pass with the best kernels, in float32 on a CPU. They follow from arithmetic:
+# Ratios to a plain pass in float32 on a CPU. They follow from arithmetic:
 # norms need no gradient of a weight, and a clipped mean needs it once, as a plain pass does.
 MARKS = {
     ("mlp", "norms"): 1.05,
@@ -90,8 +90,7 @@ def _large(where: str, table: dict[str, Cell]) -> list[str]:
 
 def _mark(key: tuple[str, str], table: dict[str, Cell]) -> float | None:
     if key in MARKS:
-        best = _ratio(table, "plain, best kernels")
-        return MARKS[key] * min(1.0, best or 1.0)
+        return MARKS[key]
     floor = _ratio(table, "floor")
     if floor is None:
         return None

@@ -57,11 +57,10 @@ def reference(workload: Workload) -> Reference:
     rows = kept_rows(workload)
     few = [one_sample(problem, whole.one(int(i)))[1] for i in rows]
     max_norm = float(f"{float(torch.stack([_norm(g) for g in few]).mean()):.3g}")
-    zero = {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
     if real:
         few = [{name: g.float() for name, g in row.items()} for row in few]
-    clipped = {k: v.clone() for k, v in zero.items()}
-    mean, second = ({} if real else {k: v.clone() for k, v in zero.items()} for _ in range(2))
+    clipped = _zeros(problem)
+    mean, second = ({} if real else _zeros(problem) for _ in range(2))
     norms = []
     for i in range(workload.n):
         gradient = one_sample(problem, whole.one(i))[1]
@@ -76,7 +75,7 @@ def reference(workload: Workload) -> Reference:
         problem=problem,
         batch=whole.select(rows),
         rows=rows,
-        gradients={name: torch.stack([g[name] for g in few]) for name in zero},
+        gradients={name: torch.stack([g[name] for g in few]) for name in clipped},
         norms=torch.stack(norms),
         max_norm=max_norm,
         mean=_detached(mean),
@@ -120,6 +119,10 @@ def _matrix(t: Tensor, by_row: bool) -> Tensor:
 
 def _norm(gradient: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+
+
+def _zeros(problem: Problem) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
 
 
 def _detached(tree: Mapping[str, Tensor]) -> dict[str, Tensor]:

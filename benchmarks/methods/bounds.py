@@ -8,24 +8,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.methods.base import Call, DeclinedError, Method, Setting, plain
-from gradscope.backends.hooks.kernels import FasterKernels
 
 _CHUNK = 2**22  # numbers written at a time
 
 
 def _plain(task: str, setting: Setting) -> Call:
     return Call(plain(setting.workload))
-
-
-def _best_kernels(task: str, setting: Setting) -> Call:
-    """Prepare the plain pass with the kernels that gradscope runs the model's operations by."""
-    unit = plain(setting.workload)
-
-    def run() -> tuple[Tensor, ...]:
-        with FasterKernels():
-            return unit()
-
-    return Call(run)
 
 
 def _floor(task: str, setting: Setting) -> Call:
@@ -77,6 +65,5 @@ def _storing(
 
 METHODS = (
     Method("plain backward", _plain, comparable=False),
-    Method("plain, best kernels", _best_kernels, comparable=False),
     Method("floor", _floor, comparable=False),
 )

@@ -236,7 +236,8 @@ class Block(ABC):
         """Yield (samples, entries, values (m, w)): what is linear goes through all of them once.
 
         Laid into zeros (n, P) and added where they meet, they are the gradients, flattened. Each
-        has a bounded number of bytes; all samples come together where the structure allows it.
+        has a bounded number of bytes, and is valid until the next is asked for; all samples come
+        together where the structure allows it.
         """
         for part in self._parts(PIECE_BYTES):
             yield part, slice(0, prod(self.shape)), as_rows(self.select(part).dense())
@@ -250,10 +251,16 @@ class Block(ABC):
         """
         dtype = torch.promote_types(self.dtype, left.dtype)
         rows, columns = left.to(dtype), right.to(dtype).mT
-        size = (rows.shape[1], columns.shape[0])
-        return torch.cat(
-            [rows @ t.reshape(len(t), *size).to(dtype) @ columns for _, t in self.tiles()]
-        )
+        (a, r), (c, b) = rows.shape, columns.shape
+        from_left = a * c * (r + b) <= r * b * (c + a)  # multiplications
+
+        def both(tile: Tensor) -> Tensor:
+            if c == 1:  # one product for all samples, and no kernel for each of them
+                return (tile.reshape(len(tile), r) @ rows.mT).unsqueeze(2) * columns
+            matrices = tile.reshape(len(tile), r, c)
+            return rows @ matrices @ columns if from_left else rows @ (matrices @ columns)
+
+        return torch.cat([both(tile.to(dtype)) for _, tile in self.tiles()])
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n), the second factor conjugated when complex."""
@@ -360,5 +367,5 @@ class DenseBlock(TensorBlock):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         values = precise(self.values)
         if weights is None:
-            return values.sum(0)
+            return values[0] if self.n == 1 else values.sum(0)
         return (weights.to(values.dtype) @ as_rows(values)).reshape(self.shape)

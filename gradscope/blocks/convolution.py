@@ -131,19 +131,17 @@ class ConvolutionBlock(TensorBlock):
         k, t, r, c = self.sizes
         item = self.dtype.itemsize
         flops, patches = 2.0 * self.n * k * t * r * c, 2.0 * self.n * k * t * c * item
-        # Factors are measured: the grouped kernel is bad on small maps and with few channels.
-        product = seconds(flops / 2, patches / 2, self.n / 4)
         each = seconds(flops, 0, 2.0 * self.n)
         variants = {
-            "patches": Variant(product, lambda: self._from_patches(out)),
+            "patches": Variant(seconds(flops, patches), lambda: self._from_patches(out)),
             "a kernel a sample": Variant(each, lambda: self._each(out)),
         }
-        if self.inputs.shape[1] == 1:
-            slower = 0.3 * (1 + 4 * (50 / t) ** 2) * (1 + 10 / self.shape[1])
-            grouped = seconds(slower * flops, 0, 2)
-            variants["grouped kernel"] = Variant(grouped, lambda: self._grouped(out))
+        if self.inputs.shape[1] == 1:  # a kernel that is bad on small maps and with few channels
+            grouped = Variant(seconds(flops, 0, 2), lambda: self._grouped(out), optional=True)
+            variants["grouped kernel"] = grouped
         shape = "x".join(map(str, self.shape))
-        return fastest(f"gradients of a kernel {shape}, t={t}", self.n, self.inputs, variants)
+        sizes = {"t": t, "n": self.n}
+        return fastest(f"gradients of a kernel {shape}", sizes, self.inputs, variants)
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
         """One matrix product a sample, of the output gradient and the windows of the input."""
@@ -227,7 +225,7 @@ class ConvolutionBlock(TensorBlock):
         if self._pixels**2 < r * c:
             variants["gram of pixels"] = Variant(self._pixel_seconds, self._pixel_norms)
         shape = "x".join(map(str, self.shape))
-        return fastest(f"norms of a kernel {shape}, t={t}", self.n, self.inputs, variants)
+        return fastest(f"norms of a kernel {shape}", {"t": t, "n": self.n}, self.inputs, variants)
 
     def _pixel_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,) by the Gram matrices over positions and over the input's pixels."""
@@ -269,10 +267,37 @@ class ConvolutionBlock(TensorBlock):
         return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small."""
+        """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small.
+
+        Else from a convolution by `right`, where this takes fewer multiplications than all Gᵢ.
+        """
         if self._few_patches:
             return self.outer.two_sided(left, right)
-        return super().two_sided(left, right)
+        k, t, r, c = self.sizes
+        a, b = len(left), len(right)
+        through, formed = k * t * (r * a + c * b + a * b), k * r * c * (t + a) + a * c * b
+        return self._on_sides(left, right) if through < formed else super().two_sided(left, right)
+
+    def _on_sides(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ (n, a, b); each window times `right` is a convolution."""
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        walk, groups = self.geometry, self.geometry.groups
+        small, large = self._small_and_large
+        kernels = torch.cat([right.to(dtype).reshape(-1, *self.shape[1:])] * groups)
+        still = (0,) * len(walk.stride)
+        convolved = torch.convolution(
+            large.flatten(0, 1).to(dtype),
+            kernels,
+            None,
+            walk.stride,
+            walk.padding,
+            walk.dilation,
+            False,
+            still,
+            groups,
+        )
+        columns = self._positions(convolved.flatten(2).unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
+        return OuterBlock(self._positions(small.flatten(3)), columns, self.shape).left_sided(left)
 
     @cached_property
     def outer(self) -> OuterBlock:

@@ -10,8 +10,7 @@ and right the input (c = i); a convolution's positions are output pixels, its ri
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -118,7 +117,7 @@ class OuterBlock(TensorBlock):
                 seconds(work * r * c, 8.0 * self.n * k * r * c), super().squared_norms
             ),
         }
-        return fastest(f"norms {r}x{c}, t={t}", self.n, left, variants)
+        return fastest(f"norms {k}x{r}x{c}", {"t": t, "n": self.n}, left, variants)
 
     def ghost_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,) by the Gram matrices over positions."""
@@ -212,13 +211,19 @@ class OuterBlock(TensorBlock):
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield some rows of the parameter at a time, of all samples."""
-        k, _, r, c = self.sizes
+        k, t, r, c = self.sizes
         step = max(1, TILE_BYTES // max(1, self.n * c * self.dtype.itemsize))
-        for group, first in product(range(k), range(0, r, step)):
-            last = min(first + step, r)
-            left, right = self.left[:, group, :, first:last], self.right[:, group]
-            entries = slice((group * r + first) * c, (group * r + last) * c)
-            yield slice(0, self.n), entries, OuterBlock.matrix(left, right).dense().flatten(1)
+        for group in range(k):
+            left, right = self.left[:, group], self.right[:, group]
+            start = group * r * c
+            if t == 1:
+                yield from _single(left[:, 0], right[:, 0], start, max(1, step // 4))
+                continue
+            for first in range(0, r, step):
+                last = min(first + step, r)
+                entries = slice(start + first * c, start + last * c)
+                values = OuterBlock.matrix(left[..., first:last], right).dense()
+                yield slice(0, self.n), entries, values.flatten(1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ = Σₜ (left bₜ) ⊗ (right aₜ) (n, a, b): no Gᵢ is formed."""
@@ -226,10 +231,16 @@ class OuterBlock(TensorBlock):
         if left.shape[1] != k * r or right.shape[1] != c:
             return super().two_sided(left, right)
         dtype = torch.promote_types(self.dtype, left.dtype)
-        by_group = left.to(dtype).view(-1, k, r).transpose(0, 1)  # (k, a, r)
-        rows: Tensor = (self.left.to(dtype) @ by_group.mT).flatten(1, 2)  # (n, k·t, a)
-        columns: Tensor = (self.right.to(dtype) @ right.to(dtype).mT).flatten(1, 2)
-        return rows.mT @ columns
+        return replace(self, right=self.right.to(dtype) @ right.to(dtype).mT).left_sided(left)
+
+    def left_sided(self, left: Tensor) -> Tensor:
+        """Return Σₜ (left bₜ) ⊗ aₜ (n, a, c) for `left` (a, k·r): the groups are added up."""
+        k, _, r, _ = self.sizes
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        by_group = left.to(dtype).view(-1, k, r).permute(1, 2, 0)  # (k, r, a)
+        rows = self.left.to(dtype) @ (by_group[0] if k == 1 else by_group)  # (n, k, t, a)
+        rows, columns = rows.flatten(1, 2).mT, self.right.flatten(1, 2)
+        return rows * columns if columns.shape[1] == 1 else rows @ columns
 
     def gram(self) -> Tensor:
         """Return ⟨gᵢ, gⱼ⟩ (n, n); with one position, the product of the factors' Gram matrices."""
@@ -237,3 +248,22 @@ class OuterBlock(TensorBlock):
             return super().gram()
         left, right = (precise(f)[:, :, 0].transpose(0, 1) for f in (self.left, self.right))
         return ((left @ left.mH) * (right @ right.mH)).sum(0)
+
+
+def _single(
+    left: Tensor, right: Tensor, start: int, step: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield pieces of one product a sample, left (n, r) and right (n, c), from entry `start` on.
+
+    Samples lie next to each other, in a buffer that stays in the caches: starting one product
+    costs little, and nothing is copied on the way.
+    """
+    rows, columns = left.T.contiguous(), right.T.contiguous()
+    (r, n), c = rows.shape, len(columns)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    buffer = torch.empty(min(step, r), c, n, dtype=dtype, device=left.device)
+    for first in range(0, r, step):
+        last = min(first + step, r)
+        torch.mul(rows[first:last].unsqueeze(1), columns, out=buffer[: last - first])
+        entries = slice(start + first * c, start + last * c)
+        yield slice(0, n), entries, buffer[: last - first].flatten(0, 1).T

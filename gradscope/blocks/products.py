@@ -1,47 +1,18 @@
-"""Matrix products and the hyperbolic tangent, by whichever kernel is faster here.
+"""Matrix products, by whichever kernel is faster here.
 
 oneDNN's kernel of linear layers uses the widest vector instructions of every processor; the matrix
-kernels that torch is built with do not on some (half as fast on AMD processors with AVX-512). Its
-kernels have no derivative, and take float32 on the CPU alone.
+kernels that torch is built with do not on some (half as fast on AMD processors with AVX-512), and
+are faster on others. Its kernels have no derivative, and take float32 on the CPU alone.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
-
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.backends import mkldnn
 
 from gradscope.blocks.variants import Variant, fastest, seconds
 
-Activation = Literal["none", "sigmoid", "tanh"]
-_AFTER: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "none": lambda t: t,
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-}
-
 WORTH_A_CALL = 2**23  # multiplications: a kernel that is started for fewer is no gain
 _LEAF = 64  # positions below which a Gram matrix is taken whole
-_LARGE = 2**15  # entries from which on oneDNN's tanh pays for two copies
-_PART = 2**20  # entries taken at a time: their copies stay near the caches
-
-
-def multiplied(
-    left: Tensor, right: Tensor, bias: Tensor | None = None, after: Activation = "none"
-) -> Tensor:
-    """Return after(left rightᵀ + bias) (..., o): a linear layer and what squashes its output.
-
-    Args:
-        left: (..., k).
-        right: (o, k).
-        bias: (o,).
-        after: The function of each number.
-    """
-    if _by_onednn(left, right):  # nowhere slower than torch's own but by its start
-        return _linear(left, right, bias, after)
-    return _AFTER[after](F.linear(left, right, bias))
 
 
 def contracted(left: Tensor, right: Tensor) -> Tensor:
@@ -61,8 +32,8 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
 
     variants = {"gemm": Variant(seconds(flops), lambda: torch.bmm(rows.mT, columns))}
     if _by_onednn(rows, columns):
-        variants["oneDNN"] = Variant(seconds(flops / 2, 0, k), one_by_one)
-    return fastest(f"sums of products {r}x{c}", k * t, rows, variants)
+        variants["oneDNN"] = Variant(seconds(flops, 0, k), one_by_one, optional=True)
+    return fastest(f"sums of products {k}x{r}x{c}", {"n·t": t}, rows, variants)
 
 
 def separate(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -72,10 +43,10 @@ def separate(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     flops = 2.0 * m * t * r * c
     variants = {"together": Variant(seconds(flops), lambda: torch.bmm(left.mT, right, out=out))}
     if flops >= WORTH_A_CALL * m and _by_onednn(left, right):
-        written = 4.0 * m * r * c
-        one_by_one = seconds(flops / 2, written, m)
-        variants["one by one"] = Variant(one_by_one, lambda: _one_by_one(left, right, out))
-    return fastest(f"products {r}x{c}, t={t}", m, left, variants)
+        each = seconds(flops, 4.0 * m * r * c, m)
+        run = lambda: _one_by_one(left, right, out)  # noqa: E731
+        variants["one by one"] = Variant(each, run, optional=True)
+    return fastest(f"products {r}x{c}", {"t": t, "n": m}, left, variants)
 
 
 def ghost(left: Tensor, right: Tensor) -> Tensor:
@@ -91,65 +62,40 @@ def ghost(left: Tensor, right: Tensor) -> Tensor:
     return ghost(a, c) + ghost(b, d) + 2 * _met(a, b, c, d)
 
 
-def tanh(x: Tensor) -> Tensor:
-    """Return the hyperbolic tangent (...), of many numbers by oneDNN: a fourth of torch's time.
-
-    Both are off by less than the last digit of float32 (7e-8 against 6e-8 of the value).
-    """
-    if x.numel() < _LARGE or not x.is_contiguous() or not _by_onednn(x):
-        return torch.tanh(x)
-    if x.numel() <= _PART:
-        return _tanh(x)
-    out = torch.empty_like(x)
-    numbers, places = x.view(-1), out.view(-1)
-    for start in range(0, x.numel(), _PART):
-        part = slice(start, start + _PART)
-        places[part] = _tanh(numbers[part])
-    return out
-
-
-def plain(factors: Sequence[Tensor], *dtypes: torch.dtype) -> bool:
-    """Whether these are numbers on the CPU, outside the transformations of `torch.func`."""
-    return torch._C._functorch.peek_interpreter_stack() is None and all(
-        t.device.type == "cpu" and t.dtype in dtypes and t.layout == torch.strided and t.numel() > 0
-        for t in factors
-    )
-
-
 def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """Return Re Σ (a bᴴ) ∘ (c dᴴ) (m,)."""
     return (torch.bmm(a, b.mH) * torch.bmm(c, d.mH)).sum((1, 2)).real
 
 
 def _one_by_one(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return leftᵢᵀ rightᵢ (m, r, c), in `out` if given."""
+    """Return leftᵢᵀ rightᵢ (m, r, c) by oneDNN, in `out` if given."""
     if out is None and len(left) == 1:
-        return _linear(left[0].mT, right[0].mT)[None]  # as it is: a copy would cost a third of it
+        return _product(left[0].mT, right[0].mT)[None]  # as it is: a copy costs a third of it
     found = left.new_empty(len(left), left.shape[2], right.shape[2]) if out is None else out
     for place, a, b in zip(found, left, right, strict=True):
-        place.copy_(_linear(a.mT, b.mT))
+        place.copy_(_product(a.mT, b.mT))
     return found
 
 
-def _linear(
-    left: Tensor, right: Tensor, bias: Tensor | None = None, after: Activation = "none"
-) -> Tensor:
-    """Return after(left rightᵀ + bias) (..., o) by oneDNN."""
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left rightᵀ (..., o) by oneDNN."""
     if not (right.is_contiguous() or right.mT.is_contiguous()):
         right = right.contiguous()  # other strides take a path a hundred times as slow
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, after, [], "")
-    return found
-
-
-def _tanh(x: Tensor) -> Tensor:
-    found: Tensor = torch.tanh_(x.to_mkldnn()).to_dense()
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     return found
 
 
 def _by_onednn(*given: Tensor) -> bool:
-    """Whether oneDNN's kernels take these numbers; they have no derivative."""
+    """Whether oneDNN's kernels take these numbers: plain ones, of which no derivative is asked."""
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not (known and mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
         return False
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    return not tracked and plain(given, torch.float32)
+    inside = torch._C._functorch.peek_interpreter_stack() is not None  # of torch.func's
+    return not (tracked or inside) and all(
+        t.device.type == "cpu"
+        and t.dtype == torch.float32
+        and t.layout == torch.strided
+        and t.numel() > 0
+        for t in given
+    )

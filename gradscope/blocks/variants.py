@@ -1,27 +1,31 @@
 """Kernel variants: several exact ways to one answer, and the tuner that chooses among them.
 
-A cost model rules out what cannot win. Under a tuner that measures, the variants that are left run
-twice on the first batch that asks, and the fastest is kept for later batches of the same sizes;
-small work is not measured. What is measured differs from run to run, and with it the answer in its
-last digits: without a tuner, or under one that does not measure, the cost model alone decides, so
-that the same run gives the same bits.
+Which is fastest differs from one processor, and one release of torch, to the next. So a tuner that
+may measure tries the variants on the first batch that asks, and keeps the fastest for all later
+work of these sizes, in the cache for later processes too. Unmeasured, the way with the least
+arithmetic by torch's own kernels is taken. Another is taken only if it was clearly faster.
+
+What is measured differs from run to run, and with it the answer in its last digits. Choices that a
+tuner is given are kept to the letter, so that a run that goes on gives the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradscope.core.cache import Cache
 from gradscope.core.memory import timed
 
+FASTER = 0.9  # times what the default takes: a variant that takes more does not replace it
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
-_HOPELESS = 3.0  # times the cheapest prediction
-_BETTER = 0.8  # times what the likeliest variant took: less tells of the moment
+_HOPELESS = 4.0  # times the default's prediction: not tried
+_ROUNDS, _MOST_ROUNDS = 3, 9  # in which all variants take turns, until times are steady
+_ALIKE = 1.2  # times the shortest: longer ones tell of the moment
 _PATIENCE = 4.0  # times the fastest so far: what takes longer is not tried again,
 _SET_UP = 0.01  # unless within these seconds: a first call sets up kernels
 
@@ -32,8 +36,9 @@ _FLOPS, _BYTES, _CALL = 1e11, 1e10, 2e-5  # of a typical machine: a second's, a 
 class Variant:
     """One way to compute an answer."""
 
-    seconds: float  # what the cost model predicts
+    seconds: float  # what arithmetic predicts, for a typical machine
     run: Callable[[], Tensor]  # computes the answer
+    optional: bool = False  # a kernel that is good on some machines: never taken unmeasured
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,13 @@ class Chosen:
 
     request: str  # what was asked for, of which sizes
     variant: str  # its name
-    # what each variant that was tried took; predicted, if nothing was measured
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # what each variant that was tried took, or is predicted to take
+    measured: bool = True  # and the measurement decides
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"request": self.request, "way": self.variant, "seconds": self.seconds}
+        own = {"request": self.request, "way": self.variant, "seconds": self.seconds}
+        return own | {"measured": self.measured}
 
 
 def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
@@ -55,19 +61,28 @@ def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
     return flops / _FLOPS + moved / _BYTES + calls * _CALL
 
 
-def fastest(request: str, n: int, like: Tensor, variants: Mapping[str, Variant]) -> Tensor:
+def fastest(request: str, sizes: Mapping[str, int], like: Tensor, variants: "Variants") -> Tensor:
     """Return the answer by the variant that the active tuner chooses.
 
     Args:
-        request: What is asked for, with all sizes but n.
-        n: The number of samples; choices are kept for each power of two.
+        request: What is asked for, with the sizes that are the parameter's own.
+        sizes: Those that differ from batch to batch, such as n and t; choices are kept for each
+            power of two.
         like: A tensor of the dtype and on the device of the work.
-        variants: At least one, by name.
+        variants: By name, at least one of them not optional.
     """
     tuner = _active.get()
-    if tuner is not None:
-        return tuner.run(request, n, like, variants)
-    return min(variants.values(), key=lambda variant: variant.seconds).run()
+    if tuner is None:
+        return variants[default(variants)].run()
+    return tuner.run(request, sizes, like, variants)
+
+
+Variants = Mapping[str, Variant]
+
+
+def default(variants: Variants) -> str:
+    """Return the name of the variant that is taken unmeasured: the least arithmetic."""
+    return min(variants, key=lambda name: (variants[name].optional, variants[name].seconds))
 
 
 def power(n: int) -> int:
@@ -79,7 +94,9 @@ class Tuner:
     """Chooses variants while it is active, and remembers what it chose for as long as it lives.
 
     Args:
-        measures: Try variants, where that can save time; else the cost model alone decides.
+        measures: Try variants, where that can save time, and look into the cache.
+        kept: Choices of earlier, by request, which stand.
+        cache: For a device, what was measured earlier on it, if that is of interest.
         preferred: Names of variants to be taken wherever they exist.
         timed: Runs a variant for a device; returns its seconds and its answer.
 
@@ -91,12 +108,32 @@ class Tuner:
         self,
         *,
         measures: bool = True,
+        kept: Mapping[str, str] | None = None,
+        cache: Callable[[torch.device], Cache | None] = lambda device: None,
         preferred: frozenset[str] = frozenset(),
         timed: Callable[[Callable[[], Tensor], torch.device], tuple[float, Tensor]] = timed,
     ) -> None:
         self.measures, self.preferred = measures, preferred
-        self.chosen: dict[str, Chosen] = {}
-        self._timed = timed
+        self.chosen = {k: Chosen(k, variant, {}) for k, variant in (kept or {}).items()}
+        self._used = set(self.chosen)  # others were asked for only by variants that were tried
+        self._trying = False
+        self._cache, self._timed = cache, timed
+
+    @classmethod
+    def remembering(cls, **options: Any) -> "Tuner":
+        """Return a tuner that knows what earlier processes measured on this machine."""
+        return cls(cache=lambda device: Cache.of("variants", device), **options)
+
+    def settled(self) -> dict[str, str]:
+        """Measure nothing any more; return the variant of each request that was measured and used.
+
+        What is asked for later and is not among these is decided by arithmetic.
+        """
+        if self.measures:
+            self.measures = False
+            used = {key: self.chosen[key] for key in sorted(self._used)}
+            self.chosen = {key: one for key, one in used.items() if one.measured}
+        return {key: one.variant for key, one in self.chosen.items() if one.measured}
 
     @contextmanager
     def active(self) -> Iterator["Tuner"]:
@@ -105,49 +142,85 @@ class Tuner:
         with _set(outer or self):
             yield self
 
-    def run(self, request: str, n: int, like: Tensor, variants: Mapping[str, Variant]) -> Tensor:
+    def run(
+        self, request: str, sizes: Mapping[str, int], like: Tensor, variants: Variants
+    ) -> Tensor:
         """Return the answer by the variant that is chosen; see `fastest`."""
         for name in self.preferred & variants.keys():
             return variants[name].run()
-        likely = min(variants, key=lambda name: variants[name].seconds)
+        likely = default(variants)
         if len(variants) == 1 or variants[likely].seconds < _WORTH_MEASURING:
             return variants[likely].run()
+        classes = "".join(f", {name}≤{power(size)}" for name, size in sizes.items())
         kind = str(like.dtype).removeprefix("torch.")
-        key = f"{request}, n≤{power(n)}, {kind}, {like.device.type}"
+        key = f"{request}{classes}, {kind}, {like.device.type}"
+        if key not in self.chosen:
+            self.chosen[key] = self._choice(key, variants, like.device)
+        if not self._trying:
+            self._used.add(key)
+        name = self.chosen[key].variant
+        return variants[name if name in variants else likely].run()
+
+    def _choice(self, key: str, variants: Variants, device: torch.device) -> Chosen:
+        """Choose by what was measured, or is now, or by arithmetic."""
         if not self.measures:
             predicted = {name: variant.seconds for name, variant in variants.items()}
-            self.chosen[key] = Chosen(key, likely, predicted)
-            return variants[likely].run()
-        known = self.chosen.get(key)
-        if known is not None and known.variant in variants:
-            return variants[known.variant].run()
-        return self._measured(key, variants, like.device)
+            return Chosen(key, default(variants), predicted, measured=False)
+        cache = self._cache(device)
+        known = None if cache is None else _remembered(cache, key, variants)
+        if known is not None:
+            return known
+        outer, self._trying = self._trying, True
+        try:
+            found = self._measured(key, variants, device)
+        finally:
+            self._trying = outer
+        if cache is None or not found.measured:
+            return found
+        fact = {"way": found.variant, "seconds": found.seconds}
+        cache.put(key, fact)
+        known = _remembered(cache, key, variants)  # perhaps another process was first
+        if known is None:
+            cache.put(key, fact, over=True)
+        return known or found
 
-    def _measured(self, key: str, variants: Mapping[str, Variant], device: torch.device) -> Tensor:
-        """Try every variant that is not hopeless, the likeliest first; remember the fastest."""
-        by_prediction = sorted(variants, key=lambda name: variants[name].seconds)
-        limit = _HOPELESS * variants[by_prediction[0]].seconds
-        spent: dict[str, float] = {}
-        chosen, best, to_beat = "", None, inf
-        for name in by_prediction:
-            if variants[name].seconds > limit:
+    def _measured(self, key: str, variants: Variants, device: torch.device) -> Chosen:
+        """Try all variants that are not hopeless, in turn; return the fastest."""
+        likely = default(variants)
+        limit = _HOPELESS * variants[likely].seconds
+        tried = [likely, *(k for k, v in variants.items() if k != likely and v.seconds <= limit)]
+        spent: dict[str, list[float]] = {name: [] for name in tried}
+        for taken in range(1, _MOST_ROUNDS + 1):
+            for name, times in spent.items():
+                best = min((min(others) for others in spent.values() if others), default=0.0)
+                if not times or min(times) <= max(_SET_UP, _PATIENCE * best):
+                    times.append(self._timed(variants[name].run, device)[0])
+            if taken >= _ROUNDS and all(map(_steady, spent.values())):
                 break
-            took, answer = self._timed(variants[name].run, device)
-            if took <= max(_SET_UP, _PATIENCE * min(spent.values(), default=took)):
-                again, answer = self._timed(variants[name].run, device)
-                took = min(took, again)  # the first call of a kernel sets it up
-            if took < to_beat:
-                chosen, best = name, answer
-                to_beat = took if spent else _BETTER * took
-            spent[name] = took
-        self.chosen[key] = Chosen(key, chosen, spent)
-        assert best is not None  # the likeliest variant is never hopeless
-        return best
+        shown = {name: min(times) for name, times in spent.items()}
+        found = min(shown, key=lambda name: shown[name])
+        if not all(map(_steady, spent.values())):  # something else keeps the machine busy
+            return Chosen(key, likely, shown, measured=False)
+        return Chosen(key, found if shown[found] < FASTER * shown[likely] else likely, shown)
+
+
+def _steady(times: list[float]) -> bool:
+    """Whether the two shortest times are alike, or there is only one."""
+    return len(times) < 2 or sorted(times)[1] <= _ALIKE * min(times)
+
+
+def _remembered(cache: Cache, key: str, variants: Variants) -> Chosen | None:
+    """Return what an earlier process chose, if it is one of the variants."""
+    fact = cache.get(key) or {}
+    way, spent = fact.get("way"), fact.get("seconds")
+    if not (isinstance(way, str) and way in variants and isinstance(spent, dict)):
+        return None
+    return Chosen(key, way, {str(k): float(v) for k, v in spent.items() if isinstance(v, float)})
 
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Let the cost model alone decide in the body, whichever tuner is active."""
+    """Let arithmetic alone decide in the body, whichever tuner is active."""
     outer = _active.get()
     preferred = frozenset[str]() if outer is None else outer.preferred
     with _set(Tuner(measures=False, preferred=preferred)):

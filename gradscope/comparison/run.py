@@ -138,7 +138,7 @@ def compare(
             torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
 
     seconds, peak = measure(backward, problem.device)
-    with Tuner().active() as tuner:
+    with Tuner.remembering().active() as tuner:
         rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     rows += [_other_row(label, other, setting) for label, other in others.items()]
     return Comparison(

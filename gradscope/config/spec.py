@@ -293,6 +293,12 @@ class ComputeSpec(_Section):
         ("compute", "compare"),
         "Compile gradient and reduction where that can be done; with auto, where it pays",
     )
+    cache: values.Switch = option(
+        True,
+        "--cache",
+        _COMPUTE,
+        "Measure which kernels are faster, and remember it on this machine",
+    )
     layout: Literal["auto", "dense", "factored"] = option(
         "dense", "--layout", _COMPUTE, "How rows are stored"
     )

@@ -29,7 +29,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
+    from gradscope.run import Estimate, Inspection, MergeReport, Phase, Room, RunReport
     from gradscope.storage import Exported
 
 _STATUS = {
@@ -56,7 +56,7 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
     text = f"Plain forward and backward: {duration(baseline)}, {size(comparison.baseline_bytes)}"
     console.print(Text(f"{text}, {comparison.dtype}.", style="dim"))
     if verbose:
-        _render_kernels(comparison.ways, console, measured=True)
+        _render_kernels(comparison.ways, console)
     for row in rows:
         if not all(p.agrees for p in row.parameters):
             _render_disagreement(row, console)
@@ -109,21 +109,20 @@ def _print_wrapped(text: str, console: Console) -> None:
     console.print(Padding(safe, (0, 0, 0, 2)))
 
 
-def _render_kernels(choices: Sequence["Chosen"], console: Console, measured: bool) -> None:
+def _render_kernels(choices: Sequence["Chosen"], console: Console) -> None:
     """Print a row a request: the kernel that was chosen, its time, and those of the others."""
     if not choices:
         return
-    title = "Kernels that were measured" if measured else "Kernels, and the time they may take"
     others = [
         ", ".join(f"{name} {duration(s)}" for name, s in one.seconds.items() if name != one.variant)
         for one in choices
     ]
-    heading(console, title)
-    word = "fastest" if measured else "kernel"
+    heading(console, "Kernels, and the time they took")
     columns = [
-        Column(word, [one.variant for one in choices], justify="left"),
+        Column("kernel", [one.variant for one in choices], justify="left"),
         Column("time", [duration(one.seconds.get(one.variant)) for one in choices]),
         Column("others", others, rank=1, justify="left"),
+        Column("", ["" if one.measured else "predicted" for one in choices], justify="left"),
     ]
     print_table(console, Table(columns, "request", [one.request for one in choices]))
 
@@ -205,7 +204,7 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
     heading(console, "Plan (nothing was written)")
     print_facts(console, rows)
     if verbose:
-        _render_kernels(plan.ways, console, measured=False)
+        _render_kernels(plan.ways, console)
 
 
 def render_room(room: "Room", console: Console) -> None:
@@ -261,9 +260,14 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         *([("not finite", lost)] if first.nonfinite else []),
         ("certificate", verdict(found.certificate)),
         *unused_facts(found.certificate),
+        *listed("took", [_phase(one) for one in found.phases]),
     ]
     print_facts(console, rows)
     render_plan(found.plan, console, verbose)
+
+
+def _phase(one: "Phase") -> str:
+    return f"{one.phase}: {duration(one.seconds)}, {one.passes:.2g} plain passes"
 
 
 def _sizes(shape: Sequence[int]) -> str:

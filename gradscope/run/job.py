@@ -4,7 +4,7 @@ Names come first (chains, backend, loss), then the user's code, then weights and
 misspelt word costs nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 
 import gradscope
 from gradscope.backends import Request, backends, candidates
+from gradscope.blocks import Tuner
 from gradscope.config import (
     MOST,
     Compression,
@@ -25,6 +26,7 @@ from gradscope.config import (
     parse_shard,
 )
 from gradscope.core.batch import Batch
+from gradscope.core.cache import Cache
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
 from gradscope.engine import Session, Settings, request_of
@@ -84,6 +86,13 @@ class Job:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
         asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
         return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
+
+    def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
+        """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
+        known = Cache.of("variants", self.scope.problem.device)
+        if kept is not None or known is None or not self.spec.compute.cache:
+            return Tuner(measures=False, kept=kept)  # or the same run would not give the same bits
+        return Tuner.remembering()
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from gradscope.blocks import Tuner
 from gradscope.engine import settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
@@ -44,8 +43,8 @@ def start(
     """Open the result file and yield the run; leaving the block early keeps what is finished.
 
     A shard that is there is gone on with, or found to be finished, unless it is to be overwritten:
-    when a worker is lost, all of them are started again. Nothing that decides on the last bits of
-    the numbers is measured: the same run gives the same file, stopped and gone on with or not.
+    when a worker is lost, all of them are started again. Which kernels are fastest is measured on
+    the first batch, unless an earlier process did so, and recorded: a run that goes on keeps to it.
 
     Raises:
         OutputError: The file exists, cannot be written, or belongs to another run.
@@ -55,10 +54,7 @@ def start(
     with writing(path):
         _refuse_inputs(job, path)
     layout = file_plan(job)
-    with (
-        Tuner(measures=False).active(),
-        open_writer(path, layout, overwrite=overwrite, resume=resume) as writer,
-    ):
+    with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)
         done, asked = writer.completed, job.spec.compute
         if done == len(job.rows):
@@ -70,11 +66,15 @@ def start(
         layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
         size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
         left = -(-len(job.rows) // size.samples)
-        chains = size.fitting(
-            lambda n: settled(job.scope, job.chains, lambda: batches(job, size), left),
-            len(job.rows),
-        )
-        with Behind(writer, job.scope.problem.device, dense=asked.layout == "dense") as behind:
+        tuner = job.tuner(before.choices)
+        with (
+            tuner.active(),
+            Behind(writer, job.scope.problem.device, dense=asked.layout == "dense") as behind,
+        ):
+            chains = size.fitting(
+                lambda n: settled(job.scope, job.chains, lambda: batches(job, size), left),
+                len(job.rows),
+            )
             progress = replace(before, batch_size=size.samples)
             if 0 < done < len(job.rows):
                 _recheck(job, chains, size, before, path)
@@ -92,6 +92,8 @@ def start(
                 budget.notes,
                 without_progress(writer.states),
                 progress,
+                tuner,
+                layout.run,
                 done,
             )
 

@@ -1,25 +1,16 @@
 """Every case with every backend: equal to the oracle, or refused; never wrong."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from gradscope.backends import backends
-from gradscope.backends.hooks import hooks
-from gradscope.backends.hooks.kernels import FasterKernels, Sizes
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.errors import GradscopeError, RefusedError
 from tests import oracle
 from tests.backends.outcomes import differences, fingerprint, mistakes, run
 from tests.cases import CASES, COUPLED, INDEPENDENT
 
-# takes operations of any size over, in float64, too
-ANY = Sizes(weight=1, tanh=1, pooled=1, channels=1, dtypes=(torch.float32, torch.float64))
-WAYS = {
-    **{name: backends.get(name) for name in backends.names()},
-    "hooks, its own kernels": partial(hooks, kernels=lambda: FasterKernels(ANY)),
-}
+WAYS = {name: backends.get(name) for name in backends.names()}
 REFUSES = {
     "vmap": {
         "boolean_mask",

@@ -1,50 +1,66 @@
 """The tuner's choice among kernel variants, and the variants of products against float64."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from gradscope.blocks import OuterBlock, Tuner, products, unmeasured
 from gradscope.blocks.variants import Variant, fastest
+from gradscope.core.cache import Cache
 
 
 class Clock:
     """Variants that say how long they took, and count how often they ran."""
 
-    def __init__(self, **seconds: float) -> None:
+    def __init__(self, folder: Path | None = None, **seconds: float) -> None:
         self.seconds, self.runs = seconds, dict.fromkeys(seconds, 0)
-        self.tuner = Tuner(timed=self._timed)
+        self.folder = folder
+        self.tuner = self.another()
+
+    def another(self, **options: Any) -> Tuner:
+        """A tuner as another process would have it."""
+        cache = None if self.folder is None else Cache(self.folder)
+        return Tuner(**{"timed": self._timed, "cache": lambda device: cache, **options})
 
     def _timed(self, run, device: torch.device) -> tuple[float, Tensor]:
         answer = run()
         return self.seconds[self.last], answer
 
-    def asked(self, n: int = 8, **predicted: float) -> str:
+    def asked(self, tuner: Tuner | None = None, n: int = 8, **predicted: float | None) -> str:
+        """What is chosen; None is predicted of what is optional."""
+
         def variant(k: int, name: str) -> Variant:
             def run() -> Tensor:
                 self.runs[name] += 1
                 self.last = name
                 return torch.tensor(float(k))
 
-            return Variant(predicted.get(name, 1.0), run)
+            expected = predicted.get(name, 1.0)
+            return Variant(1.0 if expected is None else expected, run, optional=expected is None)
 
         table = {name: variant(k, name) for k, name in enumerate(self.seconds)}
-        with self.tuner.active():
-            return list(self.seconds)[int(fastest("r", n, torch.zeros(1), table))]
+        with (tuner or self.tuner).active():
+            return list(self.seconds)[int(fastest("r", {"n": n}, torch.zeros(1), table))]
 
 
 def test_the_fastest_is_kept() -> None:
     clock = Clock(slow=3.0, fast=1.0, middling=2.0)
     assert clock.asked() == "fast"
-    assert clock.runs == {"slow": 2, "fast": 2, "middling": 2}
+    assert clock.runs == {"slow": 3, "fast": 4, "middling": 3}
     assert [clock.asked(n=n) for n in (5, 8)] == ["fast", "fast"]
-    assert clock.runs == {"slow": 2, "fast": 4, "middling": 2}
+    assert clock.runs == {"slow": 3, "fast": 6, "middling": 3}
     (choice,) = clock.tuner.chosen.values()
     assert choice.to_json() == {
         "request": "r, n≤8, float32, cpu",
         "way": "fast",
         "seconds": {"slow": 3.0, "fast": 1.0, "middling": 2.0},
+        "measured": True,
     }
+    assert clock.tuner.settled() == {"r, n≤8, float32, cpu": "fast"}
 
 
 def test_another_size_is_another_choice() -> None:
@@ -55,10 +71,23 @@ def test_another_size_is_another_choice() -> None:
     assert len(clock.tuner.chosen) == 2
 
 
+def test_only_what_is_a_tenth_faster_replaces_the_default() -> None:
+    for took, chosen in ((0.95, "a"), (0.85, "b")):
+        assert Clock(a=1.0, b=took).asked(a=0.5) == chosen
+
+
+def test_an_optional_kernel_is_taken_only_where_it_was_measured() -> None:
+    clock = Clock(a=2.0, b=1.0)
+    assert clock.asked(clock.another(measures=False), b=None) == "a"
+    with unmeasured():
+        assert clock.asked(b=None) == "a"
+    assert clock.asked(b=None) == "b"
+
+
 @pytest.mark.parametrize(
     ("predicted", "runs"),
     [
-        ({"a": 100.0}, {"a": 0, "b": 2}),  # hopeless
+        ({"a": 100.0}, {"a": 0, "b": 4}),  # hopeless
         ({"a": 2e-6, "b": 1e-6}, {"a": 0, "b": 1}),  # not worth measuring
     ],
 )
@@ -68,19 +97,77 @@ def test_what_is_not_tried(predicted: dict[str, float], runs: dict[str, int]) ->
     assert clock.runs == runs
 
 
-def test_without_measuring_the_cost_model_chooses() -> None:
+def test_without_measuring_arithmetic_chooses() -> None:
     clock = Clock(a=1.0, b=2.0)
     outer = Tuner(measures=False)
     with outer.active():  # the outermost decides
         assert clock.asked(b=0.5) == "b"
     (choice,) = outer.chosen.values()
     assert (choice.variant, choice.seconds) == ("b", {"a": 1.0, "b": 0.5})
+    assert not choice.measured and outer.settled() == {}
     assert clock.runs == {"a": 0, "b": 1}
     assert not clock.tuner.chosen
     with clock.tuner.active(), unmeasured():
         assert clock.asked(b=0.5) == "b"
     assert not clock.tuner.chosen
     assert clock.asked(b=0.5) == "a"
+
+
+def test_another_process_goes_by_what_the_first_measured(tmp_path: Path) -> None:
+    clock = Clock(tmp_path, a=1.0, b=2.0)
+    assert clock.asked() == "a"
+    clock.seconds, runs = {"a": 2.0, "b": 1.0}, dict(clock.runs)
+    other = clock.another()
+    assert clock.asked(other) == "a"
+    assert clock.runs == runs | {"a": runs["a"] + 1}  # nothing was tried
+    assert other.settled() == {"r, n≤8, float32, cpu": "a"}
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text(encoding="utf-8"))["fact"]["way"] == "a"
+    for text in ("", "[" * 10**5, '{"fact": 3}', file.read_text("utf-8").replace('"a"', '"gone"')):
+        file.write_text(text, encoding="utf-8")
+        assert clock.asked(clock.another()) == "b"  # measured again
+        assert clock.asked(clock.another()) == "b"  # and kept
+    assert clock.asked(clock.another(measures=False), b=2.0) == "a"
+
+
+def test_what_a_busy_machine_shows_decides_nothing(tmp_path: Path) -> None:
+    clock, moments = Clock(tmp_path, a=1.0, b=0.1), iter(range(1, 100))
+    busy = clock.another(timed=lambda run, device: (next(moments) ** 2, run()))
+    assert clock.asked(busy, a=0.5) == "a"
+    assert clock.runs == {"a": 10, "b": 9}
+    assert not any(tmp_path.iterdir()) and busy.settled() == {}
+    assert clock.asked(clock.another(), a=0.5) == "b"
+
+
+def test_choices_that_are_given_stand() -> None:
+    clock = Clock(a=1.0, b=2.0)
+    clock.asked()
+    clock.seconds = {"a": 2.0, "b": 1.0}
+    choices = clock.tuner.settled()
+    kept = clock.another(measures=False, kept=choices)
+    assert clock.asked(kept, b=0.5) == "a"
+    assert clock.asked(kept, n=100, b=0.5) == "b"  # not known then: by arithmetic
+    assert kept.settled() == choices == clock.tuner.settled()
+    assert clock.asked(n=100, b=0.5) == "b"  # settled, the first one measures nothing either
+
+
+def test_what_only_a_tried_variant_asked_for_is_no_choice() -> None:
+    clock = Clock(a=9.0, b=2.0)
+
+    def outer() -> Tensor:
+        clock.asked()
+        clock.last = "a"
+        return torch.zeros(1)
+
+    def run() -> Tensor:
+        clock.last = "b"
+        return torch.ones(1)
+
+    variants = {"asks": Variant(1.0, outer), "asks nothing": Variant(1.0, run)}
+    with clock.tuner.active():
+        assert fastest("outer", {}, torch.zeros(1), variants).item()
+    assert set(clock.tuner.chosen) == {"r, n≤8, float32, cpu", "outer, float32, cpu"}
+    assert clock.tuner.settled() == {"outer, float32, cpu": "asks nothing"}
 
 
 def test_a_preferred_variant_is_taken_also_for_a_proof() -> None:
@@ -109,32 +196,6 @@ def test_contracted(variant: str, k: int, dtype: torch.dtype, first: str) -> Non
         found = products.contracted(left, right)
     exact = torch.einsum("nktr,nktc->krc", left.cdouble(), right.cdouble())
     torch.testing.assert_close(found.cdouble(), exact, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(params=[True, False], ids=["oneDNN", "gemm"])
-def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With oneDNN, and without."""
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: request.param)
-
-
-@pytest.mark.parametrize("lead", [(), (6,), (2, 3)], ids=str)
-def test_multiplied(onednn: None, lead: tuple[int, ...]) -> None:
-    """As a linear layer and what squashes its output, for factors with any strides."""
-    torch.manual_seed(0)
-    left, right, bias = torch.randn(*lead, 8), torch.randn(5, 8), torch.randn(5)
-    for dtype in (torch.float64, torch.complex64, torch.bfloat16):  # which torch multiplies
-        given = left.to(dtype), right.to(dtype)
-        torch.testing.assert_close(products.multiplied(*given), given[0] @ given[1].mT)
-    wide = torch.randn(5, 3, 16)[:, 1, ::2]
-    for factor in (right, right.T.contiguous().T, wide, right[:1].expand(5, 8)):
-        for extra in (None, bias):
-            exact = left.double() @ factor.double().T + (0 if extra is None else extra)
-            found = products.multiplied(left, factor, extra)
-            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
-            for after in ("sigmoid", "tanh"):
-                found = products.multiplied(left, factor, extra, after)
-                right_one = getattr(torch, after)(exact)
-                torch.testing.assert_close(found.double(), right_one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["together", "one by one"])
@@ -173,39 +234,13 @@ def test_norms_of_an_outer_product_both_ways(variant: str) -> None:
     torch.testing.assert_close(found, block.dense().square().sum((1, 2)))
 
 
-SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3e38])
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        *(torch.linspace(-3, 3, entries) for entries in (7, 2**15 + 3, 2**20 + 5)),
-        torch.linspace(-1e-6, 1e-6, 2**15),
-        SPECIAL.repeat(2**13),
-        torch.randn(2**8, 2**8).T,
-        torch.randn(2**16).double(),
-        torch.randn(2**16, dtype=torch.complex64),
-        torch.randn(2**16).bfloat16(),
-    ],
-    ids=["few", "many", "parts", "small", "special", "strided", "double", "complex", "half"],
-)
-def test_tanh(x: Tensor) -> None:
-    right = torch.tanh(x if x.is_complex() else x.double())
-    precision = 1e-2 if x.dtype == torch.bfloat16 else 1e-6
-    found = products.tanh(x)
-    assert found.dtype == x.dtype
-    torch.testing.assert_close(found.to(right.dtype), right, rtol=precision, atol=0, equal_nan=True)
-
-
 def test_kernels_without_a_derivative_are_not_taken_where_one_is_asked_for() -> None:
-    left, right = torch.randn(4, 8, requires_grad=True), torch.randn(5, 8)
-    products.multiplied(left, right).sum().backward()
-    batched = torch.func.vmap(products.multiplied, (0, None))(left.detach()[None], right)
+    left = torch.randn(6, 1, 4, 8, requires_grad=True)
+    right, wanted = torch.randn(6, 1, 4, 5), torch.randn(1, 8, 5)
+    with preferring("oneDNN"):
+        (products.contracted(left, right) * wanted).sum().backward()
+        batched = torch.func.vmap(products.contracted)(left.detach()[None], right[None])
     assert left.grad is not None
-    torch.testing.assert_close(left.grad, right.sum(0).expand(4, 8))
-    torch.testing.assert_close(batched[0], left.detach() @ right.T)
-    x = torch.randn(2**16, requires_grad=True)
-    (slope,) = torch.autograd.grad(products.tanh(x).sum(), x)
-    torch.testing.assert_close(slope, 1 - x.detach().tanh() ** 2)
-    batched = torch.func.vmap(products.tanh)(x.detach().view(2, -1))
-    torch.testing.assert_close(batched.flatten(), x.detach().tanh())
+    torch.testing.assert_close(left.grad, torch.einsum("nktc,krc->nktr", right, wanted))
+    exact = torch.einsum("nktr,nktc->krc", left.detach(), right)
+    torch.testing.assert_close(batched[0], exact)

@@ -173,7 +173,7 @@ def test_a_plan_tells_bytes_memory_and_with_verbose_the_kernels(
     shown = gradscope(*small, "--dry-run", "--compression", "gzip").out
     for text in ("nothing was written", "before compression", "beside model", "available"):
         assert text in shown
-    config = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":64"]
+    config = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":256"]
     kernels = gradscope("compute", *config, "--dry-run", "--verbose").out
     assert "Kernels" in kernels and "Kernels" not in shown
     assert not list(tmp_path.glob("out*"))

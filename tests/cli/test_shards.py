@@ -22,6 +22,8 @@ CHAINS = (
     "quantile:q=0.3",
     "abs | max",
     "project:dim=6,seed=1 | gram",
+    "project:dim=6,kind=sjlt,nonzeros=2",
+    "project:dim=6,kind=sjlt,per=parameter",
     "noise:std=0.1 | second_moment",
     "norm",
 )

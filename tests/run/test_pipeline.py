@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -125,6 +126,43 @@ def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert path.read_bytes() == (tmp_path / "straight.h5").read_bytes()
 
 
+def test_kernels_are_measured_once_and_a_run_keeps_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, chains = tmp_path / "cache", ["clip:max_norm=1.0 | mean"]
+    monkeypatch.setenv("GRADSCOPE_CACHE", str(cache))
+    asked = spec("digits_cnn", transform=chains, samples=":600", dtype="float32", batch_size=200)
+
+    def kernels(path: Path) -> dict[str, str]:
+        with open_file(path) as file:
+            return dict(file.run["kernels"])
+
+    straight, again, broken, without = (tmp_path / f"{name}.h5" for name in "sabw")
+    compute(prepare(asked), straight)
+    facts = [json.loads(file.read_text("utf-8")) for file in cache.rglob("*.json")]
+    measured = {fact["name"]: fact["fact"]["way"] for fact in facts}
+    assert kernels(straight) and kernels(straight).items() <= measured.items()
+    compute(prepare(asked), again)
+    assert straight.read_bytes() == again.read_bytes()
+
+    with suppress(ZeroDivisionError), start(prepare(asked), broken) as run:
+        run.add(next(run.remaining()))
+        raise ZeroDivisionError
+    for file in cache.rglob("*.json"):  # another day: the other kernel is faster
+        fact = json.loads(file.read_text("utf-8"))
+        others = fact["fact"]["seconds"].keys() - {fact["fact"]["way"]}
+        fact["fact"]["way"] = min(others)
+        file.write_text(json.dumps(fact), encoding="utf-8")
+    compute(prepare(asked), broken, resume=True)
+    assert straight.read_bytes() == broken.read_bytes()
+
+    compute(prepare(asked.computing(cache=False)), without)
+    assert kernels(without) == {}
+    right = contents(straight)
+    for key, value in contents(without).items():
+        np.testing.assert_allclose(value, right[key], rtol=1e-3, atol=1e-6, err_msg=key)
+
+
 @pytest.mark.parametrize("change", [{"transform": ["mean"]}, {"dtype": "float32"}, {"seed": 1}])
 def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "broken.h5"
@@ -185,3 +223,19 @@ def test_every_sample_model_runs_and_is_proved(name: str, tmp_path: Path) -> Non
     assert report.backend == "hooks"
     assert report.samples == 12
     assert report.nonfinite == 0
+
+
+def test_sums_that_chains_share_are_carried_apart(tmp_path: Path) -> None:
+    """The mean gradient, and one chain asked for twice: each batch is added to each once."""
+    chains = ["identity", "mean", "mean", "sum", "second_moment"]
+    compute(prepare(spec(transform=chains, batch_size=7)), tmp_path / "o.h5")
+    with h5py.File(tmp_path / "o.h5") as plain:
+        told = {k: v.attrs["mean_gradient_norm"] for k, v in plain["norms"].items()}
+    with open_file(tmp_path / "o.h5") as file:
+        for name in file.norms:
+            rows = file.chains[0][name][:]
+            for k, expected in enumerate((rows.mean(0), rows.mean(0), rows.sum(0)), start=1):
+                np.testing.assert_allclose(file.chains[k][name][:], expected, rtol=1e-9, atol=1e-15)
+            squares = (rows**2).mean(0)
+            np.testing.assert_allclose(file.chains[4][name][:], squares, rtol=1e-9, atol=1e-15)
+            assert told[name] == pytest.approx(np.linalg.norm(rows.mean(0)))

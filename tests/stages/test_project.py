@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
+from gradscope.errors import SpecError
+from gradscope.stages.chain import bind
 from gradscope.stages.transforms import random
-from gradscope.stages.transforms.project import RandomMatrices, table
+from gradscope.stages.transforms.project import Pattern, RandomMatrices, SparseMatrices, table
 from tests.stages.examples import compare, everything, flat, run
 
 FULL = ["gaussian", "rademacher", "sparse"]
-KINDS = [*FULL, "kronecker"]
+SPARSE = ["sjlt", "sjlt,nonzeros=2", "sjlt,nonzeros=6"]
+KINDS = [*FULL, "kronecker", *SPARSE]
 DIM = 6
 
 
@@ -69,13 +72,14 @@ def test_the_matrix_depends_on_seed_and_name_only(kind: str) -> None:
     assert not np.allclose(alone, matrix(kind, {"c": (3, 4)}))
 
 
-def test_inner_products_are_kept_on_average() -> None:
+@pytest.mark.parametrize("kind", ["kronecker", *SPARSE])
+def test_inner_products_are_kept_on_average(kind: str) -> None:
     """Of the matrices whose entries are not independent; the others' table has exact moments."""
     gradients, rows = everything()
     right = flat(rows) @ flat(rows).conj().T
     found = []
     for seed in range(100):
-        projected = run(f"project:dim=6,kind=kronecker,seed={seed}", gradients)["project"].numpy()
+        projected = run(f"project:dim=6,kind={kind},seed={seed}", gradients)["project"].numpy()
         found.append(projected @ projected.conj().T)
     stack = np.stack(found)
     for part in (np.real, np.imag):
@@ -91,7 +95,7 @@ def test_products_in_float32_are_near_those_in_float64(kind: str) -> None:
     found = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         block = OuterBlock.matrix(left.bfloat16().to(dtype), right.bfloat16().to(dtype))
-        found[dtype] = run(f"project:dim=20,kind={kind}", Gradients({"w": block}))["project"]
+        found[dtype] = run(f"project:dim=18,kind={kind}", Gradients({"w": block}))["project"]
         assert found[dtype].dtype == torch.float64
     size = float(found[torch.float64].abs().max())
     torch.testing.assert_close(found[torch.float32], found[torch.float64], rtol=0, atol=2e-6 * size)
@@ -205,3 +209,131 @@ def test_what_fits_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again = [matrices.whole(name, size, CPU) for name, size in (("big", WIDE), ("small", 10))]
     assert all(map(torch.equal, first, again))
     assert drawn == [("big", 0, 4096), ("big", 0, 8192)]
+
+
+def sparse_defined(rows: int, nonzeros: int, columns: int, name: str, seed: int) -> np.ndarray:
+    """The matrix of sjlt, an entry of each column in each part of the rows."""
+    width, found = rows // nonzeros, np.zeros((rows, columns))
+    for part in range(nonzeros):
+        for column in range(columns):
+            chunk = column // width
+            text = (seed, "project sjlt places", name, part, chunk - chunk % 4096)
+            words = np.random.SFC64(hashed(*text)).random_raw(chunk % 4096 + 1)
+            place = (column + int(words[-1]) % width) % width
+            first = column - column % 4096
+            wide = min(4096, columns - first)
+            top = part - part % 16
+            raw = np.random.SFC64(hashed(seed, "project sjlt signs", name, top, first))
+            count = min(16, nonzeros - top) * wide
+            bits = np.unpackbits(raw.random_raw(count // 64 + 1).astype("<u8").view(np.uint8))
+            sign = 2.0 * bits[(part - top) * wide + column - first] - 1
+            found[part * width + place, column] = sign
+    return found / nonzeros**0.5
+
+
+def hashed(*parts: object) -> int:
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+
+
+@pytest.mark.parametrize(
+    ("rows", "nonzeros", "columns"), [(1, 1, 50), (6, 2, 4200), (34, 17, 300), (500, 1, 1100)]
+)
+def test_definition_of_sjlt(rows: int, nonzeros: int, columns: int) -> None:
+    """Beyond a stream of signs, of places (4,096 chunks of 1 or 3) and of rows."""
+    torch.manual_seed(4)
+    values = torch.randn(3, columns, dtype=torch.float64)
+    right = values.numpy() @ sparse_defined(rows, nonzeros, columns, "w", 5).T
+    text = f"project:dim={rows},kind=sjlt,nonzeros={nonzeros},seed=5"
+    compare(run(text, Gradients({"w": DenseBlock(values)})), {"project": right})
+
+
+def test_streams_of_places_follow_each_other() -> None:
+    """4,096 chunks a stream; so the places of any part are those of the whole."""
+    matrices = SparseMatrices(2, 1, 5)
+    whole = dense(matrices.part("w", 9000, slice(0, 9000), CPU), 2, 9000)
+    part = dense(matrices.part("w", 9000, slice(8101, 8303), CPU), 2, 202)
+    assert np.array_equal(whole[:, 8101:8303], part)
+    words = [np.random.SFC64(hashed(5, "project sjlt places", "w", 0, k)) for k in (0, 4096)]
+    shifts = np.concatenate([stream.random_raw(4096) for stream in words])[:4500] % 2
+    place = (np.arange(9000) + shifts.astype(int).repeat(2)) % 2
+    assert np.array_equal(np.abs(whole).argmax(0), place)
+
+
+def dense(pattern: Pattern, rows: int, columns: int) -> np.ndarray:
+    return pattern.of(torch.eye(columns)).numpy().reshape(rows, columns)
+
+
+@pytest.mark.parametrize(("rows", "nonzeros"), [(10, 1), (10, 2), (12, 4)])
+def test_mean_and_variance_of_sjlt(rows: int, nonzeros: int) -> None:
+    """Over seeds, as of any two entries that meet with probability nonzeros / rows, or never."""
+    torch.manual_seed(6)
+    g, h = (t.double().numpy() for t in torch.randn(2, 57))
+    width = rows // nonzeros
+    chunk = np.arange(57) // width
+    met = np.outer(g, h) + np.outer(h, g)
+    variance = (np.triu(met, 1) ** 2)[chunk[:, None] != chunk].sum() / rows
+    whole = (g @ g * (h @ h) + (g @ h) ** 2 - 2 * (g**2 * h**2).sum()) / rows  # of random signs
+    assert variance < whole
+    found = []
+    for seed in range(3000):
+        matrix = dense(
+            SparseMatrices(rows, nonzeros, seed).part("w", 57, slice(0, 57), CPU), rows, 57
+        )
+        found.append((matrix @ g) @ (matrix @ h) / nonzeros)
+    errors = np.array(found) - g @ h
+    assert abs(errors.mean()) < 4 * errors.std() / len(errors) ** 0.5
+    spread = (errors**2).std() / len(errors) ** 0.5
+    assert abs((errors**2).mean() - variance) < 4 * spread < 0.25 * variance
+
+
+@pytest.mark.parametrize("nonzeros", [1, 3])
+def test_entries_of_one_width_never_meet(nonzeros: int) -> None:
+    torch.manual_seed(8)
+    values = torch.randn(4, 5, 4, dtype=torch.float64)
+    text = f"project:dim={20 * nonzeros},kind=sjlt,nonzeros={nonzeros} | gram"
+    found = run(text, Gradients({"w": DenseBlock(values)}))["gram"]
+    torch.testing.assert_close(found, values.flatten(1) @ values.flatten(1).T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_parameter_by_itself(kind: str) -> None:
+    """Their sum is the whole; what has no more entries than dim is kept, in its order."""
+    gradients, rows = everything()
+    text = f"project:dim={DIM},kind={kind},per=parameter"
+    found = run(text, gradients, (1, 3))
+    assert list(found) == list(gradients)
+    small = [name for name, shape in shapes().items() if np.prod(shape) <= DIM]
+    assert "scalar" in small and "complex" in small
+    assert len(small) < len(found)
+    compare({k: found[k] for k in small}, {k: rows[k].reshape(len(rows[k]), -1) for k in small})
+    large = Gradients({k: b for k, b in gradients.items() if k not in small}, gradients.index)
+    whole = run(f"project:dim={DIM},kind={kind}", large)["project"].numpy()
+    compare({"sum": sum(found[k] for k in large)}, {"sum": whole})
+    mean = run(f"{text} | mean", gradients, (1, 3))
+    compare(mean, {k: v.numpy().mean(0) for k, v in found.items()}, 1e-9)
+
+
+def test_patterns_within_the_budget_are_kept() -> None:
+    torch.manual_seed(9)
+    values = torch.randn(300, 2)
+    part = slice(0, 300)
+    matrices = SparseMatrices(8, 2, 1, kept_bytes=2 * 300 * 8 + 8 * 4)
+    first, other = (matrices.part(name, 300, part, CPU) for name in ("a", "b"))
+    assert matrices.part("a", 300, part, CPU) is first
+    again = matrices.part("b", 300, part, CPU)
+    assert again is not other and torch.equal(again.of(values), other.of(values))
+    assert not torch.equal(first.of(values), other.of(values))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("kind=sjlt,nonzeros=4", "nonzeros must divide dim, and 4 does not divide 6"),
+        ("kind=sjlt,nonzeros=0", "nonzeros must divide dim"),
+        ("nonzeros=2", "nonzeros is for kind=sjlt, and kind is gaussian"),
+    ],
+)
+def test_nonzeros_that_do_not_fit(arguments: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        bind(f"project:dim=6,{arguments}")

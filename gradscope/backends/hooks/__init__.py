@@ -5,7 +5,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from gradscope.backends.base import (
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, analyse
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
-from gradscope.backends.hooks.kernels import FasterKernels, pays_for
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
@@ -37,7 +36,7 @@ from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 __all__ = ["hooks"]
 
 _REMEMBERED = 256  # programs: sequences of so many lengths, for example
-_SMALL, _SMALLER = 3, 2  # the sizes of the two forward passes that show the sample axes
+_SMALL, _SMALLER = 3, 2  # samples of forward passes that show the sample axes
 
 
 def block_of(kind: str, site: Site) -> Block:
@@ -49,25 +48,20 @@ def block_of(kind: str, site: Site) -> Block:
     return masked(site) if block is None else block
 
 
-Kernels = Callable[[], AbstractContextManager[object]]
-
-
 @backends.register("hooks")
 @contextmanager
 def hooks(
-    problem: Problem,
-    kernels: Kernels | None = None,
-    contract: Callable[[str, Site], Block] = block_of,
+    problem: Problem, contract: Callable[[str, Site], Block] = block_of
 ) -> Iterator[Evaluate]:
     """One backward pass over the recorded graph; structure is kept, nothing is attached."""
-    if kernels is None:
-        kernels = FasterKernels if pays_for(problem.model) else nullcontext
-    program = _Program(problem, kernels, contract)
+    program = _Program(problem, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
-            return program.evaluate(batch) if len(batch) > 1 else program.evaluate_one(batch)
+            if len(batch) > 1:
+                return program.evaluate(batch, proved=request.proved)
+            return program.evaluate_one(batch)
 
     yield evaluate
 
@@ -75,20 +69,20 @@ def hooks(
 class _Program:
     """A problem with what was found out about it so far."""
 
-    def __init__(
-        self, problem: Problem, kernels: Kernels, contract: Callable[[str, Site], Block]
-    ) -> None:
-        self.problem, self.kernels, self.contract = problem, kernels, contract
+    def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
+        self.problem, self.contract = problem, contract
         self.known: list[Analysis] = []
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
         self.evaluations = 0
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
         losses, recorded = self._record(batch)
         if recorded is None:
             return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
         known = self._fitting(recorded)
+        if known is None and not proved:  # by who asks
+            require_independent(self.problem, batch, recorded.losses.detach())
         analysis = self._analysis(recorded, batch) if known is None else known
         gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=known is None)
@@ -121,14 +115,13 @@ class _Program:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         given = differentiable_inputs(batch) if self.data_paths else batch
-        with self.kernels():
-            try:
-                losses = self.problem.losses(given)
-            except ModelError:
-                if not self.data_paths:
-                    raise
-                losses = self.problem.losses(batch)  # raises again where it is the model's fault
-                self.data_paths = False  # it sets requires_grad on what it made of the inputs
+        try:
+            losses = self.problem.losses(given)
+        except ModelError:
+            if not self.data_paths:
+                raise
+            losses = self.problem.losses(batch)  # raises again where it is the model's fault
+            self.data_paths = False  # it sets requires_grad on what it made of the inputs
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
@@ -136,16 +129,17 @@ class _Program:
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Find out about a program that is new, by as few samples as will do."""
-        require_independent(self.problem, batch, recorded.losses.detach())
         finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
-            return self._analysed(recorded, spread, batch.resized(_SMALLER))
-        return self._analysed(recorded, batch, batch.resized(2 * len(batch)))
+            other = recorded if recorded.n != _SMALL else self._record(batch.resized(_SMALLER))[1]
+            return self._analysed(recorded, spread, other)
+        other = self._record(batch.resized(2 * len(batch)))[1]
+        return self._analysed(recorded, batch, other)
 
-    def _analysed(self, recorded: Trace, batch: Batch, other: Batch) -> Analysis:
-        (_, first), (_, second) = self._record(batch), self._record(other)
+    def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
+        _, first = self._record(batch)
         if first is None or second is None:
             raise UnsupportedError("some samples' losses have no graph", remedy=OTHERS)
         try:

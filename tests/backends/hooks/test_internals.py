@@ -1,7 +1,5 @@
 """The one module that touches what torch documents but does not promise."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
@@ -80,41 +78,3 @@ def test_fused_recurrence_is_known_by_name_or_recorded_stepwise(kind: str) -> No
 
     kinds = set(trace(out.sum((0, 2))).kinds)
     assert kinds & internals.FUSED_RECURRENT or "TanhBackward0" in kinds
-
-
-class Asked(torch.autograd.Function):
-    """The identity of two tensors, which notes what it is asked for."""
-
-    notes: ClassVar[list[tuple[bool, bool]]] = []
-
-    @staticmethod
-    def forward(ctx, a, b):
-        return a + b
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Asked.notes.append((internals.is_asked_for(ctx, 0), internals.is_asked_for(ctx, 1)))
-        return gradient, gradient
-
-
-def test_what_the_engine_asks_for() -> None:
-    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    first, second = leaf * 2, other * 2
-
-    def noted(run) -> tuple[bool, bool]:
-        Asked.notes.clear()
-        run()
-        (found,) = Asked.notes
-        return found
-
-    out = Asked.apply(first, second)
-    whole = {"retain_graph": True}
-    assert noted(lambda: torch.autograd.grad(out.sum(), second, **whole)) == (False, True)
-    assert noted(lambda: torch.autograd.grad(out.sum(), first, **whole)) == (True, False)
-    assert noted(lambda: torch.autograd.grad(out.sum(), [leaf, other], **whole)) == (True, True)
-    edge = internals.edge(internals.root(second), 0)
-    assert noted(lambda: torch.autograd.grad(out.sum(), [edge], **whole)) == (False, True)
-    assert noted(lambda: out.sum().backward(retain_graph=True)) == (True, True)
-    assert noted(lambda: internals.pull(internals.root(out), (torch.ones(2),))) == (True, True)
-    direct = Asked.apply(leaf, torch.ones(2))
-    assert noted(lambda: torch.autograd.grad(direct.sum(), leaf)) == (True, False)

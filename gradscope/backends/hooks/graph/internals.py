@@ -39,20 +39,6 @@ def output_dtypes(node: Node) -> tuple[torch.dtype, ...]:
     return tuple(m.dtype for m in node._input_metadata)
 
 
-def is_asked_for(node: Node, slot: int) -> bool:
-    """Whether the backward pass under way goes on from an operation's input to what made it.
-
-    A Function written in Python is told only which inputs require a gradient.
-    """
-    source = node.next_functions[slot][0]
-    if source is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(source))
-    except RuntimeError:  # torch does not say it of leaves, nor where a node is called by itself
-        return True
-
-
 def leaf(node: Node) -> Tensor | None:
     """Return the tensor whose gradient the node accumulates, or None for an operation."""
     return node.variable if kind(node) == "AccumulateGrad" else None  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ time (Hochreiter and Schmidhuber 1997; Gers et al. 2000 for the forget gate).
 """
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -17,7 +18,6 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import SampleAxis
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
-from gradscope.blocks.products import Activation, multiplied, tanh
 
 KIND = "MkldnnRnnLayerBackward0"
 
@@ -61,7 +61,7 @@ def _gate_gradients(site: Site) -> tuple[Tensor, Tensor, Tensor]:
     i, f = kept.chunk(2, 2)
     order = list(range(len(output)))[:: -1 if back else 1]
     cells, earlier = _cells(i * g, f, cell, order)
-    cells = tanh(cells)
+    cells = cells.tanh()
     slopes = torch.stack((_at_sigmoid(g, i), _at_sigmoid(earlier, f), _at_tanh(i, g)), 2)
     through = (_at_tanh(o, cells), _at_sigmoid(cells, o))
     found = _backwards(site, (slopes, *through, f), recurrent, order)
@@ -75,16 +75,8 @@ def _gates(site: Site, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weights = torch.cat((weight, recurrent), 1)
     h = recurrent.shape[1]
     bias = site.saved("weight2") + site.saved("weight3") if site.saved("has_biases") else None
-    parts: tuple[tuple[slice, Activation], ...] = (
-        (slice(0, 2 * h), "sigmoid"),
-        (slice(2 * h, 3 * h), "tanh"),
-        (slice(3 * h, 4 * h), "sigmoid"),
-    )
-    kept, g, o = (
-        multiplied(both, weights[rows], None if bias is None else bias[rows], squash)
-        for rows, squash in parts
-    )
-    return kept, g, o
+    kept, g, o = F.linear(both, weights, bias).tensor_split((2 * h, 3 * h), 2)
+    return kept.sigmoid(), g.tanh(), o.sigmoid()
 
 
 def _at_sigmoid(gradient: Tensor, value: Tensor) -> Tensor:
@@ -127,6 +119,6 @@ def _backwards(
         cell = torch.addcmul(cell, state, to_cell[t])
         torch.mul(slopes[t], cell.unsqueeze(1), out=first[t])
         torch.mul(state, to_gate[t], out=last[t])
-        state = multiplied(rows[t], recurrent.mT)
+        state = rows[t] @ recurrent
         cell = cell * kept[t]
     return found.flatten(2)
