@@ -357,5 +357,5 @@ class DenseBlock(TensorBlock):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         values = precise(self.values)
         if weights is None:
-            return values.sum(0)
+            return values[0] if self.n == 1 else values.sum(0)
         return (weights.to(values.dtype) @ as_rows(values)).reshape(self.shape)
