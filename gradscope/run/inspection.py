@@ -18,11 +18,13 @@ from torch import Tensor
 from gradscope.blocks import Chosen, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
+from gradscope.core.memory import timed
+from gradscope.core.problem import slopes
 from gradscope.engine import finite_samples, settled, usable
 from gradscope.errors import OutputError
-from gradscope.run.budget import plan, rehearsal
+from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
-from gradscope.run.job import Job, file_plan
+from gradscope.run.job import Job, file_plan, held_densely
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
@@ -33,7 +35,7 @@ if sys.platform != "win32":
     import resource
 
 LARGE = 10**9  # bytes of a file worth a word beforehand
-_FEW = 32  # samples that tell the structure of all
+_FEW = 32  # samples that tell the structure of all, where they are small
 _PROJECTED = 256
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -118,6 +120,15 @@ class FirstBatch:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of the first batch's answer and proof."""
+
+    phase: str
+    seconds: float
+    passes: float  # the same in plain forward and backward passes of the batch
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What a run would compute, from what, and at what cost."""
 
@@ -127,6 +138,7 @@ class Inspection:
     loss: dict[str, Any]
     first: FirstBatch
     certificate: dict[str, Any]  # the proof of the first batch
+    phases: tuple[Phase, ...]  # what that took
     plan: Estimate
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +149,7 @@ class Inspection:
             "version": 1,
             **{name: getattr(self, name) for name in parts},
             "first_batch": asdict(self.first),
+            "phases": [asdict(phase) for phase in self.phases],
             "plan": self.plan.to_json(),
         }
 
@@ -179,8 +192,20 @@ def inspect(job: Job) -> Inspection:
             nonfinite=int((~finite).sum()),
         ),
         certificate=certificate.to_json(),
+        phases=_phases(job, batch, certificate.phases),
         plan=cost,
     )
+
+
+def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, ...]:
+    """Hold what the first batch took against a plain pass of it, the faster one of two."""
+    problem, labelled = job.scope.problem, job.scope.labels.of(batch)
+
+    def plain() -> tuple[Tensor, ...]:
+        return slopes(problem.losses(labelled), problem.parameters.values())
+
+    once = min(timed(plain, problem.device)[0] for _ in range(2))
+    return tuple(Phase(name, seconds, seconds / once) for name, seconds in took.items())
 
 
 def estimate(job: Job, path: Path | None) -> Estimate:
@@ -213,12 +238,17 @@ def preflight(
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
     n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
-    most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
+    others = sum(8 * n * n for chain in job.chains if chain.reducer is not None)
+    rows = sum(n * row for chain in job.chains if chain.reducer is None)
     large = LARGE if large is None else large
-    if refused or most <= large:  # unless a chain makes rows larger
+    if refused or rows + others <= large:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
-    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
-    with rehearsal(job) as rehearsed:
+    sizes = Sizes.of(job)
+    if sizes is not None and n * sizes.rows + others <= large:
+        return None  # a chain makes rows smaller
+    few = min(_FEW, job.batch_size, max(2, held_densely(job.scope)))
+    size = BatchSize(few, fixed=job.scope.settings.own_loss)
+    with rehearsal(job, verify="never") as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > large else None

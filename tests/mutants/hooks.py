@@ -210,8 +210,8 @@ backend(
 )
 backend(
     "stale answer: a batch gets the answer of an earlier one of its size",
-    "return program.evaluate(batch) if",
-    "return vars(program).setdefault(f'{len(batch)}', program.evaluate(batch)) if",
+    "return program.evaluate(batch, proved=request.proved)",
+    "return vars(program).setdefault(f'{len(batch)}', program.evaluate(batch))",
     Asked("same_size"),
     "audit",
 )
