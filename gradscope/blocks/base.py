@@ -246,7 +246,7 @@ class Block(ABC):
         """Return left · Gᵢ · rightᵀ (n, a, b), with Gᵢ (r, c) the gradient as a matrix.
 
         Args:
-            left: (a, r), real; r is the parameter's first axis.
+            left: (a, r), real; r is the parameter's first axes together.
             right: (b, c), real; c is all its other axes together.
         """
         dtype = torch.promote_types(self.dtype, left.dtype)

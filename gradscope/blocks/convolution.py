@@ -275,6 +275,8 @@ class ConvolutionBlock(TensorBlock):
             return self.outer.two_sided(left, right)
         k, t, r, c = self.sizes
         a, b = len(left), len(right)
+        if left.shape[1] != k * r:  # seen as another matrix
+            return super().two_sided(left, right)
         through, formed = k * t * (r * a + c * b + a * b), k * r * c * (t + a) + a * c * b
         return self._on_sides(left, right) if through < formed else super().two_sided(left, right)
 
