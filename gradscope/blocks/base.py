@@ -37,10 +37,12 @@ def squared_sizes(rows: Tensor) -> Tensor:
     """Return Σⱼ |rowsᵢⱼ|² (n,) of a matrix (n, entries), which is read once and not copied."""
     n, entries = rows.shape
     if entries < 2 * _RUN:
-        return torch.linalg.vector_norm(rows, dim=1).square()
+        whole: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return whole.square()
     count = entries // _RUN  # sums of many numbers one after the other lose digits
     runs, rest = rows[:, : count * _RUN].reshape(n, count, _RUN), rows[:, count * _RUN :]
-    return torch.linalg.vector_norm(runs, dim=2).square().sum(1) + squared_sizes(rest)
+    of_runs: Tensor = torch.linalg.vector_norm(runs, dim=2)
+    return of_runs.square().sum(1) + squared_sizes(rest)
 
 
 def size(t: Tensor) -> Tensor:

@@ -147,7 +147,8 @@ def embedding(site: Site) -> Block | None:
 
 def scatter(index: Tensor, rows: Tensor, size: int, padding: int) -> ScatterBlock:
     """Return the block of a table of `size` rows with the padding row left out."""
-    rows = torch.where((index == padding).unsqueeze(-1), torch.zeros_like(rows), rows)
+    if padding >= 0:
+        rows = rows.masked_fill((index == padding).unsqueeze(-1), 0)
     return ScatterBlock(index, rows, size)
 
 
