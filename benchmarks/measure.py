@@ -134,6 +134,7 @@ def measured_apart(
     call: Callable[[], Any],
     before: Callable[[], object],
     unit: Callable[[], Any],
+    device: torch.device,
     spent: Callable[[Any], tuple[float, int]],
 ) -> tuple[Timing, Any]:
     """Return what a process of its own took, which `call` runs: seconds on the processor.
@@ -143,7 +144,7 @@ def measured_apart(
     before()
     result = call()
     unit()
-    plain = _processor_seconds(unit)
+    plain, _ = timed(unit, device, time.process_time)
     seconds, peak = spent(result)
     return Timing(seconds, (seconds,), (plain,), peak), result
 
@@ -166,12 +167,6 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-
-
-def _processor_seconds(call: Callable[[], Any]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
 
 
 def _more(done: int, seconds: float, repeats: int, enough: float) -> bool:

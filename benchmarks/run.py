@@ -156,7 +156,7 @@ def _measured(
 ) -> tuple[Timing, Any]:
     unit = plain(workload)
     if call.spent is not None:
-        return measured_apart(call.run, call.before, unit, call.spent)
+        return measured_apart(call.run, call.before, unit, workload.device, call.spent)
     if workload.family.real:
         repeats = conditions.repeats if method.comparable else 1
         limit = None if method.ours else call.first_limit or _PATIENCE

@@ -100,7 +100,7 @@ def test_coupling_is_found_whatever_the_backend_says(case) -> None:
     rows = {k: torch.zeros(len(batch), *p.shape) for k, p in problem.parameters.items()}
     claimed = Gradients({name: DenseBlock(value) for name, value in rows.items()})
     with pytest.raises(RefusedError):
-        certify(problem, "loop", lambda _: Evaluation(torch.zeros(len(batch)), claimed), batch)
+        certify(problem, "loop", lambda *_: Evaluation(torch.zeros(len(batch)), claimed), batch)
 
 
 def test_dropout_in_training_mode_is_refused() -> None:

@@ -3,6 +3,7 @@
 from gradscope.backends import expand, hooks, loop, vmap
 from gradscope.backends.base import (
     AUTO,
+    PROVED,
     ROWS,
     Backend,
     Evaluate,
@@ -14,6 +15,7 @@ from gradscope.backends.base import (
 
 __all__ = [
     "AUTO",
+    "PROVED",
     "ROWS",
     "Backend",
     "Evaluate",

@@ -48,9 +48,11 @@ class Request:
     out: Mapping[str, Tensor] | None = None
     stored: bool = False  # the dense gradients are stored, each entry of them
     left: int | None = None  # how many batches are to come, this one included, if that is known
+    proved: bool = False  # the answer will be, and with it that the samples are independent
 
 
 ROWS = Request()
+PROVED = Request(proved=True)
 
 
 class Evaluate(Protocol):

@@ -25,6 +25,7 @@ from gradscope.blocks.derived import (
 from gradscope.blocks.gradients import Evaluation, Gradients
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock, SparseBlock
+from gradscope.blocks.segments import SegmentBlock, segmented
 from gradscope.blocks.total import TotalBlock, total
 from gradscope.blocks.variants import Chosen, Tuner, unmeasured
 
@@ -47,11 +48,13 @@ __all__ = [
     "RandomBlock",
     "ScaledBlock",
     "ScatterBlock",
+    "SegmentBlock",
     "SparseBlock",
     "SquaredBlock",
     "TotalBlock",
     "Tuner",
     "from_factors",
+    "segmented",
     "total",
     "unmeasured",
     "wide",

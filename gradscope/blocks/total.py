@@ -11,6 +11,7 @@ from torch import Tensor
 from gradscope.blocks.base import Block, DenseBlock
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock
+from gradscope.blocks.segments import SegmentBlock, segmented
 
 
 def total(blocks: Sequence[Block]) -> Block:
@@ -19,10 +20,18 @@ def total(blocks: Sequence[Block]) -> Block:
     Blocks of one kind melt together: outer products and scatters are joined along their
     positions, dense blocks are added. What is left of different kinds stays a `TotalBlock`.
     """
+    rows = [b for b in blocks if isinstance(b, SegmentBlock)]
     outer = [b for b in blocks if isinstance(b, OuterBlock)]
     scatter = [b for b in blocks if isinstance(b, ScatterBlock)]
-    rest = [b for b in blocks if not isinstance(b, OuterBlock | ScatterBlock)]
+    rest = [b for b in blocks if not isinstance(b, SegmentBlock | OuterBlock | ScatterBlock)]
     parts: list[Block] = []
+    while rows:
+        sizes = rows[0].rows_by_columns
+        alike = [b for b in outer if (b.sizes[0], *b.sizes[2:]) == sizes]
+        outer = [b for b in outer if b not in alike]
+        found = [b for b in rows if b.rows_by_columns == sizes]
+        rows = [b for b in rows if b not in found]
+        parts.append(_one_after_another([*found, *map(SegmentBlock.of, alike)]))
     while outer:
         k, _, r, c = outer[0].sizes
         same = [b for b in outer if b.sizes[0::2] == (k, r) and b.sizes[3] == c]
@@ -30,8 +39,8 @@ def total(blocks: Sequence[Block]) -> Block:
         left, right = _joined([b.left for b in same], 2), _joined([b.right for b in same], 2)
         parts.append(OuterBlock(left, right, same[0].shape))
     if scatter:
-        index, rows = _joined([b.index for b in scatter], 1), _joined([b.rows for b in scatter], 1)
-        parts.append(ScatterBlock(index, rows, scatter[0].size))
+        index, values = (_joined([getattr(b, k) for b in scatter], 1) for k in ("index", "rows"))
+        parts.append(ScatterBlock(index, values, scatter[0].size))
     if rest:
         parts.append(reduce(lambda a, b: DenseBlock(a.dense() + b.dense()), rest))
     return parts[0] if len(parts) == 1 else TotalBlock(tuple(parts))
@@ -39,6 +48,12 @@ def total(blocks: Sequence[Block]) -> Block:
 
 def _joined(factors: list[Tensor], axis: int) -> Tensor:
     return torch.cat(factors, axis) if len(factors) > 1 else factors[0]
+
+
+def _one_after_another(blocks: list[SegmentBlock]) -> SegmentBlock:
+    names = ("left", "right", "sample", "group")
+    rows = (_joined([getattr(b, name) for b in blocks], 0) for name in names)
+    return segmented(rows, blocks[0].sizes, blocks[0].shape)
 
 
 @dataclass(frozen=True, eq=False)

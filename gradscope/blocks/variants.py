@@ -24,7 +24,8 @@ from gradscope.core.memory import timed
 FASTER = 0.9  # times what the default takes: a variant that takes more does not replace it
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
 _HOPELESS = 4.0  # times the default's prediction: not tried
-_ROUNDS = 3  # in which all variants take turns
+_ROUNDS, _MOST_ROUNDS = 3, 9  # in which all variants take turns, until times are steady
+_ALIKE = 1.2  # times the shortest: longer ones tell of the moment
 _PATIENCE = 4.0  # times the fastest so far: what takes longer is not tried again,
 _SET_UP = 0.01  # unless within these seconds: a first call sets up kernels
 
@@ -46,9 +47,8 @@ class Chosen:
 
     request: str  # what was asked for, of which sizes
     variant: str  # its name
-    # what each variant that was tried took; predicted, if nothing was measured
-    seconds: dict[str, float]
-    measured: bool = True
+    seconds: dict[str, float]  # what each variant that was tried took, or is predicted to take
+    measured: bool = True  # and the measurement decides
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -175,7 +175,7 @@ class Tuner:
             found = self._measured(key, variants, device)
         finally:
             self._trying = outer
-        if cache is None:
+        if cache is None or not found.measured:
             return found
         fact = {"way": found.variant, "seconds": found.seconds}
         cache.put(key, fact)
@@ -189,13 +189,24 @@ class Tuner:
         likely = default(variants)
         limit = _HOPELESS * variants[likely].seconds
         tried = [likely, *(k for k, v in variants.items() if k != likely and v.seconds <= limit)]
-        spent: dict[str, float] = {}
-        for name in _ROUNDS * tried:
-            if spent.get(name, 0.0) <= max(_SET_UP, _PATIENCE * min(spent.values(), default=0.0)):
-                took, _ = self._timed(variants[name].run, device)
-                spent[name] = min(took, spent.get(name, took))
-        found = min(spent, key=lambda name: spent[name])
-        return Chosen(key, found if spent[found] < FASTER * spent[likely] else likely, spent)
+        spent: dict[str, list[float]] = {name: [] for name in tried}
+        for taken in range(1, _MOST_ROUNDS + 1):
+            for name, times in spent.items():
+                best = min((min(others) for others in spent.values() if others), default=0.0)
+                if not times or min(times) <= max(_SET_UP, _PATIENCE * best):
+                    times.append(self._timed(variants[name].run, device)[0])
+            if taken >= _ROUNDS and all(map(_steady, spent.values())):
+                break
+        shown = {name: min(times) for name, times in spent.items()}
+        found = min(shown, key=lambda name: shown[name])
+        if not all(map(_steady, spent.values())):  # something else keeps the machine busy
+            return Chosen(key, likely, shown, measured=False)
+        return Chosen(key, found if shown[found] < FASTER * shown[likely] else likely, shown)
+
+
+def _steady(times: list[float]) -> bool:
+    """Whether the two shortest times are alike, or there is only one."""
+    return len(times) < 2 or sorted(times)[1] <= _ALIKE * min(times)
 
 
 def _remembered(cache: Cache, key: str, variants: Variants) -> Chosen | None:

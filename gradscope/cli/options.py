@@ -71,7 +71,7 @@ def _info(setting: Setting) -> Any:
     """Return what typer is to know of a setting's flag: its names, its metavar and its help."""
     name, default = setting.flags[0], setting.default
     shown = ",".join(default) if isinstance(default, tuple) else str(default)
-    default = "" if default is None or default is False else f" [{shown}]"
+    default = "" if default is None or isinstance(default, bool) else f" [{shown}]"
     repeatable = "; repeatable" if _type(setting) == list[str] | None else ""
     help = f"{setting.help}{repeatable}{default}."
     if not name.startswith("-"):

@@ -61,19 +61,24 @@ def require_independent(
         _require_same(problem, batch, together, each)
 
 
-def regrouped(batch: Batch, draw: torch.Generator) -> list[Tensor]:
+def regrouped(
+    batch: Batch, draw: torch.Generator, alone: Sequence[int] = (), parts: int = 2
+) -> list[Tensor]:
     """Return the positions of n samples in other company, and in another order.
 
-    A few that stand out are alone: what a batch does to its samples it does by the longest, the
-    shortest or the largest, or to these. The others are in two groups, by chance.
+    First those at positions `alone`, each by itself; then a few that stand out: what a batch does
+    to its samples it does by the longest, the shortest or the largest, or to these. The others are
+    in so many parts, by chance: two of them stay together in one of `parts` cases.
     """
     n = len(batch)
     order = torch.randperm(n, generator=draw)
-    out = _outstanding(batch)[: min(_OUTSTANDING, n // 2)]
-    rest = order[~torch.isin(order, torch.tensor(out))]
-    cut = len(rest) // 2 + int(torch.randint(-(n // 9), n // 9 + 1, (), generator=draw))
+    far = _outstanding(batch) if n > 1 else []
+    out = dict.fromkeys([*alone, *far[: min(_OUTSTANDING, n // 2)]])
+    rest = order[~torch.isin(order, torch.tensor([*out]))]
+    shift = int(int(torch.randint(-(n // 9), n // 9 + 1, (), generator=draw)) / (parts - 1))
+    cuts = [max(0, len(rest) * k // parts + shift) for k in range(1, parts)]
     singles = [torch.tensor([k]) for k in out]
-    return [*singles, *(part for part in (rest[:cut], rest[cut:]) if len(part))]
+    return [*singles, *(part for part in rest.tensor_split(cuts) if len(part))]
 
 
 def _outstanding(batch: Batch) -> list[int]:
@@ -160,8 +165,8 @@ def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
         yield near
 
 
-def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None:
-    """Refuse if a loss has a gradient by the inputs of another sample.
+def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tensor:
+    """Return losses (n,); refuse if one of them has a gradient by the inputs of another sample.
 
     With loss i weighted by wᵢ, the gradient by sample i's own inputs is wᵢ times as large: to the
     last bit in most operations, where wᵢ is a power of two. Where it is not, the losses of all the
@@ -170,7 +175,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None
     given = differentiable_inputs(batch)
     inputs = [t for t in tensors(given.inputs) if t.requires_grad and t.dim()]
     if not inputs:
-        return
+        return problem.losses(batch).detach()
     draw = torch.Generator().manual_seed(seed)
     powers = torch.randint(
         0, 4 if problem.precision == torch.float16 else 12, (len(batch),), generator=draw
@@ -183,23 +188,32 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> None
     except (ModelError, RuntimeError) as error:
         if is_shortage(error):
             raise
-        return  # not every model can be differentiated by its inputs
+        return problem.losses(batch).detach()  # not all can be differentiated by their inputs
     for one, many in zip(once, often, strict=True):
         own = one * weights.to(many.device, many.real.dtype).reshape(-1, *[1] * (one.dim() - 1))
-        gap, size = (_rows(t).norm(dim=1) for t in (many - own, own))
-        eps = torch.finfo(one.dtype).eps
-        suspects = (gap > 64 * eps * size).nonzero().flatten()
-        for k in suspects.tolist()[:_FEW]:
-            others = torch.ones_like(losses)
-            others[k] = 0
-            left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
-            if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
-                raise CoupledSamplesError(
-                    "the loss of another sample has a gradient by the inputs of sample "
-                    f"{int(batch.index[k])}",
-                    where=mixing_layer(problem, batch, k),
-                    remedy=COUPLED_REMEDY,
-                )
+        _require_own(problem, batch, (losses, inputs), own, many)
+    return losses.detach()
+
+
+def _require_own(
+    problem: Problem, batch: Batch, graph: tuple[Tensor, list[Tensor]], own: Tensor, many: Tensor
+) -> None:
+    """Refuse where the gradient by some inputs (n, ...) is not that of the samples' own losses."""
+    losses, inputs = graph
+    eps = torch.finfo(own.dtype).eps
+    gap, size = (_rows(t).norm(dim=1) for t in (many - own, own))
+    suspects = (gap > 64 * eps * size).nonzero().flatten()
+    for k in suspects.tolist()[:_FEW]:
+        others = torch.ones_like(losses)
+        others[k] = 0
+        left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
+        if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
+            raise CoupledSamplesError(
+                "the loss of another sample has a gradient by the inputs of sample "
+                f"{int(batch.index[k])}",
+                where=mixing_layer(problem, batch, k),
+                remedy=COUPLED_REMEDY,
+            )
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Auditor:
     ) -> Look:
         """Return how closely a batch is looked at."""
         if proof is not None and not self._whole:  # which took kernels for the first time
-            self._whole, self._one = proof.seconds / 5, proof.seconds / 16
+            self._whole, self._one = proof.seconds / 3, proof.seconds / 10
         new = new or n not in self._sizes
         self._sizes.add(n)
         now = self.clock()

@@ -1,26 +1,29 @@
 """The certificate: the proof that the numbers of a batch are right.
 
-Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, with random weights of
-both signs: so rows cannot have changed places. Agreement: a few samples, drawn at random, equal a
-batch of one, which catches coupling and a wrong scale. Independence: a sample's loss is the same
-in other company and alone, and has no gradient by the inputs of others. Finiteness: who is not
-finite is known. State: what the forward pass changes in the model is found, and put back.
+Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, the samples in other
+batches, with random weights of both signs: so rows cannot have changed places. Agreement: a few
+samples, drawn at random, equal a batch of one, which catches coupling and a wrong scale.
+Independence: a sample's loss is the same in other company and alone, and has no gradient by the
+inputs of others. Finiteness: who is not finite is known. State: what the forward pass changes in
+the model is found, and put back.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradscope.backends import Evaluate
+from gradscope.backends import PROVED, Evaluate
 from gradscope.backends.loop import one_sample, own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
+    other_random_numbers,
     regrouped,
     require_deterministic,
     require_independent,
@@ -33,11 +36,13 @@ from gradscope.engine.judge import (
     Claim,
     LargestError,
     Objective,
+    added,
     judged,
     require_consistent,
 )
 from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
 
+_PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
 
@@ -58,6 +63,7 @@ class Certificate:
     unproved: tuple[str, ...]  # whose gradient is no more than rounding, so that nothing is proved
     proves: bool  # some gradient is not zero: a batch of zeros proves nothing of others
     seconds: float  # that the proof took
+    phases: Mapping[str, float]  # seconds that the evaluation and each part of the proof took
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as plain data, for the result file."""
@@ -100,6 +106,11 @@ class Answer:
     own_loss: bool = False  # samples may be coupled; a row is of the sample's loss in its batch
     seed: int = 0  # of what is drawn at random
     alone: int = 1  # samples that are compared with a batch of one
+    phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Add the seconds that the body takes to a phase."""
+        return _timed(self.phases, phase)
 
     def of(self, rows: Tensor) -> "Answer":
         """Return what was said of the samples at positions `rows` (m,)."""
@@ -109,6 +120,13 @@ class Answer:
         losses = evaluation.losses[rows.to(evaluation.losses.device)]
         part = Evaluation(losses, evaluation.gradients.select(rows))
         return replace(self, batch=self.batch.select(rows), evaluation=part)
+
+
+@contextmanager
+def _timed(phases: dict[str, float], phase: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begun
 
 
 def certify(
@@ -142,14 +160,23 @@ def certify(
 
     def attempt() -> tuple[Evaluation, Certificate]:
         with problem.state.watched():
+            phases: dict[str, float] = {}
             try:
-                found = evaluate(batch)
+                with _timed(phases, "evaluation"):
+                    found = evaluate(batch, PROVED)
             except (ModelError, RefusedError):
                 if not own_loss:
                     require_independent(problem, batch)  # where they are coupled, say so
                 raise
             answer = Answer(
-                problem, backend, batch, found, own_loss=own_loss, seed=seed, alone=_ALONE
+                problem,
+                backend,
+                batch,
+                found,
+                own_loss=own_loss,
+                seed=seed,
+                alone=_ALONE,
+                phases=phases,
             )
             return found, examined(answer)
 
@@ -178,21 +205,20 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
     rows = finite_samples(evaluation).cpu().nonzero().flatten()
     finite = answer.of(rows)
     draw = torch.Generator().manual_seed(answer.seed)
+    completeness = agreement = NOTHING
     with unmeasured():  # nothing is measured for the proof's sake
-        completeness, claim = NOTHING, None
+        chosen = torch.randperm(len(rows), generator=draw)[: answer.alone]
         if len(rows):
-            weights = _weights(finite, draw)
-            claim = Claim.of(finite.evaluation.gradients, weights)
-            completeness = _worst([*_sums(finite, claim, after, draw)])
-        chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.alone]]
-        agreement = _agreement(answer, chosen)
-        if not completeness.passed and agreement.passed and len(rows) > len(chosen):
-            chosen = rows  # a layer may scale gradients by the batch, and every sample be right
-            agreement = _agreement(answer, chosen)
-            if agreement.passed and not answer.own_loss and claim is not None:
-                _require_sum_of_singles(finite, claim)
+            completeness, agreement, claim = _compared(finite, chosen, after, draw)
+            if not completeness.passed and agreement.passed and len(rows) > len(chosen):
+                chosen = torch.arange(len(rows))  # a layer may scale gradients by the batch,
+                agreement = _agreement(finite, chosen)  # and every sample be right
+                if agreement.passed and not answer.own_loss:
+                    _require_sum_of_singles(finite, claim)
+        chosen = rows[chosen]
         if after is None:  # shortcuts do not depend on the numbers
-            require_consistent(answer.backend, evaluation.gradients, chosen)
+            with answer.timed("shortcuts"):
+                require_consistent(answer.backend, evaluation.gradients, chosen)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
     if len(unused) == len(squared) and not answer.problem.losses(batch).requires_grad:
@@ -215,6 +241,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
         unproved=tuple(sorted({*completeness.small, *agreement.small})),
         proves=len(unused) < len(squared) and len(rows) > 0,
         seconds=time.perf_counter() - begun,
+        phases=answer.phases,
     )
     _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
     if not certificate.sum_differs:
@@ -231,40 +258,81 @@ def glimpsed(answer: Answer) -> None:
     _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
 
 
-def _sums(
-    answer: Answer, claim: Claim, after: Certificate | None, draw: torch.Generator
-) -> Iterator[LargestError]:
-    """Compare losses and the claim with the samples in two other batches, and as they are.
+def _compared(
+    answer: Answer, chosen: Tensor, after: Certificate | None, draw: torch.Generator
+) -> tuple[LargestError, LargestError, Claim]:
+    """Return completeness, agreement of the samples at positions `chosen`, and what was claimed.
 
-    After an earlier proof the two other batches suffice.
+    The gradient is taken of the same samples in other batches, those `chosen` alone. Where all of
+    it is right, so is every sample, and that of the batch as it is says no more; its losses do, and
+    their gradients by the inputs. After an earlier proof the other batches suffice.
+    """
+    problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
+    together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
+    groups, alone = everyone, 0
+    if not answer.own_loss:
+        alone = len(chosen)
+        groups = regrouped(batch, draw, chosen.tolist(), _PARTS if after is None else 2)
+    objective = Objective.apart(batch, weights, groups)
+    with answer.timed("in other company"):
+        try:
+            right, agreement = _apart(answer, objective, groups, alone)
+        except ModelError:  # it does not take any number of samples
+            groups, objective = everyone, together
+            right, agreement = _apart(answer, together, everyone, 0)
+    if groups is everyone or after is None:
+        with answer.timed("as it is"):
+            _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
+    with answer.timed("sums"):
+        claim = Claim.of(answer.evaluation.gradients, weights)
+        small = frozenset(after.unproved if after is not None else ())
+        other = None if groups is everyone else lambda: together.evaluated(problem)[1]
+        completeness = judged(problem, claim, objective, right, other, small)
+    return completeness, agreement or _agreement(answer, chosen), claim
+
+
+def _apart(
+    answer: Answer, objective: Objective, groups: Sequence[Tensor], alone: int
+) -> tuple[dict[str, Tensor], LargestError | None]:
+    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first of these agree, each `alone`.
+
+    That is None if there are none, or if their losses have to be looked into first.
+    """
+    problem, losses = answer.problem, answer.evaluation.losses
+    found: list[Tensor] = []
+    total: dict[str, Tensor] = {}
+    checks: list[LargestError] = []
+    with other_random_numbers():
+        for k, (loss, own) in enumerate(objective.parts(problem)):
+            rows = groups[k].to(losses.device)
+            if k < alone and same(losses[rows], loss, losses, problem.precision):
+                checks.append(_alone(answer, int(rows), objective.weights[k], own))
+            found.append(loss)
+            total = added(total, own)
+    rows, right = torch.cat([*groups]), torch.cat(found)
+    here = losses[rows.to(losses.device)]
+    if not same(here, right, precision=problem.precision):
+        _explain(answer, answer.batch.select(rows), here, right)
+    return total, _worst(checks) if checks and len(checks) == alone else None
+
+
+def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
+    """Evaluate a batch as it is; refuse samples whose losses are not their own.
+
+    Args:
+        answer: Its losses are held against those found.
+        seed: Of what is drawn at random.
+        known: Whether the samples in other company have the same losses.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
-    small = frozenset(after.unproved if after is not None else ())
-    together = Objective.together(batch, claim.weights)
-    apart = None
-    if not answer.own_loss and len(batch) > 1:
-        rows = regrouped(batch, draw)
-        apart = Objective.apart(batch, claim.weights, rows)
-        try:
-            found, right = apart.evaluated(problem)
-        except ModelError:  # it does not take any number of samples
-            apart = None
-        else:
-            here = losses[torch.cat(rows).to(losses.device)]
-            if not same(here, found, precision=problem.precision):
-                _explain(answer, batch.select(torch.cat(rows)), here, found)
-            yield judged(problem, claim, apart, right, together, small)
-    if apart is not None and after is not None:
-        return
-    found, right = together.evaluated(problem)
+    if answer.own_loss:
+        return require_deterministic(problem, batch)
+    found = require_own_gradients(problem, batch, seed)
     if not same(losses, found, precision=problem.precision):
         _explain(answer, batch, losses, found)
-    if answer.own_loss:
-        require_deterministic(problem, batch)
-    else:
-        require_independent(problem, batch, found, seed=draw.initial_seed())
-        require_own_gradients(problem, batch, seed=draw.initial_seed())
-    yield judged(problem, claim, together, right, apart, small)
+    if not known:
+        require_independent(problem, batch, found, seed=seed)
+    return None
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
@@ -331,23 +399,34 @@ def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
     require_once = cache(lambda: require_independent(problem, batch))
 
     def alone(sample: int) -> LargestError:
-        gradients = answer.evaluation.gradients.select(slice(sample, sample + 1))
-        claim = Claim.of(gradients, losses.new_ones(1))
+        weight = losses.new_ones(1)
         if answer.own_loss:
-            weights = torch.zeros_like(losses)
-            weights[sample] = 1
-            right = own_gradient(problem, batch, sample)
-            return judged(problem, claim, Objective.together(batch, weights), right)
+            return _alone(answer, sample, weight, own_gradient(problem, batch, sample))
         one = batch.one(sample)
         loss, right = one_sample(problem, one)
         here = losses[sample : sample + 1]
         if not same(here, loss[None], losses, problem.precision):
             require_once()
             _explain(answer, one, here, loss[None])
-        objective = Objective.together(one, claim.weights)
-        return judged(problem, claim, objective, right, Objective.twice(one))
+        return _alone(answer, sample, weight, right)
 
     return _worst([alone(k) for k in chosen.tolist()])
+
+
+def _alone(
+    answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
+) -> LargestError:
+    """Compare a sample's gradient times its weight (1,) with what is right."""
+    problem, batch = answer.problem, answer.batch
+    claim = Claim.of_one(answer.evaluation.gradients.select(slice(sample, sample + 1)), weight)
+    if answer.own_loss:
+        weights = torch.zeros_like(answer.evaluation.losses)
+        weights[sample] = 1
+        return judged(problem, claim, Objective.together(batch, weights), right)
+    one = batch.one(sample)
+    twice = Objective.together(one.resized(2), weight.expand(2) / 2)
+    objective = Objective.together(one, weight)
+    return judged(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}

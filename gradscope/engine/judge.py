@@ -10,7 +10,7 @@ found by shortcuts of their own; of a few samples they are held against the sums
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -85,6 +85,12 @@ class Claim:
         values = {name: block.weighted_sum(weights) for name, block in gradients.items()}
         return cls(weights, values, sizes)
 
+    @classmethod
+    def of_one(cls, gradients: Gradients, weight: Tensor) -> "Claim":
+        """Read off the gradients of a single sample, weight (1,), the norm off the sum itself."""
+        values = {name: block.weighted_sum(weight) for name, block in gradients.items()}
+        return cls(weight, values, {name: _norm(value) for name, value in values.items()})
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -104,24 +110,35 @@ class Objective:
         own = (weights[k.to(weights.device)] for k in rows)
         return cls(tuple(batch.select(k) for k in rows), tuple(own))
 
-    @classmethod
-    def twice(cls, sample: Batch) -> "Objective":
-        """Return that of a single sample, as the mean of two of it."""
-        return cls((sample.resized(2),), (torch.full((2,), 0.5),))
-
     def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
         found: list[Tensor] = []
-        total = {name: torch.zeros_like(p) for name, p in problem.parameters.items()}
+        total: dict[str, Tensor] = {}
+        for losses, own in self.parts(problem):
+            found.append(losses)
+            total = added(total, own)
+        return torch.cat(found), total
+
+    def parts(self, problem: Problem) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield the same for each of the batches."""
         for batch, weights in zip(self.batches, self.weights, strict=True):
             losses = problem.losses(batch)  # one graph at a time
             with refusing("loop", problem.model, OUTSIDE):
                 own = slopes(losses, problem.parameters.values(), weights.to(losses))
-            found.append(losses.detach())
-            for name, slope in zip(total, own, strict=True):
-                total[name] += dense(slope)
-            del losses, own
-        return torch.cat(found), total
+            rows = dict(zip(problem.parameters, map(dense, own), strict=True))
+            losses = losses.detach()
+            del own
+            yield losses, rows
+
+
+Other = Callable[[], Mapping[str, Tensor]]
+
+
+def added(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add gradients by name to a total, which begins with none; one tensor may be several's."""
+    for name, value in own.items() if total else ():
+        total[name] = total[name] + value
+    return total or own
 
 
 def judged(
@@ -129,7 +146,7 @@ def judged(
     claim: Claim,
     objective: Objective,
     right: Mapping[str, Tensor],
-    other: Objective | None = None,
+    other: Other | None = None,
     small: frozenset[str] = frozenset(),
 ) -> LargestError:
     """Compare a claim with what is right, and have rounding answer for what differs.
@@ -139,7 +156,7 @@ def judged(
         claim: About the objective's gradient.
         objective: What it is of.
         right: Its gradient by autograd.
-        other: The same samples in other company, if they may be evaluated so.
+        other: Returns it for the same samples in other company, if they may be evaluated so.
         small: Parameters of which it is known that their gradient is mere rounding.
     """
     dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
@@ -175,7 +192,7 @@ def _noise(
     claim: Claim,
     right: Mapping[str, Tensor],
     gaps: Mapping[str, float],
-    other: Objective | None,
+    other: Other | None,
     small: frozenset[str],
 ) -> list[str]:
     """Return the parameters, of those with `gaps`, whose whole gradient is no more than rounding.
@@ -188,7 +205,7 @@ def _noise(
     digits = _LAST_DIGITS * eps * whole if problem.precision == torch.float64 else -1.0
     noise = [k for k in tiny if k in small or gaps[k] <= digits]
     if other is not None and len(tiny) > len(noise):
-        again = other.evaluated(problem)[1]
+        again = other()
         noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * _norm(right[k] - again[k])]
     return noise
 
@@ -254,15 +271,20 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
     """Yield what is not that of the sums of single samples, in words."""
     alone = [few.select(slice(k, k + 1)).weighted_sum() for k in range(few.n)]
     right = as_rows(torch.stack(alone))  # (k, p)
-    weights = torch.arange(1, few.n + 1, device=right.device).to(right.real.dtype) - 0.5
+    weights = torch.arange(1, min(few.n, 2) + 1, device=right.device).to(right.real.dtype) - 0.5
+    squared = squares(right)
+    both = few.select(slice(0, 2))  # two show what a sum over samples makes of them
     claims = {
-        "norms": (squared_norms, squares(right).sum(1)),
-        "squares": (few.squared_sum().flatten(), squares(right).sum(0)),
+        "norms": (squared_norms, squared.sum(1)),
+        "squares": (both.squared_sum().flatten(), squared[:2].sum(0)),
         "inner products": (few.dot(alone[0]), right @ right[0].conj()),
         "rows": (as_rows(precise(few.dense())), right),
-        "scaled sums": (few.scale(weights).weighted_sum().flatten(), weights.to(right) @ right),
+        "scaled sums": (
+            both.scale(weights).weighted_sum().flatten(),
+            weights.to(right) @ right[:2],
+        ),
     }
-    size = torch.linalg.vector_norm(right)
+    size = squared.sum().sqrt()
     bound = _bound(few, size)
     for what, (found, wanted) in claims.items():
         gap = torch.linalg.vector_norm(found.to(wanted) - wanted)

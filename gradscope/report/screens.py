@@ -29,7 +29,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
+    from gradscope.run import Estimate, Inspection, MergeReport, Phase, Room, RunReport
     from gradscope.storage import Exported
 
 _STATUS = {
@@ -260,9 +260,14 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         *([("not finite", lost)] if first.nonfinite else []),
         ("certificate", verdict(found.certificate)),
         *unused_facts(found.certificate),
+        *listed("took", [_phase(one) for one in found.phases]),
     ]
     print_facts(console, rows)
     render_plan(found.plan, console, verbose)
+
+
+def _phase(one: "Phase") -> str:
+    return f"{one.phase}: {duration(one.seconds)}, {one.passes:.2g} plain passes"
 
 
 def _sizes(shape: Sequence[int]) -> str:

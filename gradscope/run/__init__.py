@@ -2,7 +2,15 @@
 
 from gradscope.run.budget import Budget, plan
 from gradscope.run.execute import Run
-from gradscope.run.inspection import Estimate, Inspection, Room, estimate, inspect, preflight
+from gradscope.run.inspection import (
+    Estimate,
+    Inspection,
+    Phase,
+    Room,
+    estimate,
+    inspect,
+    preflight,
+)
 from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
 from gradscope.run.outcome import RunReport
@@ -14,6 +22,7 @@ __all__ = [
     "Inspection",
     "Job",
     "MergeReport",
+    "Phase",
     "Room",
     "Run",
     "RunReport",

@@ -267,7 +267,7 @@ class Run:
         proof, found = dict(before), scope.certificate
         if found is not None and not before.get("proves"):
             proof = found.to_json()
-            del proof["seconds"]  # the same run gives the same file
+            del proof["seconds"], proof["phases"]  # the same run gives the same file
         if not proof:
             return None
         used = dict.fromkeys((*before.get("backend", scope.backend).split(", "), scope.backend))

@@ -18,6 +18,8 @@ from torch import Tensor
 from gradscope.blocks import Chosen, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
+from gradscope.core.memory import timed
+from gradscope.core.problem import slopes
 from gradscope.engine import finite_samples, settled, usable
 from gradscope.errors import OutputError
 from gradscope.run.budget import plan, rehearsal
@@ -118,6 +120,15 @@ class FirstBatch:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of the first batch's answer and proof."""
+
+    phase: str
+    seconds: float
+    passes: float  # the same in plain forward and backward passes of the batch
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What a run would compute, from what, and at what cost."""
 
@@ -127,6 +138,7 @@ class Inspection:
     loss: dict[str, Any]
     first: FirstBatch
     certificate: dict[str, Any]  # the proof of the first batch
+    phases: tuple[Phase, ...]  # what that took
     plan: Estimate
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +149,7 @@ class Inspection:
             "version": 1,
             **{name: getattr(self, name) for name in parts},
             "first_batch": asdict(self.first),
+            "phases": [asdict(phase) for phase in self.phases],
             "plan": self.plan.to_json(),
         }
 
@@ -179,8 +192,20 @@ def inspect(job: Job) -> Inspection:
             nonfinite=int((~finite).sum()),
         ),
         certificate=certificate.to_json(),
+        phases=_phases(job, batch, certificate.phases),
         plan=cost,
     )
+
+
+def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, ...]:
+    """Hold what the first batch took against a plain pass of it, the faster one of two."""
+    problem, labelled = job.scope.problem, job.scope.labels.of(batch)
+
+    def plain() -> tuple[Tensor, ...]:
+        return slopes(problem.losses(labelled), problem.parameters.values())
+
+    once = min(timed(plain, problem.device)[0] for _ in range(2))
+    return tuple(Phase(name, seconds, seconds / once) for name, seconds in took.items())
 
 
 def estimate(job: Job, path: Path | None) -> Estimate:

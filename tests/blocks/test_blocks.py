@@ -33,6 +33,7 @@ from gradscope.blocks import (
 )
 from gradscope.blocks import outer as outer_module
 from gradscope.blocks import scatter as scatter_module
+from gradscope.blocks import segments as segments_module
 from gradscope.stages.chain import bind
 from tests.stages.examples import Draw
 
@@ -52,6 +53,10 @@ def drawn(dtype, kind: str, *sizes, n=N) -> Pair:
 
 def outer(dtype, k=1, t=1, r=4, c=3, shape=None) -> Pair:
     return drawn(dtype, "outer", k, t, r, c, shape or ((r, c) if k == 1 else (k * r, c)))
+
+
+def segments(dtype, m=40, k=1, r=4, c=3, shape=None) -> Pair:
+    return drawn(dtype, "segments", m, k, r, c, shape or ((r, c) if k == 1 else (k, r, c)))
 
 
 def scatter(dtype, v=4, d=3, t=6) -> Pair:
@@ -143,6 +148,13 @@ KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "outer groups and positions": lambda t: outer(t, k=3, t=2, r=6, c=4, shape=(18, 2, 2)),
     "outer groups, many positions": lambda t: outer(t, k=2, t=30, r=2, c=3),
     "outer of another shape": lambda t: outer(t, t=2, shape=(2, 2, 3)),
+    "segments": segments,
+    "segments, wide": lambda t: segments(t, m=7, r=2, c=7),
+    "segments of groups": lambda t: segments(t, m=60, k=3),
+    "segments of groups, of another shape": lambda t: segments(t, k=3, shape=(12, 3)),
+    "total of segments and outer": lambda t: summed(segments(t), outer(t, t=2), segments(t, m=3)),
+    "total of segments and scatter": lambda t: summed(segments(t), scatter(t)),
+    "total of groups and dense": lambda t: summed(segments(t, k=2), dense(t, 2, 4, 3)),
     "scatter": scatter,
     "total outer and scatter": lambda t: summed(outer(t, t=2), scatter(t)),
     "total outer and dense": lambda t: summed(outer(t, t=2), dense(t, 4, 3)),
@@ -261,7 +273,7 @@ def check_pieces(block: Block, values: Tensor) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if size is not None:
                 patch.setattr(base, "PIECE_BYTES", size)
-                for module in (outer_module, scatter_module):
+                for module in (outer_module, scatter_module, segments_module):
                     patch.setattr(module, "TILE_BYTES", size)
             wide = torch.promote_types(values.dtype, torch.float64)
             found = torch.zeros(flat(values).shape, dtype=wide)
@@ -413,6 +425,22 @@ def test_pieces_of_a_table_leave_out_what_nothing_touches(monkeypatch):
     monkeypatch.setattr(scatter_module, "TILE_BYTES", 1)
     block = ScatterBlock(torch.tensor([[1, 1], [5, 1]]), torch.ones(2, 2, 3), 9)
     assert [entries for _, entries, _ in block.pieces()] == [slice(3, 6), slice(15, 18)]
+
+
+def test_no_rows_at_all_are_gradients_of_zero():
+    block, _ = segments(torch.float32, m=0, k=2)
+    for found in (block.dense(), block.squared_norms(), block.dot(torch.ones(2, 4, 3))):
+        assert len(found) == N and not found.any()
+    assert not block.weighted_sum().any() and block.weighted_sum().shape == (2, 4, 3)
+    assert block.select(slice(1, 3)).dense().shape == (2, 2, 4, 3)
+
+
+def test_what_is_not_finite_stays_with_its_sample():
+    """Also where rows of several samples lie beside it, padded to one length."""
+    block, _ = segments(torch.float32, m=60, k=2)
+    spoilt = block.scale(torch.tensor([1.0, torch.inf, 1.0, 1.0, 1.0]))
+    for norms in (spoilt.squared_norms(), spoilt.dense().flatten(1).square().sum(1)):
+        assert norms.isfinite().tolist() == [True, False, True, True, True]
 
 
 def test_half_precision_neither_overflows_nor_rounds_away():

@@ -24,7 +24,7 @@ class Clock:
     def another(self, **options: Any) -> Tuner:
         """A tuner as another process would have it."""
         cache = None if self.folder is None else Cache(self.folder)
-        return Tuner(timed=self._timed, cache=lambda device: cache, **options)
+        return Tuner(**{"timed": self._timed, "cache": lambda device: cache, **options})
 
     def _timed(self, run, device: torch.device) -> tuple[float, Tensor]:
         answer = run()
@@ -128,6 +128,15 @@ def test_another_process_goes_by_what_the_first_measured(tmp_path: Path) -> None
         assert clock.asked(clock.another()) == "b"  # measured again
         assert clock.asked(clock.another()) == "b"  # and kept
     assert clock.asked(clock.another(measures=False), b=2.0) == "a"
+
+
+def test_what_a_busy_machine_shows_decides_nothing(tmp_path: Path) -> None:
+    clock, moments = Clock(tmp_path, a=1.0, b=0.1), iter(range(1, 100))
+    busy = clock.another(timed=lambda run, device: (next(moments) ** 2, run()))
+    assert clock.asked(busy, a=0.5) == "a"
+    assert clock.runs == {"a": 10, "b": 9}
+    assert not any(tmp_path.iterdir()) and busy.settled() == {}
+    assert clock.asked(clock.another(), a=0.5) == "b"
 
 
 def test_choices_that_are_given_stand() -> None:

@@ -203,3 +203,88 @@ def the_last_positions_of_sequences() -> Stage:
     lengths = [[6, 6, 6, 6], [2, 5, 1, 3], [1, 2, 6, 4]]
     batches = [(torch.randn(4, 6, 4), torch.randn(4, 3)) for _ in range(3)]
     return Stage(Net(forward, **_two_layers()), smooth, _with(batches, lengths))
+
+
+def _stack(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / 2)
+
+
+def _experts() -> tuple[dict[str, object], list[Batch]]:
+    """Two of four experts a token; a shift of the router leaves some of them empty later on."""
+    members = {"a": nn.Linear(4, 6), "route": nn.Linear(6, 4, bias=False), "b": nn.Linear(6, 3)}
+    stacks = {"up": _stack(4, 5, 6), "down": _stack(4, 6, 5)}
+    given = [(torch.randn(4, 3, 4), torch.randn(4, 3)) for _ in range(3)]
+    shifts = [[0.0] * 4, [9.0, 9.0, 0.0, 0.0], [0.0, 9.0, 0.0, 9.0]]
+    shifted = [((x, torch.tensor([s] * 4)), y) for (x, y), s in zip(given, shifts, strict=True)]
+    return {**members, **stacks}, shifted
+
+
+def _routed(net, x, shift):
+    """Return tokens (n·3, 6), and which two experts (n·3, 2) get them by how much."""
+    h = net.a(x).tanh()
+    logits = net.route(h) + shift.unsqueeze(1)
+    top, which = logits.softmax(2).flatten(0, 1).topk(2)
+    return h.flatten(0, 1), top / top.sum(1, keepdim=True), which
+
+
+def _pooled(net, tokens, n):
+    return net.b(tokens.view(n, 3, 6).mean(1))
+
+
+@program("moves", _experts)
+def two_of_four_stacked_experts_in_a_loop(net, x, shift):
+    tokens, top, which = _routed(net, x, shift)
+    out = torch.zeros_like(tokens)
+    for e in range(4):
+        row, place = (which == e).nonzero(as_tuple=True)
+        h = nn.functional.linear(tokens[row], net.up[e]).relu()
+        h = nn.functional.linear(h, net.down[e]) * top[row, place, None]
+        out = out.index_add(0, row, h)
+    return _pooled(net, out, len(x))
+
+
+@program("moves", _experts)
+def two_of_four_experts_sorted_and_put_back(net, x, shift):
+    """Each pair of token and expert has the expert's own matrix."""
+    tokens, top, which = _routed(net, x, shift)
+    expert, order = which.flatten().sort(stable=True)
+    h = torch.bmm(net.up[expert], tokens[order // 2].unsqueeze(2)).relu()
+    h = torch.bmm(net.down[expert], h).squeeze(2) * top.flatten()[order].unsqueeze(1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return _pooled(net, h[back].view(-1, 2, 6).sum(1), len(x))
+
+
+@program("moves", _experts)
+def experts_with_places_that_nobody_takes(net, x, shift):
+    """Rows of zeros at the end belong to no sample."""
+    tokens, top, which = _routed(net, x, shift)
+    room = torch.cat([tokens, tokens.new_zeros(len(tokens), 6)])
+    h = nn.functional.linear(nn.functional.linear(room, net.up[0]).relu(), net.down[0])
+    return _pooled(net, h[which[:, 0] * 0 + torch.arange(len(tokens))] * top[:, :1], len(x))
+
+
+def _graphs() -> tuple[dict[str, object], list[Batch]]:
+    """All nodes of all graphs in one axis; whose they are differs from batch to batch."""
+    members = {"a": nn.Linear(4, 6), "m": nn.Linear(12, 6), "n": nn.LayerNorm(6)}
+    members["b"] = nn.Linear(6, 3)
+    batches = []
+    for counts in ([5, 5, 5, 5], [1, 5, 2, 4], [2, 1, 1, 5]):
+        x, adjacent = torch.randn(4, 5, 4), torch.rand(4, 5, 5) < 0.4
+        here = torch.arange(5) < torch.tensor(counts).unsqueeze(1)
+        adjacent = adjacent & here.unsqueeze(1) & here.unsqueeze(2)
+        batches.append(((x, adjacent, torch.tensor(counts)), torch.randn(4, 3)))
+    return members, batches
+
+
+@program("moves", _graphs)
+def packed_graphs(net, x, adjacent, counts):
+    here = torch.arange(x.shape[1]) < counts.unsqueeze(1)
+    graph, start = here.nonzero()[:, 0], counts.cumsum(0) - counts
+    g, i, j = adjacent.nonzero(as_tuple=True)
+    source, target = start[g] + i, start[g] + j
+    h = net.a(x[here]).tanh()
+    message = net.m(torch.cat([h[source], h[target]], 1)).relu()
+    h = net.n(h + torch.zeros_like(h).index_add(0, target, message))
+    at = graph.unsqueeze(1).expand_as(h)
+    return net.b(h.new_zeros(len(x), 6).scatter_add(0, at, h))

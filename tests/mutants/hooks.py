@@ -139,16 +139,16 @@ axes(
 )
 analysis(
     "stale layout: where samples lie in a sorted batch is taken from the first batch",
-    "if not stays(batch, k, self.sizes.get(batch.edges[k][0]))",
-    "if False",
+    "if any(way is not Way.STAYS for way in self.ways.values()):",
+    "if False:",
     Asked("by_length"),
     "audit",
 )
 mutant(
     "backends/hooks/graph/movement.py",
     "unknown mover: an operation that moves samples counts as one that leaves them in place",
-    "moves = _moves(first, second, sizes, node, slot)",
-    "moves = False",
+    "len(known) < len(growths) or test is None:\n        return Way.MOVES",
+    "len(known) < len(growths) or test is None:\n        return Way.STAYS",
     Asked("by_length"),
     "audit",
 )
@@ -210,8 +210,8 @@ backend(
 )
 backend(
     "stale answer: a batch gets the answer of an earlier one of its size",
-    "return program.evaluate(batch) if",
-    "return vars(program).setdefault(f'{len(batch)}', program.evaluate(batch)) if",
+    "return program.evaluate(batch, proved=request.proved)",
+    "return vars(program).setdefault(f'{len(batch)}', program.evaluate(batch))",
     Asked("same_size"),
     "audit",
 )

@@ -23,6 +23,7 @@ from gradscope.blocks import (
     ScatterBlock,
     SquaredBlock,
     TotalBlock,
+    segmented,
 )
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.reducers import Reducer, carried_state
@@ -48,6 +49,7 @@ def example(dtype: torch.dtype, n: int = MANY, seed: int = 3) -> tuple[Gradients
         "groups": draw.outer(3, 1, 2, 3, (6, 3)),
         "scatter": scatter,
         "dense": dense,
+        "experts": draw.segments(40, 3, 4, 3, (3, 4, 3)),
         "scalar": draw.dense(),
         "total": (TotalBlock((outer[0], scatter[0])), outer[1] + scatter[1]),
         "everything": (every, outer[1] + scatter[1] + dense[1]),
@@ -87,6 +89,20 @@ class Draw:
         left, right = self.normal(k, t, r), self.normal(k, t, c)
         rows = np.einsum("nktr,nktc->nkrc", wide(left), wide(right)).reshape(self.n, *shape)
         return OuterBlock(left, right, shape), rows
+
+    def segments(
+        self, m: int, k: int, r: int, c: int, shape: tuple[int, ...]
+    ) -> tuple[Block, np.ndarray]:
+        """Rows in any order; neither the last sample nor the last of several groups has any."""
+        sample = torch.randint(0, self.n - 1, (m,), generator=self.generator)
+        group = torch.randint(0, max(1, k - 1), (m,), generator=self.generator)
+        left, right = (self.normal(m, width)[0] for width in (r, c))
+        left = left * self.scale[sample].unsqueeze(1).to(left.dtype)
+        rows = np.zeros((self.n, k, r, c), dtype=wide(left).dtype)
+        products = np.einsum("mr,mc->mrc", wide(left), wide(right))
+        np.add.at(rows, (sample.numpy(), group.numpy()), products)
+        block = segmented((left, right, sample, group), (self.n, k), shape)
+        return block, rows.reshape(self.n, *shape)
 
     def scatter(self, v: int, d: int, t: int) -> tuple[Block, np.ndarray]:
         index = torch.randint(0, v, (self.n, t), generator=self.generator)

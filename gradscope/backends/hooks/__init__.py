@@ -36,7 +36,7 @@ from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 __all__ = ["hooks"]
 
 _REMEMBERED = 256  # programs: sequences of so many lengths, for example
-_SMALL, _SMALLER = 3, 2  # the sizes of the two forward passes that show the sample axes
+_SMALL, _SMALLER = 3, 2  # samples of forward passes that show the sample axes
 
 
 def block_of(kind: str, site: Site) -> Block:
@@ -59,7 +59,9 @@ def hooks(
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
-            return program.evaluate(batch) if len(batch) > 1 else program.evaluate_one(batch)
+            if len(batch) > 1:
+                return program.evaluate(batch, proved=request.proved)
+            return program.evaluate_one(batch)
 
     yield evaluate
 
@@ -74,11 +76,13 @@ class _Program:
         self.data_paths = True  # inputs require a gradient, so that their paths show
         self.evaluations = 0
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
         losses, recorded = self._record(batch)
         if recorded is None:
             return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
         known = self._fitting(recorded)
+        if known is None and not proved:  # by who asks
+            require_independent(self.problem, batch, recorded.losses.detach())
         analysis = self._analysis(recorded, batch) if known is None else known
         gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=known is None)
@@ -125,16 +129,17 @@ class _Program:
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Find out about a program that is new, by as few samples as will do."""
-        require_independent(self.problem, batch, recorded.losses.detach())
         finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
-            return self._analysed(recorded, spread, batch.resized(_SMALLER))
-        return self._analysed(recorded, batch, batch.resized(2 * len(batch)))
+            other = recorded if recorded.n != _SMALL else self._record(batch.resized(_SMALLER))[1]
+            return self._analysed(recorded, spread, other)
+        other = self._record(batch.resized(2 * len(batch)))[1]
+        return self._analysed(recorded, batch, other)
 
-    def _analysed(self, recorded: Trace, batch: Batch, other: Batch) -> Analysis:
-        (_, first), (_, second) = self._record(batch), self._record(other)
+    def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
+        _, first = self._record(batch)
         if first is None or second is None:
             raise UnsupportedError("some samples' losses have no graph", remedy=OTHERS)
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.trace import Output, Trace
 from gradscope.backends.hooks.rules.layers import scatter
-from gradscope.blocks import Block, DenseBlock, total
+from gradscope.blocks import Block, DenseBlock, OuterBlock, SegmentBlock, total
 
 Step = Callable[[Trace, int, Block], Block | None]
 
@@ -98,6 +98,18 @@ def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
     return scatter(index.expand(block.n, -1), rows, size, padding)
 
 
+def _stacked(trace: Trace, node: int, block: Block) -> Block | None:
+    """One matrix of a stack, such as an expert's: its rows know where they belong."""
+    operation, shape = trace.nodes[node], _source_shape(trace, node)
+    if isinstance(block, OuterBlock) and block.sizes[0] == 1:
+        block = SegmentBlock.of(block)
+    if not isinstance(block, SegmentBlock) or block.sizes[1] > 1:
+        return None
+    if internals.saved(operation, "dim") != 0:
+        return None
+    return block.within(internals.saved(operation, "index") % shape[0], shape[0])
+
+
 _STEPS: dict[str, Step] = {
     **dict.fromkeys(("TBackward0", "TransposeBackward0"), _transposed),
     **dict.fromkeys(
@@ -109,5 +121,6 @@ _STEPS: dict[str, Step] = {
     ),
     **dict.fromkeys(("CloneBackward0", "AliasBackward0"), lambda trace, node, block: block),
     "ToCopyBackward0": _cast,
+    "SelectBackward0": _stacked,
     "EmbeddingBackward0": _looked_up,
 }

@@ -17,13 +17,15 @@ from gradscope.backends.hooks.graph.axes import (
     Axis,
     Growth,
     Marks,
+    OwnedAxis,
     SampleAxis,
     growth,
     layouts,
     owned,
     support,
 )
-from gradscope.backends.hooks.graph.movement import movers, stays
+from gradscope.backends.hooks.graph.movement import Way, ways
+from gradscope.backends.hooks.graph.ownership import Followed, Known, Owners
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
@@ -45,14 +47,14 @@ class Analysis:
     """The static facts of a program."""
 
     program: RecordedProgram  # what was analysed
-    # the sample axis of each output at the frontier that has the samples in order
+    # the sample axis of each output, at the frontier or where samples move, that has them in order
     axes: dict[Output, SampleAxis]
     # the axis of each output at the frontier whose owners each batch must tell: masked, sorted
     # or packed rows, or rows without a gradient so far
     open: dict[Output, int]
-    # operations that may move samples on their way from the frontier's nodes to the losses, by
-    # node
-    movers: dict[int, tuple[int, ...]]
+    # the nodes on samples, the losses' first, and how samples go through each of their inputs
+    order: tuple[int, ...]
+    ways: dict[tuple[int, int], Way]
     # every edge by which a selected parameter's influence reaches samples
     frontier: tuple[FrontierEdge, ...]
     # how each output that grows with the batch does, None where several axes do
@@ -81,21 +83,26 @@ class Analysis:
         """Return the sample axes of a batch, given the gradient `at` each output of Σᵢ Lᵢ.
 
         A layout that was found on other samples holds only where nothing moves samples after it.
-        Elsewhere the batch tells whose entries are whose, by one more backward pass (few, in
-        half): with each loss weighted by a mark of its own, a gradient shows the mark of its owner.
+        Elsewhere the batch's own indices tell whose entries are whose. Where they do not, it is
+        found by one more backward pass (few, in half): with each loss weighted by a mark of its
+        own, a gradient shows the mark of its owner.
 
         Raises:
             UnsupportedError: An entry belongs to no single sample.
         """
-        moving = {
-            k
-            for ks in self.movers.values()
-            for k in ks
-            if not stays(batch, k, self.sizes.get(batch.edges[k][0]))
-        }
-        moved = {output for output in self.axes if moving.intersection(self.movers[output[0]])}
-        found: dict[Output, Axis] = {k: axis for k, axis in self.axes.items() if k not in moved}
-        unknown = self.open | {output: self.axes[output].axis for output in moved}
+        known: dict[Output, Owners] = {}
+        if any(way is not Way.STAYS for way in self.ways.values()):
+            known = Followed(batch, self.order, self.ways, self.sizes, self.axes).owners()
+        found: dict[Output, Axis] = {}
+        unknown: dict[Output, int] = {}
+        for output in at:
+            axis, owners = self.axes.get(output), known.get(output, Known.IN_ORDER)
+            if isinstance(owners, Tensor):
+                found[output] = OwnedAxis(self._axis(output), owners)
+            elif axis is not None and owners is Known.IN_ORDER:
+                found[output] = axis
+            elif output in self.axes or output in self.open:
+                unknown[output] = self._axis(output)
         wanted = {k: gradient for k in unknown if (gradient := at.get(k)) is not None}
         if not wanted:
             return found
@@ -112,6 +119,11 @@ class Analysis:
                     str(error), where=f"operation {batch.kinds[output[0]]}", remedy=OTHERS
                 ) from error
         return found
+
+    def _axis(self, output: Output) -> int:
+        grows = self.sizes[output]
+        assert grows is not None  # where several axes grow, the program is refused
+        return grows[0]
 
 
 def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
@@ -157,20 +169,27 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     )
     inputs = {node for node in on_samples if internals.leaf(first.nodes[node]) is not None}
     needed = {edge.node for edge in frontier} | inputs
-    axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed})
+    order, how = ways(first, second, sizes)
+    moved = {first.edges[node][slot] for (node, slot), way in how.items() if way is not Way.STAYS}
+    at_moves = {node for (node, _), way in how.items() if way is not Way.STAYS}
+    also = {
+        k: v
+        for k, v in sizes.items()
+        if v is not None and k[0] not in needed and (k[0] in at_moves or k in moved)
+    }
+    axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed}, also)
     for node in sorted((_upstream_closed(first, on_samples) - on_samples) & wanted):
         raise UnsupportedError(
             "a value without a sample axis is computed from all samples of the batch",
             where=f"operation {first.kinds[node]}",
             remedy=OTHERS,
         )
-    after = movers(first, second, sizes)
-    on_frontier = {edge.node: after[edge.node] for edge in frontier}
     return Analysis(
         program=RecordedProgram.of(first),
-        axes={output: axis for output, axis in axes.items() if output[0] in on_frontier},
-        open={output: axis for output, axis in still_open.items() if output[0] in on_frontier},
-        movers=on_frontier,
+        axes=axes,
+        open=still_open,
+        order=order,
+        ways=how,
         frontier=frontier,
         sizes=sizes,
     )
@@ -193,11 +212,12 @@ def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
 
 
 def _layouts(
-    trace: Trace, sizes: dict[Output, Growth | None]
+    trace: Trace, sizes: dict[Output, Growth | None], also: Mapping[Output, Growth]
 ) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
     """Find the outputs' layouts from the gradients of single losses with respect to them.
 
-    Those that are certain come first, then the axes whose layout each batch must tell.
+    Those that are certain come first, then the axes whose layout each batch must tell. What else is
+    looked at may be shared by samples.
     """
     growths: dict[Output, Growth] = {}
     for (node, k), grows in sizes.items():
@@ -208,6 +228,7 @@ def _layouts(
                 remedy=OTHERS,
             )
         growths[node, k] = grows
+    growths.update(also)
     axes: dict[Output, SampleAxis] = {}
     still_open: dict[Output, int] = {}
     samples = sorted({0, trace.n // 2, trace.n - 1}) if growths else []
@@ -222,7 +243,8 @@ def _layouts(
             for j, found in gradients.items()
             if (gradient := found[place]) is not None
         }
-        _refuse_overlap(trace, output, supports)
+        if output not in also:
+            _refuse_overlap(trace, output, supports)
         fitting = [] if positions is None else layouts(axis, positions, trace.n, supports)
         if len(fitting) == 1:
             axes[output] = fitting[0]

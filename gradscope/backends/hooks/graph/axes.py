@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradscope.blocks.base import precise
+
+_EVEN = 1.25  # padded entries for each that is one
+
 Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
 
 
@@ -36,6 +40,11 @@ class SampleAxis:
         kept.select(self.axis + 1, sample).copy_(split.select(self.axis + 1, sample))
         return kept.flatten(self.axis, self.axis + 2)
 
+    def owners(self, n: int, device: torch.device) -> Tensor:
+        """Return the sample that owns each entry of the axis (before·n·after,)."""
+        every = torch.arange(n, device=device)
+        return every.repeat_interleave(self.after).repeat(self.before)
+
     def _split(self, values: Tensor, n: int) -> Tensor:
         """Split the axis into (before, n, after)."""
         shape = (self.before, n, self.after)
@@ -43,7 +52,7 @@ class SampleAxis:
 
     def fits(self, n: int, supports: dict[int, Tensor]) -> bool:
         """Whether each sample's loss touches, by its mask over the axis, only its own entries."""
-        owners = torch.arange(n).repeat_interleave(self.after).repeat(self.before)
+        owners = self.owners(n, torch.device("cpu"))
         return all(bool((owners[mask] == sample).all()) for sample, mask in supports.items())
 
 
@@ -71,6 +80,22 @@ class OwnedAxis:
         """Return `values` with zeros everywhere but at `sample`."""
         mine = (self.owner == sample).reshape(-1, *[1] * (values.dim() - self.axis - 1))
         return torch.where(mine, values, torch.zeros_like(values))
+
+    def owners(self, n: int, device: torch.device) -> Tensor:
+        """Return the sample that owns each entry of the axis, -1 where there is none."""
+        return self.owner.to(device)
+
+    def summed(self, values: Tensor, n: int) -> Tensor:
+        """Move the axis to the front and sum each sample's entries (n, ...)."""
+        rows = precise(values.movedim(self.axis, 0))
+        bucket = torch.where(self.owner < 0, n, self.owner)  # what belongs to nobody comes last
+        found = rows.new_zeros(n + 1, *rows.shape[1:]).index_add_(0, bucket, rows)
+        return found[:n].to(values.dtype)
+
+    def is_even(self, n: int) -> bool:
+        """Whether most samples hold about as many entries as the one that holds the most."""
+        counts = torch.bincount(self.owner[self.owner >= 0], minlength=n)
+        return n * int(counts.max()) <= _EVEN * int(counts.sum())
 
 
 Axis = SampleAxis | OwnedAxis

@@ -9,11 +9,9 @@ operation that is missing from the tables below is slower, never wrong.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from math import prod
 from typing import Any
-
-import torch
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import Growth
@@ -21,6 +19,11 @@ from gradscope.backends.hooks.graph.trace import Output, Trace
 
 _TO_THE_END = 2**62  # what a slice without an end is recorded with, and more than any size
 _SUFFIX = re.compile(r"Backward\d+$")  # without a number: a Function written in Python
+
+# the same entries in the same order
+VIEWS = frozenset(
+    ["ReshapeAlias", "Reshape", "Squeeze", "Unflatten", "UnsafeView", "Unsqueeze", "View"]
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,18 @@ class Passage:
         )
 
 
-def movers(
+class Way(Enum):
+    """How the samples' entries go through an operation."""
+
+    STAYS = "in place, or moved the same way in every batch"
+    KEEPS = "in place, however many each sample has"
+    MOVES = "as the batch says"
+
+
+def ways(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None]
-) -> dict[int, tuple[int, ...]]:
-    """Return, for each node on samples, the operations after it that may move samples.
+) -> tuple[tuple[int, ...], dict[tuple[int, int], Way]]:
+    """Return the nodes on samples, the losses first, and the way through each of their inputs.
 
     Args:
         first: A forward pass.
@@ -67,74 +78,55 @@ def movers(
         for origin, _ in edges:
             if origin >= 0:
                 waiting[origin] += 1
-    after: dict[int, int] = {}  # a node's movers as bits
-    ready = [node for node, count in enumerate(waiting) if not count]
-    while ready:
-        node = ready.pop()
-        own = after.get(node, 0)
-        for slot, source in enumerate(first.edges[node]):
-            if source in sizes:
-                moves = _moves(first, second, sizes, node, slot)
-                after[source[0]] = after.get(source[0], 0) | own | moves << node
-            if source[0] >= 0:
-                waiting[source[0]] -= 1
-                if not waiting[source[0]]:
-                    ready.append(source[0])
-    bits = {node: after.get(node, 0) for node, _ in sizes}
-    return {
-        node: tuple(k for k in range(mask.bit_length()) if mask >> k & 1)
-        for node, mask in bits.items()
+    order = [node for node, count in enumerate(waiting) if not count]
+    for node in order:  # grows while it is walked
+        for origin, _ in first.edges[node]:
+            if origin >= 0:
+                waiting[origin] -= 1
+                if not waiting[origin]:
+                    order.append(origin)
+    found = {
+        (node, slot): _way(first, second, sizes, node, slot)
+        for node in order
+        for slot, source in enumerate(first.edges[node])
+        if source in sizes
     }
+    on_samples = {node for node, _ in sizes}
+    return tuple(node for node in order if node in on_samples), found
 
 
-def stays(trace: Trace, node: int, growth: Growth | None) -> bool:
-    """Whether an operation that moves samples in other batches leaves them in place in this one.
-
-    That is an index 0, 1, ..., n - 1 at the sample axis, which has the `growth` of its input.
-    """
-    if trace.kinds[node] != "IndexBackward0" or growth is None or growth[1] is None:
-        return False
-    axis, positions = growth
-    at = 0
-    for index in internals.saved(trace.nodes[node], "indices"):
-        mask = index is not None and index.dtype == torch.bool
-        covered = index.dim() if mask else 1
-        if at <= axis < at + covered and index is not None:
-            n, line = trace.n, prod(index.shape) == max(index.shape, default=1)
-            if mask or positions != 1 or index.numel() != n or not line:
-                return False
-            return torch.equal(
-                index.flatten(), torch.arange(n, device=index.device, dtype=index.dtype)
-            )
-        at += covered
-    return True
+def named(kind: str) -> str:
+    """Return the name by which the tables know an operation's kind."""
+    return _SUFFIX.sub("", kind)
 
 
-def _moves(
+def _way(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None], node: int, slot: int
-) -> bool:
-    """Whether a node may move the samples of the value in `slot`."""
+) -> Way:
+    """Return the way of the value in `slot` through a node."""
     source, output = first.edges[node][slot]
     grown = [k for k in range(len(first.shapes[node])) if (node, k) in sizes]
     growths = [sizes[source, output], *(sizes[node, k] for k in grown)]
-    if not grown or any(growth is None or growth[1] is None for growth in growths):
-        return True
-    axes = [growth[0] for growth in growths if growth is not None]
-    name = _SUFFIX.sub("", first.kinds[node])
-    test = _TESTS.get(name)
-    return test is None or not test(
+    known = [growth for growth in growths if growth is not None]
+    test = _TESTS.get(named(first.kinds[node]))
+    if not grown or len(known) < len(growths) or test is None:
+        return Way.MOVES
+    fixed = test(
         Passage(
-            name=name,
+            name=named(first.kinds[node]),
             saved=partial(internals.found, first.nodes[node]),
             again=partial(internals.found, second.nodes[node]),
             slot=slot,
             rank=len(first.shapes[source][output]),
-            axis=axes[0],
+            axis=known[0][0],
             out_rank=len(first.shapes[node][grown[0]]),
-            out_axis=axes[1],
+            out_axis=known[1][0],
             ns=(first.n, second.n),
         )
     )
+    if not fixed:
+        return Way.MOVES
+    return Way.STAYS if all(positions is not None for _, positions in known) else Way.KEEPS
 
 
 def _aligned(p: Passage) -> bool:
@@ -175,6 +167,13 @@ def _product(first: int) -> Callable[[Passage], bool]:
         return p.in_place and (batch or p.axis == free)
 
     return test
+
+
+def _grouped(p: Passage) -> bool:
+    """Rows (or columns) in groups one after the other, each times a matrix of its own."""
+    if p.saved("offs") is None:
+        return _product(0)(p)
+    return p.rank == p.out_rank == 2 and p.axis == p.out_axis == p.slot
 
 
 def _time_major(p: Passage) -> bool:
@@ -250,6 +249,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     ),
     **_named(_product(0), "Bmm Mm"),
     **_named(_product(1), "Addmm Baddbmm"),
+    **_named(_grouped, "GroupedMm"),
     **_named(lambda p: p.slot == 0 and p.axis == p.out_axis == 0, "Mv"),
     **_named(  # linear layers, input and output (..., i) and (..., o)
         lambda p: p.in_place and p.axis < p.rank - 1,

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.graph.axes import OwnedAxis
 from gradscope.backends.hooks.rules.base import Site, node_rules
-from gradscope.blocks import Block, ConvolutionBlock, Geometry, OuterBlock, ScatterBlock
+from gradscope.blocks import (
+    Block,
+    ConvolutionBlock,
+    Geometry,
+    OuterBlock,
+    ScatterBlock,
+    segmented,
+)
 
 
 @node_rules.register("MmBackward0")
@@ -54,8 +62,41 @@ def _product(site: Site, left_slot: int, left: str, right: str) -> Block | None:
     return None
 
 
-def _outer(site: Site, left: Tensor, right: Tensor) -> OuterBlock:
+@node_rules.register("GroupedMmBackward0")
+def grouped_product(site: Site) -> Block | None:
+    """Rows in groups one after the other, each times a matrix of its own: a mixture of experts.
+
+    The groups end at the offsets; rows after the last offset belong to none.
+    """
+    ends, gradient = site.saved("offs"), site.gradient
+    if ends is None:
+        return _product(site, 0, "self", "mat2")
+    if (gradient.dim(), len(site.shape), site.axis.axis) != (2, 3, 1 - site.slot):
+        return None
+    if site.slot == 1:
+        left, right = site.saved("self"), gradient
+    else:
+        left, right = gradient.mT, site.saved("mat2").mT
+    place = torch.arange(len(left), device=ends.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, place, right=True)
+    return _segments(site, left, right, group, len(ends))
+
+
+def _segments(site: Site, left: Tensor, right: Tensor, group: Tensor, groups: int) -> Block:
+    """Return Σₘ left[m, r] right[m, c] over the rows m of each sample and group."""
+    owner = site.axis.owners(site.n, left.device)
+    kept = (owner >= 0) & (group < groups)
+    rows: tuple[Tensor, ...] = (left, right, owner, group)
+    if not bool(kept.all()):
+        rows = tuple(t[kept] for t in rows)
+    return segmented(rows, (site.n, groups), site.shape)
+
+
+def _outer(site: Site, left: Tensor, right: Tensor) -> Block:
     """Return Σₜ left[.., t, r] right[.., t, c]; both have the samples on the last axis but one."""
+    if isinstance(site.axis, OwnedAxis) and left.dim() == 2 and not site.axis.is_even(site.n):
+        alike = torch.zeros(len(left), dtype=torch.int64, device=left.device)
+        return _segments(site, left, right, alike, 1)
     axis = replace(site.axis, axis=left.dim() - 2)
     a, b = (axis.first(t, site.n) for t in (left, right))  # (n, [k,] t, ·)
     if a.dim() == 3:

@@ -1,0 +1,277 @@
+"""Sums of outer products over rows that say whose they are: experts, packed graphs, ragged rows.
+
+Row j belongs to sample sₘ and to group eₘ (an expert), in any order and number:
+
+    gᵢ[e, r, c] = Σₘ [sₘ = i, eₘ = e] left[m, r] · right[m, c].
+
+The rows of one sample and group are a segment. Nothing is padded to the longest one: Gram matrices
+are taken within segments, and a weighted sum is one product a group over all of its rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks.base import TILE_BYTES, Block, Factors, precise, size, times
+from gradscope.blocks.outer import OuterBlock
+from gradscope.blocks.products import contracted
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentBlock(Block):
+    """A sum of outer products over rows, each of one sample and one group."""
+
+    left: Tensor  # (m, r)
+    right: Tensor  # (m, c)
+    sample: Tensor  # (m,) int64, from 0 to n - 1
+    group: Tensor  # (m,) int64, from 0 to k - 1
+    sizes: tuple[int, int]  # (n, k)
+    parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
+    has_shortcuts = True
+
+    @staticmethod
+    def of(block: OuterBlock) -> "SegmentBlock":
+        """Return the same gradients, row by row."""
+        n, k, t, _ = block.left.shape
+        rows = block.left.flatten(0, 2), block.right.flatten(0, 2)
+        place = torch.arange(n * k, device=block.device).repeat_interleave(t)
+        return segmented((*rows, place // k, place % k), (n, k), block.shape)
+
+    @property
+    def n(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.left.dtype, self.right.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    @property
+    def rows_by_columns(self) -> tuple[int, int, int]:
+        """The sizes (k, r, c)."""
+        return self.sizes[1], int(self.left.shape[1]), int(self.right.shape[1])
+
+    def within(self, group: int, groups: int) -> "SegmentBlock":
+        """Return the gradients of a stack (groups, *shape) of which this one group is an entry."""
+        place = torch.full_like(self.group, group)
+        rows = self.left, self.right, self.sample, place
+        return segmented(rows, (self.n, groups), (groups, *self.shape))
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients (n, *shape), one matrix product a segment."""
+        k, r, c = self.rows_by_columns
+        direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
+        found = out if direct else self.left.new_empty(self.n, *self.shape, dtype=self.dtype)
+        assert found is not None
+        keys, counts, _ = self._segments
+        target, block = found.view(self.n * k, r, c), self.ordered
+        if len(keys) < len(target):
+            target.zero_()
+        left, right = (f.to(self.dtype) for f in (block.left, block.right))
+        start = 0
+        for key, count in zip(keys.tolist(), counts, strict=True):
+            own = slice(start, start := start + count)
+            torch.mm(left[own].mT, right[own], out=target[key % self.n * k + key // self.n])
+        return found if out is None or direct else out.copy_(found)
+
+    def select(self, rows: slice | Tensor) -> Self:
+        """Return the samples `rows`, also such as are asked for twice."""
+        order, counts, starts = self._by_sample
+        wanted, lengths = starts[rows], counts[rows]
+        samples = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
+        first = (wanted - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+        own = order[first + torch.arange(len(first), device=self.device)]
+        return replace(self._rows(own), sample=samples, sizes=(len(lengths), self.sizes[1]))
+
+    def scale(self, factors: Tensor) -> Self:
+        """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
+        by = factors[self.sample]
+        if self.left.shape[1] <= self.right.shape[1]:
+            return replace(self, left=times(self.left, by))
+        return replace(self, right=times(self.right, by))
+
+    def to(self, dtype: torch.dtype) -> Self:
+        return replace(self, left=self.left.to(dtype), right=self.right.to(dtype))
+
+    def reshape(self, shape: tuple[int, ...]) -> Self:
+        return replace(self, parameter_shape=shape)
+
+    def transpose(self, axis0: int, axis1: int) -> Block:
+        """Swap two axes; for each group's matrix the factors change places."""
+        k, r, c = self.rows_by_columns
+        rank = len(self.shape)
+        matrix = self.shape == (k, r, c) or (k == 1 and self.shape == (r, c))
+        if matrix and {axis0 % rank, axis1 % rank} == {rank - 2, rank - 1}:
+            turned = (*self.shape[:-2], c, r)
+            return replace(self, left=self.right, right=self.left, parameter_shape=turned)
+        return super().transpose(axis0, axis1)
+
+    def squared_norms(self) -> Tensor:
+        """Return ‖gᵢ‖² (n,): of each segment, by whichever way its length suggests."""
+        left = precise(self.left[:0])
+        found = torch.zeros(self.n, dtype=left.dtype.to_real(), device=self.device)
+        for keys, *factors in self._padded():
+            found.index_add_(0, keys % self.n, OuterBlock.matrix(*factors).squared_norms())
+        return found
+
+    def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σᵢ wᵢ gᵢ (*shape), one long sum a group: what the batch's own gradient costs."""
+        block = self if weights is None else self.scale(weights)
+        k, r, c = self.rows_by_columns
+        if k == 1:
+            factors = (precise(f)[None, None] for f in (block.left, block.right))
+            return contracted(*factors).reshape(self.shape)
+        dtype = precise(torch.empty(0, dtype=block.dtype)).dtype
+        found = torch.empty(k, r, c, dtype=dtype, device=self.device)
+        for place, (_, part) in zip(found, block._groups(), strict=True):
+            torch.mm(part.left.mT.to(dtype), part.right.to(dtype), out=place)
+        return found.view(self.shape)
+
+    def bound(self) -> Tensor:
+        """Return the product of the factors' norms (Cauchy and Schwarz)."""
+        return size(self.left) * size(self.right)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        matrices = precise(vector.conj()).reshape(self.rows_by_columns)
+        met = [
+            ((precise(part.left) @ matrix) * precise(part.right)).sum(1)
+            for matrix, (_, part) in zip(matrices, self._groups(), strict=True)
+        ]
+        rows = torch.cat(met)
+        return rows.new_zeros(self.n).index_add_(0, self.ordered.sample, rows)
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield some rows of the parameter at a time, of all samples."""
+        _, r, c = self.rows_by_columns
+        step = max(1, TILE_BYTES // max(1, self.n * c * self.dtype.itemsize))
+        for group, part in self._groups():
+            for first in range(0, r, step):
+                last = min(first + step, r)
+                entries = slice((group * r + first) * c, (group * r + last) * c)
+                factors = part.left[:, first:last], part.right
+                yield slice(0, self.n), entries, self._matrix(*factors, part.sample).flatten(1)
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left · Gᵢ · rightᵀ = Σₘ (left bₘ) ⊗ (right aₘ) (n, a, b): no Gᵢ is formed."""
+        k, r, c = self.rows_by_columns
+        if left.shape[1] != k * r or right.shape[1] != c:
+            return super().two_sided(left, right)
+        dtype = torch.promote_types(self.dtype, left.dtype)
+        by_group = left.to(dtype).view(-1, k, r).transpose(0, 1)  # (k, a, r)
+        parts = zip(by_group, self._groups(), strict=True)
+        rows = torch.cat([part.left.to(dtype) @ matrix.mT for matrix, (_, part) in parts])
+        columns = self.ordered.right.to(dtype) @ right.to(dtype).mT
+        return self._matrix(rows, columns, self.ordered.sample)
+
+    @cached_property
+    def ordered(self) -> Self:
+        """The same rows by group, those of a group by sample."""
+        key = self._key
+        in_order = bool((key[1:] >= key[:-1]).all())
+        return self if in_order else self._rows(key.argsort(stable=True))
+
+    @property
+    def _key(self) -> Tensor:
+        """The segment (m,) of each row: group · n + sample."""
+        return self.group * self.n + self.sample
+
+    @cached_property
+    def _segments(self) -> tuple[Tensor, list[int], Tensor]:
+        """The segments that have rows: key (s,), number of rows, first row (s,), when ordered."""
+        keys, counts = torch.unique_consecutive(self.ordered._key, return_counts=True)
+        return keys, counts.tolist(), counts.cumsum(0) - counts
+
+    @cached_property
+    def _by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows' order by sample (m,), and each sample's number of rows and first row (n,)."""
+        counts = torch.bincount(self.sample, minlength=self.n)
+        return self.sample.argsort(stable=True), counts, counts.cumsum(0) - counts
+
+    def _padded(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield segments of similar lengths t: their keys (s,), left (s, t, r), right (s, t, c).
+
+        Padding repeats the segment's own first row, with zeros to the left: what is not finite
+        stays with its sample.
+        """
+        keys, counts, starts = self._segments
+        block, lengths = self.ordered, [_rounded(count) for count in counts]
+        for t in sorted(set(lengths)):
+            which = [s for s, length in enumerate(lengths) if length == t]
+            own = torch.tensor(which, device=self.device)
+            count = torch.tensor([[counts[s]] for s in which], device=self.device)
+            at = torch.arange(t, device=self.device)
+            outside = at >= count  # (s, t)
+            place = starts[own].unsqueeze(1) + torch.where(outside, 0, at)
+            left = block.left[place].masked_fill_(outside.unsqueeze(-1), 0)
+            yield keys[own], left, block.right[place]
+
+    def _groups(self) -> Iterator[tuple[int, Self]]:
+        """Yield each group's number and rows, when ordered."""
+        k, block = self.sizes[1], self.ordered
+        counts = torch.bincount(block.group, minlength=k)
+        bounds = [0, *counts.cumsum(0).tolist()]
+        for group, (start, stop) in enumerate(pairwise(bounds)):
+            yield group, block._rows(slice(start, stop))
+
+    def _rows(self, rows: slice | Tensor) -> Self:
+        names = ("left", "right", "sample", "group")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    def _matrix(self, left: Tensor, right: Tensor, sample: Tensor) -> Tensor:
+        """Return Σₘ left[m, :] ⊗ right[m, :] (n, r, c) over each sample's rows."""
+        shape, group = (left.shape[1], right.shape[1]), torch.zeros_like(sample)
+        return segmented((left, right, sample, group), (self.n, 1), shape).dense()
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedBlock(SegmentBlock):
+    """Rows of a single group; padded to the longest sample they are factors to be kept."""
+
+    kind = "outer"
+
+    @property
+    def factored_size(self) -> int:
+        return self._longest * (self.left.shape[1] + self.right.shape[1])
+
+    def factors(self) -> Factors:
+        order, counts, starts = self._by_sample
+        at = torch.arange(self._longest, device=self.device)
+        inside = at < counts.unsqueeze(1)  # (n, t)
+        rows = order[(starts.unsqueeze(1) + at)[inside]]
+        found = {}
+        for name, values in (("left", self.left), ("right", self.right)):
+            padded = values.new_zeros(*inside.shape, values.shape[1])
+            padded[inside] = values[rows]
+            found[name] = padded.unsqueeze(1)
+        return Factors("outer", found, self.shape)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(1, int(self._by_sample[1].max()))
+
+
+def segmented(
+    rows: Iterable[Tensor], sizes: tuple[int, int], shape: tuple[int, ...]
+) -> SegmentBlock:
+    """Return the block of the rows left, right, sample, group; the rest are its fields too."""
+    kind = RaggedBlock if sizes[1] == 1 else SegmentBlock
+    left, right, sample, group = rows
+    return kind(left, right, sample, group, sizes, shape)
+
+
+def _rounded(count: int) -> int:
+    """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few lengths, little padding."""
+    power = 1 << max(0, count - 1).bit_length()
+    return power * 3 // 4 if power > 3 and count <= power * 3 // 4 else power

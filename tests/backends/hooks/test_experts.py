@@ -1,0 +1,127 @@
+"""Mixtures of experts by grouped products: float32 alone, so held against a float64 loop."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradscope.backends.hooks import block_of, hooks
+from gradscope.backends.hooks.graph.trace import Trace
+from gradscope.backends.hooks.rules import Site
+from gradscope.blocks import Block, SegmentBlock
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
+
+EXPERTS, WIDTH, N, T = 4, 8, 4, 6
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
+def by_columns(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(weights, rows.mT, offs=ends).mT
+
+
+def one_by_one(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    starts = [0, *ends.tolist()]
+    parts = [rows[starts[e] : starts[e + 1]] @ weights[e].T for e in range(EXPERTS)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[1])])
+
+
+class Mixture(nn.Module):
+    """The two likeliest of four experts for each token; of a fifth there is no matrix."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.route = nn.Linear(WIDTH, EXPERTS + 1)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 12, WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 12) / 3)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        tokens = self.inner(x).tanh().flatten(0, 1)
+        logits = self.route(x) + shift.unsqueeze(1)
+        top, which = logits.softmax(2).flatten(0, 1).topk(2)
+        expert, order = which.flatten().sort(stable=True)
+        ends = torch.bincount(expert, minlength=EXPERTS + 1)[:EXPERTS].cumsum(0).int()
+        nobody = (expert == EXPERTS).unsqueeze(1)
+        h = tokens[order // 2].masked_fill(nobody, 0.0)
+        h = self.product(h, self.up, ends).masked_fill(nobody, 0.0).relu()
+        h = self.product(h, self.down, ends).masked_fill(nobody, 0.0)
+        h = h * top.flatten()[order].unsqueeze(1)
+        return h[order.argsort()].view(len(x), T, 2, WIDTH).sum((1, 2))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean(1)
+
+
+SHIFTS = {
+    "balanced": [0.0, 0.0, 0.0, 0.0, -9.0],
+    "two empty experts": [9.0, 0.0, 9.0, 0.0, -9.0],
+    "some go nowhere": [0.0, 0.0, 0.0, 0.0, 1.0],
+    "half of them go nowhere": [0.0, 0.0, 9.0, 0.0, 9.0],
+}
+
+
+@pytest.mark.parametrize("product", [by_rows, by_columns])
+def test_gradients_of_experts_whatever_the_routing(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one backward pass each, but for the analysis of the first batch."""
+    torch.manual_seed(3)
+    model, passes, kinds = Mixture(product), [], set()
+    exact = Mixture(one_by_one).double()
+    exact.load_state_dict(model.state_dict())
+    taken = Trace.gradients
+    monkeypatch.setattr(Trace, "gradients", lambda *a: (passes.append(1), taken(*a))[1])
+
+    def watched(kind: str, site: Site) -> Block:
+        block = block_of(kind, site)
+        if kind == "GroupedMmBackward0":
+            kinds.add(type(block))
+        return block
+
+    with hooks(Problem.of(model, loss), contract=watched) as evaluate:
+        for shift in SHIFTS.values():
+            x, y = torch.randn(N, T, WIDTH), torch.randn(N, WIDTH)
+            shifts = torch.tensor([shift] * N)
+            passes.clear()
+            found = evaluate(Batch((x, shifts), y, torch.arange(N))).gradients
+            assert len(passes) == 1
+            for i in range(N):
+                given = x[i : i + 1].double(), shifts[i : i + 1].double()
+                value = loss(exact(*given), y[i : i + 1].double()).sum()
+                wanted = torch.autograd.grad(value, list(exact.parameters()))
+                for (name, _), right in zip(exact.named_parameters(), wanted, strict=True):
+                    ours = found[name].dense()[i].double()
+                    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-6)
+    assert kinds == {SegmentBlock}
+
+
+class Stack(nn.Module):
+    """Every expert sees every token: without offsets it is what `bmm` computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(EXPERTS, WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = x.flatten(0, 1).expand(EXPERTS, -1, -1).contiguous()
+        return torch._grouped_mm(every, self.stack).view(EXPERTS, len(x), -1).transpose(0, 1)
+
+
+def test_a_batch_of_products_of_stacked_matrices() -> None:
+    """Of Σ y², the gradient of expert e is 2 Σₜ xₜ ⊗ (xₜ Wₑ)."""
+    torch.manual_seed(4)
+    model, x = Stack(), torch.randn(N, T, WIDTH)
+    with hooks(Problem.of(model, lambda out, _: out.square().sum((1, 2)))) as evaluate:
+        found = evaluate(Batch(x, torch.zeros(N), torch.arange(N))).gradients["stack"].dense()
+    wide = x.double()
+    out = torch.einsum("nti,eio->neto", wide, model.stack.detach().double())
+    right = 2 * torch.einsum("nti,neto->neio", wide, out)
+    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
