@@ -236,7 +236,7 @@ class Block(ABC):
         """Return left · Gᵢ · rightᵀ (n, a, b), with Gᵢ (r, c) the gradient as a matrix.
 
         Args:
-            left: (a, r), real; r is the parameter's first axis.
+            left: (a, r), real; r is the parameter's first axes together.
             right: (b, c), real; c is all its other axes together.
         """
         dtype = torch.promote_types(self.dtype, left.dtype)
@@ -357,5 +357,5 @@ class DenseBlock(TensorBlock):
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         values = precise(self.values)
         if weights is None:
-            return values.sum(0)
+            return values[0] if self.n == 1 else values.sum(0)
         return (weights.to(values.dtype) @ as_rows(values)).reshape(self.shape)

@@ -269,6 +269,8 @@ class ConvolutionBlock(TensorBlock):
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b), by a convolution with `right` or from all Gᵢ."""
         (k, t, r, c), n = self.sizes, self.n
+        if left.shape[1] != k * r:  # seen as another matrix
+            return super().two_sided(left, right)
         a, b, windows = len(left), len(right), self.dtype.itemsize * n * k * t
         through = n * k * t * (r * a + c * b + a * b)
         formed = n * (k * r * c * (t + a) + a * c * b)

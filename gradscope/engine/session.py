@@ -129,9 +129,11 @@ class Session:
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
 
-    def rehearsal(self) -> "Session":
+    def rehearsal(self, verify: Verify | None = None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
-        return Session(self._model, self._loss, replace(self.settings, compile=False))
+        verify = self.settings.verify if verify is None else verify
+        settings = replace(self.settings, compile=False, verify=verify)
+        return Session(self._model, self._loss, settings)
 
     @property
     def proved(self) -> bool:

@@ -1,30 +1,44 @@
 """The memory budget: how many samples are computed at a time, and how much memory that takes.
 
-What a run takes is measured: a few small batches are computed and proved as a run does it, without
-a file. Sizes are doubled until the difference between two of them is clear of what libraries and
-the allocator keep and of tiles that are not full yet; from there on the peak grows with the size.
+One sample tells most: what its forward pass records, its rows and the reducers' states are counted.
+A batch is no larger than keeps the kernels busy; where even a generous sum of these sizes fits, no
+more has to be known. Else what a run takes is measured: a few small batches are computed and proved
+as a run does it, without a file. Sizes are doubled until the difference between two of them is
+clear of what libraries and the allocator keep and of tiles that are not full yet; from there on the
+peak grows with the size.
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf, prod
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
+from gradscope.core.batch import Batch
+from gradscope.core.independence import require_independent
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
-from gradscope.engine import settled
+from gradscope.core.problem import Problem
+from gradscope.core.shortage import is_shortage
+from gradscope.engine import Verify, settled
 from gradscope.errors import SpecError
 from gradscope.run.execute import Run
 from gradscope.run.job import Job, held_densely
 from gradscope.run.overlap import BatchSize
 from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
-_FEW = 2  # samples that tell whether more has to be known
 _LARGEST = 4096  # larger batches gain nothing
+_BUSY = 2**28  # nor, on a processor, such whose graph has more bytes a thread,
+_THREADS = 2  # of which there are as many at least
+_GRAPHS = 4  # times what the forward pass records: with gradients, factors and workspace
+_SPARE = 2**30  # tiles, random matrices, libraries
 _MARGIN = 0.8  # of a budget is planned with
 _SHARE = 0.5  # of what there is, when no budget is given
 _CLEAR = 96 * 2**20
@@ -47,8 +61,17 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
     The peak is found out where the batch size depends on it, or where it is to be `measured`;
     `there` are the bytes of memory that there are, by default what the system tells.
     """
-    asked = job.spec.compute
     there = available(job.scope.problem.device) if there is None else there
+    found = _planned(job, there, measured=measured)
+    asked = job.scope.settings
+    chosen = job.spec.compute.batch_size is None and found.samples == 1 < len(job.rows)
+    if chosen and asked.verify != "never" and not asked.own_loss:
+        _require_independent(job)
+    return found
+
+
+def _planned(job: Job, there: int | None, *, measured: bool) -> Budget:
+    asked = job.spec.compute
     if asked.memory is not None:
         with rehearsal(job) as rehearsed:
             return _within(rehearsed, parse_memory(asked.memory), there)
@@ -59,6 +82,26 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
         return Budget(job.batch_size, available=there)
     with rehearsal(job) as rehearsed:
         return _beside_others(rehearsed, there, fixed=given, measured=measured)
+
+
+def _require_independent(job: Job) -> None:
+    """Compare two samples' losses with those alone: batches of one will not show coupling."""
+
+    def compared(problem: Problem, batch: Batch) -> None:
+        with problem.state.watched():
+            require_independent(problem, batch)
+
+    with rehearsal(job) as one:
+        problem = one.scope.problem
+        known, two = problem.state.found, one.scope.labels.of(one.load(0, 2)).detached()
+        try:
+            compared(problem, two)
+        except Exception as error:
+            if is_shortage(error):
+                return  # there is no room for two
+            if problem.state.found == known:
+                raise
+            compared(problem, two)  # now that what the forward pass changes is put back
 
 
 def _within(job: Job, memory: int, there: int | None) -> Budget:
@@ -81,15 +124,16 @@ def _within(job: Job, memory: int, there: int | None) -> Budget:
 
 def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) -> Budget:
     """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
-    samples = job.batch_size
-    most, rehearsals = min(samples, len(job.rows)), Rehearsals(job)
-    limit = inf if there is None else there
+    samples, sizes = job.batch_size, Sizes.of(job)
+    if sizes is not None and not fixed:
+        raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
+        least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
+        samples = min(samples, max(least, sizes.busy(job.scope.problem.device)))
+    most, limit = min(samples, len(job.rows)), inf if there is None else there
     budget = limit if fixed else _SHARE * limit
-    if not measured:
-        few = min(_FEW, most)
-        small = rehearsals.peak(few)
-        if small is None or small * most <= budget * few:
-            return Budget(samples, available=there)
+    if not measured and sizes is not None and sizes.most(most) <= budget:
+        return Budget(samples, available=there)
+    rehearsals = Rehearsals(job)
     found = rehearsals.footprint(most, budget)
     if found is None:
         return Budget(samples, available=there)
@@ -107,6 +151,49 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
         again = [rehearsals.peak(most) or peak for _ in range(2)]  # they differ a little
         peak = max(found.largest, peak, *again)
     return Budget(samples, notes, peak, there)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one sample tells of memory, in bytes."""
+
+    graph: int  # what its forward pass records
+    rows: int  # its chains' rows
+    states: int  # of all reducers after it, as they are carried
+    gradient: int  # of all parameters together
+
+    @classmethod
+    def of(cls, job: Job) -> "Sizes | None":
+        """Count what one sample takes, evaluated but not proved; None where that does not tell."""
+        rows: list[Rows] = []
+        try:
+            with rehearsal(job, verify="never") as one:
+                sample = one.load(0, 1)
+                graph = recorded(one.scope.problem, one.scope.labels.of(sample))
+                chains = settled(one.scope, one.chains, lambda: [sample])
+                run = Run(one, chains, Path(), Kept(rows), BatchSize(1))
+                run.add(sample)
+        except Exception:  # whatever it is, the run will tell
+            return None
+        blocks = [block for made in rows[0].chains for block in (made or {}).values()]
+        return cls(
+            graph=graph,
+            rows=sum(block.n * prod(block.shape) * block.dtype.itemsize for block in blocks),
+            states=sum(t.nbytes for state in run.states.values() for t in state.values()),
+            gradient=sum(p.nbytes for p in job.scope.problem.parameters.values()),
+        )
+
+    def busy(self, device: torch.device) -> int:
+        """Return the samples of a batch that is large enough: on a processor, a power of two."""
+        if device.type != "cpu":
+            return _LARGEST
+        found = _BUSY * max(_THREADS, torch.get_num_threads()) // max(1, self.graph)
+        return 1 << max(1, found).bit_length() - 1
+
+    def most(self, n: int) -> int:
+        """Return more bytes than batches of n samples take."""
+        each = _GRAPHS * self.graph + 2 * self.rows  # one batch is computed, one is written
+        return _SPARE + n * each + 2 * self.states + 4 * self.gradient
 
 
 @dataclass(frozen=True)
@@ -182,6 +269,36 @@ class Rehearsals:
         return Footprint(tuple(points), clear=True)
 
 
+def recorded(problem: Problem, batch: Batch) -> int:
+    """Return the bytes that the graph of a batch's losses holds, beside parameters and buffers."""
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def seen(t: Tensor) -> Tensor:
+        if t.layout == torch.strided:
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda t: t):
+        problem.losses(batch.detached())
+    own = chain(problem.model.parameters(), problem.model.buffers())
+    others = held.keys() - {t.untyped_storage().data_ptr() for t in own}
+    return sum(held[place].nbytes() for place in others)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A writer that keeps every batch in a list."""
+
+    rows: list[Rows]
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+        """Keep the rows."""
+        self.rows.append(rows)
+
+
 class Nowhere:
     """A writer that holds the rows of one batch until the next has been computed and audited.
 
@@ -207,6 +324,9 @@ class Nowhere:
                 part = block.select(slice(start, start + step))
                 part.dense(self._scratch.take((part.n, *block.shape), block.dtype, block.device))
 
+    def wait(self) -> None:
+        """Nothing is under way."""
+
     def go_back(self) -> tuple[int, dict[str, Any]]:
         """Begin again: nothing was written."""
         return 0, {}
@@ -225,12 +345,13 @@ def rehearse(job: Job, n: int) -> bool:
 
 
 @contextmanager
-def rehearsal(job: Job) -> Iterator[Job]:
+def rehearsal(job: Job, verify: Verify | None = None) -> Iterator[Job]:
     """Yield the job with a session of its own, which compiles nothing and is closed afterwards.
 
+    It proves its answers as the job's does, unless it is told how to `verify` them.
     Kernels are not measured in the body: they would be for other sizes than the run's.
     """
-    session = job.scope.rehearsal()
+    session = job.scope.rehearsal(verify)
     try:
         with unmeasured():
             yield replace(job, scope=session)

@@ -36,7 +36,7 @@ from gradscope.run.outcome import (
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
-from gradscope.stages.reducers import State, carried_state
+from gradscope.stages.reducers import State, add_in_place, carried_state
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
@@ -97,6 +97,7 @@ class Run:
     record: dict[str, Any] = field(default_factory=dict)  # what the file will say of the run
     done: int = 0  # samples computed
     returns: int = 0  # how often it went back to what was proved, to go on with another backend
+    _own: set[str] = field(default_factory=set)  # states that nobody else holds
 
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not computed yet."""
@@ -127,7 +128,7 @@ class Run:
             raise error
         stopped = self.done
         self.done, kept = self.writer.go_back()
-        self.states = without_progress(kept)
+        self.states, self._own = without_progress(kept), set()
         self.progress = replace(Progress.of(kept), batch_size=self.size.samples)
         self.job.scope.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
@@ -215,16 +216,16 @@ class Run:
             [part],
             [*reduced.values()],
             sink,
-            states=[self.states.get(key) for key in reduced],
             request=self.job.request(left=-(-left // n)),
             ordinal=self.done // (self.progress.batch_size or n),
             count=1 if n == left else None,
         )
         ((rows, overflowed),) = made
-        carried = zip(reduced, found.states, strict=True)
-        states = self.states | {k: carried_state(s) for k, s in carried if s is not None}
+        states = {k: s for k, s in zip(reduced, found.states, strict=True) if s is not None}
+        del found
+        self._carry(reduced, states)
         if overflowed:
-            states[NONFINITE] = overflowed
+            self.states[NONFINITE] = overflowed
         choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
         self.record["kernels"] = choices
         self.progress = Progress(
@@ -234,9 +235,30 @@ class Run:
             choices=choices,
         )
         progress = {PROGRESS: self.progress.to_state()}
-        self.writer.append(rows, states | progress, proved=self.job.scope.proved)
-        self.states, self.done = states, self.done + n
+        self.writer.append(rows, self.states | progress, proved=self.job.scope.proved)
+        self.done += n
         return n
+
+    def _carry(self, chains: Mapping[str, Chain], batch: dict[str, State]) -> None:
+        """Add the states of a batch to those of the batches before, sums in place.
+
+        Whatever may run out of memory comes first: then nothing has changed.
+        """
+        self.writer.wait()  # it may still write what changes now
+        sums, whole = {}, {}
+        for key in list(batch):
+            reducer, own, before = chains[key].reducer, batch.pop(key), self.states.get(key)
+            assert reducer is not None
+            if before is None:
+                whole[key] = carried_state(own, copy=reducer.additive)
+            elif reducer.additive and key in self._own:
+                sums[key] = own
+            else:
+                whole[key] = carried_state(reducer.merge(before, own))
+        for key, own in sums.items():
+            add_in_place(self.states[key], own)
+        self.states = self.states | whole
+        self._own |= whole.keys()
 
     def _overflowed(self, rows: Rows) -> State:
         """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""

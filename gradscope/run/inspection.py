@@ -22,9 +22,9 @@ from gradscope.core.memory import timed
 from gradscope.core.problem import slopes
 from gradscope.engine import finite_samples, settled, usable
 from gradscope.errors import OutputError
-from gradscope.run.budget import plan, rehearsal
+from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
-from gradscope.run.job import Job, file_plan
+from gradscope.run.job import Job, file_plan, held_densely
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
@@ -35,7 +35,7 @@ if sys.platform != "win32":
     import resource
 
 LARGE = 10**9  # bytes of a file worth a word beforehand
-_FEW = 32  # samples that tell the structure of all
+_FEW = 32  # samples that tell the structure of all, where they are small
 _PROJECTED = 256
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -238,12 +238,17 @@ def preflight(
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
     n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
-    most = sum(n * row if chain.reducer is None else 8 * n * n for chain in job.chains)
+    others = sum(8 * n * n for chain in job.chains if chain.reducer is not None)
+    rows = sum(n * row for chain in job.chains if chain.reducer is None)
     large = LARGE if large is None else large
-    if refused or most <= large:  # unless a chain makes rows larger
+    if refused or rows + others <= large:  # unless a chain makes rows larger
         return None  # opening the file says why, or that nothing is left to do
-    size = BatchSize(min(_FEW, job.batch_size), fixed=job.scope.settings.own_loss)
-    with rehearsal(job) as rehearsed:
+    sizes = Sizes.of(job)
+    if sizes is not None and n * sizes.rows + others <= large:
+        return None  # a chain makes rows smaller
+    few = min(_FEW, job.batch_size, max(2, held_densely(job.scope)))
+    size = BatchSize(few, fixed=job.scope.settings.own_loss)
+    with rehearsal(job, verify="never") as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > large else None

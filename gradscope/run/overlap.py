@@ -121,21 +121,21 @@ class Behind:
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
         """Wait for the batch before, and begin to write this one; `go_back` goes to one `proved`.
 
-        Its rows may be made dense only now, and the reducers' states after it do not change.
+        Its rows may be made dense only now; the reducers' states do not change until it is written.
         """
-        self._wait()
+        self.wait()
         alike = copy_context().run  # a thread has no context of its own caller's
         mark = self._lane.mark()
         self._last = self._thread.submit(alike, self._write, rows, states, mark, proved)
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
         """Wait for the last batch, and go back to the last one that was proved."""
-        self._wait()
+        self.wait()
         return self._writer.go_back()
 
     def finish(self, **results: Any) -> None:
         """Wait for the last batch, and complete the file; see `Writer.finish`."""
-        self._wait()
+        self.wait()
         self._writer.finish(**results)
 
     def __enter__(self) -> Self:
@@ -145,7 +145,7 @@ class Behind:
         with deferred():  # a second Ctrl-C waits, too: nobody else may touch the file meanwhile
             self._thread.shutdown()
         if kind is None:
-            self._wait()
+            self.wait()
 
     def _write(
         self, rows: Rows, states: States | None, mark: torch.cuda.Event | None, proved: bool
@@ -154,7 +154,8 @@ class Behind:
             taken = rows if self._pinned is None else on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until what was appended last is written: then its states may be changed."""
         if self._last is None:
             return
         try:

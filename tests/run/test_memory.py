@@ -13,9 +13,9 @@ import torch
 
 from gradscope.config import memory_text, parse_memory, resolve
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
-from gradscope.errors import SpecError
+from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.run import compute, estimate, plan, prepare
-from gradscope.run.budget import Footprint, Rehearsals
+from gradscope.run.budget import Footprint, Rehearsals, Sizes, recorded
 from gradscope.storage import open_file
 from tests.run.project import SAMPLES, spec, write
 from tests.run.test_pipeline import SAMPLES as MODELS
@@ -259,3 +259,45 @@ def test_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
     report = compute(job, tmp_path / "out.h5")
     assert report.certificate["samples"] == SAMPLES
     assert sum("earlier pass" in note for note in report.notes) == 1
+
+
+def test_what_one_sample_tells_is_counted(tmp_path: Path) -> None:
+    """In float64: input 5, hidden layer 4, and in the loss the output, its cosine's and y."""
+    wide, chains = 1000, ["norm", "identity", "var", "clip:max_norm=1 | mean"]
+    job = prepare(spec(write(tmp_path), {"wide": wide}, transform=chains))
+    parameters = 5 * 4 + 4 + 4 + 1
+    sizes = Sizes.of(job)
+    assert sizes is not None
+    assert sizes.gradient == 8 * parameters
+    assert sizes.rows == 8 * (1 + parameters)
+    counts = 3 * 8  # of var, of the mean and of the mean gradient
+    assert sizes.states == 8 * (3 + 1 + 1) * parameters + counts
+    one, four = (recorded(job.scope.problem, job.load(0, n)) for n in (1, 4))
+    assert sizes.graph == one and four == 4 * one
+    assert one - recorded_without(tmp_path) == 8 * (4 * wide + 4 + 1)  # repeated, mean, product
+    busy = sizes.busy(CPU)
+    assert busy & (busy - 1) == 0
+    assert busy * one <= 2**28 * max(2, torch.get_num_threads()) < 2 * busy * one
+    assert job.scope.certificate is None and not job.scope.notes
+
+
+def recorded_without(folder: Path) -> int:
+    job = prepare(spec(folder))
+    return recorded(job.scope.problem, job.load(0, 1))
+
+
+def test_coupled_samples_are_refused_where_batches_of_one_hide_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradscope.run.budget._BUSY", 1)
+    folder = write(tmp_path)
+    coupled = (
+        (folder / "model.py")
+        .read_text()
+        .replace(".tanh()", ".tanh()\n        hidden = hidden - hidden.mean(0)")
+    )
+    job = prepare(spec(folder))
+    assert plan(job).samples == 1
+    (folder / "model.py").write_text(coupled)
+    with pytest.raises(CoupledSamplesError, match="depends on other samples"):
+        plan(prepare(spec(folder)))

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -222,3 +223,19 @@ def test_every_sample_model_runs_and_is_proved(name: str, tmp_path: Path) -> Non
     assert report.backend == "hooks"
     assert report.samples == 12
     assert report.nonfinite == 0
+
+
+def test_sums_that_chains_share_are_carried_apart(tmp_path: Path) -> None:
+    """The mean gradient, and one chain asked for twice: each batch is added to each once."""
+    chains = ["identity", "mean", "mean", "sum", "second_moment"]
+    compute(prepare(spec(transform=chains, batch_size=7)), tmp_path / "o.h5")
+    with h5py.File(tmp_path / "o.h5") as plain:
+        told = {k: v.attrs["mean_gradient_norm"] for k, v in plain["norms"].items()}
+    with open_file(tmp_path / "o.h5") as file:
+        for name in file.norms:
+            rows = file.chains[0][name][:]
+            for k, expected in enumerate((rows.mean(0), rows.mean(0), rows.sum(0)), start=1):
+                np.testing.assert_allclose(file.chains[k][name][:], expected, rtol=1e-9, atol=1e-15)
+            squares = (rows**2).mean(0)
+            np.testing.assert_allclose(file.chains[4][name][:], squares, rtol=1e-9, atol=1e-15)
+            assert told[name] == pytest.approx(np.linalg.norm(rows.mean(0)))

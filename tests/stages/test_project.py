@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope.blocks import DenseBlock, Gradients, OuterBlock
+from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock, segmented
 from gradscope.errors import SpecError
 from gradscope.stages.chain import bind
 from gradscope.stages.transforms import random
@@ -113,6 +113,23 @@ def test_two_sided_never_forms_an_outer_gradient(monkeypatch: pytest.MonkeyPatch
     gradients = Gradients({"w": big}, torch.arange(2))
     found = run("project:dim=4,kind=kronecker", gradients)["project"]
     assert found.shape == (2, 4) and bool(found.isfinite().all())
+
+
+def test_stacked_experts_are_one_tall_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four experts (30, 20) it has 120 rows; dense or not, in the given order or another."""
+    torch.manual_seed(5)
+    owners = torch.randint(0, 3, (50,)), torch.randint(0, 4, (50,))
+    rows = segmented((torch.randn(50, 30), torch.randn(50, 20), *owners), (3, 4), (4, 30, 20))
+    chain = "project:dim=6,kind=kronecker"
+
+    def projected(block: Block) -> torch.Tensor:
+        return run(chain, Gradients({"w": block}, torch.arange(3)))["project"]
+
+    dense = rows.dense()
+    right = projected(DenseBlock(dense.view(3, 120, 20)))
+    torch.testing.assert_close(projected(DenseBlock(dense)), right, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(Block, "tiles", None)
+    torch.testing.assert_close(projected(rows), right, rtol=1e-5, atol=1e-4)
 
 
 CPU = torch.device("cpu")

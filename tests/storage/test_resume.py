@@ -56,6 +56,18 @@ def test_states_too_large_to_copy_are_kept_from_the_last_commit(
         assert (writer.completed, writer.states["chain:1"]["n"].tolist()) == (16, [0, 0, 0])
 
 
+def test_large_states_are_not_committed_before_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradscope.storage.write.writer.KEEP_BYTES", 4)
+    monkeypatch.setattr("gradscope.storage.write.journal.COMMIT_SECONDS", 0.0)
+    for speed, committed in ((1e-3, False), (1e12, True)):  # bytes in a second
+        monkeypatch.setattr("gradscope.storage.write.journal.COMMIT_SPEED", speed)
+        with open_writer(tmp_path / "o.h5", PLAN, overwrite=True) as writer:
+            writer.append(rows(0, 16), {"chain:1": {"n": torch.zeros(3)}})
+        assert (tmp_path / "o.h5.part.progress").exists() == committed
+
+
 def test_nothing_complete_leaves_nothing(tmp_path: Path) -> None:
     for resume in (False, True):
         with pytest.raises(KeyboardInterrupt):

@@ -4,9 +4,10 @@ from gradscope.stages.reducers import counts, gram, kfac, moments, order  # noqa
 from gradscope.stages.reducers.base import (
     Reducer,
     State,
+    add_in_place,
     carried_state,
     depends_on_split,
     reducers,
 )
 
-__all__ = ["Reducer", "State", "carried_state", "depends_on_split", "reducers"]
+__all__ = ["Reducer", "State", "add_in_place", "carried_state", "depends_on_split", "reducers"]

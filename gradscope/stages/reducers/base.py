@@ -145,9 +145,21 @@ def added(a: State, b: State) -> State:
     return {key: _carried(value) + b[key] for key, value in a.items()}
 
 
-def carried_state(state: State) -> State:
-    """Return a state in the precision in which it is kept from batch to batch."""
-    return {key: _carried(value) for key, value in state.items()}
+def add_in_place(state: State, more: State) -> None:
+    """Do what `added` does, to a carried state that nobody else holds: no new tensors are made."""
+    for key, value in state.items():
+        value.add_(more[key].to(value.device))
+
+
+def carried_state(state: State, *, copy: bool = False) -> State:
+    """Return a state in the precision in which it is kept from batch to batch.
+
+    With `copy` nobody else holds its tensors, even where the precision is that already.
+    """
+    carried = {key: _carried(value) for key, value in state.items()}
+    if not copy:
+        return carried
+    return {key: t.clone() if t is state[key] else t for key, t in carried.items()}
 
 
 def _carried(sums: Tensor) -> Tensor:

@@ -71,10 +71,11 @@ def project(
       uniformly for each part and each w entries on. So two of the same w never meet, any others
       with probability 1/w, and the variance of ⟨Tg, Th⟩ is at most that of rademacher, at a cost of
       `nonzeros` additions an entry instead of dim;
-    - kronecker: P = A ⊗ C for each parameter seen as a matrix (first axis, all others), A (a, r)
-      and C (b, c) normal with a·b = dim, as square as dim's divisors allow. Then
-      P Σₜ bₜ⊗aₜ = Σₜ (A bₜ)(C aₜ)ᵀ, and no gradient of an outer block is formed (Choe et al. 2024,
-      arXiv:2405.13954, "LoGra"). Its variance is larger for gradients of low rank.
+    - kronecker: P = A ⊗ C for each parameter seen as a matrix (its first axes, all others: where
+      rows and columns are the fewest together), A (a, r) and C (b, c) normal with a·b = dim, as
+      square as dim's divisors allow. Then P Σₜ bₜ⊗aₜ = Σₜ (A bₜ)(C aₜ)ᵀ, and no gradient of an
+      outer block is formed (Choe et al. 2024, arXiv:2405.13954, "LoGra"). Its variance is larger
+      for gradients of low rank.
     """
     if not 1 <= dim <= _LARGEST:
         raise ValueError(f"dim must be from 1 to {_LARGEST:,}, not {dim:,}")
@@ -172,14 +173,19 @@ def _two_sided(dim: int, seed: int) -> Project:
     )
 
     def projected(name: str, block: Block) -> Tensor:
-        rows = block.shape[0] if block.shape else 1
-        columns = prod(block.shape[1:])
+        rows, columns = _sides(block.shape)
         found = block.two_sided(
             left.whole(name, rows, block.device), right.whole(name, columns, block.device)
         )
         return found.flatten(1).to(torch.promote_types(block.dtype, torch.float64))
 
     return projected
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns of a parameter seen as a matrix: the fewest together."""
+    cuts = range(1, max(2, len(shape)))
+    return min(((prod(shape[:cut]), prod(shape[cut:])) for cut in cuts), key=sum)
 
 
 @cache

@@ -30,6 +30,7 @@ from gradscope.storage.write.region import Mark, Regions
 
 COMMIT_SECONDS = 1.0
 COMMIT_SHARE = 20  # a commit may take one part in so many of the time
+COMMIT_SPEED = 2**28  # bytes of states in a second, until one has shown how long it takes
 LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
 
 
@@ -173,9 +174,13 @@ class Journal:
         self._replaces = replaces
         self._last, self._cost = time.monotonic(), 0.0
 
-    def is_due(self) -> bool:
-        """Whether the last commit was long ago, measured by what it cost."""
-        return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * self._cost)
+    def is_due(self, size: int = 0) -> bool:
+        """Whether the last commit was long ago, measured by what it cost.
+
+        Of the first nothing is known but the `size` of the states that it is to keep, in bytes.
+        """
+        cost = self._cost or size / COMMIT_SPEED
+        return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * cost)
 
     def commit(self, point: Point, structure: Structure, records: np.ndarray) -> None:
         """Make the rows durable, then say so."""

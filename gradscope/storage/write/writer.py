@@ -125,13 +125,13 @@ class Writer:
                 raise
             self.completed += n
             kept: States | None = None
-            if sum(t.nbytes for s in (states or {}).values() for t in s.values()) <= KEEP_BYTES:
+            size = sum(t.nbytes for s in (states or {}).values() for t in s.values())
+            if size <= KEEP_BYTES:
                 kept = {o: {k: t.clone() for k, t in s.items()} for o, s in (states or {}).items()}
             self._point = Point(self.completed, kept, regions.marks)
-            last = self.completed == self._plan.n and self._point.states is None
             if proved:
                 self._proved = self._point
-            if self._journal.is_due() or last:
+            if self._journal.is_due(0 if kept is not None else size):
                 self._commit(replace(self._point, states=states or {}))
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
