@@ -267,18 +267,25 @@ class ConvolutionBlock(TensorBlock):
         return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · Gᵢ · rightᵀ (n, a, b), from patches where these are small.
-
-        Else from a convolution by `right`, where this takes fewer multiplications than all Gᵢ.
-        """
-        if self._few_patches:
-            return self.outer.two_sided(left, right)
-        k, t, r, c = self.sizes
-        a, b = len(left), len(right)
+        """Return left · Gᵢ · rightᵀ (n, a, b), by a convolution with `right` or from all Gᵢ."""
+        (k, t, r, c), n = self.sizes, self.n
         if left.shape[1] != k * r:  # seen as another matrix
             return super().two_sided(left, right)
-        through, formed = k * t * (r * a + c * b + a * b), k * r * c * (t + a) + a * c * b
-        return self._on_sides(left, right) if through < formed else super().two_sided(left, right)
+        a, b, windows = len(left), len(right), self.dtype.itemsize * n * k * t
+        through = n * k * t * (r * a + c * b + a * b)
+        formed = n * (k * r * c * (t + a) + a * c * b)
+        variants = {
+            "projected windows": Variant(
+                seconds(2.0 * through, windows * (c / prod(self.shape[2:]) + r + b)),
+                lambda: self._on_sides(left, right),
+            ),
+            "dense": Variant(
+                seconds(2.0 * formed, windows * (c + r)), lambda: Block.two_sided(self, left, right)
+            ),
+        }
+        shape = "x".join(map(str, self.shape))
+        sizes = {"t": t, "n": n}
+        return fastest(f"kernel {shape} from both sides, {a}x{b}", sizes, self.inputs, variants)
 
     def _on_sides(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b); each window times `right` is a convolution."""

@@ -160,18 +160,17 @@ def test_pieces(name: str, frames: int, size: int, monkeypatch: pytest.MonkeyPat
     assert together is (size > 1 or t <= r)
 
 
-@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("way", ["projected windows", "dense"])
 @pytest.mark.parametrize(("name", "frames"), FRAMES)
-def test_both_sides(name: str, frames: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By patches or a convolution, with fewer or more rows than the kernel has."""
-    monkeypatch.setattr(convolution, "FEW_PATCHES", few)
+def test_both_sides(name: str, frames: int, way: str) -> None:
+    """With fewer or more rows than the kernel has."""
     block, rows = made(name, frames)
     matrices = rows.flatten(2)
     for count in (1, 2, 40):
         left, right = (torch.randn(count, size).double() for size in matrices.shape[1:])
         expected = left @ matrices @ right.mT
-        torch.testing.assert_close(block.two_sided(left, right), expected)
-        torch.testing.assert_close(block._on_sides(left, right), expected)
+        with Tuner(preferred=frozenset([way])).active():
+            torch.testing.assert_close(block.two_sided(left, right), expected)
 
 
 def test_half_precision_is_summed_in_float32() -> None:

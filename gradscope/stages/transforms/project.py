@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, reduce
 from itertools import pairwise
 from math import ceil, isqrt, prod, sqrt
-from operator import add
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -84,7 +83,10 @@ def project(
     size = sqrt(nonzeros or 1) if kind == "sjlt" else sqrt(dim)  # of a column of P
 
     def whole(gradients: Gradients) -> dict[str, Tensor]:
-        return {"project": reduce(add, (projected(k, b) for k, b in gradients.items())) / size}
+        dtypes = (block.dtype for block in gradients.values())
+        dtype = reduce(torch.promote_types, dtypes, torch.float64)
+        parts = (projected(name, block).to(dtype) for name, block in gradients.items())
+        return {"project": reduce(Tensor.add_, parts).div_(size)}
 
     def each(gradients: Gradients) -> dict[str, Tensor]:
         return {
