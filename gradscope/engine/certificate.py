@@ -108,6 +108,14 @@ class Answer:
     alone: int = 1  # samples that are compared with a batch of one
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
 
+    def again(self) -> "Answer":
+        """Return the same, with nothing computed from it yet.
+
+        What a proof computes stays out of the answer: whether there is one must not show in it.
+        """
+        gradients = self.evaluation.gradients
+        return replace(self, evaluation=replace(self.evaluation, gradients=gradients.of(gradients)))
+
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Add the seconds that the body takes to a phase."""
         return _timed(self.phases, phase)
@@ -201,6 +209,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
             unless they give rise to doubt.
     """
     begun = time.perf_counter()
+    answer = answer.again()
     batch, evaluation = answer.batch, answer.evaluation
     rows = finite_samples(evaluation).cpu().nonzero().flatten()
     finite = answer.of(rows)
@@ -251,6 +260,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
 
 def glimpsed(answer: Answer) -> None:
     """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
+    answer = answer.again()
     finite = finite_samples(answer.evaluation).cpu().nonzero().flatten()
     draw = torch.Generator().manual_seed(answer.seed)
     chosen = finite[torch.randperm(len(finite), generator=draw)[: answer.alone]]
@@ -270,9 +280,11 @@ def _compared(
     problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
     together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
-    if not answer.own_loss:
+    if not answer.own_loss and after is None:
         alone = len(chosen)
-        groups = regrouped(batch, draw, chosen.tolist(), _PARTS if after is None else 2)
+        groups = regrouped(batch, draw, chosen.tolist(), _PARTS)
+    elif not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
+        groups = regrouped(batch, draw)
     objective = Objective.apart(batch, weights, groups)
     with answer.timed("in other company"):
         try:

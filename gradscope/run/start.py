@@ -53,6 +53,7 @@ def start(
     resume = resume or (job.shard is not None and not overwrite)
     with writing(path):
         _refuse_inputs(job, path)
+    job.scope.close()  # a job that was run before begins as a new one does
     layout = file_plan(job)
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)

@@ -1,7 +1,9 @@
 """Jobs and runs as a library: order of checks, batch sizes, resuming, what a file records."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from gradscope.config import RunSpec, resolve
+from gradscope.engine.audit import Auditor
 from gradscope.errors import OutputError, SpecError
 from gradscope.run import compute, prepare, start
 from gradscope.storage import open_file
@@ -161,6 +164,26 @@ def test_kernels_are_measured_once_and_a_run_keeps_to_them(
     right = contents(straight)
     for key, value in contents(without).items():
         np.testing.assert_allclose(value, right[key], rtol=1e-3, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("transform", ["identity", "clip:max_norm=1.0 | mean"])
+@pytest.mark.parametrize("name", ["digits_cnn", "text_transformer"])
+def test_audits_for_which_there_was_time_change_no_byte(
+    tmp_path: Path, name: str, transform: str
+) -> None:
+    asked = spec(name, transform=[transform], samples=":24", dtype="float32", batch_size=8)
+    looked = []
+    for hours in (0, 1):
+        job, readings = prepare(asked), count(1)
+
+        def clock(hours: int = hours, readings: Iterator[int] = readings) -> float:
+            return 3600.0 * hours * (next(readings) // 2)  # between two batches
+
+        job.scope.auditor = Auditor(0, clock=clock)
+        compute(job, tmp_path / f"{hours}.h5")
+        looked.append(job.scope.auditor.audits.more)
+    assert looked == [0, 1]  # of three batches, the first and the last are proved in any case
+    assert (tmp_path / "0.h5").read_bytes() == (tmp_path / "1.h5").read_bytes()
 
 
 @pytest.mark.parametrize("change", [{"transform": ["mean"]}, {"dtype": "float32"}, {"seed": 1}])
