@@ -14,6 +14,7 @@ from torch import Tensor
 # more out as fresh pages every time, which cost five times as much.
 TILE_BYTES = 4 * 2**20
 _LONG_ROW = 2**18  # bytes
+_RUN = 1024  # numbers that are summed one after the other
 PIECE_BYTES = 8 * TILE_BYTES  # what meets a piece (a random matrix) is made anew for each
 
 
@@ -30,6 +31,18 @@ def squares(t: Tensor) -> Tensor:
 def as_rows(t: Tensor) -> Tensor:
     """Return (n, ...) as a matrix (n, entries), also where a sample is a single number."""
     return t.reshape(t.shape[0], prod(t.shape[1:]))
+
+
+def squared_sizes(rows: Tensor) -> Tensor:
+    """Return Σⱼ |rowsᵢⱼ|² (n,) of a matrix (n, entries), which is read once and not copied."""
+    n, entries = rows.shape
+    if entries < 2 * _RUN:
+        whole: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return whole.square()
+    count = entries // _RUN  # sums of many numbers one after the other lose digits
+    runs, rest = rows[:, : count * _RUN].reshape(n, count, _RUN), rows[:, count * _RUN :]
+    of_runs: Tensor = torch.linalg.vector_norm(runs, dim=2)
+    return of_runs.square().sum(1) + squared_sizes(rest)
 
 
 def size(t: Tensor) -> Tensor:
@@ -170,8 +183,7 @@ class Block(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,)."""
-        found = (squares(precise(t)) for _, t in self.tiles())
-        return torch.cat([t.sum(tuple(range(1, t.dim()))) if t.dim() > 1 else t for t in found])
+        return torch.cat([squared_sizes(as_rows(precise(t))) for _, t in self.tiles()])
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,), p > 0; the largest magnitude for p = inf."""
@@ -352,7 +364,7 @@ class DenseBlock(TensorBlock):
         return size(self.values)
 
     def squared_norms(self) -> Tensor:
-        return as_rows(squares(precise(self.values))).sum(1)
+        return squared_sizes(as_rows(precise(self.values)))
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
         values = precise(self.values)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks.base import Block
+from gradscope.blocks.derived import ScaledBlock
 
 FORMED_BYTES = 2**28  # bytes of dense gradients that are kept at a time, over all parameters
 
@@ -116,8 +117,13 @@ class Gradients(Mapping[str, Block]):
         return Gradients(blocks, self.index)
 
     def scale(self, factors: Tensor) -> "Gradients":
-        """Multiply sample i by `factors[i]`, (n,)."""
-        return self.map(lambda block: block.scale(factors))
+        """Multiply sample i by `factors[i]`, (n,); what is dense already is not copied for it."""
+
+        def scaled(block: Block) -> Block:
+            dense = block.held is not None
+            return ScaledBlock(block, factors) if dense else block.scale(factors)
+
+        return self.map(scaled)
 
     def select(self, rows: slice | Tensor) -> "Gradients":
         """Return the samples `rows`."""

@@ -20,6 +20,8 @@ def total(blocks: Sequence[Block]) -> Block:
     Blocks of one kind melt together: outer products and scatters are joined along their
     positions, dense blocks are added. What is left of different kinds stays a `TotalBlock`.
     """
+    if len(blocks) == 1:
+        return blocks[0]
     rows = [b for b in blocks if isinstance(b, SegmentBlock)]
     outer = [b for b in blocks if isinstance(b, OuterBlock)]
     scatter = [b for b in blocks if isinstance(b, ScatterBlock)]

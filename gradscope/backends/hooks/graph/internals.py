@@ -31,7 +31,7 @@ def edges(node: Node) -> tuple[tuple[Node | None, int], ...]:
 
 def output_shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the forward operation's outputs."""
-    return tuple(tuple(int(s) for s in m.shape) for m in node._input_metadata)
+    return tuple(tuple(map(int, m.shape)) for m in node._input_metadata)
 
 
 def output_dtypes(node: Node) -> tuple[torch.dtype, ...]:

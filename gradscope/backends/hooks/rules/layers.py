@@ -147,7 +147,8 @@ def embedding(site: Site) -> Block | None:
 
 def scatter(index: Tensor, rows: Tensor, size: int, padding: int) -> ScatterBlock:
     """Return the block of a table of `size` rows with the padding row left out."""
-    rows = torch.where((index == padding).unsqueeze(-1), torch.zeros_like(rows), rows)
+    if padding >= 0:
+        rows = rows.masked_fill((index == padding).unsqueeze(-1), 0)
     return ScatterBlock(index, rows, size)
 
 
@@ -156,8 +157,8 @@ def layer_norm(site: Site) -> Block:
     """Layer normalisation over the last axes: gᵢ = Σₜ bᵢₜ · x̂ᵢₜ and Σₜ bᵢₜ."""
     if site.slot == 2:
         return site.reduced(site.gradient)
-    standard = (site.saved("input") - site.saved("result1")) * site.saved("result2")
-    return site.reduced(site.gradient * standard)
+    standard = (site.saved("input") - site.saved("result1")).mul_(site.saved("result2"))
+    return site.reduced(standard.mul_(site.gradient))
 
 
 @node_rules.register("NativeGroupNormBackward0")
@@ -169,10 +170,9 @@ def group_norm(site: Site) -> Block:
     if site.slot == 2:
         return _channels(site, site.gradient)
     values, groups = site.saved("input"), site.saved("group")
-    shift, product = (
-        t.reshape(*t.shape[:2], -1).sum(2).unflatten(1, (groups, -1))
-        for t in (site.gradient, site.gradient * values)
-    )
+    rows, values = (t.reshape(*t.shape[:2], -1) for t in (site.gradient, values))
+    product = torch.linalg.vecdot(values, rows).unflatten(1, (groups, -1))
+    shift = rows.sum(2).unflatten(1, (groups, -1))
     mean, rstd = (site.saved(k).reshape(-1, groups, 1) for k in ("result1", "result2"))
     return _channels(site, ((product - mean * shift) * rstd).flatten(1))
 
