@@ -263,7 +263,7 @@ def _single(
     dtype = torch.promote_types(left.dtype, right.dtype)
     buffer = torch.empty(min(step, r), c, n, dtype=dtype, device=left.device)
     whole = buffer.flatten(0, 1).T
-    for rows in left.T.contiguous().unsqueeze(1).split(step):
+    for rows in torch.split(left.T.contiguous().unsqueeze(1), step):
         count = len(rows) * c
         torch.mul(rows, columns, out=buffer[: len(rows)])
         yield slice(0, n), slice(start, start + count), whole[:, :count]
