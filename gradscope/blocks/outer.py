@@ -258,12 +258,13 @@ def _single(
     Samples lie next to each other, in a buffer that stays in the caches: starting one product
     costs little, and nothing is copied on the way.
     """
-    rows, columns = left.T.contiguous(), right.T.contiguous()
-    (r, n), c = rows.shape, len(columns)
+    columns = right.T.contiguous()
+    (c, n), r = columns.shape, left.shape[1]
     dtype = torch.promote_types(left.dtype, right.dtype)
     buffer = torch.empty(min(step, r), c, n, dtype=dtype, device=left.device)
-    for first in range(0, r, step):
-        last = min(first + step, r)
-        torch.mul(rows[first:last].unsqueeze(1), columns, out=buffer[: last - first])
-        entries = slice(start + first * c, start + last * c)
-        yield slice(0, n), entries, buffer[: last - first].flatten(0, 1).T
+    whole = buffer.flatten(0, 1).T
+    for rows in torch.split(left.T.contiguous().unsqueeze(1), step):
+        count = len(rows) * c
+        torch.mul(rows, columns, out=buffer[: len(rows)])
+        yield slice(0, n), slice(start, start + count), whole[:, :count]
+        start += count

@@ -94,7 +94,7 @@ layers(
 )
 layers(
     "layer norm, scale and shift: the scale of a layer norm gets the gradient of the shift",
-    "return site.reduced(site.gradient * standard)",
+    "return site.reduced(standard.mul_(site.gradient))",
     "return site.reduced(site.gradient)",
     Asked("tokens"),
 )

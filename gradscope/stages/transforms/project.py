@@ -126,7 +126,7 @@ def _full(dim: int, kind: str, seed: int) -> Project:
             for rows, columns, entries in matrices.tiles(name, size, part, block.device):
                 inside = slice(columns.start - part.start, columns.stop - part.start)
                 # a tile's product in the gradients' own dtype, the sum over tiles in float64
-                found[samples, rows] += values[:, inside] @ entries.to(values.dtype).mT
+                found[samples, rows].add_(values[:, inside] @ entries.to(values.dtype).mT)
         return found
 
     return projected
@@ -139,13 +139,14 @@ def _added(matrices: "SparseMatrices") -> Project:
     def projected(name: str, block: Block) -> Tensor:
         size, dtype = prod(block.shape), torch.promote_types(block.dtype, torch.float64)
         found = torch.empty(block.n, matrices.rows, dtype=dtype, device=block.device)
-        step = max(1, TILE_BYTES // (2 * tile * block.dtype.itemsize))  # samples of a tile
+        step = max(1, TILE_BYTES // (4 * tile * block.dtype.itemsize))  # samples of a tile
         for start in range(0, block.n, step):
             some = block if step >= block.n else block.select(slice(start, start + step))
             total = torch.zeros(matrices.rows, some.n, dtype=dtype, device=block.device)
             near = torch.zeros_like(total, dtype=block.dtype)  # of the last tiles
             for k, (samples, part, values) in enumerate(_cut(some.pieces(), tile), 1):
-                near[:, samples] += matrices.part(name, size, part, block.device).of(values.mT)
+                pattern = matrices.part(name, size, part, block.device)
+                near[:, samples].add_(pattern.of(values.mT))  # += would copy it once more
                 if k % _CHUNKS == 0:
                     total += near
                     near.zero_()
@@ -158,8 +159,10 @@ def _added(matrices: "SparseMatrices") -> Project:
 def _cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
     """Cut pieces of more than `most` entries, where others are cut too."""
     for samples, part, values in pieces:
-        edges = range(part.start - part.start % most + most, part.stop, most)
-        inner = edges if part.stop - part.start > most else ()
+        if part.stop - part.start <= most:
+            yield samples, part, values
+            continue
+        inner = range(part.start - part.start % most + most, part.stop, most)
         for start, stop in pairwise([part.start, *inner, part.stop]):
             yield samples, slice(start, stop), values[:, start - part.start : stop - part.start]
 
