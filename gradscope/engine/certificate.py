@@ -308,7 +308,8 @@ def _apart(
 ) -> tuple[dict[str, Tensor], LargestError | None]:
     """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first of these agree, each `alone`.
 
-    That is None if there are none, or if their losses have to be looked into first.
+    That is None if there are none, or if they have to be looked into by themselves: their losses
+    differ, or their gradients, as they do where a hook of the user's is not linear in the weight.
     """
     problem, losses = answer.problem, answer.evaluation.losses
     found: list[Tensor] = []
@@ -325,7 +326,8 @@ def _apart(
     here = losses[rows.to(losses.device)]
     if not same(here, right, precision=problem.precision):
         _explain(answer, answer.batch.select(rows), here, right)
-    return total, _worst(checks) if checks and len(checks) == alone else None
+    agreement = _worst(checks)
+    return total, agreement if 0 < len(checks) == alone and agreement.passed else None
 
 
 def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:

@@ -253,6 +253,7 @@ class Rehearsals:
 
         None where the system does not tell how much memory is taken.
         """
+        self._job.load(0, min(2, most))  # data that do not fit together are the data's fault
         self.peak(1)  # what is loaded now is not the samples'
         first = self.peak(1)
         if first is None:

@@ -49,7 +49,7 @@ def example(dtype: torch.dtype, n: int = MANY, seed: int = 3) -> tuple[Gradients
         "groups": draw.outer(3, 1, 2, 3, (6, 3)),
         "scatter": scatter,
         "dense": dense,
-        "experts": draw.segments(40, 3, 4, 3, (3, 4, 3)),
+        "experts": draw.segments(40, 3, 4, 3, (3, 4, 3), everybody=True),
         "scalar": draw.dense(),
         "total": (TotalBlock((outer[0], scatter[0])), outer[1] + scatter[1]),
         "everything": (every, outer[1] + scatter[1] + dense[1]),
@@ -91,10 +91,12 @@ class Draw:
         return OuterBlock(left, right, shape), rows
 
     def segments(
-        self, m: int, k: int, r: int, c: int, shape: tuple[int, ...]
+        self, m: int, k: int, r: int, c: int, shape: tuple[int, ...], *, everybody: bool = False
     ) -> tuple[Block, np.ndarray]:
-        """Rows in any order; neither the last sample nor the last of several groups has any."""
+        """Rows in any order; the last of several groups has none, nor has the last sample."""
         sample = torch.randint(0, self.n - 1, (m,), generator=self.generator)
+        if everybody:
+            sample[: self.n] = torch.randperm(self.n, generator=self.generator)
         group = torch.randint(0, max(1, k - 1), (m,), generator=self.generator)
         left, right = (self.normal(m, width)[0] for width in (r, c))
         left = left * self.scale[sample].unsqueeze(1).to(left.dtype)
