@@ -26,6 +26,7 @@ _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it c
 _HOPELESS = 4.0  # times the default's prediction: not tried
 _ROUNDS, _MOST_ROUNDS = 3, 9  # in which all variants take turns, until times are steady
 _ALIKE = 1.2  # times the shortest: longer ones tell of the moment
+_LONG = 0.5  # seconds of trying: in such long calls a moment does not count, and more cost much
 _PATIENCE = 4.0  # times the fastest so far: what takes longer is not tried again,
 _SET_UP = 0.01  # unless within these seconds: a first call sets up kernels
 
@@ -195,11 +196,13 @@ class Tuner:
                 best = min((min(others) for others in spent.values() if others), default=0.0)
                 if not times or min(times) <= max(_SET_UP, _PATIENCE * best):
                     times.append(self._timed(variants[name].run, device)[0])
-            if taken >= _ROUNDS and all(map(_steady, spent.values())):
+            sure = taken >= _ROUNDS and all(map(_steady, spent.values()))
+            sure = sure or sum(map(sum, spent.values())) > _LONG
+            if sure:
                 break
         shown = {name: min(times) for name, times in spent.items()}
         found = min(shown, key=lambda name: shown[name])
-        if not all(map(_steady, spent.values())):  # something else keeps the machine busy
+        if not sure:  # something else keeps the machine busy
             return Chosen(key, likely, shown, measured=False)
         return Chosen(key, found if shown[found] < FASTER * shown[likely] else likely, shown)
 
