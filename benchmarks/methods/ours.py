@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -175,6 +177,22 @@ def _run(scope: Scope, setting: Setting, batches: int) -> dict[str, Any]:
     }
 
 
+def _of_children() -> float:
+    """Return the processor's seconds of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _most_resident(process: int) -> int:
+    """Return the bytes that a process has had resident at most, 0 if it is not told."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
 class _Ended(NamedTuple):
     """A process that has ended."""
 
@@ -197,14 +215,16 @@ def _command(scope: Scope, setting: Setting) -> Call:
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def run() -> _Ended:
+        before, peak = _of_children(), 0
         process = subprocess.Popen(
             [*words, "--quiet", "--overwrite", "-o", str(path)], cwd=_ROOT, env=os.environ | threads
         )
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        while process.poll() is None:  # what the system tells at the end is at least our own peak
+            peak = max(peak, _most_resident(process.pid))
+            time.sleep(0.02)
         if process.returncode:
             raise RuntimeError(f"gradscope compute ended with exit code {process.returncode}")
-        return _Ended(path, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+        return _Ended(path, _of_children() - before, peak)
 
     def result(ended: _Ended) -> Result:
         with gradscope.open(ended.path) as file:
