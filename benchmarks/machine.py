@@ -4,12 +4,12 @@ import os
 import platform
 import re
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradscope
+from gradscope.core.cache import processor
 
 _PEERS = ("opacus", "backpack-for-pytorch")
 
@@ -26,7 +26,7 @@ ISA = {
 def describe(device: str) -> dict[str, Any]:
     """Return processor, memory, threads and versions."""
     found: dict[str, Any] = {
-        "cpu": _processor(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
@@ -55,15 +55,6 @@ def line(machine: dict[str, Any]) -> str:
         f"{machine['system']}, Python {machine['python']}, "
         f"torch {machine['torch']}, gradscope {machine['gradscope']}{peers}"
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown processor"
-    names = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
 
 
 def _blas() -> str:

@@ -91,6 +91,11 @@ def power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def known_of(device: torch.device) -> Cache | None:
+    """Return what was measured on this machine, None if nothing can be kept."""
+    return Cache.of("variants", device)
+
+
 class Tuner:
     """Chooses variants while it is active, and remembers what it chose for as long as it lives.
 
@@ -123,7 +128,7 @@ class Tuner:
     @classmethod
     def remembering(cls, **options: Any) -> "Tuner":
         """Return a tuner that knows what earlier processes measured on this machine."""
-        return cls(cache=lambda device: Cache.of("variants", device), **options)
+        return cls(cache=known_of, **options)
 
     def settled(self) -> dict[str, str]:
         """Measure nothing any more; return the variant of each request that was measured and used.

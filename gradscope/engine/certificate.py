@@ -286,14 +286,14 @@ def _compared(
     elif not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
         groups = regrouped(batch, draw)
     objective = Objective.apart(batch, weights, groups)
-    with answer.timed("in other company"):
+    with answer.timed("regrouped batches"):
         try:
             right, agreement = _apart(answer, objective, groups, alone)
         except ModelError:  # it does not take any number of samples
             groups, objective = everyone, together
             right, agreement = _apart(answer, together, everyone, 0)
     if groups is everyone or after is None:
-        with answer.timed("as it is"):
+        with answer.timed("independence"):
             _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)

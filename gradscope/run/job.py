@@ -16,6 +16,7 @@ from torch import nn
 import gradscope
 from gradscope.backends import Request, backends, candidates
 from gradscope.blocks import Tuner
+from gradscope.blocks.variants import known_of
 from gradscope.config import (
     MOST,
     Compression,
@@ -26,7 +27,6 @@ from gradscope.config import (
     parse_shard,
 )
 from gradscope.core.batch import Batch
-from gradscope.core.cache import Cache
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
 from gradscope.engine import Session, Settings, request_of
@@ -89,8 +89,8 @@ class Job:
 
     def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
         """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
-        known = Cache.of("variants", self.scope.problem.device)
-        if kept is not None or known is None or not self.spec.compute.cache:
+        cached = self.spec.compute.cache and known_of(self.scope.problem.device) is not None
+        if kept is not None or not cached:
             return Tuner(measures=False, kept=kept)  # or the same run would not give the same bits
         return Tuner.remembering()
 
