@@ -275,10 +275,10 @@ def _differs(value: Any, mark: Any) -> bool:
         return bool(_mark(value, None) != mark)
     if value.shape != mark.shape or value.dtype != mark.dtype:
         return True
-    now, before = _bits(value), _bits(mark)
+    now, before = _bits(value), _bits(mark)  # compared eight at a time
     whole = len(now) - len(now) % 8
-    words = (bits[:whole].view(np.uint64) for bits in (now, before))
-    return not (np.array_equal(*words) and np.array_equal(now[whole:], before[whole:]))
+    a, b = now[:whole].view(np.uint64), before[:whole].view(np.uint64)
+    return not (np.array_equal(a, b) and np.array_equal(now[whole:], before[whole:]))
 
 
 def _has_bits(value: Any) -> bool:
