@@ -21,7 +21,7 @@ from torch import Tensor
 from gradscope.backends.base import refusing
 from gradscope.backends.loop import OUTSIDE, dense
 from gradscope.blocks import Block, Gradients
-from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squares
+from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.independence import nearby
 from gradscope.core.problem import Problem, double_precision, slopes
@@ -286,29 +286,31 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
     """Yield what is not that of the sums of single samples, in words."""
     alone = [few.select(slice(k, k + 1)).weighted_sum() for k in range(few.n)]
     right = as_rows(torch.stack(alone))  # (k, p)
+    first, second = right[0], right[min(few.n, 2) - 1]
     weights = torch.arange(1, min(few.n, 2) + 1, device=right.device).to(right.real.dtype) - 0.5
-    squared = squares(right)
     both = few.select(slice(0, 2))  # two show what a sum over samples makes of them
-    claims = {
-        "norms": (squared_norms, squared.sum(1)),
-        "squares": (both.squared_sum().flatten(), squared[:2].sum(0)),
-        "inner products": (few.dot(alone[0]), right @ right[0].conj()),
-        "rows": (as_rows(precise(few.dense())), right),
-        "scaled sums": (
-            both.scale(weights).weighted_sum().flatten(),
-            weights.to(right) @ right[:2],
-        ),
-    }
+    squared = squared_sizes(right)
     size = squared.sum().sqrt()
     bound = _bound(few, size)
-    for what, (found, wanted) in claims.items():
-        gap = torch.linalg.vector_norm(found.to(wanted) - wanted)
-        if what in ("rows", "scaled sums"):
-            most = few.n * (_slip(few) * size + _ROUNDINGS * torch.finfo(few.dtype).eps * bound)
-        else:
-            most = few.n * (2 * _slip(few) * size**2 + _lost(right, bound**2, few.dtype))
-        if not bool(gap <= most):
-            yield what
+    lost = _lost(right, bound**2, few.dtype)
+
+    def differs(found: Tensor, wanted: Tensor, most: Tensor) -> bool:
+        gap = torch.linalg.vector_norm(wanted.sub_(found.to(wanted)))  # nothing else reads it
+        return not bool(gap <= few.n * most)
+
+    most = 2 * _slip(few) * size**2 + lost
+    if differs(squared_norms, squared.clone(), most):
+        yield "norms"
+    if differs(few.dot(alone[0]), right @ first.conj(), most):
+        yield "inner products"
+    of_squares = squares(first).add_(squares(second)) if both.n == 2 else squares(first)
+    if differs(both.squared_sum().flatten(), of_squares, most):
+        yield "squares"
+    most = _slip(few) * size + _ROUNDINGS * torch.finfo(few.dtype).eps * bound
+    if differs(both.scale(weights).weighted_sum().flatten(), weights.to(right) @ right[:2], most):
+        yield "scaled sums"
+    if differs(as_rows(precise(few.dense())), right, most):
+        yield "rows"
 
 
 def _contradiction(backend: str, what: str, name: str) -> CertificateError:
