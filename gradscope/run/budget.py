@@ -277,7 +277,7 @@ def recorded(problem: Problem, batch: Batch) -> int:
     def seen(t: Tensor) -> Tensor:
         if t.layout == torch.strided:
             held[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
+        return t.detach()  # an output would hold its own node, and that it: for good
 
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda t: t):
         problem.losses(batch.detached())
