@@ -1,6 +1,6 @@
 """Inner products of two sets of gradients, a tile of one against the other at a time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
+
+Groups = Mapping[str, str]  # {parameter: the group whose products it is counted in}
 
 _PAIRS_BYTES = 2**26  # of products of factors that are in work at a time
 
@@ -40,11 +42,19 @@ class Tile:
         """The number of samples, m."""
         return len(self.places)
 
-    def with_each(self, other: Gradients) -> Tensor:
-        """Return Re⟨gᵢ, hⱼ⟩ (m, n) with the gradients h of n other samples."""
-        found = torch.zeros(self.n, other.n, dtype=torch.float64, device=self.places.device)
+    def with_each(self, other: Gradients, groups: Groups | None = None) -> dict[str, Tensor]:
+        """Return Re⟨gᵢ, hⱼ⟩ (m, n) with the gradients h of n other samples, by group.
+
+        Args:
+            other: Their gradients.
+            groups: Of each parameter; one group "" if None.
+        """
+        every: dict[str, Tensor] = {}
         for name, block in other.items():
-            top = 0
+            group, top = "" if groups is None else groups[name], 0
+            if group not in every:
+                every[group] = torch.zeros(self.n, other.n, dtype=torch.float64)
+            found = every[group]
             for part in self.parts:
                 own, rows = part.gradients[name], slice(top, top + len(part.places))
                 if _by_factors(own, block):
@@ -52,7 +62,7 @@ class Tile:
                 else:
                     self._add(found[rows], name, rows, block)
                 top = rows.stop
-        return found
+        return every
 
     def _add(self, out: Tensor, name: str, rows: slice, block: Block) -> None:
         own = self._dense(name)[rows]

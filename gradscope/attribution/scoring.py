@@ -5,21 +5,29 @@ query q would be higher, had sample i been left out of the training (Koh & Liang
 arXiv:1703.04730, equation 2 with its sign and ε = −1/N). Positive: it helps. Negative: it harms.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gradscope.attribution.curvature import Curvature
+from gradscope.attribution.curvature import (
+    Curvature,
+    adam_curvature,
+    diagonal_curvature,
+    ekfac_curvature,
+    kfac_curvature,
+)
 from gradscope.attribution.fisher import Gram, Moments
-from gradscope.attribution.products import Part, Tile, tiles
+from gradscope.attribution.products import Groups, Part, Tile, tiles
 from gradscope.attribution.sides import Side, require_same
 from gradscope.blocks import DenseBlock, Gradients
+from gradscope.blocks.layers import bias_of
 from gradscope.errors import SpecError
 
-Method = Literal["identity", "fisher", "kfac", "ekfac", "adam"]
+Method = Literal["identity", "fisher", "blockfisher", "kfac", "ekfac", "diagonal", "adam"]
 Damping = float | Literal["auto"]
 
 UNIT = (
@@ -27,6 +35,12 @@ UNIT = (
     "positive helps, negative harms"
 )
 TILE_BYTES = 2**30  # of queries, their dense rows and their scores, unless the caller says how many
+_CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
+    "kfac": ("kfac:bias=column", kfac_curvature),
+    "ekfac": ("ekfac", ekfac_curvature),
+    "diagonal": ("second_moment", diagonal_curvature),
+    "adam": ("second_moment", adam_curvature),
+}
 _LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
 _SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
 _EXACT = 2**24  # scores that are kept in float64; more of them in float32
@@ -38,8 +52,9 @@ class Settings:
     """What is asked for.
 
     Attributes:
-        curvature: H: `identity`; `fisher`, the empirical Fisher; `kfac`, `ekfac` its
-            Kronecker-factored approximations; `adam`, the optimiser's second moments.
+        curvature: H: `identity`; `fisher`, the empirical Fisher of all parameters together;
+            `blockfisher`, that of each layer by itself; `kfac`, `ekfac`, `diagonal`, its
+            approximations; `adam`, the root of the diagonal.
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto".
         memory: Bytes for a tile of queries; more of them cost more walks through the training side.
     """
@@ -69,7 +84,8 @@ class Pair:
     query: Side
     weight: float = 1.0
     before: Callable[[Gradients], Gradients] = field(default=lambda rows: rows)
-    after: Callable[[Tensor], Tensor] = field(default=lambda products: products)
+    after: Callable[[dict[str, Tensor]], Tensor] = field(default=lambda products: products[""])
+    groups: Groups | None = None  # of parameters whose products `after` needs apart
     own: Callable[[], Tensor] | None = None  # gᵢᵀ (H + λ)⁻¹ gᵢ (N,), where it costs little
     record: dict[str, Any] = field(default_factory=dict)  # what was chosen
     notes: tuple[str, ...] = ()
@@ -81,17 +97,17 @@ class Pair:
         self.record = {"curvature": method}
         if method == "identity":
             self.own = lambda: _own_products(self.train, lambda rows: rows)
-        elif method == "fisher":
+        elif method in ("fisher", "blockfisher"):
             self._bind_fisher(asked)
         else:
-            found = curvature_of(self.train, method, asked.damping)
+            found, relative = curvature_of(self.train, method, asked.damping)
             self.before = _applied(found)
-            self.record |= found.record
+            self.record |= {"damping": relative, "lambda": found.damping}
 
     def scores(self, tile: Tile, dtype: torch.dtype) -> Tensor:
         """Return the scores (m, N) of a tile of queries, in float64."""
         parts = [Part(p.places, self.before(p.gradients)) for p in tile.parts]
-        found = products_of(Tile(parts, dtype), self.train)
+        found = products_of(Tile(parts, dtype), self.train, self.groups)
         n = int(self.train.table()["finite"].sum())
         return self.after(found).mul_(self.weight / max(1, n))
 
@@ -113,13 +129,18 @@ class Pair:
                 remedy="Project each parameter (-t project:dim=4096,kind=kronecker,per=parameter), "
                 "or use --curvature ekfac.",
             )
-        gram = gram_of(self.train, self.precision(self.train.n), asked.memory)
-        n = int(self.train.table()["finite"].sum())
-        mean = float(gram.diagonal().sum()) / max(1, n) ** 2
-        relative = chosen(asked.damping, gram / max(1, n))
-        found = Gram(gram, n, relative * mean)
-        self.after, self.own = found.solved, found.self_influence
-        self.record |= {"fisher": "gram", "damping": relative, "lambda": found.damping}
+        if asked.curvature == "blockfisher":
+            self.groups = layers_of(self.train.facts.parameters)
+        products = gram_of(self.train, self.precision(self.train.n), asked.memory, self.groups)
+        n = max(1, int(self.train.table()["finite"].sum()))
+        grams = {}
+        for group, gram in products.items():
+            mean = float(gram.diagonal().sum()) / n**2
+            grams[group] = Gram(gram, n, chosen(asked.damping, gram / n) * mean)
+        self.after = lambda found: sum_of(gram.solved(found[k]) for k, gram in grams.items())
+        self.own = lambda: sum_of(gram.self_influence() for gram in grams.values())
+        damping = {k: gram.damping for k, gram in grams.items()}
+        self.record |= {"fisher": "gram", "lambda": damping.get("", damping)}
 
     def _bind_moments(self, asked: Settings) -> None:
         moments = Moments()
@@ -216,38 +237,72 @@ class Scoring:
         return found
 
 
-def products_of(tile: Tile, side: Side) -> Tensor:
-    """Return the products (m, N) of a tile with all samples of a side, 0 where one is left out."""
-    found = torch.zeros(tile.n, side.n, dtype=torch.float64)
+def products_of(tile: Tile, side: Side, groups: Groups | None = None) -> dict[str, Tensor]:
+    """Return the products (m, N) of a tile with a side by group, 0 where a sample is left out."""
+    found = _zeros(tile.n, side, groups)
     for part in side.parts():
-        found[:, part.places] = tile.with_each(part.gradients)
+        for group, products in tile.with_each(part.gradients, groups).items():
+            found[group][:, part.places] = products
     return found
 
 
-def gram_of(side: Side, dtype: torch.dtype, memory: int) -> Tensor:
-    """Return ⟨gᵢ, gⱼ⟩ (N, N) of all samples of a side, 0 where one is left out."""
-    found = torch.zeros(side.n, side.n, dtype=torch.float64)
+def gram_of(
+    side: Side, dtype: torch.dtype, memory: int, groups: Groups | None = None
+) -> dict[str, Tensor]:
+    """Return ⟨gᵢ, gⱼ⟩ (N, N) of all samples of a side by group, 0 where one is left out."""
+    found = _zeros(side.n, side, groups)
     step = max(1, memory // (2 * dtype.itemsize * side.width))
     for tile in tiles(side.parts(), side.n, step, dtype):
         whole = step >= side.n  # then every sample is in the tile
         for part in tile.parts if whole else side.parts():
-            found[tile.places.unsqueeze(1), part.places] = tile.with_each(part.gradients)
+            for group, products in tile.with_each(part.gradients, groups).items():
+                found[group][tile.places.unsqueeze(1), part.places] = products
     return found
 
 
-def curvature_of(train: Side, method: str, damping: Damping) -> Curvature:
-    """Return what applies the inverse of an approximate curvature to rows."""
-    raise NotImplementedError
+def _zeros(rows: int, side: Side, groups: Groups | None) -> dict[str, Tensor]:
+    names = [""] if groups is None else dict.fromkeys(groups.values())
+    return {name: torch.zeros(rows, side.n, dtype=torch.float64) for name in names}
 
 
-def chosen(damping: Damping, matrix: Tensor) -> float:
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor."""
+    return reduce(torch.add, tensors)
+
+
+def layers_of(names: Iterable[str]) -> Groups:
+    """Return {parameter: layer}: a bias belongs to the weight of its name."""
+    found = {name: name for name in names}
+    biases = {bias_of(name): name for name in found}
+    return {name: biases.get(name, name) for name in found}
+
+
+def curvature_of(train: Side, method: str, damping: Damping) -> tuple[Curvature, float]:
+    """Return the inverse of an approximate curvature of the training side, and its damping.
+
+    Raises:
+        SpecError: The rows are not gradients as they are.
+    """
+    if train.facts.chain != "identity":
+        raise SpecError(
+            f"{method} is a curvature of parameters, and the rows are {train.facts.chain!r}",
+            where=train.facts.name,
+            remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
+        )
+    chain, made = _CURVATURES[method]
+    relative = chosen(damping, None)
+    return made(train.aggregate(chain), relative), relative
+
+
+def chosen(damping: Damping, matrix: Tensor | None) -> float:
     """Return the relative damping."""
     return 0.1 if damping == "auto" else float(damping)
 
 
 def _applied(found: Curvature) -> Callable[[Gradients], Gradients]:
     def apply(rows: Gradients) -> Gradients:
-        return rows.of({name: DenseBlock(values) for name, values in found.apply(rows).items()})
+        made = found.apply(rows, None)
+        return rows.of({name: DenseBlock(values) for name, values in made.items()})
 
     return apply
 

@@ -23,13 +23,17 @@ from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.engine import Session, fold, settled, usable
 from gradscope.errors import ResultFileError, SpecError
-from gradscope.run import Job, plan
+from gradscope.run import Job, plan, prepare
 from gradscope.run.execute import batches, rows_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain, bind
 from gradscope.storage import GradientFile, Rows, StoredChain
 
+_SAME = {
+    "second_moment": ("square|mean",),
+    "kfac:bias=column": ("kfac:positions=mean,bias=column",),
+}
 _READ = 2**26  # bytes of rows read at a time
 
 Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint8
@@ -126,15 +130,14 @@ class FileSide:
                 yield Part(places[kept], Gradients(blocks))
 
     def aggregate(self, chain: str) -> dict[str, Tensor]:
-        wanted = "".join(chain.split())
+        same = (chain, *_SAME.get(chain, ()))
         for stored in self._file.chains:
-            if stored.reduced and "".join(stored.text.split()).partition(":")[0] == wanted:
+            if stored.reduced and "".join(stored.text.split()) in same:
                 return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
-        raise SpecError(
-            f"the file has no chain {chain!r}, and from its rows it cannot be made",
-            where=str(self._file.path),
-            remedy=f"Compute it along (-t {chain}), or give the run file instead of the result.",
-        )
+        job = prepare(training_run(self._file).computing(transform=("identity",), shard=None))
+        side = of_job(job, f"the run of {self._file.path}")
+        require_same(self.facts, side.facts)
+        return side.aggregate(chain)
 
 
 class SessionSide:

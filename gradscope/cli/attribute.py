@@ -9,7 +9,7 @@ from gradscope.cli import options
 from gradscope.core import stops
 from gradscope.errors import SpecError
 
-_CURVATURES = ("identity", "fisher", "kfac", "ekfac", "adam")
+_CURVATURES = ("identity", "fisher", "blockfisher", "kfac", "ekfac", "diagonal", "adam")
 
 
 def attribute(
