@@ -86,7 +86,9 @@ class Job:
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
         asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
-        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
+        factors = any(c.reducer is not None and c.reducer.raw for c in self.chains)
+        stored = not factors and _keeps_gradients(self.spec, self.chains)
+        return request_of(asked, left=left, stored=stored)
 
     def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
         """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
@@ -237,7 +239,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
 
 
 def require_one_pass(bound: Iterable[Chain]) -> None:
-    """Refuse chains that need the mean over all samples first: a part of a run has only its own."""
+    """Refuse chains that need a result over all samples first: a part of a run has only its own."""
     for chain in bound:
         first = chain.first_pass
         if first is not None:
@@ -246,7 +248,8 @@ def require_one_pass(bound: Iterable[Chain]) -> None:
                 "part of them has only its own",
                 where="shard",
                 remedy=f"Compute it without --shard. Or compute {first.text!r} in shards, merge "
-                "them, and give the stored vector: cosine:with=MEAN.h5:0 for cosine:to=mean.",
+                "them, and give what is stored: cosine:with=FILE.h5:0 for cosine:to=mean, "
+                "ekfac:with=FILE.h5:0 for ekfac.",
             )
 
 

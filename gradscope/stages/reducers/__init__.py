@@ -1,6 +1,13 @@
 """Reducers over samples, streamed and mergeable, one family a file."""
 
-from gradscope.stages.reducers import counts, gram, kfac, moments, order  # noqa: F401  register
+from gradscope.stages.reducers import (  # noqa: F401  each registers its reducers
+    counts,
+    ekfac,
+    gram,
+    kfac,
+    moments,
+    order,
+)
 from gradscope.stages.reducers.base import (
     Reducer,
     State,

@@ -1,0 +1,1 @@
+"""Which training samples made the model answer so."""
