@@ -48,6 +48,7 @@ class Facts:
     parameters: Mapping[str, tuple[int, ...]]
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: str
+    spec: Mapping[str, Any] | None = None  # the run, if there was one
 
 
 class Side(Protocol):
@@ -94,6 +95,7 @@ class FileSide:
             parameters=file.parameters,
             digests={k: digests.get(k) for k in ("checkpoint", "model", "dataset", "stages")},
             loss=str(file.run.get("loss", {})),
+            spec=file.run.get("spec"),
         )
 
     @property
@@ -222,7 +224,7 @@ def of_job(job: Job, name: str) -> SessionSide:
         lambda: batches(job, size),
         lambda batch, evaluation: rows_of(job, (), batch, evaluation),
         len(job.rows),
-        Facts(name, chain.text, job.shapes, job.digests, str(record["loss"])),
+        Facts(name, chain.text, job.shapes, job.digests, str(record["loss"]), record["spec"]),
     )
 
 
