@@ -136,6 +136,8 @@ def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side
         return of_scope("training samples", *source), None
     if _is_result(source):
         file = _file(source, stack)
+        if is_scores(file):
+            raise SpecError("these are scores, not gradients", where=str(file.path))
         return FileSide(file, chain), lambda: training_run(file)
     spec = load(Path(str(source)))
     if chain is not None:
