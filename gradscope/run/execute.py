@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch
-from gradscope.engine import Audits, finite_samples, fold
+from gradscope.engine import Audits, Session, finite_samples, fold
 from gradscope.errors import (
     CertificateError,
     NonFiniteError,
@@ -329,8 +329,21 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
 
 def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what is stored of a batch, not computed where a block can do it later."""
-    gradients, problem = evaluation.gradients, job.scope.problem
-    shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
+    shown = job.scope.labels.of(batch)
+    rows = (
+        None
+        if chain.reducer is not None
+        else chain.rows(evaluation.gradients, job.scope.problem, shown)
+        for chain in chains
+    )
+    table = table_of(job.scope, batch, evaluation)
+    return replace(table, id=job.dataset.ids(batch.index), chains=tuple(rows))
+
+
+def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
+    """Return what the tables keep of a batch, without ids."""
+    gradients = evaluation.gradients
+    shown = session.labels.of(batch)  # the table keeps the data's own targets
     squared, targets = gradients.squared_norms, batch.targets
     if not isinstance(targets, Tensor) or not targets.dim() or targets[0].numel() != 1:
         targets = None  # stored are only those of one number a sample
@@ -340,12 +353,7 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
         target=None if targets is None else targets.flatten(),
-        id=job.dataset.ids(batch.index),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
-        chains=tuple(
-            None if chain.reducer is not None else chain.rows(gradients, problem, shown)
-            for chain in chains
-        ),
     )
 
 
