@@ -6,7 +6,7 @@ misspelt word costs nothing.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Job:
     compression: Compression | None  # of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
+    sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
 
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""

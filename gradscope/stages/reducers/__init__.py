@@ -12,9 +12,18 @@ from gradscope.stages.reducers.base import (
     Reducer,
     State,
     add_in_place,
+    carried_bytes,
     carried_state,
     depends_on_split,
     reducers,
 )
 
-__all__ = ["Reducer", "State", "add_in_place", "carried_state", "depends_on_split", "reducers"]
+__all__ = [
+    "Reducer",
+    "State",
+    "add_in_place",
+    "carried_bytes",
+    "carried_state",
+    "depends_on_split",
+    "reducers",
+]

@@ -181,9 +181,18 @@ def carried_state(state: State, *, copy: bool = False) -> State:
     return {key: t.clone() if t is state[key] else t for key, t in carried.items()}
 
 
+def carried_bytes(state: State) -> int:
+    """Return the bytes of a state as it is carried, without making it."""
+    return sum(t.numel() * _kept(t).itemsize for t in state.values())
+
+
 def _carried(sums: Tensor) -> Tensor:
+    return sums.to(_kept(sums))
+
+
+def _kept(sums: Tensor) -> torch.dtype:
     exact = not (sums.is_floating_point() or sums.is_complex())
-    return sums if exact else sums.to(torch.promote_types(sums.dtype, torch.float64))
+    return sums.dtype if exact else torch.promote_types(sums.dtype, torch.float64)
 
 
 def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
