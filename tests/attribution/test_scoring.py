@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import gradscope
 from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
-from gradscope.attribution.scoring import layers_of
+from gradscope.attribution.methods import layers_of
 from gradscope.config import load
 from gradscope.errors import GradscopeError, OutputError, ResultFileError, SpecError
 from gradscope.run import compute, prepare
