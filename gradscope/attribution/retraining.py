@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from gradscope.errors import (
 from gradscope.run import prepare
 from gradscope.run.overlap import BatchSize, to_device
 from gradscope.sources import code
-from gradscope.storage import differences, locked, sync_folder, write, writing
+from gradscope.storage import differences, locked, put_in_place, writing
 
 PLAN = "plan.json"  # in the folder: what the retrainings are of
 _POLL = 0.1  # seconds between looks at what other processes have done
@@ -97,7 +97,13 @@ class Queries:
     def __init__(self, scores: Scores) -> None:
         where = None if scores.file is None else str(scores.file.path)
         side: Any = scores.record["query"]
-        spec = recorded_run(side.get("spec"), where).computing(transform=("identity",), shard=None)
+        if side.get("spec") is None:
+            raise ResultFileError(
+                "the scores are of models in memory, so that the queries cannot be opened again",
+                where=where,
+                remedy="Compute them by gradscope attribute, from result files or run files.",
+            )
+        spec = recorded_run(side["spec"], where).computing(transform=("identity",), shard=None)
         self._job = job = prepare(spec)
         index = scores.queries["index"]
         changed = job.digests["dataset"] != side["digests"].get("dataset")
@@ -107,7 +113,6 @@ class Queries:
                 where=str(spec.dataset.path),
                 remedy="Put the data back as they were, or compute the scores anew.",
             )
-        self.digests = {"queries": job.digests["dataset"], **_named(job.digests["loss"])}
 
     def losses(self, model: nn.Module) -> Floats:
         """Return the loss of each query (M,) by a model, in the mode it is in.
@@ -118,14 +123,12 @@ class Queries:
         """
         own, job = self._job.scope.problem, self._job
         _require_alike(own.model, model)
-        problem = replace(
-            own, model=model, parameters=dict(model.named_parameters()), state=None
-        )
+        problem = Problem(model, own.loss, dict(model.named_parameters()), own.running_statistics)
         size = BatchSize(job.batch_size, fixed=job.scope.settings.own_loss)
-        found: list[Floats] = []
-        for start in iter(lambda: sum(map(len, found)), len(job.rows)):
-            found.append(size.fitting(lambda n: self._some(problem, start, n), len(job.rows) - start))
-        losses = np.concatenate(found)
+        losses = np.empty(0)
+        while (done := len(losses)) < len(job.rows):
+            some = size.fitting(partial(self._some, problem, done), len(job.rows) - done)
+            losses = np.concatenate([losses, some])
         bad = np.flatnonzero(~np.isfinite(losses))
         if len(bad):
             raise NonFiniteError(
@@ -141,10 +144,6 @@ class Queries:
         batch = to_device(batch.to(None, dtype), problem.device)
         found: Floats = problem.losses(batch).detach().double().cpu().numpy()
         return found
-
-
-def _named(digests: Any) -> dict[str, str]:
-    return {f"loss {name}": digest for name, digest in digests.items()}
 
 
 def _require_alike(known: nn.Module, model: nn.Module) -> None:
@@ -252,9 +251,7 @@ class Retrainings:
                 raise ValueError(f"{found.dtype} {found.shape}")
         except (OSError, ValueError, EOFError) as error:
             remedy = "Delete it: the next call does this retraining anew."
-            raise ResultFileError(
-                "the file is damaged", where=str(path), remedy=remedy
-            ) from error
+            raise ResultFileError("the file is damaged", where=str(path), remedy=remedy) from error
         return np.asarray(found)
 
     def do(self, one: Retraining) -> bool:
@@ -269,13 +266,7 @@ class Retrainings:
                     return False
             try:
                 if not path.exists():
-                    data = _npy(self._trained(one))
-                    with writing(path):
-                        os.ftruncate(descriptor, 0)
-                        write(descriptor, data, 0)
-                        os.fsync(descriptor)
-                        part.replace(path)
-                        sync_folder(path)
+                    put_in_place(path, _npy(self._trained(one)), part, descriptor)
             finally:
                 part.unlink(missing_ok=True)
         return True
@@ -337,7 +328,7 @@ def _started(
     try:
         for _ in range(workers):
             told, tells = context.Pipe(duplex=False)
-            arguments = (here, asked, threads, str(Path.cwd()), tells)
+            arguments = (replace(here), asked, threads, str(Path.cwd()), tells)
             process = context.Process(target=_work, args=arguments)
             before = block(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is for this process
             try:
@@ -391,23 +382,24 @@ def _require_well(process: Any, told: Any) -> None:
 
 def identity_of(scores: Scores, fit: str, seed: int, fraction: float) -> dict[str, Any]:
     """Return what retrainings are of: the samples, the queries, and the code that trains."""
-    name = split_reference(fit)[1]
     sides = {"train": scores.samples, "queries": scores.queries}
+    query = scores.record["query"]
+    loss = str(((query.get("spec") or {}).get("loss") or {}).get("name"))
     digests = {
-        f"{key} {what}": digest
-        for key in ("train", "query")
-        for what in ("dataset",)
-        if (digest := scores.record[key]["digests"].get(what)) is not None
+        "the training data": scores.record["train"]["digests"].get("dataset"),
+        "the queries' data": query["digests"].get("dataset"),
+        **(code.code_digests(loss, "loss") if ":" in loss else {}),
+        **code.code_digests(fit, "FIT"),
     }
     return {
         "schema": "gradscope.retrainings",
         "version": 1,
-        "fit": name,
+        "fit": split_reference(fit)[1],
         "seed": seed,
         "fraction": fraction,
         **{key: _of_samples(table) for key, table in sides.items()},
-        "loss": scores.record["query"]["loss"],
-        "digests": digests | code.code_digests(fit, "FIT"),
+        "loss": query["loss"],
+        "digests": digests,
     }
 
 

@@ -255,12 +255,17 @@ def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> Sessi
 
 def training_run(file: GradientFile) -> RunSpec:
     """Return the run that a result file was computed by, as it was recorded in the file."""
+    return recorded_run(file.run.get("spec"), str(file.path))
+
+
+def recorded_run(spec: Mapping[str, Any] | None, where: str | None) -> RunSpec:
+    """Return a run from its record in the file `where`."""
     try:
-        return RunSpec.model_validate(file.run.get("spec"))
+        return RunSpec.model_validate(spec)
     except ValueError as error:
         raise ResultFileError(
             "the file does not say how it was computed, so that queries cannot be",
-            where=str(file.path),
+            where=where,
             remedy="Give a run file, or a result file with the queries' gradients.",
         ) from error
 
