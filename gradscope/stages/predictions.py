@@ -44,15 +44,20 @@ def predicted(loss: Loss, outputs: Any, targets: Any) -> Columns:
     if prod(p.shape[1:-1]) != 1:
         return {}
     p = p.reshape(n, -1)
-    known = p.isfinite().all(1)
-    columns = {"prediction": torch.where(known, p.argmax(1), NO_CLASS)}
+    top, most = p.max(1)
+    columns = {"prediction": most.where(top.isfinite(), NO_CLASS)}
     if targets.numel() == n:
-        y = targets.detach().flatten()
-        own = torch.arange(p.shape[1], device=p.device) == y[:, None]
-        odds = torch.where(own, p, 0).sum(1).log() - torch.where(own, 0, p).sum(1).log()
-        wide = torch.promote_types(outputs.dtype, torch.float32)
-        columns["margin"] = torch.where(known & own.any(1), odds, torch.nan).to(wide)
+        columns["margin"] = _margins(p, targets.detach().flatten(), outputs.dtype)
     return columns
+
+
+def _margins(p: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return log p_y - log Σ_{j≠y} p_j (n,) of p (n, c), exact also where p_y is near one."""
+    y = targets.long().clamp(0, p.shape[1] - 1)
+    own = p.gather(1, y[:, None])
+    others = p.scatter(1, y[:, None], 0).sum(1)
+    odds = (own[:, 0] / others).log().where(y == targets, torch.nan)
+    return odds.to(torch.promote_types(dtype, torch.float32))
 
 
 def one_each(targets: Any) -> bool:

@@ -18,6 +18,7 @@ from gradscope.run import compute, prepare, start
 from gradscope.run.execute import table_of
 from gradscope.stages.losses import losses
 from gradscope.stages.predictions import predicted
+from gradscope.stats import summarize
 
 MODELS = Path(__file__).parents[2] / "sample_models"
 Table = dict[str, np.ndarray]
@@ -198,3 +199,14 @@ def test_a_target_that_does_not_count_has_no_margin() -> None:
     soft = predicted(losses.get("cross_entropy"), logits, logits.softmax(1))
     assert soft.keys() == {"prediction"}
     assert soft["prediction"].tolist() == logits.argmax(1).tolist()
+
+
+def test_stats_count_the_wrong_ones(tmp_path: Path, truth: tuple[np.ndarray, np.ndarray]) -> None:
+    logits, labels = truth
+    table(tmp_path / "a.h5")
+    with gradscope.open(tmp_path / "a.h5") as file:
+        summary = summarize(file, top=4)
+    assert summary.predictions.wrong == np.mean(logits.argmax(1) != labels) > 0
+    assert summary.predictions.samples == 90
+    for row in summary.largest_losses:
+        assert row.prediction == logits.argmax(1)[row.index]
