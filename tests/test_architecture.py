@@ -22,6 +22,7 @@ LAYERS = (
     ("comparison", "stats"),
     ("extend",),
     ("run",),
+    ("attribution",),
     ("report",),
     ("cli",),
     ("__main__",),
