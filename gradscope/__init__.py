@@ -10,6 +10,7 @@ from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
     from gradscope import derivatives, extend
+    from gradscope.attribution import Scores, attribute
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
@@ -26,7 +27,9 @@ __all__ = [
     "GradscopeError",
     "Reducer",
     "Scope",
+    "Scores",
     "__version__",
+    "attribute",
     "compare",
     "derivatives",
     "expectation",
@@ -43,6 +46,8 @@ _HOMES = {
     "Comparison": ("gradscope.comparison", "Comparison"),
     "GradientFile": ("gradscope.storage", "GradientFile"),
     "Reducer": ("gradscope.stages.reducers.base", "Reducer"),
+    "Scores": ("gradscope.attribution", "Scores"),
+    "attribute": ("gradscope.attribution", "attribute"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
     "expectation": ("gradscope.scope", "expectation"),

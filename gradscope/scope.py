@@ -172,7 +172,7 @@ class Scope:
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
         batch = Batch.of(inputs, targets)
-        parts, request = self._parts(batch), Request(rows=False)
+        parts, request = self.parts(batch), Request(rows=False)
         found = self.session.repeated(
             lambda: [
                 self.evaluate(part, request, last=k == len(parts) > 1).gradients
@@ -206,8 +206,8 @@ class Scope:
         return self.session.repeated(lambda: self._expectations(texts, whole))
 
     def _expectations(self, texts: Sequence[str], whole: Batch) -> list[dict[str, Tensor]]:
-        parts = self._parts(whole)
-        chains = settled(self.session, [*map(self._chain, texts)], lambda: self._parts(whole))
+        parts = self.parts(whole)
+        chains = settled(self.session, [*map(self._chain, texts)], lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
         found = fold(self.session, parts, chains, count=count)
         if found.skipped:
@@ -242,7 +242,8 @@ class Scope:
             self._bound[text] = found
         return found
 
-    def _parts(self, batch: Batch) -> list[Batch]:
+    def parts(self, batch: Batch) -> list[Batch]:
+        """Return a batch in the parts in which it is worked through."""
         session = self.session
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each

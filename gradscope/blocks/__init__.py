@@ -23,6 +23,7 @@ from gradscope.blocks.derived import (
     SquaredBlock,
 )
 from gradscope.blocks.gradients import Evaluation, Gradients
+from gradscope.blocks.layers import Layer, belongs, bias_of, layer_of, with_ones
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock, SparseBlock
 from gradscope.blocks.segments import SegmentBlock, segmented
@@ -42,6 +43,7 @@ __all__ = [
     "Geometry",
     "Gradients",
     "KroneckerBlock",
+    "Layer",
     "MappedBlock",
     "OuterBlock",
     "PreconditionedBlock",
@@ -53,11 +55,15 @@ __all__ = [
     "SquaredBlock",
     "TotalBlock",
     "Tuner",
+    "belongs",
+    "bias_of",
     "from_factors",
+    "layer_of",
     "segmented",
     "total",
     "unmeasured",
     "wide",
+    "with_ones",
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from gradscope.cli.attribute import attribute
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
@@ -48,7 +49,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (init, check, compute, merge, compare, stats, export):
+for command in (init, check, compute, merge, compare, attribute, stats, export):
     app.command(cls=Command)(command)
 app.command("list", cls=Command)(list_)
 

@@ -45,7 +45,7 @@ class _Taken:
 
     table: StateTable
     items: Items  # its values, the objects themselves
-    marks: Items  # what tells whether a value was changed in place
+    marks: Items  # what tells whether a value was changed in place: its copy, or its fingerprint
     copies: Items  # of the values that can be put back when they are
 
     def put(self, wanted: Items) -> None:
@@ -59,7 +59,7 @@ class _Taken:
         now = self.table.read()
         moved = list(now) != list(self.items)
         moved = moved or not all(_same(now[k], v) for k, v in self.items.items())
-        return moved, {k for k, mark in self.marks.items() if _mark(self.items[k]) != mark}
+        return moved, {k for k, mark in self.marks.items() if _differs(self.items[k], mark)}
 
     def repaired(self, keys: set[Hashable]) -> list[str]:
         """Put back what was changed in place; return the names of what cannot be."""
@@ -235,8 +235,8 @@ def _take(
     items = table.read()
     chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
     copies = {k: c for k, v in chosen.items() if (c := _copy(v)) is not None}
-    marks = {k: m for k, v in chosen.items() if (m := _mark(v)) is not None} if keys is None else {}
-    return _Taken(table, items, marks, copies)
+    found = {k: _mark(v, copies.get(k)) for k, v in chosen.items()} if keys is None else {}
+    return _Taken(table, items, {k: m for k, m in found.items() if m is not None}, copies)
 
 
 def _copy(value: Any) -> Any:
@@ -256,16 +256,45 @@ def _copy(value: Any) -> Any:
     return None
 
 
-def _mark(value: Any) -> Any:
-    """Return what is another once a value has changed in place, None if it cannot."""
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
-        if value.nbytes > _READ:
-            return value._version
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return value.shape, zlib.crc32(plain.view(-1).view(torch.uint8).numpy().data)
-    if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= _READ:
-        return value.shape, zlib.crc32(np.ascontiguousarray(value).data.cast("B"))
-    return object() if isinstance(value, _ITERATORS) and _copy(value) is not None else None
+def _mark(value: Any, copied: Any) -> Any:
+    """Return what shows later that a value was changed in place, None if it cannot be."""
+    if isinstance(value, _ITERATORS):
+        return copied
+    if isinstance(value, Tensor) and value.nbytes > _READ:
+        return value._version if _has_bits(value) else None
+    if not _has_bits(value) or (isinstance(value, np.ndarray) and value.nbytes > _READ):
+        return None
+    return (value.shape, zlib.crc32(_bits(value).data)) if copied is None else copied
+
+
+def _differs(value: Any, mark: Any) -> bool:
+    """Whether a value is another than it was when it was marked; an iterator may always be."""
+    if isinstance(value, _ITERATORS):
+        return True
+    if not isinstance(mark, Tensor | np.ndarray):
+        return bool(_mark(value, None) != mark)
+    if value.shape != mark.shape or value.dtype != mark.dtype:
+        return True
+    now, before = _bits(value), _bits(mark)  # compared eight at a time
+    whole = len(now) - len(now) % 8
+    a, b = now[:whole].view(np.uint64), before[:whole].view(np.uint64)
+    return not (np.array_equal(a, b) and np.array_equal(now[whole:], before[whole:]))
+
+
+def _has_bits(value: Any) -> bool:
+    """Whether a value is an array whose numbers are its own."""
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_meta
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
+
+
+def _bits(value: Tensor | np.ndarray) -> np.ndarray:
+    """Return the bytes of an array."""
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    found: np.ndarray = plain.view(-1).view(torch.uint8).numpy()
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -280,7 +280,7 @@ def _compared(
     problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
     together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
-    if not answer.own_loss and after is None:
+    if not answer.own_loss and (after is None or len(batch) == 1):
         alone = len(chosen)
         groups = regrouped(batch, draw, chosen.tolist(), _PARTS)
     elif not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
@@ -389,7 +389,7 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     """Compare a claim with batches of one, where the batch as a whole has another gradient."""
     problem, batch = answer.problem, answer.batch
     rows = [torch.tensor([k]) for k in range(len(batch))]
-    right = {name: torch.zeros_like(value) for name, value in claim.values.items()}
+    right = {name: torch.zeros_like(claim.value(name)) for name in claim.gradients}
     for k, weight in enumerate(claim.weights):
         for name, gradient in one_sample(problem, batch.one(k))[1].items():
             right[name] += weight.to(right[name]) * gradient

@@ -121,11 +121,13 @@ def settled(
             if state is not None
         }
         if not means:
-            raise SpecError("no sample has a finite gradient, so there is no mean to start from")
+            raise SpecError("no sample has a finite gradient, so there is nothing to start from")
         ready = tuple(
             chain if chain.first_pass is None else chain.given(means[chain.first_pass.text])
             for chain in ready
         )
+    notes = (chain.reducer.note for chain in ready if chain.reducer is not None)
+    session.notes += [note for note in notes if note and note not in session.notes]
     return ready
 
 

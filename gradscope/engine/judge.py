@@ -21,7 +21,7 @@ from torch import Tensor
 from gradscope.backends.base import refusing
 from gradscope.backends.loop import OUTSIDE, dense
 from gradscope.blocks import Block, Gradients
-from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squares
+from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.independence import nearby
 from gradscope.core.problem import Problem, double_precision, slopes
@@ -70,9 +70,9 @@ NOTHING = LargestError(0.0, "", 0.0)  # where there was nothing to compare
 class Claim:
     """What a backend says about a weighted sum of n samples' gradients."""
 
+    gradients: Gradients  # of n samples
     weights: Tensor  # (n,), of the samples' losses
-    values: Mapping[str, Tensor]  # {name: Σ wᵢ gᵢ (*shape)}
-    sizes: Mapping[str, float]  # {name: (Σ wᵢ² ‖gᵢ‖²)^½}
+    sizes: Mapping[str, float]  # {name: (Σ wᵢ² ‖gᵢ‖²)^½}; without any, the norms of the sums
 
     @classmethod
     def of(cls, gradients: Gradients, weights: Tensor) -> "Claim":
@@ -82,14 +82,16 @@ class Claim:
             name: float((squares.to(value.device) * value.double()).sum().sqrt())
             for name, value in gradients.squared_norms.items()
         }
-        values = {name: block.weighted_sum(weights) for name, block in gradients.items()}
-        return cls(weights, values, sizes)
+        return cls(gradients, weights, sizes)
 
     @classmethod
     def of_one(cls, gradients: Gradients, weight: Tensor) -> "Claim":
         """Read off the gradients of a single sample, weight (1,), the norm off the sum itself."""
-        values = {name: block.weighted_sum(weight) for name, block in gradients.items()}
-        return cls(weight, values, {name: _norm(value) for name, value in values.items()})
+        return cls(gradients, weight, {})
+
+    def value(self, name: str) -> Tensor:
+        """Return Σ wᵢ gᵢ (*shape) of one parameter: all of them at a time would be a model more."""
+        return self.gradients[name].weighted_sum(self.weights)
 
 
 @dataclass(frozen=True)
@@ -160,19 +162,19 @@ def judged(
         small: Parameters of which it is known that their gradient is mere rounding.
     """
     dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
-    gaps = {name: _norm(claim.values[name] - value) for name, value in right.items()}
-    errors = {k: _relative(gap, claim.sizes[k] or _norm(right[k])) for k, gap in gaps.items()}
+    gaps, sizes = _compared(claim, right)
+    errors = {k: _relative(gap, sizes[k] or _norm(right[k])) for k, gap in gaps.items()}
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [k for k in right if not errors[k] <= tolerance]
-    noise = _noise(problem, claim, right, {k: gaps[k] for k in doubtful}, other, small)
+    noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
     doubtful = [k for k in doubtful if k not in noise]
     if doubtful and dtype != torch.float64:
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
             truth, spread = _in_float64(problem, objective, doubtful)
             dtype = torch.float64
             for k in doubtful:
-                size = max(claim.sizes[k], _norm(truth[k]))
-                errors[k] = _relative(_norm(claim.values[k] - truth[k]), size)
+                size = max(sizes[k], _norm(truth[k]))
+                errors[k] = _relative(_norm(claim.value(k) - truth[k]), size)
                 allowed[k] = max(tolerance, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
@@ -187,9 +189,22 @@ def judged(
     )
 
 
+def _compared(
+    claim: Claim, right: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far each sum is from what is right, and its size."""
+    gaps, sizes = {}, dict(claim.sizes)
+    for name, value in right.items():
+        found = claim.value(name)
+        gaps[name] = _norm(found - value)
+        if name not in sizes:
+            sizes[name] = _norm(found)
+    return gaps, sizes
+
+
 def _noise(
     problem: Problem,
-    claim: Claim,
+    sizes: Mapping[str, float],
     right: Mapping[str, Tensor],
     gaps: Mapping[str, float],
     other: Other | None,
@@ -199,7 +214,7 @@ def _noise(
 
     It is if autograd agrees with itself no better than with the claim, in other company.
     """
-    whole = math.sqrt(sum(size**2 for size in claim.sizes.values()))
+    whole = math.sqrt(sum(size**2 for size in sizes.values()))
     eps = torch.finfo(problem.precision).eps
     tiny = [k for k, gap in gaps.items() if gap <= min(_NOISE * eps, 0.05) * whole]
     digits = _LAST_DIGITS * eps * whole if problem.precision == torch.float64 else -1.0
@@ -271,29 +286,31 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
     """Yield what is not that of the sums of single samples, in words."""
     alone = [few.select(slice(k, k + 1)).weighted_sum() for k in range(few.n)]
     right = as_rows(torch.stack(alone))  # (k, p)
+    first, second = right[0], right[min(few.n, 2) - 1]
     weights = torch.arange(1, min(few.n, 2) + 1, device=right.device).to(right.real.dtype) - 0.5
-    squared = squares(right)
     both = few.select(slice(0, 2))  # two show what a sum over samples makes of them
-    claims = {
-        "norms": (squared_norms, squared.sum(1)),
-        "squares": (both.squared_sum().flatten(), squared[:2].sum(0)),
-        "inner products": (few.dot(alone[0]), right @ right[0].conj()),
-        "rows": (as_rows(precise(few.dense())), right),
-        "scaled sums": (
-            both.scale(weights).weighted_sum().flatten(),
-            weights.to(right) @ right[:2],
-        ),
-    }
+    squared = squared_sizes(right)
     size = squared.sum().sqrt()
     bound = _bound(few, size)
-    for what, (found, wanted) in claims.items():
-        gap = torch.linalg.vector_norm(found.to(wanted) - wanted)
-        if what in ("rows", "scaled sums"):
-            most = few.n * (_slip(few) * size + _ROUNDINGS * torch.finfo(few.dtype).eps * bound)
-        else:
-            most = few.n * (2 * _slip(few) * size**2 + _lost(right, bound**2, few.dtype))
-        if not bool(gap <= most):
-            yield what
+    lost = _lost(right, bound**2, few.dtype)
+
+    def differs(found: Tensor, wanted: Tensor, most: Tensor) -> bool:
+        gap = torch.linalg.vector_norm(wanted.sub_(found.to(wanted)))  # nothing else reads it
+        return not bool(gap <= few.n * most)
+
+    most = 2 * _slip(few) * size**2 + lost
+    if differs(squared_norms, squared.clone(), most):
+        yield "norms"
+    if differs(few.dot(alone[0]), right @ first.conj(), most):
+        yield "inner products"
+    of_squares = squares(first).add_(squares(second)) if both.n == 2 else squares(first)
+    if differs(both.squared_sum().flatten(), of_squares, most):
+        yield "squares"
+    most = _slip(few) * size + _ROUNDINGS * torch.finfo(few.dtype).eps * bound
+    if differs(both.scale(weights).weighted_sum().flatten(), weights.to(right) @ right[:2], most):
+        yield "scaled sums"
+    if differs(as_rows(precise(few.dense())), right, most):
+        yield "rows"
 
 
 def _contradiction(backend: str, what: str, name: str) -> CertificateError:

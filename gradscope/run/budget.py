@@ -32,6 +32,7 @@ from gradscope.errors import SpecError
 from gradscope.run.execute import Run
 from gradscope.run.job import Job, held_densely
 from gradscope.run.overlap import BatchSize
+from gradscope.stages.reducers import carried_bytes
 from gradscope.storage import PART_BYTES, Rows, Scratch, States
 
 _LARGEST = 4096  # larger batches gain nothing
@@ -164,22 +165,30 @@ class Sizes:
 
     @classmethod
     def of(cls, job: Job) -> "Sizes | None":
-        """Count what one sample takes, evaluated but not proved; None where that does not tell."""
-        rows: list[Rows] = []
+        """Count what one sample takes, evaluated but not proved; None where that does not tell.
+
+        It is counted once for a job and its rehearsals.
+        """
+        if not job.sizes:
+            job.sizes.append(cls._counted(job))
+        found: Sizes | None = job.sizes[0]
+        return found
+
+    @classmethod
+    def _counted(cls, job: Job) -> "Sizes | None":
         try:
             with rehearsal(job, verify="never") as one:
                 sample = one.load(0, 1)
                 graph = recorded(one.scope.problem, one.scope.labels.of(sample))
                 chains = settled(one.scope, one.chains, lambda: [sample])
-                run = Run(one, chains, Path(), Kept(rows), BatchSize(1))
-                run.add(sample)
+                rows, states = Run(one, chains, Path(), None, BatchSize(1)).reduced(sample, left=1)
         except Exception:  # whatever it is, the run will tell
             return None
-        blocks = [block for made in rows[0].chains for block in (made or {}).values()]
+        blocks = [block for made in rows.chains for block in (made or {}).values()]
         return cls(
             graph=graph,
             rows=sum(block.n * prod(block.shape) * block.dtype.itemsize for block in blocks),
-            states=sum(t.nbytes for state in run.states.values() for t in state.values()),
+            states=sum(map(carried_bytes, states.values())),
             gradient=sum(p.nbytes for p in job.scope.problem.parameters.values()),
         )
 
@@ -277,27 +286,13 @@ def recorded(problem: Problem, batch: Batch) -> int:
     def seen(t: Tensor) -> Tensor:
         if t.layout == torch.strided:
             held[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
+        return t.detach()  # an output would hold its own node, and that it: for good
 
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda t: t):
         problem.losses(batch.detached())
     own = chain(problem.model.parameters(), problem.model.buffers())
     others = held.keys() - {t.untyped_storage().data_ptr() for t in own}
     return sum(held[place].nbytes() for place in others)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A writer that keeps every batch in a list."""
-
-    rows: list[Rows]
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Keep the rows."""
-        self.rows.append(rows)
 
 
 class Nowhere:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch
-from gradscope.engine import Audits, finite_samples, fold
+from gradscope.engine import Audits, Session, finite_samples, fold
 from gradscope.errors import (
     CertificateError,
     NonFiniteError,
@@ -200,30 +200,9 @@ class Run:
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
-        left = len(self.job.rows) - self.done
-        made: list[tuple[Rows, State]] = []
-
-        def sink(batch: Batch, evaluation: Evaluation) -> None:
-            rows = rows_of(self.job, self.chains, batch, evaluation)
-            made.append((rows, self._overflowed(rows)))
-
-        reduced = {
-            str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None
-        }
-        reduced[MEAN_GRADIENT] = self.job.scope.labels.chain(bind("mean"))
-        found = fold(
-            self.job.scope,
-            [part],
-            [*reduced.values()],
-            sink,
-            request=self.job.request(left=-(-left // n)),
-            ordinal=self.done // (self.progress.batch_size or n),
-            count=1 if n == left else None,
-        )
-        ((rows, overflowed),) = made
-        states = {k: s for k, s in zip(reduced, found.states, strict=True) if s is not None}
-        del found
-        self._carry(reduced, states)
+        rows, states = self.reduced(part, left=len(self.job.rows) - self.done)
+        overflowed = states.pop(NONFINITE, {})
+        self._carry(states)
         if overflowed:
             self.states[NONFINITE] = overflowed
         choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
@@ -239,13 +218,46 @@ class Run:
         self.done += n
         return n
 
-    def _carry(self, chains: Mapping[str, Chain], batch: dict[str, State]) -> None:
+    def reduced(self, batch: Batch, left: int) -> tuple[Rows, dict[str, State]]:
+        """Compute a batch; return its rows, and by owner its own states and all NONFINITE so far.
+
+        Args:
+            batch: Any samples.
+            left: How many there are to come, these included.
+        """
+        made: list[tuple[Rows, State]] = []
+
+        def sink(batch: Batch, evaluation: Evaluation) -> None:
+            rows = rows_of(self.job, self.chains, batch, evaluation)
+            made.append((rows, self._overflowed(rows)))
+
+        n, chains = len(batch), self._reduced
+        found = fold(
+            self.job.scope,
+            [batch],
+            [*chains.values()],
+            sink,
+            request=self.job.request(left=-(-left // n)),
+            ordinal=self.done // (self.progress.batch_size or n),
+            count=1 if n == left else None,
+        )
+        ((rows, overflowed),) = made
+        states = {k: s for k, s in zip(chains, found.states, strict=True) if s is not None}
+        return rows, states | ({NONFINITE: overflowed} if overflowed else {})
+
+    @property
+    def _reduced(self) -> dict[str, Chain]:
+        """The chains with a reducer, by owner of a state."""
+        found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
+        return found | {MEAN_GRADIENT: self.job.scope.labels.chain(bind("mean"))}
+
+    def _carry(self, batch: dict[str, State]) -> None:
         """Add the states of a batch to those of the batches before, sums in place.
 
         Whatever may run out of memory comes first: then nothing has changed.
         """
         self.writer.wait()  # it may still write what changes now
-        sums, whole = {}, {}
+        sums, whole, chains = {}, {}, self._reduced
         for key in list(batch):
             reducer, own, before = chains[key].reducer, batch.pop(key), self.states.get(key)
             assert reducer is not None
@@ -317,8 +329,21 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
 
 def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what is stored of a batch, not computed where a block can do it later."""
-    gradients, problem = evaluation.gradients, job.scope.problem
-    shown = job.scope.labels.of(batch)  # the table keeps the data's own targets
+    shown = job.scope.labels.of(batch)
+    rows = (
+        None
+        if chain.reducer is not None
+        else chain.rows(evaluation.gradients, job.scope.problem, shown)
+        for chain in chains
+    )
+    table = table_of(job.scope, batch, evaluation)
+    return replace(table, id=job.dataset.ids(batch.index), chains=tuple(rows))
+
+
+def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
+    """Return what the tables keep of a batch, without ids."""
+    gradients = evaluation.gradients
+    shown = session.labels.of(batch)  # the table keeps the data's own targets
     squared, targets = gradients.squared_norms, batch.targets
     if not isinstance(targets, Tensor) or not targets.dim() or targets[0].numel() != 1:
         targets = None  # stored are only those of one number a sample
@@ -328,12 +353,7 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
         target=None if targets is None else targets.flatten(),
-        id=job.dataset.ids(batch.index),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
-        chains=tuple(
-            None if chain.reducer is not None else chain.rows(gradients, problem, shown)
-            for chain in chains
-        ),
     )
 
 

@@ -6,7 +6,7 @@ misspelt word costs nothing.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Job:
     compression: Compression | None  # of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
+    sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
 
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""
@@ -85,7 +86,9 @@ class Job:
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
         asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
-        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
+        factors = any(c.reducer is not None and c.reducer.raw for c in self.chains)
+        stored = not factors and _keeps_gradients(self.spec, self.chains)
+        return request_of(asked, left=left, stored=stored)
 
     def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
         """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
@@ -236,7 +239,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
 
 
 def require_one_pass(bound: Iterable[Chain]) -> None:
-    """Refuse chains that need the mean over all samples first: a part of a run has only its own."""
+    """Refuse chains that need a result over all samples first: a part of a run has only its own."""
     for chain in bound:
         first = chain.first_pass
         if first is not None:
@@ -245,7 +248,8 @@ def require_one_pass(bound: Iterable[Chain]) -> None:
                 "part of them has only its own",
                 where="shard",
                 remedy=f"Compute it without --shard. Or compute {first.text!r} in shards, merge "
-                "them, and give the stored vector: cosine:with=MEAN.h5:0 for cosine:to=mean.",
+                "them, and give what is stored: cosine:with=FILE.h5:0 for cosine:to=mean, "
+                "ekfac:with=FILE.h5:0 for ekfac.",
             )
 
 
@@ -268,9 +272,7 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
-    stored = dict.fromkeys(
-        Path(s.arguments["with"].rpartition(":")[0]) for s in stages if "with" in s.arguments
-    )
+    stored = dict.fromkeys(path for stage in stages for path in stage.files.values())
     found: dict[str, str] = {}
     for digests in (
         *(code.code_digests(name, "stage") for name in own),

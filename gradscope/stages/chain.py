@@ -3,9 +3,9 @@
 `clip:max_norm=1 | mean` is E[T(g)]; `mean | clip:max_norm=1` is T(E[g]). After a reducer the
 aggregate is treated as a batch of one, so the same transforms serve on both sides.
 
-Some transforms need the mean of what reaches them before they can act on a sample (`center`). Such
-a chain says which chain is to be computed first (`first_pass`) and is then completed with its
-result (`given`).
+Some transforms need the mean of what reaches them before they can act on a sample (`center`), and
+some reducers the result of another one (`ekfac`). Such a chain says which chain is to be computed
+first (`first_pass`) and is then completed with its result (`given`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -77,15 +77,21 @@ class Chain:
             if isinstance(step, NeedsMean):
                 stages = (*self.stages[:k], Stage("mean"))
                 return Chain(stages, self.before[:k], reducers.get("mean")())
-        return None
+        if self.reducer is None or self.reducer.earlier is None:
+            return None
+        earlier = self.reducer.earlier
+        return Chain(
+            (*self.stages[: len(self.before)], earlier.stage), self.before, earlier.reducer
+        )
 
-    def given(self, mean: Mapping[str, Tensor]) -> "Chain":
-        """Complete the first transform that waits for the mean of what reaches it."""
+    def given(self, found: Mapping[str, Tensor]) -> "Chain":
+        """Complete the first stage that waits with the result of `first_pass`."""
         for k, step in enumerate(self.before):
             if isinstance(step, NeedsMean):
-                completed = (*self.before[:k], step.given(mean), *self.before[k + 1 :])
+                completed = (*self.before[:k], step.given(found), *self.before[k + 1 :])
                 return replace(self, before=completed)
-        raise AssertionError("no transform waits for a mean")
+        assert self.reducer is not None and self.reducer.earlier is not None
+        return replace(self, reducer=self.reducer.earlier.given(found))
 
     def rows(
         self, gradients: Gradients, problem: Problem | None = None, batch: Batch | None = None
@@ -200,8 +206,9 @@ def bind(
             after.append(made)
     if reducer is None and reduced:
         stages, reducer = (*stages, Stage("mean")), reducers.get("mean")()
-    files = any(".py:" in stage.name or "with" in stage.arguments for stage in stages)
-    lasting = not files and not any(isinstance(step, NeedsMean) for step in before)
+    files = any(".py:" in stage.name or stage.files for stage in stages)
+    waits = reducer is not None and reducer.earlier is not None
+    lasting = not (files or waits or any(isinstance(step, NeedsMean) for step in before))
     return Chain(stages, tuple(before), reducer, tuple(after), lasting)
 
 

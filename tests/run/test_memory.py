@@ -1,10 +1,12 @@
 """Memory: how much there is, how much a run takes, and the batch size that follows."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +281,26 @@ def test_what_one_sample_tells_is_counted(tmp_path: Path) -> None:
     assert busy & (busy - 1) == 0
     assert busy * one <= 2**28 * max(2, torch.get_num_threads()) < 2 * busy * one
     assert job.scope.certificate is None and not job.scope.notes
+
+
+def test_what_was_counted_is_let_go_of(tmp_path: Path) -> None:
+    job = prepare(spec(write(tmp_path)))
+    held: list[weakref.ref[Any]] = []
+
+    def tanh(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        found = output.tanh()  # whose node saves it
+
+        def hook(g: torch.Tensor) -> None: ...
+
+        found.register_hook(hook)  # lives as long as the node
+        held.append(weakref.ref(hook))
+        return found
+
+    first = next(m for m in job.scope.problem.model.modules() if isinstance(m, torch.nn.Linear))
+    with first.register_forward_hook(tanh):
+        assert recorded(job.scope.problem, job.load(0, 2)) > 0
+    gc.collect()
+    assert held and all(hook() is None for hook in held)
 
 
 def recorded_without(folder: Path) -> int:

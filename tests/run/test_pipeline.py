@@ -129,6 +129,41 @@ def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert path.read_bytes() == (tmp_path / "straight.h5").read_bytes()
 
 
+def test_a_reducer_of_two_passes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """With drawn labels, which belong to the samples; and any batch size has the same result."""
+    options = {"transform": ["ekfac", "kfac:bias=column"], "labels": "sampled", "samples": ":60"}
+    straight, path, other = (tmp_path / f"{name}.h5" for name in ("straight", "broken", "other"))
+    compute(prepare(spec(batch_size=9, **options)), straight)
+    compute(prepare(spec(batch_size=60, **options)), other)
+    with suppress(ZeroDivisionError), start(prepare(spec(batch_size=9, **options)), path) as run:
+        for count, batch in enumerate(run.remaining()):
+            run.add(batch)
+            if count == 2:
+                raise ZeroDivisionError
+    compute(prepare(spec(batch_size=9, **options)), path, resume=True)
+    assert path.read_bytes() == straight.read_bytes()
+    found, again = contents(straight), contents(other)
+    total = sum(v.sum() for k, v in found.items() if k.startswith("chains/0/") and "values" in k)
+    np.testing.assert_allclose(total, (found["samples/norm"] ** 2).mean(), rtol=1e-12)
+    for key, values in found.items():
+        if key.startswith("chains/1/") or key.endswith(".eigenvalues"):
+            least = 1e-9 * np.abs(values).max()
+            np.testing.assert_allclose(again[key], values, rtol=1e-6, atol=least, err_msg=key)
+
+
+def test_rows_take_no_factors_from_kfac(tmp_path: Path) -> None:
+    both = [["kfac", "identity"], ["identity"], ["kfac"]]
+    for k, chains in enumerate(both):
+        asked = spec("text_transformer", transform=chains, samples=":16")
+        compute(prepare(asked), tmp_path / f"{k}.h5")
+    together, rows, factors = (contents(tmp_path / f"{k}.h5") for k in range(3))
+    for key, values in together.items():
+        kind, number, *name = key.split("/")
+        alone = factors if number == "0" else rows
+        right = alone["/".join([kind, "0", *name])] if kind == "chains" else rows[key]
+        np.testing.assert_allclose(values, right, rtol=1e-9, atol=1e-13, err_msg=key)
+
+
 def test_kernels_are_measured_once_and_a_run_keeps_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ A result that is no tensor of the parameter's own shape is called NAME.word ("fc
 parameter is a leaf of the tree of modules, so no other parameter's name begins with NAME and a dot.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from math import prod
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
 from gradscope.blocks.base import wide
+from gradscope.core.grammar import Stage
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 
@@ -31,6 +32,20 @@ _TRIED, _CUTS = 7, ((0, 3), (3, 4), (4, 7))  # made-up samples, and the parts th
 _TOLERANCE = 1e-6  # of the largest number of its kind
 
 
+class Earlier(NamedTuple):
+    """What a reducer waits for: the result of another one over all samples.
+
+    Attributes:
+        stage: The other reducer as it is written.
+        reducer: The other reducer.
+        given: From its result to the reducer that was waiting.
+    """
+
+    stage: Stage
+    reducer: "Reducer"
+    given: Callable[[Mapping[str, Tensor]], "Reducer"]
+
+
 class Reducer(NamedTuple):
     """An expectation-like summary over samples.
 
@@ -41,6 +56,8 @@ class Reducer(NamedTuple):
         raw: It reads the raw gradients' structure, so no transform may stand before it.
         powers: The sums over samples it asks the gradients for (`Gradients.power_sum`).
         additive: Every entry of the state is a sum over samples, and `merge` is `added`.
+        earlier: What it waits for, if it does: until that is given it cannot start.
+        note: What is to be said of its result.
     """
 
     start: Callable[[Gradients], State]
@@ -49,6 +66,8 @@ class Reducer(NamedTuple):
     raw: bool = False
     powers: frozenset[int] = frozenset()
     additive: bool = False
+    earlier: Earlier | None = None
+    note: str = ""
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
@@ -162,9 +181,18 @@ def carried_state(state: State, *, copy: bool = False) -> State:
     return {key: t.clone() if t is state[key] else t for key, t in carried.items()}
 
 
+def carried_bytes(state: State) -> int:
+    """Return the bytes of a state as it is carried, without making it."""
+    return sum(t.numel() * _kept(t).itemsize for t in state.values())
+
+
 def _carried(sums: Tensor) -> Tensor:
+    return sums.to(_kept(sums))
+
+
+def _kept(sums: Tensor) -> torch.dtype:
     exact = not (sums.is_floating_point() or sums.is_complex())
-    return sums if exact else sums.to(torch.promote_types(sums.dtype, torch.float64))
+    return sums.dtype if exact else torch.promote_types(sums.dtype, torch.float64)
 
 
 def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
@@ -195,6 +223,9 @@ def depends_on_split(reducer: Reducer) -> str | None:
     """
     for gradients in (_made_up(), _made_up(broken=True)):
         try:
+            if reducer.earlier is not None:
+                first = reducer.earlier.reducer
+                reducer = reducer.earlier.given(first.result(first.start(gradients)))
             whole = reducer.result(carried_state(reducer.start(gradients)))
             several = (gradients.select(slice(*cut)).asked(reducer.powers) for cut in _CUTS)
             states = (carried_state(reducer.start(some)) for some in several)

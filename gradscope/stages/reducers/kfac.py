@@ -5,6 +5,9 @@ for a convolution, time steps for a shared layer), with a the activation and b t
 Martens and Grosse 2015 (arXiv:1503.05671) take E[b bᵀ] ⊗ E[a aᵀ] for E[vec(g) vec(g)ᵀ]; with
 several positions, and these taken as independent, it is E[Σₜ b bᵀ] ⊗ E[(1/T) Σₜ a aᵀ] (Grosse and
 Martens 2016, arXiv:1602.01407; "expand" in Eschenhagen et al. 2023, arXiv:2311.00636).
+
+A bias whose gradient is Σₜ b belongs to the same layer: with (a, 1) in the place of a, both are one
+block (Grosse and Martens 2016, section 2).
 """
 
 from typing import Literal
@@ -12,20 +15,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients, wide
+from gradscope.blocks import Block, Gradients, SegmentBlock, belongs, bias_of, wide, with_ones
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
     Part,
     Reducer,
     State,
-    for_each_parameter,
+    added,
+    count,
+    joined,
+    parts,
     reducers,
 )
 
 
 @reducers.register("kfac")
-def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
+def kfac(
+    positions: Literal["mean", "sum"] = "mean", bias: Literal["separate", "column"] = "separate"
+) -> Reducer:
     """Kronecker factors NAME.A, NAME.B of each layer's Fisher block; NAME.diagonal without them.
 
     B ⊗ A approximates the block E[vec(g) vec(g)ᵀ] for a gradient read row by row (A ⊗ B read
@@ -40,14 +48,11 @@ def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
     factor or destroys both: nothing should come before.
 
     With `positions=mean`, A = (1/NT) Σᵢₜ a aᵀ; with `sum`, A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
+
+    With `bias=column` a bias whose gradient is Σₜ b in every sample is the last column of its
+    weight: the activations are (a, 1), A is (c + 1, c + 1), and the bias has nothing of its own.
+    Where a weight is stored inputs first it is the last row, and B is (r + 1, r + 1).
     """
-
-    def result(part: Part, n: Tensor) -> dict[str, Tensor]:
-        if "squares" in part:
-            return {"diagonal": part["squares"] / n}
-        return {"A": part["a"] / (part["t"] if positions == "mean" else n), "B": part["b"] / n}
-
-    made = for_each_parameter(_sums, None, result)
 
     def start(gradients: Gradients) -> State:
         if all(block.kind != "outer" for block in gradients.values()):
@@ -56,7 +61,11 @@ def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
                 f"{', '.join(gradients)} is",
                 remedy="Use the backend hooks, and kfac without a transform before it.",
             )
-        return made.start(gradients)
+        every = {}
+        for name, block in gradients.items():
+            own = gradients.get(bias_of(name) or "") if bias == "column" else None
+            every[name] = _sums(block, own)
+        return joined(count(gradients), every)
 
     def merge(a: State, b: State) -> State:
         differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
@@ -65,29 +74,68 @@ def kfac(positions: Literal["mean", "sum"] = "mean") -> Reducer:
                 f"{', '.join(sorted(differing))}: an outer product in one batch and not in another",
                 remedy="Use one backend, and batches of one form.",
             )
-        return made.merge(a, b)
+        return added(a, b)
 
-    def in_order(state: State) -> dict[str, Tensor]:
-        found = made.result(state).items()
-        return dict(sorted(found, key=lambda item: item[0].endswith(".diagonal")))
+    def result(state: State) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        diagonals: dict[str, Tensor] = {}
+        inside: set[str | None] = set()
+        for name, part in parts(state).items():
+            if "squares" in part:
+                diagonals[name] = part["squares"] / state["n"]
+                continue
+            a, b, has_bias = _with_bias(part)
+            inside |= {bias_of(name)} if has_bias else set()
+            found[f"{name}.A"] = a / (part["t"] if positions == "mean" else state["n"])
+            found[f"{name}.B"] = b / state["n"]
+        rest = {f"{name}.diagonal": v for name, v in diagonals.items() if name not in inside}
+        return found | rest
 
-    return Reducer(start, merge, in_order, raw=True)
+    return Reducer(start, merge, result, raw=True)
 
 
-def _sums(block: Block) -> Part:
-    """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ and the number of positions, a few samples at a time."""
+def _sums(block: Block, bias: Block | None) -> Part:
+    """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ and the number of positions, a few samples at a time.
+
+    With a bias, of (a, 1) and of (b, 1); and of how many samples it is not Σₜ b, and not Σₜ a.
+    """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum()}
     step = max(1, TILE_BYTES // max(1, (block.factored_size or 1) * 16))
-    found: Part = {"t": torch.zeros((), dtype=torch.float64, device=block.device)}
+    found: Part = {}
     for start in range(0, block.n, step):
-        factors = wide(block.select(slice(start, start + step))).factors()
-        assert factors is not None  # of an outer product
-        left, right = factors.tensors.values()
-        found["t"] = found["t"] + len(left) * left.shape[2]
-        for key, factor in (("a", right), ("b", left)):
-            rows = factor.transpose(0, 1).flatten(1, 2)  # (k, n·t, ·)
-            moments = rows.mT @ rows.conj()  # with one group (f, f), else (k, f, f)
-            moments = moments[0] if len(moments) == 1 else moments
-            found[key] = found[key] + moments if key in found else moments
-    return {key: found[key] for key in "abt"}
+        rows = slice(start, start + step)
+        left, right = _positions(wide(block.select(rows)))
+        more = {"t": torch.tensor(float(left.shape[1]), dtype=torch.float64, device=block.device)}
+        if bias is not None:
+            factors = block.select(rows).factors()
+            assert factors is not None  # of an outer product
+            sides = [~belongs(bias.select(rows), f) for f in factors.tensors.values()]
+            more["apart"] = torch.stack(sides).sum(1)
+            left, right = with_ones(left), with_ones(right)
+        for key, values in (("a", right), ("b", left)):
+            moments = values.mT @ values.conj()  # with one group (f, f), else (k, f, f)
+            more[key] = moments[0] if len(moments) == 1 else moments
+        found = {key: found[key] + value for key, value in more.items()} if found else more
+    return {key: found[key] for key in ("a", "b", "t", "apart") if key in found}
+
+
+def _positions(block: Block) -> tuple[Tensor, Tensor]:
+    """Return the factors left (k, m, r) and right (k, m, c) of all samples' m positions."""
+    if isinstance(block, SegmentBlock):  # nothing is padded there
+        return block.left.unsqueeze(0), block.right.unsqueeze(0)
+    factors = block.factors()
+    assert factors is not None  # of an outer product
+    left, right = (f.transpose(0, 1).flatten(1, 2) for f in factors.tensors.values())
+    return left, right
+
+
+def _with_bias(part: Part) -> tuple[Tensor, Tensor, bool]:
+    """Return the sums A and B of the layer with its bias where that belongs to it, and whether."""
+    a, b = part["a"], part["b"]
+    if "apart" not in part:
+        return a, b, False
+    beside, below = (part["apart"] == 0).tolist()
+    below = below and not beside
+    a = a if beside else a[..., :-1, :-1]
+    return a, b if below else b[..., :-1, :-1], beside or below

@@ -1,0 +1,167 @@
+"""Whose doing is a prediction: scores of training samples for queries, from exact gradients."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from gradscope.attribution.methods import Damping, Method, Settings
+from gradscope.attribution.scores import (
+    Ranked,
+    Scores,
+    ScoreWriter,
+    in_memory,
+    is_scores,
+    open_scores,
+    writing_scores,
+)
+from gradscope.attribution.scoring import UNIT, Pair, Scoring
+from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
+from gradscope.attribution.summary import ScoreSummary, summarize_scores
+from gradscope.config import load
+from gradscope.errors import SpecError
+from gradscope.run import prepare
+from gradscope.storage import GradientFile, open_file
+
+__all__ = [
+    "UNIT",
+    "Damping",
+    "Method",
+    "Ranked",
+    "ScoreSummary",
+    "ScoreWriter",
+    "Scores",
+    "Scoring",
+    "Settings",
+    "attribute",
+    "in_memory",
+    "is_scores",
+    "open_scores",
+    "opened",
+    "summarize_scores",
+    "writing_scores",
+]
+
+Source = str | Path | GradientFile | tuple[Any, ...]
+
+
+def attribute(
+    train: Source,
+    query: Source,
+    curvature: Method = "auto",
+    damping: Damping = "auto",
+    *,
+    chain: str | None = None,
+    checkpoints: Sequence[Source] = (),
+    weights: Sequence[float] | None = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+) -> Scores:
+    """Score each training sample for each query; see `gradscope.attribution.scoring`.
+
+    Args:
+        train: A result file with rows (or the path of one), the path of a run file whose gradients
+            are computed on the way, or (scope, inputs, targets).
+        query: Likewise, of the same model; or the path of data, with the training side's run.
+        curvature: See `Settings`.
+        damping: Relative to the mean eigenvalue of the curvature, or "auto".
+        chain: Which chain of a training file, by number or text; the first with rows if None.
+        checkpoints: More training sides, of other checkpoints; scores are summed over all.
+        weights: Of each checkpoint; equal ones that sum to 1 if None.
+        output: Where to write them; they stay in memory if None.
+        overwrite: Replace an output that exists.
+
+    Raises:
+        SpecError: The sides cannot be compared, or an option does not fit.
+        InputError: Something cannot be read.
+    """
+    with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
+        scoring = Scoring(pairs, Settings(curvature, damping))
+        if output is None:
+            return in_memory(scoring)
+        with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
+            for _ in writer.remaining():
+                pass
+            writer.finish()
+    return open_scores(output)
+
+
+@contextmanager
+def opened(
+    train: Source,
+    query: Source,
+    *,
+    chain: str | None = None,
+    checkpoints: Sequence[Source] = (),
+    weights: Sequence[float] | None = None,
+    samples: str | None = None,
+) -> Iterator[list[Pair]]:
+    """Open both sides, at each checkpoint.
+
+    Args:
+        train: See `attribute`.
+        query: See `attribute`; with several checkpoints no result file.
+        chain: See `attribute`.
+        checkpoints: See `attribute`.
+        weights: See `attribute`.
+        samples: "A:B", which queries, where they are computed.
+    """
+    sources = [train, *checkpoints]
+    if weights is not None and len(weights) != len(sources):
+        raise SpecError(f"{len(weights)} weights were given for {len(sources)} checkpoints")
+    if len(sources) > 1 and _is_result(query):
+        raise SpecError(
+            "a result file has the queries' gradients at one checkpoint",
+            where=str(query),
+            remedy="Give a run file or the data: the gradients are computed at each checkpoint.",
+        )
+    with ExitStack() as stack:
+        pairs = []
+        for k, source in enumerate(sources):
+            side, run = _training(source, chain, stack)
+            other = _query(query, side, run, samples, stack)
+            weight = 1 / len(sources) if weights is None else weights[k]
+            pairs.append(Pair(side, other, weight))
+        yield pairs
+
+
+def _is_result(source: Source) -> bool:
+    return isinstance(source, GradientFile) or (
+        isinstance(source, str | Path) and Path(source).suffix in (".h5", ".hdf5")
+    )
+
+
+def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side, Any]:
+    """Return the training side, and what tells its run."""
+    if isinstance(source, tuple):
+        return of_scope("training samples", *source), None
+    if _is_result(source):
+        file = _file(source, stack)
+        if is_scores(file):
+            raise SpecError("these are scores, not gradients", where=str(file.path))
+        return FileSide(file, chain), lambda: training_run(file)
+    spec = load(Path(str(source)))
+    if chain is not None:
+        spec = spec.computing(transform=(chain,))
+    return of_job(prepare(spec), str(source)), lambda: spec
+
+
+def _query(source: Source, train: Side, run: Any, samples: str | None, stack: ExitStack) -> Side:
+    if isinstance(source, tuple):
+        return of_scope("queries", *source)
+    if _is_result(source):
+        if samples is not None:
+            raise SpecError("a result file has its samples already", remedy="Leave --samples out.")
+        return FileSide(_file(source, stack), train.facts.chain)
+    if run is None:
+        raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))
+    spec = query_run(Path(str(source)), run(), train.facts.chain)
+    if samples is not None:
+        spec = spec.computing(samples=samples)
+    return of_job(prepare(spec), str(source))
+
+
+def _file(source: Source, stack: ExitStack) -> GradientFile:
+    if isinstance(source, GradientFile):
+        return source
+    return stack.enter_context(open_file(Path(str(source))))

@@ -1,0 +1,138 @@
+"""Inner products of two sets of gradients, a tile of one against the other at a time."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks import Block, Gradients
+
+Groups = Mapping[str, str]  # {parameter: the group whose products it is counted in}
+
+_PAIRS_BYTES = 2**26  # of products of factors that are in work at a time
+
+
+class Part(NamedTuple):
+    """Some samples of a side."""
+
+    places: Tensor  # (b,) int64, which of the side's samples they are
+    gradients: Gradients  # theirs, all finite
+
+
+class Tile:
+    """Some samples' gradients, whose products with any others are taken.
+
+    A block's dense rows are formed once, and only where products of factors do not cost less.
+
+    Args:
+        parts: The samples.
+        dtype: What products are taken in: float32 or float64.
+    """
+
+    def __init__(self, parts: list[Part], dtype: torch.dtype) -> None:
+        none = torch.empty(0, dtype=torch.int64)
+        self.places = torch.cat([none, *(part.places for part in parts)])
+        self.parts, self._dtype = parts, dtype
+        self._rows: dict[str, Tensor] = {}
+
+    @property
+    def n(self) -> int:
+        """The number of samples, m."""
+        return len(self.places)
+
+    def with_each(self, other: Gradients, groups: Groups | None = None) -> dict[str, Tensor]:
+        """Return Re⟨gᵢ, hⱼ⟩ (m, n) with the gradients h of n other samples, by group.
+
+        Args:
+            other: Their gradients.
+            groups: Of each parameter; one group "" if None.
+        """
+        every: dict[str, Tensor] = {}
+        for name, block in other.items():
+            group, top = "" if groups is None else groups[name], 0
+            if group not in every:
+                every[group] = torch.zeros(self.n, other.n, dtype=torch.float64)
+            found = every[group]
+            for part in self.parts:
+                own, rows = part.gradients[name], slice(top, top + len(part.places))
+                if _by_factors(own, block):
+                    _add_by_factors(found[rows], own, block, self._dtype)
+                else:
+                    self._add(found[rows], name, rows, block)
+                top = rows.stop
+        return every
+
+    def _add(self, out: Tensor, name: str, rows: slice, block: Block) -> None:
+        own = self._dense(name)[rows]
+        for samples, part, values in block.pieces():
+            width = slice(part.start, part.stop)
+            if values.is_complex():
+                width = slice(2 * part.start, 2 * part.stop)
+            out[:, samples] += own[:, width] @ real_rows(values, self._dtype).mT
+
+    def _dense(self, name: str) -> Tensor:
+        if name not in self._rows:
+            every = [part.gradients[name].dense() for part in self.parts]
+            self._rows[name] = torch.cat([real_rows(rows, self._dtype) for rows in every])
+        return self._rows[name]
+
+
+def real_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (n, ...) as real rows (n, entries); the parts of complex numbers are own entries."""
+    flat = values.reshape(len(values), prod(values.shape[1:]))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).flatten(1)
+    return flat.to(dtype)
+
+
+def tiles(parts: Iterable[Part], n: int, most: int, dtype: torch.dtype) -> Iterator[Tile]:
+    """Yield all n samples of a side, so many places at a time; those left out are in no tile."""
+    held: list[Part] = []
+    end = most
+    for part in parts:
+        rest = part
+        while len(rest.places):
+            cut = int((rest.places < end).sum())
+            if cut:
+                held.append(rest if cut == len(rest.places) else _some(rest, slice(0, cut)))
+            if cut == len(rest.places):
+                break
+            rest = _some(rest, slice(cut, len(rest.places)))
+            yield Tile(held, dtype)
+            held, end = [], end + most
+    while end - most < n:
+        yield Tile(held, dtype)
+        held, end = [], end + most
+
+
+def _some(part: Part, rows: slice) -> Part:
+    return Part(part.places[rows], part.gradients.select(rows))
+
+
+def _by_factors(a: Block, b: Block) -> bool:
+    """Whether products of factors take fewer multiplications than products of dense rows."""
+    if a.kind != "outer" or b.kind != "outer" or a.dtype.is_complex or b.dtype.is_complex:
+        return False
+    first, second = a.factors(), b.factors()
+    if first is None or second is None:
+        return False
+    (_, k, t, r), (_, _, _, c) = (x.shape for x in first.tensors.values())
+    s = second.tensors["left"].shape[2]
+    return k * t * s * (r + c + 1) < prod(a.shape)
+
+
+def _add_by_factors(out: Tensor, a: Block, b: Block, dtype: torch.dtype) -> None:
+    """Add Σ over positions t, s of ⟨leftᵢₜ, leftⱼₛ⟩ ⟨rightᵢₜ, rightⱼₛ⟩ to `out` (m, n)."""
+    first, second = a.factors(), b.factors()
+    assert first is not None and second is not None  # `_by_factors` has seen them
+    own = [x.to(dtype).transpose(0, 1) for x in first.tensors.values()]  # (k, m, t, ·)
+    others = [x.to(dtype).transpose(0, 1).flatten(1, 2).mT for x in second.tensors.values()]
+    (k, m, t, _), width = own[0].shape, others[0].shape[2]
+    step = max(1, _PAIRS_BYTES // (2 * dtype.itemsize * max(1, k * t * width)))
+    for start in range(0, m, step):
+        rows = slice(start, start + step)
+        pairs = own[0][:, rows].flatten(1, 2) @ others[0]
+        pairs *= own[1][:, rows].flatten(1, 2) @ others[1]
+        out[rows] += pairs.reshape(k, -1, t, b.n, width // b.n).sum((0, 2, 4))

@@ -1,0 +1,278 @@
+"""Scores: in memory or in a file, with the samples that they are of.
+
+A score file is a result file whose samples are the queries: chain 0 has the rows `scores` (M, N),
+chain 1 the table of the training samples.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradscope.attribution.scoring import Scoring
+from gradscope.attribution.sides import Facts, Table
+from gradscope.blocks import DenseBlock, Gradients
+from gradscope.errors import ResultFileError, SpecError
+from gradscope.storage import (
+    ChainPlan,
+    FilePlan,
+    GradientFile,
+    Rows,
+    Writer,
+    open_file,
+    open_writer,
+)
+
+SCORES, TRAINING = "scores", "training samples"  # of a score file: the texts of its chains
+_CERTIFICATE = {"verified": False, "verdict": "scores: their gradients were proved where computed"}
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Some training samples of a query, the first of them first.
+
+    Attributes:
+        places: Their rows in the training side (k,).
+        scores: Theirs (k,).
+    """
+
+    places: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of M queries with N training samples.
+
+    Attributes:
+        values: (M, N), float32 where they are many, NaN of what is left out; of a file, read by row
+            when asked for.
+        queries: {column: (M,)}, the sample table of the queries.
+        samples: {column: (N,)}, that of the training samples; `self_influence` where known.
+        record: What was chosen: curvature, damping, unit, digests.
+    """
+
+    values: Any
+    queries: Mapping[str, NDArray[Any]]
+    samples: Mapping[str, NDArray[Any]]
+    record: Mapping[str, Any]
+    file: GradientFile | None = field(default=None, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, N)."""
+        m, n = self.values.shape
+        return int(m), int(n)
+
+    def row(self, query: int) -> NDArray[np.float64]:
+        """Return the scores (N,) of the query in row `query`, in float64.
+
+        Raises:
+            SpecError: There is no such query.
+        """
+        if not 0 <= query < self.shape[0]:
+            raise SpecError(f"there is no query {query}; there are {self.shape[0]:,}, from 0")
+        return np.asarray(self.values[query], dtype=np.float64)
+
+    def helpful(self, query: int, k: int = 10) -> Ranked:
+        """Return the k training samples without which the query's loss would rise most."""
+        return _ranked(self.row(query), k, -1.0)
+
+    def harmful(self, query: int, k: int = 10) -> Ranked:
+        """Return the k training samples without which the query's loss would fall most."""
+        return _ranked(self.row(query), k, 1.0)
+
+    def sums(self, column: str | NDArray[Any] = "target") -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the values (c,) of a column of the training samples, and scores (M, c) by them.
+
+        Args:
+            column: Its name, or one value for each training sample (N,): a class, a source.
+
+        Raises:
+            SpecError: There is no such column, or it is of another length.
+        """
+        if isinstance(column, str) and column not in self.samples:
+            known = ", ".join(self.samples)
+            raise SpecError(f"no column {column!r}", remedy=f"Columns: {known}.")
+        by = np.asarray(self.samples[column] if isinstance(column, str) else column)
+        if by.shape != (self.shape[1],):
+            raise SpecError(f"one value a training sample is needed, {self.shape[1]:,} in all")
+        found, of = np.unique(by, return_inverse=True)
+        member = np.zeros((len(by), len(found)))
+        member[np.arange(len(by)), of] = 1.0
+        rows = (np.nan_to_num(self.row(q)) @ member for q in range(self.shape[0]))
+        return found, np.stack(list(rows))
+
+    def close(self) -> None:
+        """Close the file, if the scores are in one."""
+        if self.file is not None:
+            self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.close()
+
+    @classmethod
+    def of(cls, file: GradientFile) -> Self:
+        """Return the scores in an open score file.
+
+        Raises:
+            ResultFileError: It is a result file of another kind.
+        """
+        if not is_scores(file):
+            raise ResultFileError(
+                "the file holds no scores",
+                where=str(file.path),
+                remedy="Give the file that gradscope attribute -o wrote.",
+            )
+        samples = {name: np.asarray(array[...]) for name, array in file.chains[1].items()}
+        return cls(file.chains[0]["scores"], file.samples, samples, file.run["attribution"], file)
+
+
+def is_scores(file: GradientFile) -> bool:
+    """Whether a result file holds scores."""
+    return (
+        [chain.text for chain in file.chains] == [SCORES, TRAINING]
+        and isinstance(file.run.get("attribution"), dict)
+        and "scores" in file.chains[0]
+        and "index" in file.chains[1]
+    )
+
+
+def open_scores(path: str | Path) -> Scores:
+    """Open a score file; use it in a `with` statement.
+
+    Raises:
+        ResultFileError: It cannot be read, or is of another kind.
+    """
+    file = open_file(path)
+    try:
+        return Scores.of(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def in_memory(scoring: Scoring) -> Scores:
+    """Score everything, and return it."""
+    found = torch.cat([rows.to(scoring.dtype) for _, rows in scoring.rows()])
+    first = scoring.pairs[0]
+    return Scores(
+        values=found.numpy(),
+        queries=_plain(first.query.table()),
+        samples=_plain(_training(scoring)),
+        record={**scoring.record, **_facts(scoring)},
+    )
+
+
+class ScoreWriter:
+    """Writes scores to a file, a tile of queries at a time."""
+
+    def __init__(self, scoring: Scoring, writer: Writer, run: dict[str, Any]) -> None:
+        self.scoring, self._writer, self._run = scoring, writer, run
+
+    def remaining(self) -> Iterator[slice]:
+        """Write one tile after the other; yield which queries it was."""
+        query = self.scoring.pairs[0].query
+        self._run["attribution"] |= self.scoring.record  # the first tile lays the file out
+        for part, scores in self.scoring.rows():
+            table = {k: v[part] for k, v in query.table(part.stop).items()}
+            rows = Gradients({"scores": DenseBlock(scores.to(self.scoring.dtype))})
+            self._writer.append(
+                Rows(
+                    index=table["index"],
+                    loss=table["loss"],
+                    norm=table["norm"],
+                    finite=table["finite"],
+                    target=table.get("target"),
+                    id=table.get("id"),
+                    chains=(rows, None),
+                )
+            )
+            yield part
+
+    def finish(self) -> None:
+        """Complete the file."""
+        table = _training(self.scoring)
+        columns = {k: v for k, v in table.items() if v.dim() == 1}  # texts are in the other file
+        numbers = {k: v.to(torch.uint8) if v.dtype == torch.bool else v for k, v in columns.items()}
+        self._writer.finish({1: numbers}, _CERTIFICATE)
+
+
+@contextmanager
+def writing_scores(
+    scoring: Scoring, path: Path, *, overwrite: bool = False, resume: bool = False
+) -> Iterator[ScoreWriter]:
+    """Open a score file for writing; yields what writes it.
+
+    Raises:
+        OutputError: It cannot be written, is there already, or belongs to another attribution.
+    """
+    facts = _facts(scoring)
+    asked = {"curvature": scoring.asked.curvature, "damping": str(scoring.asked.damping)}
+    run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
+    first = scoring.pairs[0]
+    plan = FilePlan(
+        run=run,
+        fingerprint={**asked, **json.loads(json.dumps(facts, default=str))},
+        attributes={},
+        n=first.query.n,
+        parameters={},
+        chains=(ChainPlan(SCORES, False), ChainPlan(TRAINING, True)),
+        dtype=scoring.dtype,
+        layout="dense",
+    )
+    with open_writer(path, plan, overwrite=overwrite, resume=resume) as writer:
+        scoring.done = writer.completed
+        yield ScoreWriter(scoring, writer, run)
+
+
+def _training(scoring: Scoring) -> Table:
+    table = dict(scoring.pairs[0].train.table())
+    own = scoring.self_influence()
+    return table if own is None else table | {"self_influence": own}
+
+
+def _facts(scoring: Scoring) -> dict[str, Any]:
+    pairs = [(pair.train.facts, pair.query.facts) for pair in scoring.pairs]
+    sides = {"train": pairs[0][0], "query": pairs[0][1]}
+    more = [_told(train) for train, _ in pairs[1:]]
+    return {**{k: _told(v) for k, v in sides.items()}, **({"more": more} if more else {})}
+
+
+def _told(facts: Facts) -> dict[str, Any]:
+    return {
+        "source": facts.name,
+        "chain": facts.chain,
+        "digests": dict(facts.digests),
+        "loss": facts.loss,
+    }
+
+
+def _plain(table: Table) -> dict[str, NDArray[Any]]:
+    found = {}
+    for name, column in table.items():
+        values = column.numpy()
+        if values.ndim == 2:  # texts, with zeros behind
+            encoded = np.ascontiguousarray(values).view(f"S{values.shape[1]}")[:, 0]
+            values = np.char.decode(encoded, "utf-8")
+        found[name] = values
+    return found
+
+
+def _ranked(scores: NDArray[np.float64], k: int, sign: float) -> Ranked:
+    keys = np.where(np.isfinite(scores), sign * scores, np.inf)
+    k = min(k, int(np.isfinite(scores).sum()))
+    best = np.argpartition(keys, k - 1)[:k] if 0 < k < len(keys) else np.arange(len(keys))[:k]
+    if k == len(keys):
+        best = np.arange(len(keys))
+    best = best[np.lexsort((best, keys[best]))][:k]
+    return Ranked(best.astype(np.int64), scores[best])

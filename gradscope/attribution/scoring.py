@@ -1,0 +1,154 @@
+"""Scores of every query with every training sample, a tile of queries at a time.
+
+s(q, i) = (1/N) g_qᵀ (H + λ)⁻¹ gᵢ over N training samples: to first order, by how much the loss of
+query q would be higher, had sample i been left out of the training (Koh & Liang 2017,
+arXiv:1703.04730, equation 2 with its sign and ε = −1/N). Positive: it helps. Negative: it harms.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.attribution.methods import (
+    Curved,
+    Settings,
+    curved,
+    precision,
+    products_of,
+    sum_of,
+)
+from gradscope.attribution.products import Part, Tile, tiles
+from gradscope.attribution.sides import Side, require_same
+from gradscope.errors import SpecError
+
+UNIT = (
+    "the change of the query's loss if the training sample had been left out, to first order: "
+    "positive helps, negative harms"
+)
+_EXACT = 2**24  # scores that are kept in float64; more of them in float32
+
+
+@dataclass
+class Pair:
+    """The two sides at one checkpoint.
+
+    Args:
+        train: The training samples.
+        query: The queries.
+        weight: What its scores are times, where several are added.
+    """
+
+    train: Side
+    query: Side
+    weight: float = 1.0
+
+    def bound(self, asked: Settings) -> "Comparing":
+        """Find the curvature of the training side.
+
+        Raises:
+            SpecError: The sides do not fit each other, or the curvature does not fit the rows.
+        """
+        notes = require_same(self.train.facts, self.query.facts)
+        return Comparing(self, curved(self.train, asked), notes)
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """Two sides, and the curvature by which they are compared."""
+
+    pair: Pair
+    curved: Curved
+    notes: tuple[str, ...]
+
+    @property
+    def finite(self) -> Tensor:
+        """Which training samples are not left out (N,)."""
+        return self.pair.train.table()["finite"]
+
+    def scores(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """Return the scores (m, N) of a tile of queries in float64, NaN of what is left out."""
+        parts = [Part(p.places, self.curved.before(p.gradients)) for p in tile.parts]
+        products = products_of(Tile(parts, dtype), self.pair.train, self.curved.groups)
+        found = self.curved.after(products)
+        found *= self.pair.weight / max(1, int(self.finite.sum()))
+        found[:, ~self.finite] = torch.nan
+        return found
+
+    def self_influence(self) -> Tensor | None:
+        """Return s(i, i) (N,) where it costs little, NaN of what is left out."""
+        if self.curved.own is None:
+            return None
+        found = self.curved.own() * (self.pair.weight / max(1, int(self.finite.sum())))
+        found[~self.finite] = torch.nan
+        return found
+
+
+class Scoring:
+    """An attribution under way: tiles of queries in, rows of scores out.
+
+    Args:
+        pairs: One a checkpoint; the scores are the sum over them, each by its weight.
+        asked: What is asked for.
+        done: Queries that are scored already.
+
+    Raises:
+        SpecError: Sides do not fit each other, or the curvature does not fit the rows.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], asked: Settings, done: int = 0) -> None:
+        if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
+            raise SpecError("the checkpoints are of different numbers of samples")
+        self.pairs, self.asked, self.done = pairs, asked, done
+        self._every = [pair.bound(asked) for pair in pairs]
+        first = pairs[0]
+        each = 8 * first.train.width + 12 * first.train.n
+        self.step = max(1, min(first.query.n, asked.memory // each))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the scores are kept in."""
+        few = self.pairs[0].train.n * self.pairs[0].query.n <= _EXACT
+        return torch.float64 if few else torch.float32
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What was chosen, for the result."""
+        each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
+        return {"unit": UNIT, "checkpoints": each}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth a line."""
+        lost = int((~self._every[0].finite).sum())
+        told = [f"{lost:,} training samples without a finite gradient are left out"] if lost else []
+        return tuple(dict.fromkeys([*(n for one in self._every for n in one.notes), *told]))
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (queries, their scores (m, N) in float64); NaN of what is left out."""
+        n, m = self.pairs[0].train.n, self.pairs[0].query.n
+        dtypes = [precision(pair.train, self.step) for pair in self.pairs]
+        walks = [
+            tiles(pair.query.parts(), m, self.step, dtype)
+            for pair, dtype in zip(self.pairs, dtypes, strict=True)
+        ]
+        for start in range(0, m, self.step):
+            each = [next(walk) for walk in walks]
+            queries = slice(start, min(start + self.step, m))
+            if queries.stop <= self.done:
+                continue
+            found = torch.zeros(queries.stop - start, n, dtype=torch.float64)
+            for one, tile, dtype in zip(self._every, each, dtypes, strict=True):
+                own = torch.full_like(found, torch.nan)
+                if tile.n:
+                    own[tile.places - start] = one.scores(tile, dtype)
+                found += own
+            yield queries, found
+
+    def self_influence(self) -> Tensor | None:
+        """Return s(i, i) (N,) where it costs little, NaN of what is left out."""
+        found = [one.self_influence() for one in self._every]
+        known = [own for own in found if own is not None]
+        return sum_of(known) if len(known) == len(found) else None

@@ -1,0 +1,359 @@
+"""The two sides of an attribution, training samples and queries: rows of a file, or computed.
+
+A side can be walked through any number of times. Samples whose gradient is not finite are left out
+of the walk and stay in the table, where `finite` says so.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from gradscope.attribution.products import Part
+from gradscope.blocks import DenseBlock, Gradients
+from gradscope.config import RunSpec, load, resolve
+from gradscope.core.batch import Batch
+from gradscope.core.grammar import parse
+from gradscope.engine import Session, fold, settled, usable
+from gradscope.errors import ResultFileError, SpecError
+from gradscope.run import Job, plan, prepare
+from gradscope.run.execute import batches, rows_of, table_of
+from gradscope.run.overlap import BatchSize
+from gradscope.scope import Scope
+from gradscope.stages.chain import Chain, bind
+from gradscope.storage import GradientFile, Rows, StoredChain
+
+_SAME = {
+    "second_moment": ("square|mean",),
+    "kfac:bias=column": ("kfac:positions=mean,bias=column",),
+}
+_READ = 2**26  # bytes of rows read at a time
+
+Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint8
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What two sides must have in common, and what is told of each."""
+
+    name: str  # where it comes from
+    chain: str  # what happened to each gradient
+    parameters: Mapping[str, tuple[int, ...]]
+    digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
+    loss: str
+
+
+class Side(Protocol):
+    """Samples with their gradients."""
+
+    @property
+    def facts(self) -> Facts:
+        """What they are of."""
+
+    @property
+    def n(self) -> int:
+        """How many there are, finite or not."""
+
+    @property
+    def width(self) -> int:
+        """The numbers of a row."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each entry of a row."""
+
+    @property
+    def cheap(self) -> bool:
+        """Whether a second walk costs little."""
+
+    def table(self, stop: int | None = None) -> Table:
+        """Return index, loss, norm, finite, each (stop,); target, id, ... where there are any."""
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the finite samples, in order."""
+
+    def aggregate(self, chain: str) -> dict[str, Tensor]:
+        """Return the result of a chain with a reducer over all samples."""
+
+
+class FileSide:
+    """The rows of a chain in a result file."""
+
+    cheap = True
+
+    def __init__(self, file: GradientFile, chain: str | None) -> None:
+        self._file = file
+        self._rows = _chosen(file, chain)
+        digests = file.run.get("digests", {})
+        self.facts = Facts(
+            name=str(file.path),
+            chain=self._rows.text,
+            parameters=file.parameters,
+            digests={k: digests.get(k) for k in ("checkpoint", "model", "dataset", "stages")},
+            loss=str(file.run.get("loss", {})),
+        )
+
+    @property
+    def n(self) -> int:
+        return self._file.n
+
+    @property
+    def width(self) -> int:
+        return sum(map(prod, self.shapes().values()))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape[1:] for name, array in self._rows.items()}
+
+    def table(self, stop: int | None = None) -> Table:
+        return {name: column[:stop] for name, column in self._table.items()}
+
+    @cached_property
+    def _table(self) -> Table:
+        known = ("index", "loss", "norm", "finite", "target", "prediction", "margin", "id")
+        columns = {k: self._file.samples[k] for k in known if k in self._file.samples}
+        found = {k: _column(v) for k, v in columns.items()}
+        found["finite"] = found["finite"].bool()
+        return found
+
+    def parts(self) -> Iterator[Part]:
+        row = sum(prod(a.shape[1:]) * a.dtype.itemsize for a in self._rows.values())
+        step = max(1, _READ // max(1, row))
+        for start in range(0, self.n, step):
+            places = torch.arange(start, min(start + step, self.n))
+            kept = self._table["finite"][places]
+            read = {k: torch.from_numpy(a[start : start + step]) for k, a in self._rows.items()}
+            kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
+            self._table["finite"][places] = kept  # also where a stage has overflowed
+            if bool(kept.any()):
+                some = {k: v if bool(kept.all()) else v[kept] for k, v in read.items()}
+                blocks = {name: DenseBlock(values) for name, values in some.items()}
+                yield Part(places[kept], Gradients(blocks))
+
+    def aggregate(self, chain: str) -> dict[str, Tensor]:
+        same = (chain, *_SAME.get(chain, ()))
+        for stored in self._file.chains:
+            if stored.reduced and "".join(stored.text.split()) in same:
+                return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
+        job = prepare(training_run(self._file).computing(transform=("identity",), shard=None))
+        side = of_job(job, f"the run of {self._file.path}")
+        require_same(self.facts, side.facts)
+        return side.aggregate(chain)
+
+
+class SessionSide:
+    """Samples whose gradients are computed on each walk; none of them is stored.
+
+    Args:
+        session: Computes them.
+        chain: What happens to each.
+        walk: Starts a walk through all batches.
+        rows: Returns what is kept in the table of a batch and its evaluation.
+        n: The number of samples.
+        facts: What they are of.
+    """
+
+    cheap = False
+
+    def __init__(
+        self,
+        session: Session,
+        chain: Chain,
+        walk: Callable[[], Iterable[Batch]],
+        rows: Callable[..., Rows],
+        n: int,
+        facts: Facts,
+    ) -> None:
+        self.facts, self.n = facts, n
+        self._session, self._walk, self._table_of = session, walk, rows
+        self._chain = chain
+        self._ready: Chain | None = None
+        self._seen: list[Rows] = []
+
+    @property
+    def width(self) -> int:
+        return sum(map(prod, self.shapes().values()))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found = dict(self.facts.parameters)
+        for stage in parse(self._chain.text):
+            if stage.name == "project":
+                dim = int(stage.arguments["dim"])
+                if stage.arguments.get("per") != "parameter":
+                    return {"project": (dim,)}
+                found = {name: (min(dim, prod(shape)),) for name, shape in found.items()}
+        return found
+
+    def table(self, stop: int | None = None) -> Table:
+        wanted = self.n if stop is None else stop
+        if sum(len(rows.index) for rows in self._seen) < wanted:
+            for _ in self.parts():
+                pass
+        every = [rows.samples for rows in self._seen]
+        return {name: _joined([one[name] for one in every])[:wanted] for name in every[0]}
+
+    def parts(self) -> Iterator[Part]:
+        session = self._session
+        if self._ready is None:
+            self._ready = settled(session, [self._chain], self._walk)[0]
+        chain, start, self._seen = self._ready, 0, []
+        for ordinal, batch in enumerate(self._walk()):
+            stop = start + len(batch)
+            evaluation = session.evaluate(batch, ordinal=ordinal, last=stop == self.n)
+            rows = self._table_of(batch, evaluation)
+            self._seen.append(rows)
+            kept = usable(session, batch, evaluation)
+            if kept is not None:
+                places = torch.arange(start, stop)[rows.finite.cpu()]
+                yield Part(places, chain.rows(*kept))
+            start = stop
+
+    def aggregate(self, chain: str) -> dict[str, Tensor]:
+        session = self._session
+        bound = settled(session, [bind(chain)], self._walk)
+        state = fold(session, self._walk(), bound).states[0]
+        if state is None:
+            raise SpecError("no sample has a finite gradient", where=self.facts.name)
+        return bound[0].result(state)
+
+
+def of_job(job: Job, name: str) -> SessionSide:
+    """Return the samples of a run, with the first of its chains that keeps rows."""
+    chain = next((c for c in job.chains if c.reducer is None), None) or bind("identity")
+    size = BatchSize(plan(job).samples, fixed=job.scope.settings.own_loss)
+    record = job.record()
+    return SessionSide(
+        job.scope,
+        chain,
+        lambda: batches(job, size),
+        lambda batch, evaluation: rows_of(job, (), batch, evaluation),
+        len(job.rows),
+        Facts(name, chain.text, job.shapes, job.digests, str(record["loss"])),
+    )
+
+
+def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSide:
+    """Return samples in memory, whose gradients a scope computes."""
+    session, whole = scope.session, Batch.of(inputs, targets)
+    shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
+    return SessionSide(
+        session,
+        bind("identity"),
+        lambda: scope.parts(whole),
+        partial(table_of, session),
+        len(whole),
+        Facts(name, "identity", shapes, {}, ""),
+    )
+
+
+def training_run(file: GradientFile) -> RunSpec:
+    """Return the run that a result file was computed by, as it was recorded in the file."""
+    try:
+        return RunSpec.model_validate(file.run.get("spec"))
+    except ValueError as error:
+        raise ResultFileError(
+            "the file does not say how it was computed, so that queries cannot be",
+            where=str(file.path),
+            remedy="Give a run file, or a result file with the queries' gradients.",
+        ) from error
+
+
+def query_run(path: Path, like: RunSpec, chain: str) -> RunSpec:
+    """Return the run for the queries in a run file, a dataset spec or a data file.
+
+    A run file is taken as it is, with the training side's chain and parameters; data are put in the
+    place of those that the training run had.
+    """
+    asked = {
+        "transform": (chain,),
+        "parameters": like.compute.parameters,
+        "shard": None,
+        "labels": "data",
+        "batch_size": None,
+    }
+    if path.suffix == ".toml" and "model" in _sections(path):
+        return load(path).computing(**asked)
+    plain = like.model_dump(mode="json")
+    given = {k: plain[k] for k in ("model", "checkpoint", "loss", "compute")}
+    given["dataset"] = {"path": path}
+    if path.suffix != ".toml":
+        own = like.dataset.model_dump(mode="json", exclude_defaults=True)
+        given["dataset"] |= {k: v for k, v in own.items() if k not in ("path", "select", "id")}
+    given["compute"] |= {"samples": None}
+    given = {k: {n: v for n, v in table.items() if v is not None} for k, table in given.items()}
+    return resolve(None, given).computing(samples=None, **asked)
+
+
+def _sections(path: Path) -> set[str]:
+    import tomllib
+
+    try:
+        return set(tomllib.loads(path.read_text(encoding="utf-8-sig")))
+    except (OSError, ValueError):
+        return set()  # who loads it tells what is wrong
+
+
+def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
+    """Return the chain with rows that is asked for by number or text; the first one by default."""
+    rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
+    known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
+    for k, chain in rows.items():
+        if asked is None or "".join(asked.split()) in (str(k), "".join(chain.text.split())):
+            return chain
+    wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
+    raise SpecError(
+        f"the file has {wanted}",
+        where=str(file.path),
+        remedy=f"Chains with rows in it: {known}. Compute it with -t identity or -t project:...",
+    )
+
+
+def _column(values: np.ndarray) -> Tensor:
+    """Return a column of the sample table; texts as UTF-8 (n, w), with zeros behind a text."""
+    if values.dtype.kind != "U":
+        return torch.from_numpy(np.ascontiguousarray(values))
+    encoded = np.char.encode(values, "utf-8")
+    width = max(1, encoded.dtype.itemsize)
+    return torch.from_numpy(encoded.view(np.uint8).reshape(len(values), width).copy())
+
+
+def _joined(columns: list[Tensor]) -> Tensor:
+    if columns[0].dim() == 1:
+        return torch.cat([c.cpu() for c in columns])
+    width = max(c.shape[1] for c in columns)  # of texts
+    padded = [F.pad(c.cpu(), (0, width - c.shape[1])) for c in columns]
+    return torch.cat(padded)
+
+
+def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
+    """Refuse queries of another model, checkpoint or chain; return what is worth a note.
+
+    Raises:
+        SpecError: They cannot be compared.
+    """
+    differing = [
+        f"the {what} is another"
+        for what in ("checkpoint", "model", "stages")
+        if {what} <= train.digests.keys() & query.digests.keys()
+        and train.digests[what] != query.digests[what]
+    ]
+    if train.chain != query.chain:
+        differing.append(f"the chain is {train.chain!r} there and {query.chain!r} here")
+    names = train.parameters.keys() ^ query.parameters.keys()
+    if names or dict(train.parameters) != dict(query.parameters):
+        shown = ", ".join(sorted(names)[:3]) or "shapes"
+        differing.append(f"the parameters differ ({shown})")
+    if differing:
+        raise SpecError(
+            f"its gradients cannot be compared with those of {train.name}: {'; '.join(differing)}",
+            where=query.name,
+            remedy="Compute both from one checkpoint, with one model and one chain.",
+        )
+    if train.loss != query.loss:
+        return (f"the queries are measured by another loss: {query.loss}, trained: {train.loss}",)
+    return ()

@@ -1,0 +1,125 @@
+"""Layers: a weight whose gradient has factors, and the bias that belongs to it, as one matrix.
+
+Where a bias is added to what a weight makes, its gradient is the sum over positions of the output
+gradients, Σₜ bₜ, which are one factor of the weight's gradient Σₜ bₜ ⊗ aₜ. Both together are the
+gradient Σₜ bₜ ⊗ (aₜ, 1) of one matrix (o, i + 1). That is read off the numbers, not the modules.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscope.blocks.base import Block, precise
+from gradscope.blocks.gradients import Gradients
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Layer(NamedTuple):
+    """A weight, and perhaps its bias, read as k matrices (r, c).
+
+    Attributes:
+        weight: The name of the weight.
+        bias: The name of the bias that is in the matrices, if any is.
+        sizes: (k, r, c), the bias counted.
+        below: The bias is their last row, as where a weight is stored inputs first; else it is
+            their last column.
+    """
+
+    weight: str
+    bias: str | None
+    sizes: tuple[int, int, int]
+    below: bool = False
+
+    def factors(self, gradients: Gradients) -> tuple[Tensor, Tensor] | None:
+        """Return left (n, k, t, r) and right (n, k, t, c), with ones where the bias is.
+
+        None where the weight has no factors in this batch, or the bias is not their sum.
+        """
+        found = gradients[self.weight].factors()
+        if found is None or found.kind != "outer":
+            return None
+        left, right = found.tensors.values()
+        if self.bias is not None:
+            if not bool(belongs(gradients[self.bias], right if self.below else left).all()):
+                return None
+            left, right = (with_ones(left), right) if self.below else (left, with_ones(right))
+        sizes = (left.shape[1], left.shape[-1], right.shape[-1])
+        return (left, right) if sizes == self.sizes else None
+
+    def dense(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return the matrices (n, k, r, c) of {name: (n, *shape)}."""
+        weight = rows[self.weight]
+        (k, r, c), n = self.sizes, len(weight)
+        if self.bias is None:
+            return weight.reshape(n, k, r, c)
+        shape, axis = ((n, k, r - 1, c), 2) if self.below else ((n, k, r, c - 1), 3)
+        own = weight.reshape(shape)
+        return torch.cat([own, rows[self.bias].reshape(n, k, -1).unsqueeze(axis).to(own)], axis)
+
+    def apart(self, matrices: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+        """Return {name: (n, *shape)} of the matrices (n, k, r, c)."""
+        n, axis = len(matrices), 2 if self.below else 3
+        if self.bias is None:
+            return {self.weight: matrices.reshape(n, *shapes[self.weight])}
+        size = matrices.shape[axis] - 1
+        weight, bias = matrices.narrow(axis, 0, size), matrices.narrow(axis, size, 1)
+        return {
+            self.weight: weight.reshape(n, *shapes[self.weight]),
+            self.bias: bias.reshape(n, *shapes[self.bias]),
+        }
+
+
+def bias_of(weight: str) -> str | None:
+    """Return what the bias of a weight is called: "bias" where "weight" is, in the last word."""
+    path, dot, word = weight.rpartition(".")
+    return f"{path}{dot}{word.replace('weight', 'bias')}" if "weight" in word else None
+
+
+def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> Layer | None:
+    """Return the layer that has these matrices, None where they are none of this weight's.
+
+    Args:
+        weight: Its name.
+        sizes: (k, r, c).
+        shapes: {name: shape} of all parameters.
+    """
+    (k, r, c), bias = sizes, bias_of(weight)
+    shape = shapes[weight]
+    entries = prod(shape)
+    length = -1 if bias is None or bias not in shapes else prod(shapes[bias])
+    if k * r * c == entries:
+        return Layer(weight, None, sizes)
+    beside = (k * r * (c - 1), k * r) == (entries, length)
+    below = (k * (r - 1) * c, k * c) == (entries, length)
+    if beside and below:  # k(r-1)c = kr(c-1): which axis comes first decides
+        beside = shape[0] == k * r
+    return Layer(weight, bias, sizes, below=not beside) if beside or below else None
+
+
+def with_ones(factor: Tensor) -> Tensor:
+    """Return (..., f) with a last column of ones, (..., f + 1)."""
+    return torch.cat([factor, factor.new_ones(*factor.shape[:-1], 1)], -1)
+
+
+def belongs(bias: Block, factor: Tensor) -> Tensor:
+    """Return (n,), True where a sample's bias gradient is the sum of its factor over positions.
+
+    Two sums of the same t numbers differ by t units in the last place of the sum of their sizes
+    at most. What is not finite tells nothing, and so does not contradict.
+
+    Args:
+        bias: Of k·f entries.
+        factor: (n, k, t, f).
+    """
+    n, k, t, f = factor.shape
+    if prod(bias.shape) != k * f:
+        return torch.zeros(n, dtype=torch.bool, device=factor.device)
+    found, values = bias.dense().reshape(n, k, f), precise(factor)
+    unit = max(torch.finfo(d).eps for d in (found.dtype, factor.dtype))
+    off = (found - values.sum(2)).abs()
+    contradicts: Tensor = (off > (t + 1) * unit * values.abs().sum(2)).flatten(1).any(1)
+    return ~contradicts

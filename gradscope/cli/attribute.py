@@ -1,0 +1,136 @@
+"""`gradscope attribute`: which training samples helped or harmed a query."""
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from gradscope.cli import options
+from gradscope.core import stops
+from gradscope.errors import SpecError
+
+_CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
+
+
+def attribute(
+    train: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRAIN",
+            help="A result file with rows (gradients or projections) of the training samples; or "
+            "their run file, from which they are computed on the way and none is stored.",
+        ),
+    ],
+    query: Annotated[
+        Path,
+        typer.Argument(
+            metavar="QUERY",
+            help="A result file of the same model and chain; or a run file, dataset.toml or data "
+            "file, whose gradients are computed on the way.",
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="SCORES.h5", help="The score file.")
+    ] = None,
+    curvature: Annotated[
+        str, typer.Option("--curvature", metavar=_CURVATURES, help="H in gᵀ(H + λ)⁻¹g.")
+    ] = "auto",
+    damping: Annotated[
+        str,
+        typer.Option(
+            "--damping", metavar="auto|NUMBER", help="λ, relative to H's mean eigenvalue."
+        ),
+    ] = "auto",
+    chain: Annotated[
+        str | None,
+        typer.Option(
+            "--chain", metavar="K|TEXT", help="Which rows [the first chain that has some]."
+        ),
+    ] = None,
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="TRAIN",
+            help="The training samples at another checkpoint; scores are added up. Repeatable.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            metavar="W,W,...",
+            help="Of TRAIN and each --checkpoint, such as learning rates [the mean].",
+        ),
+    ] = None,
+    samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="For a tile of queries and its scores.")
+    ] = "1GB",
+    top: Annotated[
+        int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
+    ] = 3,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where it was stopped.")] = False,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Score every training sample for every query: positive ones helped it, negative harmed."""
+    numbers = _numbers(weights)
+    from gradscope.attribution import Scoring, Settings, opened
+    from gradscope.config import parse_memory
+
+    asked = Settings(cast("Any", curvature), _damping(damping), parse_memory(memory))
+    stops.unwinding()
+    how: dict[str, Any] = {"chain": chain, "checkpoints": checkpoints or (), "weights": numbers}
+    with (
+        stops.told(lambda: "stopped; go on with --resume" if output else "stopped"),
+        opened(train, query, samples=samples, **how) as pairs,
+    ):
+        report = _run(
+            Scoring(pairs, asked),
+            output,
+            top,
+            resume=resume,
+            overwrite=overwrite,
+            quiet=quiet or json,
+        )
+    from gradscope.report import render
+
+    options.show(report, render, json=json, quiet=quiet)
+
+
+def _run(scoring: Any, output: Path | None, top: int, *, quiet: bool, **how: bool) -> Any:
+    from gradscope.attribution import in_memory, open_scores, summarize_scores, writing_scores
+    from gradscope.report import track
+
+    total = scoring.pairs[0].query.n
+    if output is None:
+        with in_memory(scoring) as scores:
+            return summarize_scores(scores, top=top, notes=scoring.notes)
+    with writing_scores(scoring, output, **how) as writer:
+        for _ in track(
+            writer.remaining(), total, unit="queries", size=lambda q: q.stop - q.start, quiet=quiet
+        ):
+            stops.once_more()
+        writer.finish()
+    with open_scores(output) as scores:
+        return summarize_scores(scores, top=top, notes=scoring.notes)
+
+
+def _damping(text: str) -> Any:
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError as error:
+        raise SpecError(
+            f"found {text!r}", where="--damping", remedy="Accepted: auto, or a number such as 0.1."
+        ) from error
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise SpecError(
+            f"found {text!r}", where="--weights", remedy="Accepted: numbers, with commas between."
+        ) from error
