@@ -36,9 +36,15 @@ class Truth:
     losses: np.ndarray
 
     @property
+    def complete(self) -> np.ndarray:
+        """The losses with the seeds that are through (K', S, M)."""
+        found: np.ndarray = self.losses[np.isfinite(self.losses).all((1, 2))]
+        return found
+
+    @property
     def mean(self) -> np.ndarray:
-        """Mean over the seeds (S, M)."""
-        averaged: np.ndarray = self.losses.mean(0, dtype=np.float64)
+        """Mean over these seeds (S, M)."""
+        averaged: np.ndarray = self.complete.mean(0, dtype=np.float64)
         return averaged
 
 
