@@ -133,6 +133,7 @@ class RawAndTied(nn.Module):
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.tokens.weight, std=width**-0.5)  # logits of size 1: else denormals
         self.positions = nn.Parameter(0.1 * torch.randn(length, width))
         self.mix = nn.Parameter(torch.randn(width, width) / width**0.5)
         self.gain = nn.Parameter(torch.ones(width))

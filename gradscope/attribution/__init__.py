@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from gradscope.attribution.methods import Damping, Method, Settings
 from gradscope.attribution.scores import (
     Ranked,
     Scores,
@@ -14,7 +15,7 @@ from gradscope.attribution.scores import (
     open_scores,
     writing_scores,
 )
-from gradscope.attribution.scoring import UNIT, Damping, Method, Pair, Scoring, Settings
+from gradscope.attribution.scoring import UNIT, Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
 from gradscope.attribution.summary import ScoreSummary, summarize_scores
 from gradscope.config import load
@@ -47,7 +48,7 @@ Source = str | Path | GradientFile | tuple[Any, ...]
 def attribute(
     train: Source,
     query: Source,
-    curvature: Method = "fisher",
+    curvature: Method = "auto",
     damping: Damping = "auto",
     *,
     chain: str | None = None,
@@ -62,7 +63,7 @@ def attribute(
         train: A result file with rows (or the path of one), the path of a run file whose gradients
             are computed on the way, or (scope, inputs, targets).
         query: Likewise, of the same model; or the path of data, with the training side's run.
-        curvature: identity, fisher, kfac, ekfac or adam.
+        curvature: See `Settings`.
         damping: Relative to the mean eigenvalue of the curvature, or "auto".
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
@@ -136,6 +137,8 @@ def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side
         return of_scope("training samples", *source), None
     if _is_result(source):
         file = _file(source, stack)
+        if is_scores(file):
+            raise SpecError("these are scores, not gradients", where=str(file.path))
         return FileSide(file, chain), lambda: training_run(file)
     spec = load(Path(str(source)))
     if chain is not None:

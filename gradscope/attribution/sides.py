@@ -65,6 +65,9 @@ class Side(Protocol):
     def width(self) -> int:
         """The numbers of a row."""
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each entry of a row."""
+
     @property
     def cheap(self) -> bool:
         """Whether a second walk costs little."""
@@ -102,7 +105,10 @@ class FileSide:
 
     @property
     def width(self) -> int:
-        return sum(prod(array.shape[1:]) for array in self._rows.values())
+        return sum(map(prod, self.shapes().values()))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape[1:] for name, array in self._rows.items()}
 
     def table(self, stop: int | None = None) -> Table:
         return {name: column[:stop] for name, column in self._table.items()}
@@ -171,12 +177,17 @@ class SessionSide:
 
     @property
     def width(self) -> int:
-        sizes = {k: prod(s) for k, s in self.facts.parameters.items()}
+        return sum(map(prod, self.shapes().values()))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found = dict(self.facts.parameters)
         for stage in parse(self._chain.text):
             if stage.name == "project":
-                dim, each = int(stage.arguments["dim"]), stage.arguments.get("per") == "parameter"
-                return sum(min(dim, size) for size in sizes.values()) if each else dim
-        return sum(sizes.values())
+                dim = int(stage.arguments["dim"])
+                if stage.arguments.get("per") != "parameter":
+                    return {"project": (dim,)}
+                found = {name: (min(dim, prod(shape)),) for name, shape in found.items()}
+        return found
 
     def table(self, stop: int | None = None) -> Table:
         wanted = self.n if stop is None else stop

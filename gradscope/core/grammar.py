@@ -47,6 +47,17 @@ class Stage:
     chain: str = ""
     position: int = 0
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that arguments name: `with=FILE.h5:CHAIN`, and `state=FILE` of `adam`."""
+        found = {}
+        if "with" in self.arguments:
+            place, h5, _ = self.arguments["with"].rpartition(".h5:")  # a chain may hold colons
+            found["with"] = Path(f"{place}{h5[:-1]}")
+        if self.name == "adam" and "state" in self.arguments:
+            found["state"] = Path(self.arguments["state"])
+        return found
+
     def error(self, what: str, remedy: str | None = None) -> SpecError:
         """Return an error that shows the chain and points at this stage."""
         return pointed(self.chain, self.position, what, remedy)
@@ -150,7 +161,7 @@ def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]
 
 
 def anchored(chain: str, base: Path) -> str:
-    """Make the paths in a chain absolute: of `FILE.py:function` and of `with=FILE.h5:CHAIN`.
+    """Make the paths in a chain absolute: of `FILE.py:function` and of a stage's `files`.
 
     A chain that does not parse is returned as it is; binding it will say what is wrong.
     """
@@ -162,8 +173,7 @@ def anchored(chain: str, base: Path) -> str:
     for stage in stages:
         name = f"{base / stage.name}" if ".py:" in stage.name else stage.name
         given = dict(stage.arguments)
-        if "with" in given:
-            given["with"] = f"{base / given['with']}"
+        given |= {key: f"{base / given[key]}" for key in stage.files}
         moved.append(str(Stage(name, given)))
     return " | ".join(moved)
 

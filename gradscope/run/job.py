@@ -271,9 +271,7 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
     stages = [stage for chain in bound for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
-    stored = dict.fromkeys(
-        Path(s.arguments["with"].rpartition(":")[0]) for s in stages if "with" in s.arguments
-    )
+    stored = dict.fromkeys(path for stage in stages for path in stage.files.values())
     found: dict[str, str] = {}
     for digests in (
         *(code.code_digests(name, "stage") for name in own),

@@ -77,12 +77,17 @@ def results_of(
         before = chain.reducer.result(states[str(k)])
         results[k], counts[k] = chain.finish(before), 0
         for result in (results[k], before):
-            bad = sum(int((~value.isfinite()).sum()) for value in result.values())
+            bad = sum(map(_nonfinite, result.values()))
             counts[k] = counts[k] or bad
     others = {owner: state for owner, state in states.items() if owner != NONFINITE}
     every = {k: n for k, n in states.get(NONFINITE, {}).items() if int(k) not in counts}
     every |= {str(k): torch.tensor(count) for k, count in counts.items() if count}
     return results, counts, others | ({NONFINITE: every} if every else {})
+
+
+def _nonfinite(values: Tensor) -> int:
+    """Return how many numbers are not finite: none where their sum is, which takes no memory."""
+    return 0 if bool(values.sum().isfinite()) else int((~values.isfinite()).sum())
 
 
 def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...]:

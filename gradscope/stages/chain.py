@@ -206,7 +206,7 @@ def bind(
             after.append(made)
     if reducer is None and reduced:
         stages, reducer = (*stages, Stage("mean")), reducers.get("mean")()
-    files = any(".py:" in stage.name or "with" in stage.arguments for stage in stages)
+    files = any(".py:" in stage.name or stage.files for stage in stages)
     waits = reducer is not None and reducer.earlier is not None
     lasting = not (files or waits or any(isinstance(step, NeedsMean) for step in before))
     return Chain(stages, tuple(before), reducer, tuple(after), lasting)

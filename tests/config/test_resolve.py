@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradscope.config import RunSpec, load, resolve, split_reference
 from gradscope.config import settings as all_settings
-from gradscope.core.grammar import anchored
+from gradscope.core.grammar import anchored, parse
 from gradscope.errors import SpecError
 
 RUN = """
@@ -86,6 +86,9 @@ def test_files_named_in_chains_are_relative_to_the_run_file(tmp_path: Path) -> N
     )
     assert anchored(found, tmp_path / "elsewhere") == found
     assert anchored("a | | b", tmp_path) == "a | | b"
+    (_, vector, _), (adam,) = parse(found), parse(anchored("adam:state=o.pt", tmp_path))
+    assert vector.files == {"with": tmp_path / "out.h5"}
+    assert adam.files == {"state": tmp_path / "o.pt"}
 
 
 def test_flags_win_and_their_paths_are_relative_to_the_working_directory(

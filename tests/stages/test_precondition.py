@@ -70,6 +70,13 @@ def test_with_what_kfac_stores() -> None:
     torch.testing.assert_close(found, g / g.square().sum())
 
 
+def test_the_power_is_for_second_moments() -> None:
+    gradients = Gradients({"w": DenseBlock(torch.ones(2, 3))})
+    for stored in ({"w.diagonal": np.ones(3)}, {"w.A": np.eye(3), "w.B": np.ones((1, 1))}):
+        with pytest.raises(SpecError, match="inverted as it is, not to the power 1"):
+            run("precondition:with=stored,power=1", gradients, (), stored)
+
+
 def test_a_factor_of_zeros() -> None:
     block, _ = Draw(torch.float64, N, 8).outer(1, 1, 4, 3, (4, 3))
     stored = {"w.A": np.zeros((3, 3)), "w.B": np.eye(4)}

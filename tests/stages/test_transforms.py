@@ -118,6 +118,9 @@ TABLE: dict[str, Callable[[Rows], Rows]] = {
     "precondition:with=stored,damping=0.1": lambda rows: {
         k: v / (np.sqrt(MOMENT[k]) + 0.1) for k, v in rows.items()
     },
+    "precondition:with=stored,damping=0.1,power=1": lambda rows: {
+        k: v / (MOMENT[k] + 0.1) for k, v in rows.items()
+    },
 }
 # they take the mean of the samples first, so they have no place after a reducer
 STATISTICS: dict[str, Callable[[Rows], Rows]] = {
@@ -126,6 +129,7 @@ STATISTICS: dict[str, Callable[[Rows], Rows]] = {
 }
 ALL = TABLE | STATISTICS
 ELSEWHERE = {  # these have a file of their own
+    "adam": "test_adam",
     "hvp": "test_hessian",
     "noise": "test_stochastic",
     "project": "test_project",
@@ -293,6 +297,7 @@ REFUSED = [  # one for each check of an argument
     ("cosine", "one of them"),
     ("cosine:to=mean,with=stored", "one of them"),
     ("precondition:with=stored,damping=-1", "negative"),
+    ("precondition:with=stored,power=0", "positive"),
     ("mean | center", "needs samples"),
     ("mean | hvp", "needs samples"),
     ("projekt:dim=4", "Did you mean 'project'"),

@@ -1,6 +1,7 @@
 """Transforms of per-sample gradients, one family a file."""
 
 from gradscope.stages.transforms import (  # noqa: F401  each registers its transforms
+    adam,
     elementwise,
     hessian,
     norms,

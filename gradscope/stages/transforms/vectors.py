@@ -26,6 +26,8 @@ from gradscope.stages.transforms.base import (
 
 Apply = Callable[[Block], Block]
 
+_ROOT = 0.5  # Adam's
+
 
 @transform("dot", TransformScope.LINEAR)
 def dot(with_: Vector) -> Transform:
@@ -56,21 +58,24 @@ def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Tr
 
 
 @transform("precondition", TransformScope.ELEMENTWISE)
-def precondition(with_: Vector, damping: float = 0.0) -> Transform:
-    """T(g) = g / (√v + damping), v a stored second moment (Adam); or F⁻¹g, F of a stored `kfac`.
+def precondition(with_: Vector, damping: float = 0.0, power: float = _ROOT) -> Transform:
+    """T(g) = g / (vᵖ + damping), v a stored second moment; or F⁻¹g, F of a stored `kfac`.
 
-    v is the result of a chain such as `square | mean` or `second_moment`. The damping is outside
-    of the root, as ε in Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), without bias
-    correction. Where √v + damping is 0 the result is 0.
+    v is the result of a chain such as `square | mean` or `second_moment`. With p = `power` = 1/2
+    it is Adam's √v, the damping outside of the root as its ε (Kingma & Ba 2015, arXiv:1412.6980,
+    algorithm 1), without bias correction; with `power=1` the diagonal of the Fisher inverted. Where
+    vᵖ + damping is 0 the result is 0.
 
     Of a stored `kfac`, with the gradient G (r, c) read row by row, it is
     (B + √damping/π)⁻¹ G (A + π√damping)⁻ᵀ, where π² = (tr A/c) / (tr B/r): the natural gradient of
     Martens & Grosse 2015 (arXiv:1503.05671, section 6.3), in each group by itself. Outer products
     stay outer products. What has no factors is divided by its second moment plus the damping.
-    Pseudo-inverses are taken where a factor is singular.
+    Pseudo-inverses are taken where a factor is singular. The power is for second moments only.
     """
     if not 0 <= damping < inf:
         raise ValueError(f"damping must be finite and not negative, not {damping}")
+    if not 0 < power < inf:
+        raise ValueError(f"power must be positive and finite, not {power}")
     for name, value in with_.values.items():
         if not name.endswith((".A", ".B")):
             _require_second_moment(name, value)
@@ -79,7 +84,7 @@ def precondition(with_: Vector, damping: float = 0.0) -> Transform:
     def apply(gradients: Gradients) -> Gradients:
         for name, block in gradients.items():
             if name not in bound:
-                bound[name] = _preconditioner(name, block, with_, damping)
+                bound[name] = _preconditioner(name, block, with_, damping, power)
         blocks = {name: bound[name](block) for name, block in widened(gradients).items()}
         return gradients.of(blocks)
 
@@ -108,12 +113,19 @@ def _cosine(vector: Vector) -> Transform:
     return apply
 
 
-def _preconditioner(name: str, block: Block, stored: Vector, damping: float) -> Apply:
+def _preconditioner(name: str, block: Block, stored: Vector, damping: float, power: float) -> Apply:
     """Return what is applied to the parameter's block, by what is stored for it."""
     values = stored.values
-    if name not in values and {f"{name}.A", f"{name}.B"} <= values.keys():
-        return _kronecker(name, block, stored, damping)
+    factors = name not in values and {f"{name}.A", f"{name}.B"} <= values.keys()
     diagonal = name not in values and f"{name}.diagonal" in values
+    if power != _ROOT and (factors or diagonal):
+        raise SpecError(
+            f"a stored kfac is inverted as it is, not to the power {power:g}",
+            where=stored.source or None,
+            remedy="Leave the power out.",
+        )
+    if factors:
+        return _kronecker(name, block, stored, damping)
     if diagonal:
         stored = Vector({name: values[f"{name}.diagonal"]}, stored.source)
     moment = stored.of(Gradients({name: block}))[name]
@@ -121,7 +133,7 @@ def _preconditioner(name: str, block: Block, stored: Vector, damping: float) -> 
         _require_second_moment(name, moment)
     except ValueError as error:  # a parameter that is itself called NAME.A
         raise SpecError(str(error), where=stored.source or None) from error
-    divisor = (moment if diagonal else moment.sqrt()) + damping
+    divisor = (moment if diagonal else moment.pow(power)) + damping
     inverse = torch.where(divisor == 0, 0.0, 1.0 / divisor)
     return lambda block: PreconditionedBlock(block, inverse)
 
@@ -136,6 +148,7 @@ def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Apply
             f"the stored factors of {name!r} are of shapes {tuple(a.shape)} and "
             f"{tuple(b.shape)}, which does not fit the parameter's {block.shape}",
             where=stored.source or None,
+            remedy="Give the result of kfac for this model, with bias=separate.",
         )
     if damping > 0:  # added to both factors in the proportion of their mean eigenvalues
         means = [m.diagonal(dim1=1, dim2=2).real.mean(1) for m in (a, b)]

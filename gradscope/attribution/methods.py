@@ -1,0 +1,291 @@
+"""What stands between two gradients: the inverse of the training side's curvature, by its name."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gradscope.attribution.curvature import (
+    Curvature,
+    adam_curvature,
+    diagonal_curvature,
+    ekfac_curvature,
+    kfac_curvature,
+)
+from gradscope.attribution.fisher import Gram, Moments
+from gradscope.attribution.products import Groups, Part, Tile, tiles
+from gradscope.attribution.sides import Side
+from gradscope.blocks import DenseBlock, Gradients
+from gradscope.blocks.layers import bias_of
+from gradscope.core.registry import suggestion
+from gradscope.errors import SpecError
+
+Method = Literal[
+    "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"
+]
+Damping = float | Literal["auto"]
+Before = Callable[[Gradients], Gradients]
+
+TILE_BYTES = 2**30  # of queries, their dense rows and their scores, unless the caller says how many
+_CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
+    "kfac": ("kfac:bias=column", kfac_curvature),
+    "ekfac": ("ekfac", ekfac_curvature),
+    "diagonal": ("second_moment", diagonal_curvature),
+    "adam": ("second_moment", adam_curvature),
+}
+_LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
+_SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
+_LONG = 1e12  # multiplications from which on products are taken in float32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for.
+
+    Attributes:
+        curvature: H: `fisher`, the empirical Fisher of all parameters together; `blockfisher`, that
+            of each layer by itself; `ekfac`, `kfac`, `diagonal`, its approximations; `shrunk`, the
+            Fisher shrunk towards EK-FAC; `adam`, the root of the diagonal; `identity`. `auto` is
+            `shrunk` where the Gram matrix of the samples is not too large, else `ekfac`; of
+            projections `fisher`.
+        damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto".
+        memory: Bytes for a tile of queries; more of them cost more walks through the training side.
+
+    Raises:
+        SpecError: A word is unknown, or a number out of range.
+    """
+
+    curvature: Method = "auto"
+    damping: Damping = "auto"
+    memory: int = TILE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.curvature not in get_args(Method):
+            known = [*get_args(Method)]
+            raise SpecError(
+                f"unknown curvature {self.curvature!r}", remedy=suggestion(self.curvature, known)
+            )
+        if self.damping != "auto" and not 0 <= self.damping < float("inf"):
+            raise SpecError(
+                f"the damping is a number that is not negative, or auto, not {self.damping}"
+            )
+
+
+def _as_it_is(rows: Gradients) -> Gradients:
+    return rows
+
+
+def _all_products(products: dict[str, Tensor]) -> Tensor:
+    return products[""]
+
+
+@dataclass(frozen=True)
+class Curved:
+    """A curvature, as three steps from gradients to scores without their factor 1/N.
+
+    Attributes:
+        before: What queries are multiplied by before their products with training samples.
+        groups: Of parameters whose products are needed apart; None for one of all.
+        after: From these products {group: (m, N)} to scores (m, N).
+        own: Returns gᵢᵀ H⁻¹ gᵢ (N,) in float64; None where that costs much.
+        record: What was chosen.
+    """
+
+    before: Before = _as_it_is
+    groups: Groups | None = None
+    after: Callable[[dict[str, Tensor]], Tensor] = _all_products
+    own: Callable[[], Tensor] | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def curved(train: Side, asked: Settings) -> Curved:
+    """Return the curvature of the training side that is asked for.
+
+    Raises:
+        SpecError: It does not fit the rows, or there are too many.
+    """
+    method = asked.curvature
+    if method == "auto":
+        gradients = train.facts.chain == "identity"
+        many = train.n > _LARGEST
+        method = ("ekfac" if many else "shrunk") if gradients else "fisher"
+    record: dict[str, Any] = {"curvature": method}
+    if method == "identity":
+        return Curved(own=lambda: _own_products(train, _as_it_is), record=record)
+    if method in ("fisher", "blockfisher"):
+        inverted = _moments if _short(train) else _grams
+        return inverted(train, asked, record)
+    if method == "shrunk":
+        return _shrunk(train, asked, record)
+    found, relative = _approximate(train, method, asked.damping)
+    record |= {"damping": relative, "lambda": found.damping}
+    return Curved(before=_applied(found), record=record)
+
+
+def _short(train: Side) -> bool:
+    """Whether the rows are so short that the Fisher matrix itself is inverted."""
+    if train.width <= train.n:
+        return True
+    widths = [prod(shape) for shape in train.shapes().values()]
+    return train.n > _LARGEST and max(widths) <= _SHORT
+
+
+def _grams(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+    groups = layers_of(train.shapes()) if asked.curvature == "blockfisher" else None
+    n, products = _gram(train, asked, groups)
+    grams = {}
+    for group, gram in products.items():
+        mean = float(gram.diagonal().sum()) / n**2
+        grams[group] = Gram(gram, n, chosen(asked.damping) * mean)
+    damping = {group: gram.damping for group, gram in grams.items()}
+    return Curved(
+        groups=groups,
+        after=lambda found: sum_of([gram.solved(found[k]) for k, gram in grams.items()]),
+        own=lambda: sum_of([gram.self_influence() for gram in grams.values()]),
+        record={**record, "damping": chosen(asked.damping), "lambda": damping.get("", damping)},
+    )
+
+
+def _moments(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+    moments, relative = Moments(), chosen(asked.damping)
+    for part in train.parts():
+        moments.add(part)
+    damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
+    inverse = moments.inverted(damping)
+
+    def before(rows: Gradients) -> Gradients:
+        return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
+
+    return Curved(
+        before=before,
+        own=lambda: _own_products(train, before),
+        record={**record, "damping": relative, "lambda": damping},
+    )
+
+
+def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+    """Return H = (1 − ρ) F + ρ T, with T the damped EK-FAC of F.
+
+    With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
+    """
+    found, relative = _approximate(train, "ekfac", asked.damping)
+    before, share = _applied(found), 0.9
+    n, products = _gram(train, asked, None, before)
+    gram = Gram(products[""], n, share / (1 - share))
+    return Curved(
+        before=before,
+        after=lambda rows: gram.solved(rows[""]) / (1 - share),
+        own=lambda: gram.self_influence() / (1 - share),
+        record={**record, "damping": relative, "share": share, "lambda": found.damping},
+    )
+
+
+def _gram(
+    train: Side, asked: Settings, groups: Groups | None, before: Before = _as_it_is
+) -> tuple[int, dict[str, Tensor]]:
+    """Return N and the Gram matrices of the training samples, by group."""
+    if train.n > _LARGEST:
+        raise SpecError(
+            f"the Fisher matrix of {train.n:,} samples is inverted by their Gram matrix up to "
+            f"{_LARGEST:,}",
+            where=train.facts.name,
+            remedy="Project each parameter (-t project:dim=4096,kind=kronecker,per=parameter), or "
+            "use --curvature ekfac.",
+        )
+    found = gram_of(train, precision(train, train.n), asked.memory, groups, before)
+    return max(1, int(train.table()["finite"].sum())), found
+
+
+def _approximate(train: Side, method: str, damping: Damping) -> tuple[Curvature, float]:
+    """Return the inverse of an approximate curvature, and its relative damping."""
+    if train.facts.chain != "identity":
+        raise SpecError(
+            f"{method} is a curvature of parameters, and the rows are {train.facts.chain!r}",
+            where=train.facts.name,
+            remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
+        )
+    chain, made = _CURVATURES[method]
+    relative = chosen(damping)
+    return made(train.aggregate(chain), relative), relative
+
+
+def chosen(damping: Damping) -> float:
+    """Return the relative damping."""
+    return 0.1 if damping == "auto" else float(damping)
+
+
+def precision(train: Side, rows: int) -> torch.dtype:
+    """Return what products of so many rows with the training side are taken in."""
+    work = float(rows) * train.n * train.width
+    return torch.float64 if work <= _LONG else torch.float32
+
+
+def products_of(tile: Tile, side: Side, groups: Groups | None = None) -> dict[str, Tensor]:
+    """Return the products (m, N) of a tile with a side by group, 0 where a sample is left out."""
+    found = _zeros(tile.n, side, groups)
+    for part in side.parts():
+        for group, products in tile.with_each(part.gradients, groups).items():
+            found[group][:, part.places] = products
+    return found
+
+
+def gram_of(
+    side: Side,
+    dtype: torch.dtype,
+    memory: int,
+    groups: Groups | None = None,
+    before: Before = _as_it_is,
+) -> dict[str, Tensor]:
+    """Return ⟨gᵢ, gⱼ⟩ (N, N) of all samples of a side by group, 0 where one is left out.
+
+    With `before` it is ⟨H⁻¹gᵢ, gⱼ⟩.
+    """
+    found = _zeros(side.n, side, groups)
+    step = max(1, memory // (2 * dtype.itemsize * side.width))
+    for tile in tiles(side.parts(), side.n, step, dtype):
+        own = Tile([Part(p.places, before(p.gradients)) for p in tile.parts], dtype)
+        whole = step >= side.n  # then every sample is in the tile
+        for part in tile.parts if whole else side.parts():
+            for group, products in own.with_each(part.gradients, groups).items():
+                found[group][own.places.unsqueeze(1), part.places] = products
+    return found
+
+
+def _zeros(rows: int, side: Side, groups: Groups | None) -> dict[str, Tensor]:
+    names = [""] if groups is None else dict.fromkeys(groups.values())
+    return {name: torch.zeros(rows, side.n, dtype=torch.float64) for name in names}
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor."""
+    return reduce(torch.add, tensors)
+
+
+def layers_of(names: Iterable[str]) -> Groups:
+    """Return {parameter: layer}: a bias belongs to the weight of its name."""
+    found = {name: name for name in names}
+    biases = {bias_of(name): name for name in found}
+    return {name: biases.get(name, name) for name in found}
+
+
+def _applied(found: Curvature) -> Before:
+    def apply(rows: Gradients) -> Gradients:
+        made = found.apply(rows, None)
+        return rows.of({name: DenseBlock(values) for name, values in made.items()})
+
+    return apply
+
+
+def _own_products(side: Side, before: Before) -> Tensor:
+    """Return gᵢᵀ H⁻¹ gᵢ (N,) by one more walk, 0 of what is left out."""
+    found = torch.zeros(side.n, dtype=torch.float64)
+    for part in side.parts():
+        made = before(part.gradients)
+        for name, block in part.gradients.items():
+            own, other = block.dense(), made[name].dense()
+            found[part.places] += (own.flatten(1).double() * other.flatten(1).double()).sum(1)
+    return found

@@ -1,0 +1,298 @@
+"""Scores against dense inverses in float64, from rows, projections, runs and scopes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gradscope
+from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
+from gradscope.attribution.methods import layers_of
+from gradscope.config import load
+from gradscope.errors import GradscopeError, OutputError, ResultFileError, SpecError
+from gradscope.run import compute, prepare
+
+N, M, LAMBDA = 30, 7, 0.3
+MODEL = """
+from torch import nn
+def build():
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+"""
+RUN = """
+version = 1
+[model]
+factory = "model.py:build"
+[checkpoint]
+path = "{weights}.safetensors"
+[dataset]
+path = "{data}.npz"
+[loss]
+name = "cross_entropy"
+[compute]
+batch_size = {batch}
+transform = {chains}
+"""
+Rows = np.ndarray[Any, Any]
+
+
+class Place:
+    """A folder with a model, two checkpoints, training samples and queries."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "model.py").write_text(MODEL)
+        draw = np.random.default_rng(3)
+        for name, n in (("train", N), ("query", M)):
+            inputs, targets = draw.normal(size=(n, 5)), draw.integers(0, 3, n)
+            np.savez(folder / f"{name}.npz", inputs=inputs, targets=targets)
+        for k in (0, 1):
+            torch.manual_seed(k)
+            model = torch.nn.Sequential(
+                torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)
+            ).double()
+            save_file(model.state_dict(), folder / f"w{k}.safetensors")
+
+    def run_file(
+        self, data: str, *chains: str, weights: str = "w0", batch: int = 8, name: str = "run"
+    ) -> Path:
+        path = self.folder / f"{name}-{data}-{weights}-{batch}.toml"
+        path.write_text(
+            RUN.format(data=data, weights=weights, batch=batch, chains=list(chains or ["identity"]))
+        )
+        return path
+
+    def result(self, data: str, *chains: str, name: str = "rows", **how: Any) -> Path:
+        path = self.folder / f"{name}-{data}.h5"
+        compute(prepare(load(self.run_file(data, *chains, **how))), path, overwrite=True)
+        return path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def rows_of(path: Path, chain: int = 0) -> dict[str, Rows]:
+    with gradscope.open(path) as file:
+        return {k: v[...].reshape(file.n, -1) for k, v in file.chains[chain].items()}
+
+
+def whole(rows: dict[str, Rows]) -> Rows:
+    return np.concatenate(list(rows.values()), 1)
+
+
+def solved(train: Rows, query: Rows, relative: float) -> Rows:
+    """(1/N) q (F + λ)⁻¹ Gᵀ by a dense inverse, λ relative to trace(F) / N."""
+    n = len(train)
+    fisher = train.T @ train / n
+    damping = relative * np.trace(fisher) / n
+    return query @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), train.T) / n
+
+
+def close(found: Any, wanted: Rows, rtol: float = 1e-9) -> None:
+    np.testing.assert_allclose(found[...], wanted, rtol=0, atol=rtol * np.abs(wanted).max())
+
+
+def test_identity_and_fisher_against_dense_inverses(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    g, q = whole(rows_of(train)), whole(rows_of(query))
+    close(gradscope.attribute(train, query, "identity").values, q @ g.T / N)
+    found = gradscope.attribute(train, query, "fisher", LAMBDA)
+    close(found.values, solved(g, q, LAMBDA))
+    own = np.diag(solved(g, g, LAMBDA))
+    close(found.samples["self_influence"], own)
+
+
+def test_a_fisher_of_each_layer_is_the_sum_over_layers(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    g, q = rows_of(train), rows_of(query)
+    assert layers_of(g) == {
+        "0.weight": "0.weight", "0.bias": "0.weight", "2.weight": "2.weight", "2.bias": "2.weight"
+    }  # fmt: skip
+    wanted = sum(
+        solved(*(np.concatenate([r[f"{k}.weight"], r[f"{k}.bias"]], 1) for r in (g, q)), LAMBDA)
+        for k in (0, 2)
+    )
+    close(gradscope.attribute(train, query, "blockfisher", LAMBDA).values, wanted)
+
+
+@pytest.mark.parametrize("per", ["sample", "parameter"])
+def test_projections_are_inverted_as_they_are(place: Place, per: str) -> None:
+    chain = f"project:dim=6,kind=rademacher,per={per}"
+    train, query = place.result("train", chain), place.result("query", chain)
+    g, q = rows_of(train), rows_of(query)
+    wanted = np.zeros((M, N))
+    blocks = [(g[k], q[k]) for k in g] if sum(v.shape[1] for v in g.values()) <= N else None
+    if blocks is None:
+        wanted = solved(whole(g), whole(q), LAMBDA)
+    else:
+        for a, b in blocks:
+            fisher = a.T @ a / N
+            damping = LAMBDA * np.trace(fisher) / len(fisher)
+            wanted += b @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), a.T) / N
+    close(gradscope.attribute(train, query, "fisher", LAMBDA).values, wanted)
+
+
+@pytest.mark.parametrize("curvature", ["identity", "fisher", "blockfisher", "kfac", "ekfac"])
+def test_files_runs_data_and_scopes_agree(place: Place, curvature: Any) -> None:
+    train, query = place.result("train"), place.result("query")
+    wanted = gradscope.attribute(train, query, curvature, LAMBDA).values
+    sides: list[tuple[Any, Any]] = [
+        (place.run_file("train"), query),
+        (place.run_file("train", batch=11), place.run_file("query", batch=2)),
+        (train, place.folder / "query.npz"),
+        (place.run_file("train"), place.folder / "query.npz"),
+    ]
+    for one, other in sides:
+        close(gradscope.attribute(one, other, curvature, LAMBDA).values, wanted, 1e-8)
+
+
+def test_scopes(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    model = prepare(load(place.run_file("train"))).scope.problem.model
+    scope = gradscope.Scope(model, "cross_entropy")
+    data = [np.load(place.folder / f"{name}.npz") for name in ("train", "query")]
+    sides = [(scope, torch.tensor(d["inputs"]), torch.tensor(d["targets"])) for d in data]
+    found = gradscope.attribute(sides[0], sides[1], "fisher", LAMBDA)
+    close(found.values, gradscope.attribute(train, query, "fisher", LAMBDA).values[...])
+
+
+@pytest.mark.parametrize("curvature", ["identity", "fisher", "ekfac"])
+def test_tiles_change_nothing(place: Place, curvature: Any) -> None:
+    train, query = place.result("train"), place.result("query")
+    wanted = gradscope.attribute(train, query, curvature, LAMBDA).values
+    with opened(train, query) as pairs:
+        scoring = Scoring(pairs, Settings(curvature, LAMBDA, memory=2500))
+        assert 1 <= scoring.step < M
+        found = torch.cat([rows for _, rows in scoring.rows()])
+    close(found, wanted)
+
+
+def test_checkpoints_are_added_up_by_their_weights(place: Place) -> None:
+    trains = [place.result("train", weights=f"w{k}", name=f"t{k}") for k in (0, 1)]
+    queries = [place.result("query", weights=f"w{k}", name=f"q{k}") for k in (0, 1)]
+    each = [
+        gradscope.attribute(t, q, "identity").values for t, q in zip(trains, queries, strict=True)
+    ]
+    how: dict[str, Any] = {"checkpoints": [trains[1]], "weights": [0.1, 0.7]}
+    data = place.folder / "query.npz"
+    found = gradscope.attribute(trains[0], data, "identity", **how)
+    close(found.values, 0.1 * each[0] + 0.7 * each[1])
+    mean = gradscope.attribute(trains[0], data, "identity", checkpoints=[trains[1]])
+    close(mean.values, (each[0] + each[1]) / 2)
+
+
+def test_samples_that_are_not_finite_are_left_out(place: Place) -> None:
+    data = dict(np.load(place.folder / "train.npz"))
+    kept = np.arange(N) != 4
+    np.savez(place.folder / "clean.npz", **{k: v[kept] for k, v in data.items()})
+    data["inputs"][4] = np.nan
+    np.savez(place.folder / "train.npz", **data)
+    query = place.result("query")
+    for curvature in ("identity", "fisher", "ekfac"):
+        wanted = gradscope.attribute(place.result("clean"), query, curvature, LAMBDA)  # type: ignore[arg-type]
+        for train in (place.result("train"), place.run_file("train")):
+            found = gradscope.attribute(train, query, curvature, LAMBDA)  # type: ignore[arg-type]
+            close(found.values[:, kept], wanted.values, 1e-8)
+            assert np.isnan(found.values[:, 4]).all()
+            assert 4 not in found.helpful(0, N).places
+
+
+def test_what_a_file_keeps_and_ranks(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    memory = gradscope.attribute(train, query, "fisher", LAMBDA)
+    path = place.folder / "scores.h5"
+    with gradscope.attribute(train, query, "fisher", LAMBDA, output=path) as stored:
+        close(stored.values, memory.values, 1e-15)
+        assert stored.record["checkpoints"] == memory.record["checkpoints"]
+        for name, column in memory.samples.items():
+            np.testing.assert_allclose(stored.samples[name], column)
+        best = stored.helpful(2, 3)
+        order = np.argsort(-memory.values[2], kind="stable")[:3]
+        assert best.places.tolist() == order.tolist()
+        assert stored.harmful(2, 1).places[0] == memory.values[2].argmin()
+        classes, sums = stored.sums("target")
+        target = memory.samples["target"]
+        wanted = np.stack([memory.values[:, target == c].sum(1) for c in classes], 1)
+        close(sums, wanted)
+    with pytest.raises(OutputError, match="exists"):
+        gradscope.attribute(train, query, "fisher", LAMBDA, output=path)
+
+
+def test_a_stopped_attribution_goes_on_and_gives_the_same_bytes(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    paths = [place.folder / f"{name}.h5" for name in ("once", "twice")]
+    asked = Settings("fisher", LAMBDA, memory=3000)
+
+    def scored(path: Path, stop_after: int, *, resume: bool = False) -> None:
+        with (
+            opened(train, query) as pairs,
+            writing_scores(Scoring(pairs, asked), path, resume=resume) as writer,
+        ):
+            for k, _ in enumerate(writer.remaining(), 1):
+                if k == stop_after:
+                    return
+            writer.finish()
+
+    scored(paths[0], 99)
+    scored(paths[1], 1)
+    assert not paths[1].exists()
+    scored(paths[1], 99, resume=True)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def wrong() -> Iterator[Any]:
+    def other_checkpoint(p: Place) -> tuple[Any, Any]:
+        return p.result("train"), p.result("query", weights="w1")
+
+    def other_chain(p: Place) -> tuple[Any, Any]:
+        return p.result("train"), p.result("query", "project:dim=4")
+
+    def no_rows(p: Place) -> tuple[Any, Any]:
+        return p.result("train", "mean"), p.result("query")
+
+    def other_model(p: Place) -> tuple[Any, Any]:
+        train = p.result("train")
+        (p.folder / "model.py").write_text(MODEL + "# changed\n")
+        return train, p.result("query")
+
+    def no_file(p: Place) -> tuple[Any, Any]:
+        return p.folder / "none.h5", p.folder / "query.npz"
+
+    def scores(p: Place) -> tuple[Any, Any]:
+        train, query = p.result("train"), p.result("query")
+        gradscope.attribute(train, query, "identity", output=p.folder / "s.h5").close()
+        return p.folder / "s.h5", query
+
+    yield pytest.param(other_checkpoint, SpecError, "checkpoint is another", id="checkpoint")
+    yield pytest.param(other_chain, SpecError, "no chain 'identity'", id="chain")
+    yield pytest.param(no_rows, SpecError, "no chain with rows", id="no rows")
+    yield pytest.param(other_model, SpecError, "model is another", id="model")
+    yield pytest.param(no_file, ResultFileError, "no such file", id="file")
+    yield pytest.param(scores, SpecError, "are scores", id="scores")
+
+
+@pytest.mark.parametrize(("made", "error", "text"), [*wrong()])
+def test_wrong_inputs(
+    place: Place,
+    made: Callable[[Place], tuple[Any, Any]],
+    error: type[GradscopeError],
+    text: str,
+) -> None:
+    train, query = made(place)
+    with pytest.raises(error, match=text):
+        gradscope.attribute(train, query, "identity")
+
+
+def test_a_curvature_of_parameters_wants_gradients_as_they_are(place: Place) -> None:
+    train = place.result("train", "project:dim=6")
+    with pytest.raises(SpecError, match="curvature of parameters"):
+        gradscope.attribute(train, place.folder / "query.npz", "ekfac")
+
+
+def test_scores_is_public() -> None:
+    assert gradscope.Scores is Scores

@@ -1,0 +1,40 @@
+"""What a forward pass leaves behind is found to the last bit, and put back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradscope.core.state import State
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.zeros(9, dtype=torch.uint8), torch.tensor([0] * 8 + [1], dtype=torch.uint8)),
+        (torch.zeros(3), torch.tensor([0.0, 0.0, -0.0])),  # equal numbers, other bits
+        (torch.randn(2, 3).T, torch.randn(3, 2)),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])),
+        (torch.tensor(True), torch.tensor(False)),
+    ],
+)
+def test_a_change_in_place_is_found_and_put_back(before: Tensor, after: Tensor) -> None:
+    model = nn.Linear(1, 1)
+    model.held = before.clone()
+    state = State(model, None)
+    with state.kept(), state.watched():
+        pass
+    assert state.found == 0
+    with state.kept(), state.watched():
+        model.held.copy_(after)
+    assert state.found > 0
+    sign = (torch.signbit(t.real if t.is_complex() else t).tolist() for t in (model.held, before))
+    assert torch.equal(model.held, before) and next(sign) == next(sign)
+
+
+def test_what_is_not_a_number_has_not_changed() -> None:
+    model = nn.Linear(1, 1)
+    model.held = torch.full((3,), float("nan"))
+    state = State(model, None)
+    with state.kept(), state.watched():
+        model.held.clone()
+    assert state.found == 0
