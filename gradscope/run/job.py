@@ -47,6 +47,7 @@ from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
 
+_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"}
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
@@ -122,9 +123,7 @@ class Job:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
-        compute = self.spec.compute.model_dump(
-            mode="json", include={"backend", "coupling", "labels", "nonfinite", "layout", "seed"}
-        )
+        compute = self.spec.compute.model_dump(mode="json", include=_SAME)
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
         data = self.spec.dataset.model_dump(
             mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True
