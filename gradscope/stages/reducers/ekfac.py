@@ -47,11 +47,16 @@ class Basis(NamedTuple):
 
     def coordinates(self, matrices: Tensor) -> Tensor:
         """Return U_Bᴴ G conj(U_A) of matrices G (n, k, r, c)."""
-        return self.b.mH.to(matrices) @ matrices @ self.a.conj().to(matrices)
+        return _between(self.b.mH.to(matrices), matrices, self.a.conj().to(matrices))
 
     def back(self, coordinates: Tensor) -> Tensor:
         """Return U_B C U_Aᵀ of coordinates C (n, k, r, c): what they are the coordinates of."""
-        return self.b.to(coordinates) @ coordinates @ self.a.mT.to(coordinates)
+        return _between(self.b.to(coordinates), coordinates, self.a.mT.to(coordinates))
+
+
+def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
+    """Return L G R (n, k, r, c), of left (k, r, r) and right (k, c, c), as few large products."""
+    return torch.einsum("ksr,nkrd->nksd", left, torch.einsum("nkrc,kcd->nkrd", matrices, right))
 
 
 @reducers.register("ekfac")
@@ -71,7 +76,7 @@ def ekfac(with_: Vector | None = None) -> Reducer:
     """
     if with_ is not None:
         return _within(with_.values, with_.source)
-    earlier = Earlier(_FIRST, kfac(bias="column"), _within)
+    earlier = Earlier(_FIRST, kfac(bias="column"), _within, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 
@@ -108,6 +113,15 @@ def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tenso
         )
     matrices = factor.unsqueeze(0) if factor.dim() == 2 else factor
     return matrices if as_they_are else torch.linalg.eigh(matrices)[1]
+
+
+def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return bases as large as those of the factors that are found, without their eigenvectors."""
+    return {
+        f"{key}.vectors": torch.eye(value.shape[-1]).to(value).expand_as(value)
+        for key, value in found.items()
+        if key.endswith((".A", ".B"))
+    }
 
 
 def _waiting(gradients: Gradients) -> State:
@@ -207,7 +221,9 @@ def _rotated(gradients: Gradients, layer: Layer, basis: Basis, by_factors: bool)
     factors = layer.factors(gradients) if by_factors else None
     if factors is not None:
         left, right = (f.to(dtype) for f in factors)
-        return OuterBlock(left @ basis.b.conj(), right @ basis.a.conj(), layer.sizes)
+        left = torch.einsum("nktr,krs->nkts", left, basis.b.conj())
+        right = torch.einsum("nktc,kcd->nktd", right, basis.a.conj())
+        return OuterBlock(left, right, layer.sizes)
     names = [name for name in (layer.weight, layer.bias) if name is not None]
     rows = {name: gradients[name].dense().to(dtype) for name in names}
     return DenseBlock(basis.coordinates(layer.dense(rows)))
