@@ -6,7 +6,7 @@ arXiv:1703.04730, equation 2 with its sign and ε = −1/N). Positive: it helps.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,13 @@ class Pair:
         train: The training samples.
         query: The queries.
         weight: What its scores are times, where several are added.
+        curvature: Of the training side; it is found when it is needed if None.
     """
 
     train: Side
     query: Side
     weight: float = 1.0
+    curvature: Curved | None = None
 
     def bound(self, asked: Settings) -> "Comparing":
         """Find the curvature of the training side.
@@ -52,7 +54,13 @@ class Pair:
             SpecError: The sides do not fit each other, or the curvature does not fit the rows.
         """
         notes = require_same(self.train.facts, self.query.facts)
-        return Comparing(self, curved(self.train, asked), notes)
+        if self.curvature is None:
+            self.curvature = curved(self.train, asked)
+        return Comparing(self, self.curvature, notes)
+
+    def asking(self, query: Side, asked: Settings) -> "Pair":
+        """Return the pair for other queries; the curvature is not found again."""
+        return replace(self, query=query, curvature=self.bound(asked).curved)
 
 
 @dataclass(frozen=True)
