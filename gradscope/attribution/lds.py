@@ -59,28 +59,43 @@ def lds(scores: np.ndarray, subsets: np.ndarray, losses: np.ndarray, *, seed: in
 
     Park et al. 2023, "TRAK: Attributing Model Behavior at Scale", section 2, arXiv:2303.14186.
     """
-    scores, losses = np.asarray(scores, np.float64), np.asarray(losses, np.float64)
-    held = np.asarray(subsets, bool)
-    _check(scores, held, losses)
-    predicted = -(scores @ held.T.astype(np.float64))  # (M, S)
-    once = np.ones((1, len(held)))
-    by_query = _correlations(predicted, losses.T, once)[:, 0]
+    scores, held = np.asarray(scores, np.float64), np.asarray(subsets, bool)
+    if scores.ndim != 2 or held.shape[1:] != scores.shape[1:]:
+        raise ValueError(f"scores {scores.shape} and subsets {held.shape} are to be (M, N), (S, N)")
+    return agreement(-(scores @ held.T.astype(np.float64)), losses, seed=seed)
+
+
+def agreement(predicted: np.ndarray, losses: np.ndarray, *, seed: int = 0) -> Lds:
+    """Compare predicted (M, S) with true losses (S, M), where scores are summed already.
+
+    Args:
+        predicted: Of each query after training on each subset; any increasing function of it.
+        losses: See `lds`.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: See `lds`.
+    """
+    predicted, losses = np.asarray(predicted, np.float64), np.asarray(losses, np.float64)
+    _check(predicted, losses)
+    subsets = len(losses)
+    by_query = _correlations(predicted, losses.T, np.ones((1, subsets)))[:, 0]
     draws = np.random.default_rng(seed).multinomial(
-        len(held), np.full(len(held), 1.0 / len(held)), size=_REPEATS
+        subsets, np.full(subsets, 1.0 / subsets), size=_REPEATS
     )
     means = _correlations(predicted, losses.T, draws.astype(np.float64)).mean(0)  # (B,)
     low, high = np.quantile(means, [(1.0 - _LEVEL) / 2.0, (1.0 + _LEVEL) / 2.0])
-    return Lds(by_query, float(by_query.mean()), float(low), float(high), len(held))
+    return Lds(by_query, float(by_query.mean()), float(low), float(high), subsets)
 
 
-def _check(scores: np.ndarray, held: np.ndarray, losses: np.ndarray) -> None:
-    if scores.ndim != 2 or held.shape[1:] != scores.shape[1:]:
-        raise ValueError(f"scores {scores.shape} and subsets {held.shape} are to be (M, N), (S, N)")
-    if losses.shape != (len(held), len(scores)):
-        raise ValueError(f"losses {losses.shape} are to be (S, M) = ({len(held)}, {len(scores)})")
-    if len(held) < 3:
-        raise ValueError(f"{len(held)} subsets have no rank correlation: give at least 3")
-    if not (np.isfinite(scores).all() and np.isfinite(losses).all()):
+def _check(predicted: np.ndarray, losses: np.ndarray) -> None:
+    if predicted.ndim != 2 or losses.shape != predicted.shape[::-1]:
+        raise ValueError(
+            f"losses {losses.shape} are to be (S, M), predictions {predicted.shape} (M, S)"
+        )
+    if len(losses) < 3:
+        raise ValueError(f"{len(losses)} subsets have no rank correlation: give at least 3")
+    if not (np.isfinite(predicted).all() and np.isfinite(losses).all()):
         raise ValueError("a score or a loss is not finite: leave that query or sample out")
 
 

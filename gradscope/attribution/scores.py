@@ -255,6 +255,7 @@ def _told(facts: Facts) -> dict[str, Any]:
         "chain": facts.chain,
         "digests": dict(facts.digests),
         "loss": facts.loss,
+        "spec": facts.spec,
     }
 
 

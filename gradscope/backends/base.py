@@ -49,6 +49,7 @@ class Request:
     stored: bool = False  # the dense gradients are stored, each entry of them
     left: int | None = None  # how many batches are to come, this one included, if that is known
     proved: bool = False  # the answer will be, and with it that the samples are independent
+    factors: bool = False  # what structure the gradients have is to be kept, of single samples too
 
 
 ROWS = Request()

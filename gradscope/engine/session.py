@@ -101,6 +101,7 @@ class Session:
         self.notes: list[str] = []
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
         self.tried: set[str] = set()
+        self.rehearses = False  # its answers tell time and memory, and are forgotten
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
@@ -141,7 +142,9 @@ class Session:
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
         verify = self.settings.verify if verify is None else verify
         settings = replace(self.settings, compile=False, verify=verify)
-        return Session(self._model, self._loss, settings)
+        made = Session(self._model, self._loss, settings)
+        made.rehearses = True
+        return made
 
     @property
     def proved(self) -> bool:
@@ -213,7 +216,7 @@ class Session:
         self._facts = now
         self._unaudited = batch if proof is None else None
         self._doubtful = 0 if proof is not None else self._doubtful + 1
-        if request.stored:
+        if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
 
@@ -245,9 +248,13 @@ class Session:
         due = self._due or self._wary or asked.verify == "always"
         if asked.verify == "never" or not due:
             return self._evaluate(batch, request)
-        seed = drawn(asked.seed, 0)
+        bound, seed = self._evaluate, drawn(asked.seed, 0)
+
+        def evaluate(batch: Batch, own: Request = ROWS, /) -> Evaluation:
+            return bound(batch, replace(own, factors=request.factors))
+
         evaluation, proof = certify(
-            self.problem, self.backend, self._evaluate, batch, own_loss=asked.own_loss, seed=seed
+            self.problem, self.backend, evaluate, batch, own_loss=asked.own_loss, seed=seed
         )
         self.certificate = proof
         self._due = not proof.proves

@@ -87,9 +87,7 @@ class Job:
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
         asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
-        factors = any(c.reducer is not None and c.reducer.raw for c in self.chains)
-        stored = not factors and _keeps_gradients(self.spec, self.chains)
-        return request_of(asked, left=left, stored=stored)
+        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
 
     def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
         """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
