@@ -32,6 +32,7 @@ from gradscope.stages.reducers.kfac import kfac
 from gradscope.stages.transforms.base import Vector
 
 _FIRST = Stage("kfac", {"bias": "column"})
+_DIAGONAL = ".diagonal"
 
 
 class Basis(NamedTuple):
@@ -76,7 +77,7 @@ def ekfac(with_: Vector | None = None) -> Reducer:
     """
     if with_ is not None:
         return _within(with_.values, with_.source)
-    earlier = Earlier(_FIRST, kfac(bias="column"), _within, _of_the_same_sizes)
+    earlier = Earlier(_FIRST, kfac(bias="column"), _after, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 
@@ -121,18 +122,32 @@ def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         f"{key}.vectors": torch.eye(value.shape[-1]).to(value).expand_as(value)
         for key, value in found.items()
         if key.endswith((".A", ".B"))
-    }
+    } | _diagonals(found)
+
+
+def _diagonals(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in found.items() if key.endswith(_DIAGONAL)}
+
+
+def _after(found: Mapping[str, Tensor]) -> Reducer:
+    """Return the reducer after the earlier pass, which has seen the same samples."""
+    return _within(found, known=_diagonals(found))
 
 
 def _waiting(gradients: Gradients) -> State:
     raise AssertionError("the earlier pass comes first")
 
 
-def _within(stored: Mapping[str, Tensor], source: str = "") -> Reducer:
-    """Return the reducer to second moments in the bases that are stored."""
+def _within(
+    stored: Mapping[str, Tensor], source: str = "", known: Mapping[str, Tensor] | None = None
+) -> Reducer:
+    """Return the reducer to second moments in the bases that are stored, and the diagonals.
+
+    Of the parameters without factors, unless these are `known`: {NAME.diagonal: (*shape)}.
+    """
     bases = bases_of(stored, source)
     marks = {name: _mark(basis) for name, basis in bases.items()}
-    plain = [key.removesuffix(".diagonal") for key in stored if key.endswith(".diagonal")]
+    plain = [key.removesuffix(_DIAGONAL) for key in _diagonals(stored)]
 
     def start(gradients: Gradients) -> State:
         layers = _layers(bases, gradients, source)
@@ -142,7 +157,7 @@ def _within(stored: Mapping[str, Tensor], source: str = "") -> Reducer:
             if name in layers:
                 moments = _moments(gradients, layers[name], bases[name])
                 every[name] = {"moments": moments, "basis": marks[name].to(block.device)}
-            elif name not in inside:
+            elif name not in inside and known is None:
                 every[name] = {"squares": wide(block).squared_sum()}
         return joined(count(gradients), every)
 
@@ -154,10 +169,10 @@ def _within(stored: Mapping[str, Tensor], source: str = "") -> Reducer:
     def result(state: State) -> dict[str, Tensor]:
         _require_bases(state, marks)
         found: dict[str, Tensor] = {}
-        rest: dict[str, Tensor] = {}
+        rest = dict(known or {})
         for name, part in parts(state).items():
             if "squares" in part:
-                rest[f"{name}.diagonal"] = part["squares"] / state["n"]
+                rest[f"{name}{_DIAGONAL}"] = part["squares"] / state["n"]
                 continue
             values = (*bases[name], part["moments"] / state["n"])
             for word, value in zip(("A.vectors", "B.vectors", "eigenvalues"), values, strict=True):
