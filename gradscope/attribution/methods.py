@@ -60,6 +60,8 @@ class Settings:
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
             by the trust region of `gradscope.attribution.damping`.
         memory: Bytes for a tile of queries; more of them cost more walks through the training side.
+        refine: How many of the most helpful and of the most harmful samples of each query are
+            scored again with full gradients, by this curvature; see `refining`. 0 for none.
 
     Raises:
         SpecError: A word is unknown, or a number out of range.
@@ -68,6 +70,7 @@ class Settings:
     curvature: Method = "auto"
     damping: Damping = "auto"
     memory: int = TILE_BYTES
+    refine: int = 0
 
     def __post_init__(self) -> None:
         if self.curvature not in get_args(Method):

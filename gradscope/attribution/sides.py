@@ -5,7 +5,7 @@ of the walk and stay in the table, where `finite` says so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -252,13 +252,38 @@ def of_job(job: Job, name: str) -> SessionSide:
     """Return the samples of a run, with the first of its chains that keeps rows."""
     chain = next((c for c in job.chains if c.reducer is None), None) or bind("identity")
     size = BatchSize(plan(job).samples, fixed=job.scope.settings.own_loss)
+    return _side(job, name, chain, len(job.rows), lambda: batches(job, size))
+
+
+def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
+    """Return the full gradients of some samples of a run, by their rows in it (n,).
+
+    Raises:
+        SpecError: The gradient of a sample depends on others of its batch.
+    """
+    if job.scope.settings.own_loss:
+        raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
+    chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
+    inner = replace(data, chosen=chosen if data.chosen is None else data.chosen[chosen])
+    part = replace(job, dataset=inner, rows=range(len(chosen)))
+
+    def walk() -> Iterator[Batch]:
+        for batch in batches(part, BatchSize(job.batch_size)):
+            yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device))
+
+    return _side(job, name, bind("identity"), len(chosen), walk)
+
+
+def _side(
+    job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
+) -> SessionSide:
     record = job.record()
     return SessionSide(
         job.scope,
         chain,
-        lambda: batches(job, size),
+        walk,
         lambda batch, evaluation: rows_of(job, (), batch, evaluation),
-        len(job.rows),
+        n,
         Facts(name, chain.text, job.shapes, job.digests, str(record["loss"]), record["spec"]),
     )
 

@@ -64,6 +64,16 @@ def attribute(
         ),
     ] = None,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Of projections: score the K most helpful and the K most harmful samples of each "
+            "query again with full gradients, by --curvature [ekfac].",
+        ),
+    ] = 0,
     memory: Annotated[
         str, typer.Option("--memory", metavar="SIZE", help="For a tile of queries and its scores.")
     ] = "1GB",
@@ -80,7 +90,7 @@ def attribute(
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
 
-    asked = Settings(cast("Any", curvature), _damping(damping), parse_memory(memory))
+    asked = Settings(cast("Any", curvature), _damping(damping), parse_memory(memory), refine)
     stops.unwinding()
     how: dict[str, Any] = {"chain": chain, "checkpoints": checkpoints or (), "weights": numbers}
     with (
