@@ -21,7 +21,7 @@ from gradscope.attribution.methods import (
     sum_of,
 )
 from gradscope.attribution.products import Part, Tile, tiles
-from gradscope.attribution.sides import Side, require_same
+from gradscope.attribution.sides import Side, projection_error, require_same
 from gradscope.errors import SpecError
 
 UNIT = (
@@ -52,7 +52,11 @@ class Pair:
             SpecError: The sides do not fit each other, or the curvature does not fit the rows.
         """
         notes = require_same(self.train.facts, self.query.facts)
-        return Comparing(self, curved(self.train, asked), notes)
+        found, error = curved(self.train, asked), projection_error(self.train)
+        if error is not None:
+            found.record["projection_error"] = error
+            notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
+        return Comparing(self, found, notes)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Scoring:
         self._every = [pair.bound(asked) for pair in pairs]
         first = pairs[0]
         each = 8 * first.train.width + 12 * first.train.n
-        self.step = max(1, min(first.query.n, asked.memory // each))
+        self.step = max(1, min(first.query.n, asked.room // each))
 
     @property
     def dtype(self) -> torch.dtype:

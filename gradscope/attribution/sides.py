@@ -140,7 +140,8 @@ class FileSide:
         for stored in self._file.chains:
             if stored.reduced and "".join(stored.text.split()) in same:
                 return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
-        job = prepare(training_run(self._file).computing(transform=("identity",), shard=None))
+        own = {"transform": ("identity",), "shard": None, "backend": "auto"}  # which knows factors
+        job = prepare(training_run(self._file).computing(**own))
         side = of_job(job, f"the run of {self._file.path}")
         require_same(self.facts, side.facts)
         return side.aggregate(chain)
@@ -357,3 +358,25 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     if train.loss != query.loss:
         return (f"the queries are measured by another loss: {query.loss}, trained: {train.loss}",)
     return ()
+
+
+def projection_error(side: Side) -> float | None:
+    """Return by how much a product of two projected gradients is off, in units of ‖g‖ ‖h‖ (RMS).
+
+    Found from what the projection did to the first samples' own norms: of a random projection
+    (‖Pg‖² / ‖g‖² − 1) / √2 is as large as the error of ⟨Pg, Ph⟩ / (‖g‖ ‖h‖), 1 / √dim where its
+    entries are independent. None where the rows are no projections.
+    """
+    stages = parse(side.facts.chain)
+    part = next(iter(side.parts()), None)
+    if [stage.name for stage in stages] != ["project"] or part is None:
+        return None
+    norms = side.table(int(part.places[-1]) + 1)["norm"][part.places].double()
+    found = sum_squares(part.gradients)
+    share = (found / norms.square())[norms > 0] - 1.0
+    return float((share.square().mean() / 2).sqrt()) if len(share) else None
+
+
+def sum_squares(gradients: Gradients) -> Tensor:
+    """Return ‖gᵢ‖² (n,) over all entries of a row, in float64."""
+    return torch.stack([v.double() for v in gradients.squared_norms.values()]).sum(0)
