@@ -4,8 +4,8 @@ A side can be walked through any number of times. Samples whose gradient is not 
 of the walk and stay in the table, where `finite` says so.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -225,8 +225,10 @@ class SessionSide:
 
 def of_job(job: Job, name: str) -> SessionSide:
     """Return the samples of a run, with the first of its chains that keeps rows."""
-    chain = next((c for c in job.chains if c.reducer is None), None) or bind("identity")
-    size = BatchSize(plan(job).samples, fixed=job.scope.settings.own_loss)
+    every = {chain.text: chain for chain in job.chains if chain.reducer is None}
+    chain = every[best_rows(every)] if every else bind("identity")
+    planned = plan(replace(job, chains=(bind("norm"),)))  # dense rows are formed in pieces
+    size = BatchSize(planned.samples, fixed=job.scope.settings.own_loss)
     record = job.record()
     return SessionSide(
         job.scope,
@@ -303,8 +305,10 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     """Return the chain with rows that is asked for by number or text; the first one by default."""
     rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
     known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
+    best = best_rows([chain.text for chain in rows.values()]) if rows else None
     for k, chain in rows.items():
-        if asked is None or "".join(asked.split()) in (str(k), "".join(chain.text.split())):
+        found = {str(k), "".join(chain.text.split())}
+        if chain.text == best if asked is None else "".join(asked.split()) in found:
             return chain
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
     raise SpecError(
@@ -312,6 +316,12 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
         where=str(file.path),
         remedy=f"Chains with rows in it: {known}. Compute it with -t identity or -t project:...",
     )
+
+
+def best_rows(chains: Collection[str]) -> str:
+    """Return which of some chains with rows to take: gradients, projections, or the first."""
+    projected = [text for text in chains if parse(text)[0].name == "project"]
+    return "identity" if "identity" in chains else [*projected, *chains][0]
 
 
 def _column(values: np.ndarray) -> Tensor:

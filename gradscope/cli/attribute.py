@@ -92,7 +92,9 @@ def attribute(
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
 
-    asked = Settings(cast("Any", curvature), _damping(damping), memory and parse_memory(memory))
+    asked = Settings(
+        cast("Any", curvature), _damping(damping), None if memory is None else parse_memory(memory)
+    )
     stops.unwinding()
     if more and not checkpoints:
         raise SpecError(f"{more[0]} is one file too many", remedy="Give TRAIN and QUERY.")

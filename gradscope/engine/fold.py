@@ -114,7 +114,9 @@ def settled(
     while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = [session.labels.chain(chain) for chain in first.values()]
-        states = fold(session, batches(), passes, request=Request(left=left)).states
+        states = fold(
+            session, batches(), passes, request=Request(left=left, factored=_read_factors(passes))
+        ).states
         means = {
             text: chain.result(carried_state(state))
             for (text, chain), state in zip(first.items(), states, strict=True)
@@ -164,7 +166,12 @@ def request_of(
         return dict(zip(keys, found, strict=True))
 
     rows = any(chain.key is None for chain in every)
-    return Request(rows, tuple(known), starts, stored=stored, left=left)
+    factored = _read_factors(every)
+    return Request(rows, tuple(known), starts, stored=stored, left=left, factored=factored)
+
+
+def _read_factors(chains: Iterable[Chain]) -> bool:
+    return any(chain.reducer is not None and chain.reducer.raw for chain in chains)
 
 
 def _updated_if_finite(

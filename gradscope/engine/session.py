@@ -230,7 +230,13 @@ class Session:
             return self._evaluate(batch, request)
         seed = drawn(asked.seed, 0)
         evaluation, proof = certify(
-            self.problem, self.backend, self._evaluate, batch, own_loss=asked.own_loss, seed=seed
+            self.problem,
+            self.backend,
+            self._evaluate,
+            batch,
+            own_loss=asked.own_loss,
+            seed=seed,
+            factored=request.factored,
         )
         self.certificate = proof
         self._due = not proof.proves

@@ -6,6 +6,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def hooks(
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) > 1:
                 return program.evaluate(batch, proved=request.proved)
-            return program.evaluate_one(batch)
+            return program.evaluate_one(batch, factored=request.factored)
 
     yield evaluate
 
@@ -87,11 +88,16 @@ class _Program:
         gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=known is None)
 
-    def evaluate_one(self, sample: Batch) -> Evaluation:
+    def evaluate_one(self, sample: Batch, *, factored: bool = False) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
 
-        Once larger batches have shown the structure, it is kept: the sample stands twice.
+        Once larger batches have shown the structure, or where factors are asked for, it is kept:
+        the sample stands twice.
         """
+        if factored and not self.known:
+            twice = self.evaluate(sample.resized(2))
+            one = Gradients(twice.gradients.select(slice(0, 1)))
+            return replace(twice, losses=twice.losses[:1], gradients=one)
         _, recorded = self._record(sample.resized(2)) if self.known else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is not None:
