@@ -18,6 +18,7 @@ from gradscope.attribution.scores import (
 from gradscope.attribution.scoring import UNIT, Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
 from gradscope.attribution.summary import ScoreSummary, summarize_scores
+from gradscope.attribution.validation import Asked, Validating, Validation, validate
 from gradscope.config import load
 from gradscope.errors import SpecError
 from gradscope.run import prepare
@@ -25,6 +26,7 @@ from gradscope.storage import GradientFile, open_file
 
 __all__ = [
     "UNIT",
+    "Asked",
     "Damping",
     "Method",
     "Ranked",
@@ -33,12 +35,15 @@ __all__ = [
     "Scores",
     "Scoring",
     "Settings",
+    "Validating",
+    "Validation",
     "attribute",
     "in_memory",
     "is_scores",
     "open_scores",
     "opened",
     "summarize_scores",
+    "validate",
     "writing_scores",
 ]
 

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from gradscope.attribution.curvature import (
     Curvature,
+    Drift,
     adam_curvature,
     diagonal_curvature,
     ekfac_curvature,
     kfac_curvature,
 )
+from gradscope.attribution.damping import LEAST, along, trusted
 from gradscope.attribution.fisher import Gram, Moments
 from gradscope.attribution.products import Groups, Part, Tile, tiles
 from gradscope.attribution.sides import Side
@@ -32,13 +34,16 @@ Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
 
 _LEAST_BYTES = 2**30  # of a tile, where the system does not tell how many there are
-_SHARE = 4  # of what there is, a tile takes one part
+_PARTS = 4  # of what there is, a tile takes one
 _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
     "ekfac": ("ekfac", ekfac_curvature),
     "diagonal": ("second_moment", diagonal_curvature),
     "adam": ("second_moment", adam_curvature),
 }
+_SHARE = 0.95  # of EK-FAC in `shrunk`: between 0.9 and 0.98 little changes
+_LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # relative damping of Gram matrices, likewise
+_SPECTRA = 4096  # samples of a Gram matrix whose eigenvectors are found: a minute
 _LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
 _SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
 _PAIRS = 1e14  # multiplications of a Gram matrix, beyond which `auto` takes none
@@ -56,7 +61,8 @@ class Settings:
             Fisher shrunk towards EK-FAC; `adam`, the root of the diagonal; `identity`. `auto` is
             `shrunk` where the Gram matrix of the samples is not too large, else `ekfac`; of
             projections `fisher`.
-        damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto".
+        damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
+            by the trust region of `gradscope.attribution.damping`.
         memory: Bytes for a tile of queries or of a Gram matrix, a quarter of what there is if None;
             where they are few, the training side is walked through more often.
 
@@ -83,7 +89,7 @@ class Settings:
     def room(self) -> int:
         """Bytes for a tile."""
         there = available(torch.device("cpu"))
-        return self.memory or max(_LEAST_BYTES, (there or 0) // _SHARE)
+        return self.memory or max(_LEAST_BYTES, (there or 0) // _PARTS)
 
 
 def _as_it_is(rows: Gradients) -> Gradients:
@@ -136,8 +142,8 @@ def curved(train: Side, asked: Settings) -> Curved:
             if asked.curvature != "auto":
                 raise
             return _grams(train, asked, {"curvature": "fisher"})
-    found, relative = _approximate(train, method, asked.damping)
-    record |= {"damping": relative, "lambda": found.damping}
+    found = _approximate(train, method, asked.damping)
+    record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)
 
 
@@ -156,19 +162,31 @@ def _short(train: Side) -> bool:
 
 
 def _grams(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
-    groups = layers_of(train.shapes()) if asked.curvature == "blockfisher" else None
+    groups = layers_of(train.shapes()) if record["curvature"] == "blockfisher" else None
     n, products = _gram(train, asked, groups)
-    grams = {}
-    for group, gram in products.items():
-        mean = float(gram.diagonal().sum()) / n**2
-        grams[group] = Gram(gram, n, chosen(asked.damping) * mean)
+    if asked.damping == "auto":
+        relative = _trusted(products, n, _LEAST[record["curvature"]])
+    else:
+        relative = float(asked.damping)
+    grams = {
+        group: Gram(gram, n, relative * float(gram.diagonal().sum()) / n**2)
+        for group, gram in products.items()
+    }
     damping = {group: gram.damping for group, gram in grams.items()}
     return Curved(
         groups=groups,
         after=lambda found: sum_of([gram.solved(found[k]) for k, gram in grams.items()]),
         own=lambda: sum_of([gram.self_influence() for gram in grams.values()]),
-        record={**record, "damping": chosen(asked.damping), "lambda": damping.get("", damping)},
+        record={**record, "damping": relative, "lambda": damping.get("", damping)},
     )
+
+
+def _trusted(grams: dict[str, Tensor], n: int, least: float) -> float:
+    """Return the relative damping of Gram matrices n·K: at least `least`."""
+    if n > _SPECTRA:
+        return least
+    spectra = [along(gram / n, n) for gram in grams.values()]
+    return trusted([values for values, _ in spectra], [squares for _, squares in spectra], n, least)
 
 
 def _moments(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
@@ -193,15 +211,15 @@ def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
 
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
     """
-    found, relative = _approximate(train, "ekfac", asked.damping)
-    before, share = _applied(found), 0.9
+    found = _approximate(train, "ekfac", asked.damping)
+    before, share = _applied(found), _SHARE
     n, products = _gram(train, asked, None, before)
     gram = Gram(products[""], n, share / (1 - share))
     return Curved(
         before=before,
         after=lambda rows: gram.solved(rows[""]) / (1 - share),
         own=lambda: gram.self_influence() / (1 - share),
-        record={**record, "damping": relative, "share": share, "lambda": found.damping},
+        record={**record, "damping": found.relative, "share": share, "lambda": found.damping},
     )
 
 
@@ -221,8 +239,8 @@ def _gram(
     return max(1, int(train.table()["finite"].sum())), found
 
 
-def _approximate(train: Side, method: str, damping: Damping) -> tuple[Curvature, float]:
-    """Return the inverse of an approximate curvature, and its relative damping."""
+def _approximate(train: Side, method: str, damping: Damping) -> Curvature:
+    """Return the inverse of an approximate curvature."""
     if train.facts.chain != "identity":
         raise SpecError(
             f"{method} is a curvature of parameters, and the rows are {train.facts.chain!r}",
@@ -230,13 +248,15 @@ def _approximate(train: Side, method: str, damping: Damping) -> tuple[Curvature,
             remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
         )
     chain, made = _CURVATURES[method]
-    relative = chosen(damping)
-    return made(train.aggregate(chain), relative), relative
+    if damping != "auto" or method == "adam":  # whose eigenvalues are roots, no second moments
+        return made(train.aggregates([chain])[0], chosen(damping))
+    moments, mean = train.aggregates([chain, "mean"])
+    return made(moments, LEAST, Drift(mean, train.n))
 
 
 def chosen(damping: Damping) -> float:
     """Return the relative damping."""
-    return 0.1 if damping == "auto" else float(damping)
+    return LEAST if damping == "auto" else float(damping)
 
 
 def precision(train: Side, rows: int) -> torch.dtype:

@@ -193,6 +193,7 @@ class ScoreWriter:
                     norm=table["norm"],
                     finite=table["finite"],
                     target=table.get("target"),
+                    predicted={k: table[k] for k in ("prediction", "margin") if k in table},
                     id=table.get("id"),
                     chains=(rows, None),
                 )
@@ -254,6 +255,7 @@ def _told(facts: Facts) -> dict[str, Any]:
         "chain": facts.chain,
         "digests": dict(facts.digests),
         "loss": facts.loss,
+        "spec": facts.spec,
     }
 
 

@@ -4,7 +4,7 @@ A side can be walked through any number of times. Samples whose gradient is not 
 of the walk and stay in the table, where `finite` says so.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gradscope.attribution.products import Part
-from gradscope.blocks import DenseBlock, Gradients
+from gradscope.blocks import DenseBlock, Gradients, wide
 from gradscope.config import RunSpec, load, resolve
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
@@ -48,6 +48,7 @@ class Facts:
     parameters: Mapping[str, tuple[int, ...]]
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: str
+    spec: Mapping[str, Any] | None = None  # the run, if there was one
 
 
 class Side(Protocol):
@@ -78,8 +79,8 @@ class Side(Protocol):
     def parts(self) -> Iterator[Part]:
         """Yield the finite samples, in order."""
 
-    def aggregate(self, chain: str) -> dict[str, Tensor]:
-        """Return the result of a chain with a reducer over all samples."""
+    def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
+        """Return the results of chains with reducers over all samples, in one walk."""
 
 
 class FileSide:
@@ -97,6 +98,7 @@ class FileSide:
             parameters=file.parameters,
             digests={k: digests.get(k) for k in ("checkpoint", "model", "dataset", "stages")},
             loss=str(file.run.get("loss", {})),
+            spec=file.run.get("spec"),
         )
 
     @property
@@ -135,16 +137,35 @@ class FileSide:
                 blocks = {name: DenseBlock(values) for name, values in some.items()}
                 yield Part(places[kept], Gradients(blocks))
 
-    def aggregate(self, chain: str) -> dict[str, Tensor]:
+    def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
+        found = {chain: self._stored(chain) for chain in chains}
+        if "mean" in found and found["mean"] is None:
+            found["mean"] = self._mean()
+        missing = [chain for chain, result in found.items() if result is None]
+        if missing:
+            own = {"transform": ("identity",), "shard": None, "backend": "auto"}  # knows factors
+            job = prepare(training_run(self._file).computing(**own))
+            side = of_job(job, f"the run of {self._file.path}")
+            require_same(self.facts, side.facts)
+            found |= dict(zip(missing, side.aggregates(missing), strict=True))
+        return [result for result in found.values() if result is not None]
+
+    def _stored(self, chain: str) -> dict[str, Tensor] | None:
         same = (chain, *_SAME.get(chain, ()))
         for stored in self._file.chains:
             if stored.reduced and "".join(stored.text.split()) in same:
                 return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
-        own = {"transform": ("identity",), "shard": None, "backend": "auto"}  # which knows factors
-        job = prepare(training_run(self._file).computing(**own))
-        side = of_job(job, f"the run of {self._file.path}")
-        require_same(self.facts, side.facts)
-        return side.aggregate(chain)
+        return None
+
+    def _mean(self) -> dict[str, Tensor]:
+        """Return the mean of the rows, by a walk through the file."""
+        count, found = 0, dict[str, Tensor]()
+        for part in self.parts():
+            count += len(part.places)
+            for name, block in part.gradients.items():
+                total = wide(block).dense().sum(0)
+                found[name] = found[name].add_(total) if name in found else total
+        return {name: total / count for name, total in found.items()}
 
 
 class SessionSide:
@@ -214,13 +235,18 @@ class SessionSide:
                 yield Part(places, chain.rows(*kept))
             start = stop
 
-    def aggregate(self, chain: str) -> dict[str, Tensor]:
+    def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         session = self._session
-        bound = settled(session, [bind(chain)], self._walk)
-        state = fold(session, self._walk(), bound).states[0]
-        if state is None:
+        bound = settled(session, [bind(chain) for chain in chains], self._walk)
+        states = fold(session, self._walk(), bound).states
+        found = [
+            chain.result(state)
+            for chain, state in zip(bound, states, strict=True)
+            if state is not None
+        ]
+        if len(found) < len(chains):
             raise SpecError("no sample has a finite gradient", where=self.facts.name)
-        return bound[0].result(state)
+        return found
 
 
 def of_job(job: Job, name: str) -> SessionSide:
@@ -236,7 +262,7 @@ def of_job(job: Job, name: str) -> SessionSide:
         lambda: batches(job, size),
         lambda batch, evaluation: rows_of(job, (), batch, evaluation),
         len(job.rows),
-        Facts(name, chain.text, job.shapes, job.digests, str(record["loss"])),
+        Facts(name, chain.text, job.shapes, job.digests, str(record["loss"]), record["spec"]),
     )
 
 
@@ -256,12 +282,17 @@ def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> Sessi
 
 def training_run(file: GradientFile) -> RunSpec:
     """Return the run that a result file was computed by, as it was recorded in the file."""
+    return recorded_run(file.run.get("spec"), str(file.path))
+
+
+def recorded_run(spec: Mapping[str, Any] | None, where: str | None) -> RunSpec:
+    """Return a run from its record in the file `where`."""
     try:
-        return RunSpec.model_validate(file.run.get("spec"))
+        return RunSpec.model_validate(spec)
     except ValueError as error:
         raise ResultFileError(
             "the file does not say how it was computed, so that queries cannot be",
-            where=str(file.path),
+            where=where,
             remedy="Give a run file, or a result file with the queries' gradients.",
         ) from error
 

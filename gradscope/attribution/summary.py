@@ -1,7 +1,7 @@
 """What scores say: of each query, who helped and who harmed."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class ScoreSummary(Record):
         if self.most_influential:
             rows = self.most_influential
             columns = [
-                Column("sample", [_name(r) for r in rows]),
+                Column("sample", [name_of(r) for r in rows]),
                 Column("target", [str(r.target) for r in rows]),
                 numbers("self-influence", [r.score for r in rows]),
             ]
@@ -86,7 +86,7 @@ def summarize_scores(scores: Scores, *, top: int = 3, notes: Sequence[str] = ())
     """Return the best and worst `top` training samples of every query."""
     rows = []
     for q in range(scores.shape[0]):
-        known = _described(scores.queries, q)
+        known = described(scores.queries, q)
         rows.append(
             QueryRow(
                 **known,
@@ -120,10 +120,12 @@ def queries(n: int) -> str:
 
 def _scored(scores: Scores, ranked: Ranked) -> tuple[Scored, ...]:
     pairs = zip(ranked.places, ranked.scores, strict=True)
-    return tuple(Scored(**_described(scores.samples, int(k)), score=float(s)) for k, s in pairs)
+    return tuple(Scored(**described(scores.samples, int(k)), score=float(s)) for k, s in pairs)
 
 
-def _described(table: Any, place: int) -> dict[str, Any]:
+def described(table: Any, place: int) -> dict[str, Any]:
+    """Return index, id and target of a row of a sample table."""
+
     def of(name: str) -> Any:
         column: NDArray[Any] | None = table.get(name)
         return None if column is None else plain(column[place])
@@ -133,9 +135,11 @@ def _described(table: Any, place: int) -> dict[str, Any]:
 
 def _section(title: str, summary: ScoreSummary, which: str) -> Section:
     shown = summary.rows[:_SHOWN]
-    cells = [", ".join(f"{_name(s)} ({short(s.score)})" for s in getattr(r, which)) for r in shown]
+    cells = [
+        ", ".join(f"{name_of(s)} ({short(s.score)})" for s in getattr(r, which)) for r in shown
+    ]
     columns = [
-        Column("query", [_name(r) for r in shown]),
+        Column("query", [name_of(r) for r in shown]),
         Column("target", [str(r.target) for r in shown], rank=1),
         numbers("loss", [r.loss for r in shown], rank=2),
         Column("training samples (score)", cells, justify="left"),
@@ -145,7 +149,20 @@ def _section(title: str, summary: ScoreSummary, which: str) -> Section:
     return Section(title, table=Table(columns), notes=notes)
 
 
-def _name(row: Scored | QueryRow) -> str:
+class Named(Protocol):
+    """A row about a sample."""
+
+    @property
+    def index(self) -> int:
+        """Its position in the data set."""
+
+    @property
+    def id(self) -> int | str | None:
+        """Its own name."""
+
+
+def name_of(row: Named) -> str:
+    """Return what a sample is called in a table."""
     return str(row.index if row.id is None else row.id)
 
 

@@ -48,8 +48,8 @@ class Request:
     out: Mapping[str, Tensor] | None = None
     stored: bool = False  # the dense gradients are stored, each entry of them
     left: int | None = None  # how many batches are to come, this one included, if that is known
-    factored: bool = False  # a reducer reads the factors of the gradients, also of a single sample
     proved: bool = False  # the answer will be, and with it that the samples are independent
+    factors: bool = False  # what structure the gradients have is to be kept, of single samples too
 
 
 ROWS = Request()

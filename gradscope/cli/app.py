@@ -19,6 +19,7 @@ from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
 from gradscope.cli.merge import merge
 from gradscope.cli.results import export, stats
+from gradscope.cli.validate import validate
 from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped
 from gradscope.errors import GradscopeError
@@ -49,7 +50,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (init, check, compute, merge, compare, attribute, stats, export):
+for command in (init, check, compute, merge, compare, attribute, validate, stats, export):
     app.command(cls=Command)(command)
 app.command("list", cls=Command)(list_)
 

@@ -314,6 +314,12 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "The data's, drawn from the model's predictions, or all classes",
     )
+    predictions: values.Switch = option(
+        True,
+        "--predictions",
+        _COMPUTE,
+        "Keep what the model predicts of each sample, and the margin of its class",
+    )
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
         "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
     )

@@ -26,6 +26,7 @@ from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 Loss = Callable[..., Tensor]
+Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
 
 class Predictive(NamedTuple):
@@ -100,6 +101,7 @@ class Problem:
     parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
     state: State = None  # type: ignore[assignment]  # made when it is not given
+    seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -152,16 +154,16 @@ class Problem:
         """The device of the first selected parameter."""
         return next(iter(self.parameters.values())).device
 
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the losses (n,) with their graph, having left buffers and generators alone."""
+    def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
+        """Return the losses (n,), with their graph or none; buffers and generators stay alone."""
         with (
             self.state.kept(),
             self._scratch_buffers(),
             self._frozen_statistics(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(graph),
             user_code(self.model, batch),
         ):
-            return self._checked(self._raw(batch), len(batch))
+            return self._checked(self._raw(batch, self.seen), len(batch))
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the losses (n,) with `values` in the parameters' place, buffers copied.
@@ -224,13 +226,20 @@ class Problem:
             for layer in layers:
                 layer.training = True
 
-    def _raw(self, batch: Batch) -> Any:
+    def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
         if is_model_loss(self.loss):
             return self.loss(self.model, own.inputs, own.targets)
-        return self.loss(call(self.model, own.inputs), own.targets)
+        outputs = call(self.model, own.inputs)
+        if seen is None or type(outputs) is not Tensor or outputs.is_inference():
+            return self.loss(outputs, own.targets)
+        version = outputs._version
+        losses = self.loss(outputs, own.targets)
+        if outputs._version == version and isinstance(losses, Tensor):
+            seen(self.loss, outputs, batch.targets, losses)
+        return losses
 
     def _checked(self, losses: Any, n: int) -> Tensor:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)

@@ -145,7 +145,6 @@ def certify(
     *,
     own_loss: bool = False,
     seed: int = 0,
-    factored: bool = False,
 ) -> tuple[Evaluation, Certificate]:
     """Evaluate a batch and prove the answer, or raise.
 
@@ -159,7 +158,6 @@ def certify(
         batch: Any samples.
         own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
         seed: Of what is drawn at random.
-        factored: The factors of the gradients are read, also of a single sample.
 
     Raises:
         CertificateError: A check failed.
@@ -173,7 +171,7 @@ def certify(
             phases: dict[str, float] = {}
             try:
                 with _timed(phases, "evaluation"):
-                    found = evaluate(batch, replace(PROVED, factored=factored))
+                    found = evaluate(batch, PROVED)
             except (ModelError, RefusedError):
                 if not own_loss:
                     require_independent(problem, batch)  # where they are coupled, say so

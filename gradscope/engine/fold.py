@@ -114,9 +114,8 @@ def settled(
     while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = [session.labels.chain(chain) for chain in first.values()]
-        states = fold(
-            session, batches(), passes, request=Request(left=left, factored=_read_factors(passes))
-        ).states
+        asked = Request(left=left, factors=request_of(passes).factors)
+        states = fold(session, batches(), passes, request=asked).states
         means = {
             text: chain.result(carried_state(state))
             for (text, chain), state in zip(first.items(), states, strict=True)
@@ -125,7 +124,9 @@ def settled(
         if not means:
             raise SpecError("no sample has a finite gradient, so there is nothing to start from")
         ready = tuple(
-            chain if chain.first_pass is None else chain.given(means[chain.first_pass.text])
+            chain
+            if chain.first_pass is None
+            else chain.given(means[chain.first_pass.text], rehearsed=session.rehearses)
             for chain in ready
         )
     notes = (chain.reducer.note for chain in ready if chain.reducer is not None)
@@ -166,12 +167,8 @@ def request_of(
         return dict(zip(keys, found, strict=True))
 
     rows = any(chain.key is None for chain in every)
-    factored = _read_factors(every)
-    return Request(rows, tuple(known), starts, stored=stored, left=left, factored=factored)
-
-
-def _read_factors(chains: Iterable[Chain]) -> bool:
-    return any(chain.reducer is not None and chain.reducer.raw for chain in chains)
+    factors = any(chain.reducer is not None and chain.reducer.raw for chain in every)
+    return Request(rows, tuple(known), starts, stored=stored, left=left, factors=factors)
 
 
 def _updated_if_finite(

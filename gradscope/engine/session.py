@@ -29,6 +29,7 @@ from gradscope.engine.certificate import Answer, Certificate, certify, examined,
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import resolve
+from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class Settings:
     labels: Mode = "data"
     seed: int = 0
     compile: bool = False
+    predictions: bool = False
 
     def __post_init__(self) -> None:
         words = (self.verify, Verify), (self.coupling, Coupling)
@@ -85,6 +87,7 @@ class Session:
         notes: What was chosen and why.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
+        predictions: What the model predicts of the samples of the last batch, if it is asked for.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -98,7 +101,9 @@ class Session:
         self.notes: list[str] = []
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
         self.tried: set[str] = set()
+        self.rehearses = False  # its answers tell time and memory, and are forgotten
         self.tuner = Tuner.remembering()
+        self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
@@ -116,7 +121,11 @@ class Session:
         asked = self.settings
         self._stack.close()
         problem = Problem.of(self._model, self._loss, asked.parameters)
-        self.problem = replace(problem, running_statistics=asked.coupling == "frozen")
+        self.problem = replace(
+            problem,
+            running_statistics=asked.coupling == "frozen",
+            seen=None if self.predictions is None else self.predictions.watch,
+        )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         self._compiled = None
         against = not_compiled(asked.backend, asked.verify, asked.coupling)
@@ -133,7 +142,9 @@ class Session:
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
         verify = self.settings.verify if verify is None else verify
         settings = replace(self.settings, compile=False, verify=verify)
-        return Session(self._model, self._loss, settings)
+        made = Session(self._model, self._loss, settings)
+        made.rehearses = True
+        return made
 
     @property
     def proved(self) -> bool:
@@ -176,6 +187,8 @@ class Session:
             )
             self._bind()
         batch = self.labels.of(batch).detached()
+        if self.predictions is not None:
+            self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         before = self.certificate
         try:
@@ -203,9 +216,16 @@ class Session:
         self._facts = now
         self._unaudited = batch if proof is None else None
         self._doubtful = 0 if proof is not None else self._doubtful + 1
-        if request.stored:
+        if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
+
+    def predicted(self, batch: Batch, evaluation: Evaluation) -> Columns:
+        """Return what the model predicts of the batch that was evaluated last, if that is kept."""
+        if self.predictions is None:
+            return {}
+        with torch.inference_mode(False):
+            return self.predictions.of(self.problem, self.labels, batch, evaluation)
 
     def _uncompiled(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
         """Answer by the first candidate that does not refuse, proved where a proof is due."""
@@ -228,15 +248,13 @@ class Session:
         due = self._due or self._wary or asked.verify == "always"
         if asked.verify == "never" or not due:
             return self._evaluate(batch, request)
-        seed = drawn(asked.seed, 0)
+        bound, seed = self._evaluate, drawn(asked.seed, 0)
+
+        def evaluate(batch: Batch, own: Request = ROWS, /) -> Evaluation:
+            return bound(batch, replace(own, factors=request.factors))
+
         evaluation, proof = certify(
-            self.problem,
-            self.backend,
-            self._evaluate,
-            batch,
-            own_loss=asked.own_loss,
-            seed=seed,
-            factored=request.factored,
+            self.problem, self.backend, evaluate, batch, own_loss=asked.own_loss, seed=seed
         )
         self.certificate = proof
         self._due = not proof.proves

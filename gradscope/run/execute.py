@@ -353,6 +353,7 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
         target=None if targets is None else targets.flatten(),
+        predicted=session.predicted(batch, evaluation),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
     )
 

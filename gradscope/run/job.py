@@ -47,6 +47,7 @@ from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
 
+_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"}
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
@@ -86,9 +87,7 @@ class Job:
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
         asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
-        factors = any(c.reducer is not None and c.reducer.raw for c in self.chains)
-        stored = not factors and _keeps_gradients(self.spec, self.chains)
-        return request_of(asked, left=left, stored=stored)
+        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
 
     def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
         """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
@@ -124,9 +123,7 @@ class Job:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
-        compute = self.spec.compute.model_dump(
-            mode="json", include={"backend", "coupling", "labels", "nonfinite", "layout", "seed"}
-        )
+        compute = self.spec.compute.model_dump(mode="json", include=_SAME)
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
         data = self.spec.dataset.model_dump(
             mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True

@@ -84,14 +84,20 @@ class Chain:
             (*self.stages[: len(self.before)], earlier.stage), self.before, earlier.reducer
         )
 
-    def given(self, found: Mapping[str, Tensor]) -> "Chain":
-        """Complete the first stage that waits with the result of `first_pass`."""
+    def given(self, found: Mapping[str, Tensor], *, rehearsed: bool = False) -> "Chain":
+        """Complete the first stage that waits with the result of `first_pass`.
+
+        If `rehearsed`, only time and memory of what follows have to be right.
+        """
         for k, step in enumerate(self.before):
             if isinstance(step, NeedsMean):
                 completed = (*self.before[:k], step.given(found), *self.before[k + 1 :])
                 return replace(self, before=completed)
         assert self.reducer is not None and self.reducer.earlier is not None
-        return replace(self, reducer=self.reducer.earlier.given(found))
+        earlier = self.reducer.earlier
+        return replace(
+            self, reducer=earlier.given(earlier.rehearsed(found) if rehearsed else found)
+        )
 
     def rows(
         self, gradients: Gradients, problem: Problem | None = None, batch: Batch | None = None

@@ -60,6 +60,7 @@ class Labels:
         self.mode: Mode = mode
         self._problem, self._seed = problem, seed
         self._last: tuple[Batch, Batch] | None = None
+        self._outputs: Tensor | None = None  # of the last one
 
     def of(self, batch: Batch) -> Batch:
         """Return the batch against the labels; asked again for the last one, it is the same."""
@@ -68,6 +69,11 @@ class Labels:
         if self._last is None or self._last[0] is not batch:
             self._last = batch, self._labelled(batch)
         return self._last[1]
+
+    def outputs(self, batch: Batch) -> Tensor | None:
+        """Return the outputs that a batch's labels were drawn from; None for the data's labels."""
+        self.of(batch)
+        return self._outputs
 
     def chain(self, chain: Chain) -> Chain:
         """Return what a chain becomes under these labels.
@@ -110,7 +116,7 @@ class Labels:
             return outputs.new_zeros(len(batch))
 
         replace(self._problem, loss=keep).losses(batch)
-        outputs = seen[0]
+        self._outputs = outputs = seen[0]
         p = found.probabilities(outputs).cpu()
         if self.mode == "sampled":
             drawn = _drawn(p, batch.index, self._seed).to(outputs.device)

@@ -166,8 +166,8 @@ def _entrywise(
 
 
 def _two_classes(outputs: Tensor) -> Tensor:
-    one = outputs.double().sigmoid()
-    return torch.stack([1 - one, one], -1)
+    logits = outputs.double()
+    return torch.stack([(-logits).sigmoid(), logits.sigmoid()], -1)
 
 
 def _as_classes(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:

@@ -257,11 +257,16 @@ def positions(rows: Sequence[Any]) -> list[Column]:
 
 
 def targets(rows: Sequence[Any]) -> list[Column]:
-    """Return the column of the rows' `target`, numbers among them to sort by; none if unknown."""
-    found = [row.target for row in rows]
-    if not any(target is not None for target in found):
+    """Return the columns of the rows' `target` and `prediction`, each if it is known."""
+    return [*_plain(rows, "target"), *_plain(rows, "prediction")]
+
+
+def _plain(rows: Sequence[Any], name: str) -> list[Column]:
+    """Return a column of words or numbers, numbers among them to sort by; none if unknown."""
+    found = [getattr(row, name, None) for row in rows]
+    if not any(value is not None for value in found):
         return []
     cells = [short(t) if t is None or isinstance(t, float) else str(t) for t in found]
     known = [t if isinstance(t, int | float) else None for t in found]
     values = known if any(value is not None for value in known) else None
-    return [Column("target", cells, rank=2, values=values, widest=_NAME)]
+    return [Column(name, cells, rank=2, values=values, widest=_NAME)]

@@ -49,12 +49,15 @@ class Samples:
     norm: Floats  # ‖gᵢ‖ (n,)
     target: NDArray[Any] | None  # (n, ...), or None where none is stored
     id: NDArray[Any] | None = None  # their own names (n,), likewise
+    prediction: NDArray[Any] | None = None  # the model's (n,), likewise
+    margin: Floats | None = None  # log p - log(1 - p) of their own classes (n,), likewise
 
     @classmethod
     def of(cls, file: Source) -> "Samples":
         """Read those of `file`."""
         rows = np.flatnonzero(finite_samples(file))
-        target, own = file.samples.get("target"), file.samples.get("id")
+        names = ("target", "id", "prediction", "margin")
+        target, own, prediction, margin = map(file.samples.get, names)
         return cls(
             rows=rows,
             total=file.n,
@@ -63,6 +66,8 @@ class Samples:
             norm=wide(file.samples["norm"])[rows],
             target=None if target is None else np.asarray(target)[rows],
             id=None if own is None else np.asarray(own)[rows],
+            prediction=None if prediction is None else np.asarray(prediction)[rows],
+            margin=None if margin is None else wide(margin)[rows],
         )
 
     @property

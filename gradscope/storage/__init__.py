@@ -1,7 +1,13 @@
 """Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.export import Exported, export
-from gradscope.storage.format.files import deferred, require_place, writing
+from gradscope.storage.format.files import (
+    deferred,
+    locked,
+    put_in_place,
+    require_place,
+    writing,
+)
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
 from gradscope.storage.merge import (
@@ -43,10 +49,12 @@ __all__ = [
     "differences",
     "export",
     "file_bytes",
+    "locked",
     "named",
     "open_file",
     "open_joiner",
     "open_writer",
+    "put_in_place",
     "require_compression",
     "require_free",
     "require_place",

@@ -68,6 +68,8 @@ class Rows:
     finite: Tensor  # (n,) bool
     # (n,), where a target is one number a sample; anything else is not stored
     target: Tensor | None = None
+    # {column: (n,)}, what the model predicts: prediction, margin
+    predicted: Mapping[str, Tensor] = field(default_factory=dict)
     # the samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with zeros
     # behind a name, w the same for all batches
     id: Tensor | None = None
@@ -82,6 +84,7 @@ class Rows:
         table = {"index": self.index, "loss": self.loss, "norm": self.norm, "finite": self.finite}
         if self.target is not None and self.target.shape == self.index.shape:
             table["target"] = self.target
+        table |= self.predicted
         if self.id is not None:
             table["id"] = self.id
         return table

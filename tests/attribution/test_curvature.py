@@ -10,6 +10,7 @@ from torch import Tensor
 import gradscope
 from gradscope.attribution.curvature import (
     Curvature,
+    Drift,
     adam_curvature,
     diagonal_curvature,
     ekfac_curvature,
@@ -110,6 +111,21 @@ def test_the_dense_inverse(chain: str, name: str) -> None:
         np.testing.assert_allclose(single[own], values, atol=2e-5 * np.abs(values).max())
     again = made.apply(queries(name).map(lambda b: b.to(torch.float32)), torch.float64)
     assert {v.dtype for v in again.values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_mean_gradient_far_from_zero_raises_the_damping(name: str) -> None:
+    found, mean, n = aggregate(name, "ekfac"), aggregate(name, "mean"), 1000
+    assert ekfac_curvature(found, ALPHA, Drift(mean, 1)).relative == ALPHA
+    made = ekfac_curvature(found, ALPHA, Drift(mean, n))
+    assert made.relative > ALPHA
+    rows = Gradients({k: DenseBlock(v[None]) for k, v in mean.items()})
+    step = {k: v[0] for k, v in made.apply(rows, None).items()}  # d, and so Hd = ḡ − λd
+    layer = {name: name for name in step} | {v[0]: k for k, v in LAYERS[name].items() if v[0]}
+    moved = sum(float((d * (mean[k] - made.damping[layer[k]] * d)).sum()) for k, d in step.items())
+    spectra = [v for k, v in found.items() if k.endswith((".eigenvalues", ".diagonal"))]
+    noise = sum(float((v / (v + ALPHA * v.mean())).square().sum()) for v in spectra) / n
+    assert moved == pytest.approx(2.0 * noise, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["kfac", "ekfac"])

@@ -107,6 +107,33 @@ def test_identity_and_fisher_against_dense_inverses(place: Place) -> None:
     close(found.samples["self_influence"], own)
 
 
+def test_automatic_damping_keeps_the_newton_step_within_the_noise(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    g, q = whole(rows_of(train)), whole(rows_of(query))
+    found = gradscope.attribute(train, query, "fisher")
+    relative = found.record["checkpoints"][0]["damping"]
+    close(found.values, solved(g, q, relative), 1e-7)
+    fisher, damping = g.T @ g / N, relative * np.trace(g.T @ g) / N**2
+    step = np.linalg.solve(fisher + damping * np.eye(len(fisher)), g.mean(0))
+    values = np.linalg.eigvalsh(g @ g.T / N)
+    noise = np.square(values / (values + 0.5 * values.mean())).sum() / N
+    assert relative > 0.5  # the model is not trained
+    assert step @ fisher @ step == pytest.approx(2 * noise, rel=1e-6)
+
+
+@pytest.mark.parametrize("curvature", ["auto", "ekfac", "kfac", "diagonal"])
+def test_automatic_damping_is_the_same_from_files_and_runs(place: Place, curvature: Any) -> None:
+    data = dict(np.load(place.folder / "train.npz"))
+    data["targets"][:] = 1  # all gradients point one way
+    np.savez(place.folder / "train.npz", **data)
+    query = place.result("query")
+    sides = (place.result("train"), place.run_file("train"), place.run_file("train", batch=11))
+    each = [gradscope.attribute(train, query, curvature) for train in sides]
+    for found in each:
+        assert found.record["checkpoints"][0]["damping"] > 0.1
+        close(found.values, each[0].values[...], 1e-7)
+
+
 def test_a_fisher_of_each_layer_is_the_sum_over_layers(place: Place) -> None:
     train, query = place.result("train"), place.result("query")
     g, q = rows_of(train), rows_of(query)

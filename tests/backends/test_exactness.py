@@ -1,10 +1,14 @@
 """Every case with every backend: equal to the oracle, or refused; never wrong."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
-from gradscope.backends import backends
+from gradscope.backends import Request, backends
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
 from gradscope.errors import GradscopeError, RefusedError
 from tests import oracle
 from tests.backends.outcomes import differences, fingerprint, mistakes, run
@@ -57,6 +61,27 @@ def test_exact_or_refused_with_nothing_left_behind(name):
     if len(losses) > 1 and name not in ALIKE:
         assert len(sum(r.abs().square().sum(1) for r in rows).unique()) >= 3
         assert len(losses.unique()) >= 3
+
+
+@pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
+def test_single_samples_whose_structure_is_asked_for(case):
+    """One after the other, and then all of them: what one sample has shown is for such alone."""
+    setup = case.build()
+    losses, gradients = oracle.per_sample_gradients(*setup)
+    batch = Batch.of(*setup[2:])
+    problem = Problem.of(*setup[:2])
+    structured = 0
+    with WAYS["hooks"](problem) as evaluate, suppress(RefusedError):
+        for k in range(len(batch)):
+            one = evaluate(batch.select(slice(k, k + 1)), Request(factors=True))
+            structured += any(block.kind is not None for block in one.gradients.values())
+            right = {key: g[k : k + 1] for key, g in gradients.items()}
+            assert mistakes(one, losses[k : k + 1], right) == []
+        whole = evaluate(batch, Request(factors=True))
+        assert mistakes(whole, losses, gradients) == []
+        kinds = {block.kind for block in whole.gradients.values()}
+        if case.name != "experts_by_dispatch":  # the masks of two equal samples tell nothing
+            assert structured == (len(batch) if kinds != {None} else 0)
 
 
 @pytest.mark.parametrize(

@@ -134,15 +134,15 @@ def test_json_names_are_stable_and_read_back():
     assert set(document) == {
         "schema", "version", "file", "loss", "norm", "clipping", "noise_scale", "batch_tests",
         "cabs", "signal", "directions", "parameters", "classes", "samples", "largest_losses",
-        "most_opposed", "nearest", "duplicates", "spectrum", "fisher", "jensen", "nonfinite",
-        "checks", "missing",
+        "most_opposed", "nearest", "duplicates", "predictions", "spectrum", "fisher", "jensen",
+        "nonfinite", "checks", "missing",
     }  # fmt: skip
     assert (document["schema"], document["version"]) == ("gradscope.stats", 1)
     for part, keys in {
         "parameters": "name shape entries mean_norm max_norm share mean_gradient_norm "
         "signal_to_noise noise_scale entry_signal_to_noise opposing",
         "norm": "mean std min max percentiles histogram",
-        "samples": "index id loss norm target times_median cosine",
+        "samples": "index id loss norm target prediction times_median cosine",
         "noise_scale": "trace_covariance gradient_norm_squared simple flag simple_interval "
         "trace_covariance_interval gradient_norm_squared_interval",
     }.items():

@@ -6,7 +6,6 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def hooks(
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) > 1:
                 return program.evaluate(batch, proved=request.proved)
-            return program.evaluate_one(batch, factored=request.factored)
+            return program.evaluate_one(batch, factors=request.factors)
 
     yield evaluate
 
@@ -73,6 +72,7 @@ class _Program:
     def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
         self.problem, self.contract = problem, contract
         self.known: list[Analysis] = []
+        self.singles: list[Analysis] = []  # by one sample that stood twice: for such batches alone
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
         self.evaluations = 0
@@ -88,18 +88,21 @@ class _Program:
         gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=known is None)
 
-    def evaluate_one(self, sample: Batch, *, factored: bool = False) -> Evaluation:
+    def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
 
-        Once larger batches have shown the structure, or where factors are asked for, it is kept:
-        the sample stands twice.
+        Once larger batches have shown the structure, or if it is asked for, it is kept: the sample
+        stands twice.
         """
-        if factored and not self.known:
-            twice = self.evaluate(sample.resized(2))
-            one = Gradients(twice.gradients.select(slice(0, 1)))
-            return replace(twice, losses=twice.losses[:1], gradients=one)
-        _, recorded = self._record(sample.resized(2)) if self.known else (None, None)
+        twice = sample.resized(2)
+        _, recorded = self._record(twice) if self.known or factors else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
+        if recorded is not None and analysis is None and factors:
+            analysis = next((a for a in self.singles if a.fits(recorded)), None)
+            if analysis is None:
+                with suppress(UnsupportedError):
+                    analysis = self._analysis(recorded, twice)
+                    self.singles.append(self.known.pop())
         if recorded is not None and analysis is not None:
             both = self._gradients(self._parts(recorded, analysis), recorded.losses)
             return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))

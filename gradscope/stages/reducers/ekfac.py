@@ -32,6 +32,7 @@ from gradscope.stages.reducers.kfac import kfac
 from gradscope.stages.transforms.base import Vector
 
 _FIRST = Stage("kfac", {"bias": "column"})
+_DIAGONAL = ".diagonal"
 
 
 class Basis(NamedTuple):
@@ -47,11 +48,16 @@ class Basis(NamedTuple):
 
     def coordinates(self, matrices: Tensor) -> Tensor:
         """Return U_Bᴴ G conj(U_A) of matrices G (n, k, r, c)."""
-        return self.b.mH.to(matrices) @ matrices @ self.a.conj().to(matrices)
+        return _between(self.b.mH.to(matrices), matrices, self.a.conj().to(matrices))
 
     def back(self, coordinates: Tensor) -> Tensor:
         """Return U_B C U_Aᵀ of coordinates C (n, k, r, c): what they are the coordinates of."""
-        return self.b.to(coordinates) @ coordinates @ self.a.mT.to(coordinates)
+        return _between(self.b.to(coordinates), coordinates, self.a.mT.to(coordinates))
+
+
+def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
+    """Return L G R (n, k, r, c), of left (k, r, r) and right (k, c, c), as few large products."""
+    return torch.einsum("ksr,nkrd->nksd", left, torch.einsum("nkrc,kcd->nkrd", matrices, right))
 
 
 @reducers.register("ekfac")
@@ -71,7 +77,7 @@ def ekfac(with_: Vector | None = None) -> Reducer:
     """
     if with_ is not None:
         return _within(with_.values, with_.source)
-    earlier = Earlier(_FIRST, kfac(bias="column"), _within)
+    earlier = Earlier(_FIRST, kfac(bias="column"), _after, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 
@@ -110,15 +116,38 @@ def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tenso
     return matrices if as_they_are else torch.linalg.eigh(matrices)[1]
 
 
+def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return bases as large as those of the factors that are found, without their eigenvectors."""
+    return {
+        f"{key}.vectors": torch.eye(value.shape[-1]).to(value).expand_as(value)
+        for key, value in found.items()
+        if key.endswith((".A", ".B"))
+    } | _diagonals(found)
+
+
+def _diagonals(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in found.items() if key.endswith(_DIAGONAL)}
+
+
+def _after(found: Mapping[str, Tensor]) -> Reducer:
+    """Return the reducer after the earlier pass, which has seen the same samples."""
+    return _within(found, known=_diagonals(found))
+
+
 def _waiting(gradients: Gradients) -> State:
     raise AssertionError("the earlier pass comes first")
 
 
-def _within(stored: Mapping[str, Tensor], source: str = "") -> Reducer:
-    """Return the reducer to second moments in the bases that are stored."""
+def _within(
+    stored: Mapping[str, Tensor], source: str = "", known: Mapping[str, Tensor] | None = None
+) -> Reducer:
+    """Return the reducer to second moments in the bases that are stored, and the diagonals.
+
+    Of the parameters without factors, unless these are `known`: {NAME.diagonal: (*shape)}.
+    """
     bases = bases_of(stored, source)
     marks = {name: _mark(basis) for name, basis in bases.items()}
-    plain = [key.removesuffix(".diagonal") for key in stored if key.endswith(".diagonal")]
+    plain = [key.removesuffix(_DIAGONAL) for key in _diagonals(stored)]
 
     def start(gradients: Gradients) -> State:
         layers = _layers(bases, gradients, source)
@@ -128,7 +157,7 @@ def _within(stored: Mapping[str, Tensor], source: str = "") -> Reducer:
             if name in layers:
                 moments = _moments(gradients, layers[name], bases[name])
                 every[name] = {"moments": moments, "basis": marks[name].to(block.device)}
-            elif name not in inside:
+            elif name not in inside and known is None:
                 every[name] = {"squares": wide(block).squared_sum()}
         return joined(count(gradients), every)
 
@@ -140,10 +169,10 @@ def _within(stored: Mapping[str, Tensor], source: str = "") -> Reducer:
     def result(state: State) -> dict[str, Tensor]:
         _require_bases(state, marks)
         found: dict[str, Tensor] = {}
-        rest: dict[str, Tensor] = {}
+        rest = dict(known or {})
         for name, part in parts(state).items():
             if "squares" in part:
-                rest[f"{name}.diagonal"] = part["squares"] / state["n"]
+                rest[f"{name}{_DIAGONAL}"] = part["squares"] / state["n"]
                 continue
             values = (*bases[name], part["moments"] / state["n"])
             for word, value in zip(("A.vectors", "B.vectors", "eigenvalues"), values, strict=True):
@@ -207,7 +236,9 @@ def _rotated(gradients: Gradients, layer: Layer, basis: Basis, by_factors: bool)
     factors = layer.factors(gradients) if by_factors else None
     if factors is not None:
         left, right = (f.to(dtype) for f in factors)
-        return OuterBlock(left @ basis.b.conj(), right @ basis.a.conj(), layer.sizes)
+        left = torch.einsum("nktr,krs->nkts", left, basis.b.conj())
+        right = torch.einsum("nktc,kcd->nktd", right, basis.a.conj())
+        return OuterBlock(left, right, layer.sizes)
     names = [name for name in (layer.weight, layer.bias) if name is not None]
     rows = {name: gradients[name].dense().to(dtype) for name in names}
     return DenseBlock(basis.coordinates(layer.dense(rows)))

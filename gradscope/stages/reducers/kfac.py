@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients, SegmentBlock, belongs, bias_of, wide, with_ones
+from gradscope.blocks import Block, Gradients, SegmentBlock, belongs, bias_of, wide
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -105,29 +105,37 @@ def _sums(block: Block, bias: Block | None) -> Part:
     found: Part = {}
     for start in range(0, block.n, step):
         rows = slice(start, start + step)
-        left, right = _positions(wide(block.select(rows)))
-        more = {"t": torch.tensor(float(left.shape[1]), dtype=torch.float64, device=block.device)}
+        part = block.select(rows)
+        factors = part.factors()
+        assert factors is not None  # of an outer product
+        left, right = factors.tensors.values()
+        more: Part = {}
         if bias is not None:
-            factors = block.select(rows).factors()
-            assert factors is not None  # of an outer product
-            sides = [~belongs(bias.select(rows), f) for f in factors.tensors.values()]
-            more["apart"] = torch.stack(sides).sum(1)
-            left, right = with_ones(left), with_ones(right)
-        for key, values in (("a", right), ("b", left)):
-            moments = values.mT @ values.conj()  # with one group (f, f), else (k, f, f)
+            own = bias.select(rows)
+            more["apart"] = torch.stack([~belongs(own, side) for side in (left, right)]).sum(1)
+        if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
+            left, right = part.left[None, None], part.right[None, None]
+        count = float(left.shape[0] * left.shape[2])
+        more["t"] = torch.tensor(count, dtype=torch.float64, device=block.device)
+        for key, side in (("a", right), ("b", left)):
+            moments = _moments(side, ones=bias is not None)  # with one group (f, f), else (k, f, f)
             more[key] = moments[0] if len(moments) == 1 else moments
         found = {key: found[key] + value for key, value in more.items()} if found else more
     return {key: found[key] for key in ("a", "b", "t", "apart") if key in found}
 
 
-def _positions(block: Block) -> tuple[Tensor, Tensor]:
-    """Return the factors left (k, m, r) and right (k, m, c) of all samples' m positions."""
-    if isinstance(block, SegmentBlock):  # nothing is padded there
-        return block.left.unsqueeze(0), block.right.unsqueeze(0)
-    factors = block.factors()
-    assert factors is not None  # of an outer product
-    left, right = (f.transpose(0, 1).flatten(1, 2) for f in factors.tensors.values())
-    return left, right
+def _moments(factor: Tensor, *, ones: bool) -> Tensor:
+    """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64; if asked, that of (f, 1)."""
+    n, k, t, f = factor.shape
+    dtype = torch.promote_types(factor.dtype, torch.float64)
+    rows = torch.empty(k, n, t, f, dtype=dtype, device=factor.device)
+    rows = rows.copy_(factor.transpose(0, 1)).flatten(1, 2)  # copied once
+    found = rows.mT @ rows.conj()
+    if not ones:
+        return found
+    sums = rows.sum(1, keepdim=True)  # (k, 1, f)
+    below = torch.cat([sums.conj(), sums.new_full((k, 1, 1), n * t)], 2)
+    return torch.cat([torch.cat([found, sums.mT], 2), below], 1)
 
 
 def _with_bias(part: Part) -> tuple[Tensor, Tensor, bool]:

@@ -4,7 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from gradscope.stats.records import Floats, Plain, Positions, Record, cosines_of, number, ratio
+from gradscope.stats.records import (
+    Floats,
+    Plain,
+    Positions,
+    Record,
+    cosines_of,
+    number,
+    plain,
+    ratio,
+)
 from gradscope.stats.sections import (
     POINTS,
     Picture,
@@ -12,6 +21,7 @@ from gradscope.stats.sections import (
     Section,
     Table,
     numbers,
+    percent,
     positions,
     short,
     targets,
@@ -30,6 +40,7 @@ class SampleRow(Record):
     loss: float | None
     norm: float
     target: Plain
+    prediction: Plain = None
     times_median: float | None
     cosine: float | None = None
 
@@ -45,6 +56,7 @@ def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[Sample
     return tuple(
         SampleRow(
             **samples.described(int(k)),
+            prediction=None if samples.prediction is None else plain(samples.prediction[k]),
             loss=number(samples.loss[k]),
             norm=float(samples.norm[k]),
             times_median=ratio(samples.norm[k], median),
@@ -77,7 +89,34 @@ def _listed(title: str) -> Callable[[Sequence[SampleRow], Summary], Iterator[Sec
 def _check_labels(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
     if rows:
         listed = ", ".join(str(row.index) for row in rows[:_ANSWERED])
-        yield "check labels", f"largest losses: {listed}"
+        found = summary.predictions
+        wrong = "" if found is None else f"; {percent(found.wrong)} predicted wrongly"
+        yield "check labels", f"largest losses: {listed}{wrong}"
+
+
+class Predictions(Record):
+    """How often the predicted class is not the target, of the samples whose target is a class."""
+
+    samples: int
+    wrong: float  # share of them
+    median_margin: float | None
+
+
+@statistic("predictions", place=129)
+def predictions(data: Data) -> Predictions | None:
+    """Count wrong predictions; None where classes and predictions are not in the file."""
+    samples = data.samples
+    target, prediction, margin = samples.target, samples.prediction, samples.margin
+    if target is None or prediction is None or margin is None:
+        return None
+    known = ~np.isnan(margin)
+    n = int(known.sum())
+    if not n:
+        return None
+    wrong = float(np.mean(prediction[known] != target[known]))
+    return Predictions(
+        samples=n, wrong=wrong, median_margin=number(float(np.median(margin[known])))
+    )
 
 
 _losses = _listed("Samples with the largest losses")

@@ -119,6 +119,16 @@ def locked(part: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def put_in_place(path: Path, data: bytes, part: Path, descriptor: int) -> None:
+    """Write a file whose `.part` is open and locked; it is at `path` when it is on the disk."""
+    with writing(path):
+        os.ftruncate(descriptor, 0)
+        write(descriptor, data, 0)
+        os.fsync(descriptor)
+        part.replace(path)
+        sync_folder(path)
+
+
 @contextmanager
 def deferred() -> Iterator[None]:
     """Let the handlers of SIGINT and SIGTERM run after the body: one that raises breaks HDF5."""

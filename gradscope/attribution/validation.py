@@ -1,0 +1,454 @@
+"""How well scores tell what training without some samples does, against training without them.
+
+The linear datamodeling score (Park et al. 2023, arXiv:2303.14186, section 2): for each query the
+rank correlation, over models trained on random subsets S, of -Σ_{i in S} s(q, i) with its loss.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradscope.attribution.lds import Lds, agreement
+from gradscope.attribution.retraining import (
+    Mask,
+    Retraining,
+    Retrainings,
+    identity_of,
+    require_fraction,
+    seed_of,
+    subset,
+    without,
+)
+from gradscope.attribution.scores import Scores, open_scores
+from gradscope.attribution.sides import recorded_run
+from gradscope.attribution.summary import described, name_of, queries
+from gradscope.errors import GradscopeError, SpecError
+from gradscope.sources import open_dataset
+from gradscope.stats.records import Floats, Interval, Plain, Record
+from gradscope.stats.sections import (
+    Column,
+    Fact,
+    Overview,
+    Section,
+    Table,
+    between,
+    count,
+    listed,
+    numbers,
+    whole,
+)
+
+FOLDER = ".validation"  # in the place of the score file's ending
+_LEAST = 3  # retrainings that a rank correlation takes
+_QUERIES, _SEEDS = 3, 3  # of the curve of removals: how many queries, how many trainings of each
+_FIRST_REMOVAL = 2**31  # of the seeds' numbers: far from those of subsets
+_READ = 256  # samples of which inputs are read at a time
+_SHOWN = 10  # queries in a text
+
+Predicted = NDArray[np.float64]  # (M, S), what each query's loss goes up with
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for.
+
+    Attributes:
+        retrainings: On how many random subsets, at least 3.
+        fraction: The share of the training samples in each.
+        seed: Of the subsets and of the trainings.
+        width: Of the interval: how many retrainings it takes is told.
+        removal: Up to how many of a query's most helpful samples are removed; 0 for no such curve.
+    """
+
+    retrainings: int = 50
+    fraction: float = 0.5
+    seed: int = 0
+    width: float = 0.02
+    removal: int = 0
+
+    def __post_init__(self) -> None:
+        require_fraction(self.fraction)
+        if self.retrainings < _LEAST:
+            raise SpecError(
+                f"{count(self.retrainings, 'retraining')} have no rank correlation",
+                where="--retrainings",
+                remedy=f"Give at least {_LEAST}.",
+            )
+        if not 0 < self.width < 2:
+            raise SpecError(
+                f"found {self.width}", where="--width", remedy="Accepted: above 0, below 2."
+            )
+
+
+class LdsRow(Record):
+    """How well some scores predict what retraining does."""
+
+    scores: str
+    lds: float
+    interval: Interval
+
+
+class QueryLds(Record):
+    """The rank correlation of one query."""
+
+    index: int
+    id: int | str | None = None
+    target: Plain
+    lds: float
+
+
+class Removal(Record):
+    """What the loss of a query does when some training samples are left out.
+
+    Attributes:
+        k: How many.
+        predicted: Their scores' sum, the k most helpful ones'.
+        helpful: The rise of the loss without these, one a seed.
+        drawn: The rise without k others, drawn at random.
+    """
+
+    index: int
+    id: int | str | None = None
+    target: Plain
+    k: int
+    predicted: float
+    helpful: tuple[float, ...]
+    drawn: tuple[float, ...]
+
+
+class Validation(Record):
+    """How well scores predict what retraining does."""
+
+    schema_: Literal["gradscope.validate"] = "gradscope.validate"
+    version: Literal[1] = 1
+    path: str
+    folder: str
+    queries: int
+    samples: int
+    retrainings: int
+    fraction: float
+    seed: int
+    rows: tuple[LdsRow, ...]  # the file's own scores first
+    by_query: tuple[QueryLds, ...]
+    width: float
+    needed: int  # retrainings for an interval of that width
+    removal: tuple[Removal, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def overview(self) -> Overview:
+        """Return what is shown."""
+        facts: list[Fact] = [
+            ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
+            (
+                "retrained",
+                f"{self.retrainings:,} times, each on {self.fraction:.0%} of the samples",
+            ),
+            ("kept in", self.folder),
+            *listed("note", self.notes),
+        ]
+        sections = [_scores_section(self), _queries_section(self.by_query)]
+        if self.removal:
+            sections.append(_removal_section(self.removal))
+        return Overview(paths=[self.path], facts=facts, sections=sections, pictures=())
+
+
+class Validating:
+    """A validation under way: retrainings one by one, then what they say.
+
+    Args:
+        path: The score file.
+        fit: FIT(indices, seed), as FILE.py:NAME or package.module:NAME: it takes positions of
+            training samples in their data set, (n,) int64, and an int, and returns the
+            torch.nn.Module that it has trained on these, in the mode it is to be evaluated in.
+        asked: What is asked for.
+        folder: Where the retrainings are kept; beside the scores if None.
+        overwrite: Forget what is in the folder.
+
+    Raises:
+        InputError: Something cannot be read.
+        SpecError: An option does not fit.
+        OutputError: The folder cannot be written, or holds other retrainings.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fit: str,
+        asked: Asked,
+        folder: Path | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        self.path, self.asked = path, asked
+        self.folder = path.with_suffix(FOLDER) if folder is None else folder
+        with open_scores(path) as scores:
+            n = scores.shape[1]
+            _require_sizes(path, n, asked)
+            found = identity_of(scores, fit, asked.seed, asked.fraction)
+            self._known = _finite_queries(scores)
+            self._curve = _Curve.of(scores, self._known, asked) if asked.removal else None
+        self._work = Retrainings(self.folder, path, fit, found)
+        self._work.begin(overwrite=overwrite)
+        self._subsets = [subset(asked.seed, k, n, asked.fraction) for k in range(asked.retrainings)]
+
+    @property
+    def total(self) -> int:
+        """How many retrainings there are, done or not."""
+        return len(self._asked)
+
+    @property
+    def _asked(self) -> list[Retraining]:
+        more = [] if self._curve is None else self._curve.retrainings()
+        return list({one.name: one for one in [*self._subsets, *more]}.values())
+
+    def remaining(self, workers: int = 1) -> Iterator[Retraining]:
+        """Train what is not trained yet; yield each retraining that is done."""
+        return self._work.remaining(self._asked, workers)
+
+    def finish(self) -> Validation:
+        """Compare the scores with the retrainings, which are all done."""
+        asked, known = self.asked, self._known
+        losses = np.stack([self._work.losses(one) for one in self._subsets])[:, known]  # (S, M)
+        held = np.stack([one.kept for one in self._subsets])  # (S, N)
+        with open_scores(self.path) as scores:
+            every, notes = _predictions(scores, known, held, asked.seed)
+            found = {k: agreement(values, losses, seed=asked.seed) for k, values in every.items()}
+            own = next(iter(found.values()))
+            by_query = [
+                QueryLds(**described(scores.queries, int(q)), lds=float(value))
+                for q, value in zip(known, own.by_query, strict=True)
+            ]
+            curve = () if self._curve is None else tuple(self._curve.rows(scores, self._work))
+            m, n = scores.shape
+        return Validation(
+            path=str(self.path),
+            folder=str(self.folder),
+            queries=m,
+            samples=n,
+            retrainings=asked.retrainings,
+            fraction=asked.fraction,
+            seed=asked.seed,
+            rows=tuple(_row(name, value) for name, value in found.items()),
+            by_query=tuple(by_query),
+            width=asked.width,
+            needed=own.subsets_for(asked.width / 2),
+            removal=curve,
+            notes=notes,
+        )
+
+
+def validate(
+    scores: str | Path, fit: str, asked: Asked | None = None, *, workers: int = 1
+) -> Validation:
+    """Retrain, and tell how well the scores of a file predict what that does; see `Validating`.
+
+    The generators of Python, numpy and torch are seeded before each training.
+
+    Args:
+        scores: The score file.
+        fit: Trains: FILE.py:NAME or package.module:NAME.
+        asked: What is asked for.
+        workers: Processes that train at once.
+    """
+    under_way = Validating(Path(scores), fit, asked or Asked())
+    for _ in under_way.remaining(workers):
+        pass
+    return under_way.finish()
+
+
+def _require_sizes(path: Path, n: int, asked: Asked) -> None:
+    if n < 2:
+        raise SpecError("there is one training sample: it has no part", where=str(path))
+    if not 0 <= asked.removal < n:
+        raise SpecError(
+            f"{asked.removal:,} samples cannot be removed of {n:,}",
+            where="--removal",
+            remedy=f"Give at most {n - 1:,}.",
+        )
+
+
+def _finite_queries(scores: Scores) -> NDArray[np.int64]:
+    """Return the queries that have scores."""
+    finite = np.asarray(scores.queries["finite"], dtype=bool)
+    known = np.flatnonzero(finite)
+    if not len(known):
+        raise SpecError("no query has a score: their gradients are not finite")
+    return known
+
+
+def _predictions(
+    scores: Scores, known: NDArray[np.int64], held: Mask, seed: int
+) -> tuple[dict[str, Predicted], tuple[str, ...]]:
+    """Return what the scores, and some that cost nothing, predict of each subset; and notes."""
+    n, weights, notes = scores.shape[1], held.astype(np.float64), []
+    draw = np.random.default_rng(seed).standard_normal
+    loss = np.nan_to_num(np.asarray(scores.samples["loss"], dtype=np.float64))
+    found = {
+        "the file's": np.stack([-(weights @ np.nan_to_num(scores.row(int(q)))) for q in known]),
+        "random": np.stack([-(weights @ draw(n)) for _ in known]),
+        "training loss": np.tile(-(weights @ loss), (len(known), 1)),
+    }
+    try:
+        found["inner products of inputs"] = -_input_products(scores, weights)[known]
+    except GradscopeError as error:
+        notes.append(f"no inner products of inputs: {error.head}")
+    if len(known) < scores.shape[0]:
+        notes.append(f"{queries(scores.shape[0] - len(known))} without scores are left out")
+    missing = int((~scores.samples["finite"].astype(bool)).sum())
+    if missing:
+        notes.append(f"{count(missing, 'training sample')} without scores count as 0")
+    return found, tuple(notes)
+
+
+def _input_products(scores: Scores, weights: Floats) -> Floats:
+    """Return Σ_{i in S} ⟨x_q, x_i⟩ (M, S) of subsets with weights (S, N), where x is one array."""
+    sums: Tensor | None = None
+    start = 0
+    for part in _inputs(scores, "train"):
+        some = torch.from_numpy(weights[:, start : start + len(part)]) @ part
+        sums, start = some if sums is None else sums + some, start + len(part)
+    assert sums is not None  # there are training samples
+    rows = []
+    for part in _inputs(scores, "query"):
+        if part.shape[1] != sums.shape[1]:
+            raise SpecError("the inputs of queries and training samples differ in size")
+        rows.append(part @ sums.mT)
+    return torch.cat(rows).numpy()
+
+
+def _inputs(scores: Scores, side: str) -> Iterator[Tensor]:
+    """Yield the inputs of a side as rows (n, entries) in float64, some at a time.
+
+    Raises:
+        GradscopeError: They cannot be read, or are not one array of floating-point numbers.
+    """
+    record: Any = scores.record[side]
+    where = None if scores.file is None else str(scores.file.path)
+    spec = recorded_run(record.get("spec"), where)
+    data = open_dataset(spec.dataset)
+    rows = data.rows(spec.compute.samples)
+    table = scores.samples if side == "train" else scores.queries
+    if not np.array_equal(table["index"], np.arange(rows.start, rows.stop)):
+        raise SpecError("the data are other samples than when they were scored", where=side)
+    for start in range(0, len(rows), _READ):
+        inputs = data.batch(rows[start : start + _READ]).inputs
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise SpecError("inputs are not one array of floating-point numbers")
+        yield inputs.flatten(1).double()
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Trainings without the most helpful samples of some queries, and without random ones."""
+
+    n: int
+    seed: int
+    helpful: Mapping[int, NDArray[np.int64]]  # of each query, the first the most helpful
+    steps: Sequence[int]
+
+    @classmethod
+    def of(cls, scores: Scores, known: NDArray[np.int64], asked: Asked) -> "_Curve":
+        k = asked.removal
+        places = np.unique(np.linspace(0, len(known) - 1, min(len(known), _QUERIES)).round())
+        helpful = {int(q): scores.helpful(int(q), k).places for q in known[places.astype(np.int64)]}
+        most = min(len(places) for places in helpful.values())
+        steps = sorted({max(1, round(most * part)) for part in (0.25, 0.5, 1.0)})
+        return cls(scores.shape[1], asked.seed, helpful, steps)
+
+    def retrainings(self) -> list[Retraining]:
+        """Return all of them; those for one purpose share their seeds."""
+        return [
+            one
+            for repeat in range(_SEEDS)
+            for one in (
+                self._whole(repeat),
+                *(self._random(k, repeat) for k in self.steps),
+                *(self._helpful(q, k, repeat) for q in self.helpful for k in self.steps),
+            )
+        ]
+
+    def rows(self, scores: Scores, work: Retrainings) -> Iterator[Removal]:
+        """Yield what each removal has done."""
+        for q in self.helpful:
+            own = scores.row(q)
+            for k in self.steps:
+                pairs = [(self._helpful(q, k, r), self._random(k, r)) for r in range(_SEEDS)]
+                before = [work.losses(self._whole(r))[q] for r in range(_SEEDS)]
+                rises = [
+                    [float(work.losses(one)[q] - b) for one, b in zip(some, before, strict=True)]
+                    for some in zip(*pairs, strict=True)
+                ]
+                yield Removal(
+                    **described(scores.queries, q),
+                    k=k,
+                    predicted=float(own[self.helpful[q][:k]].sum()),
+                    helpful=tuple(rises[0]),
+                    drawn=tuple(rises[1]),
+                )
+
+    def _whole(self, repeat: int) -> Retraining:
+        return self._without("whole", np.empty(0, dtype=np.int64), repeat)
+
+    def _helpful(self, query: int, k: int, repeat: int) -> Retraining:
+        return self._without(f"without-{k}-of-{query}", self.helpful[query][:k], repeat)
+
+    def _random(self, k: int, repeat: int) -> Retraining:
+        draw = np.random.default_rng([self.seed, _FIRST_REMOVAL + repeat])
+        return self._without(f"without-{k}-random", draw.permutation(self.n)[:k], repeat)
+
+    def _without(self, name: str, left_out: NDArray[np.int64], repeat: int) -> Retraining:
+        return without(name, left_out, self.n, seed_of(self.seed, _FIRST_REMOVAL + repeat))
+
+
+def _row(name: str, found: Lds) -> LdsRow:
+    return LdsRow(scores=name, lds=found.mean, interval=Interval(low=found.low, high=found.high))
+
+
+def _scores_section(found: Validation) -> Section:
+    rows = found.rows
+    columns = [
+        Column("scores", [row.scores for row in rows], justify="left"),
+        numbers("LDS", [row.lds for row in rows]),
+        Column("95% interval", [between(row.interval) for row in rows]),
+    ]
+    note = (
+        f"An interval {found.width:g} wide takes about {found.needed:,} retrainings "
+        f"(--retrainings; the {found.retrainings:,} are kept)."
+    )
+    return Section(
+        "Rank correlation of predicted with true losses (1: always in the true order)",
+        table=Table(columns),
+        notes=[note],
+        formulas=["LDS = mean over q of Spearman over S of (-Σ_{i in S} s(q, i), loss of q)"],
+    )
+
+
+def _queries_section(rows: Sequence[QueryLds]) -> Section:
+    shown = sorted(rows, key=lambda row: row.lds)[:_SHOWN]
+    columns = [
+        Column("query", [name_of(row) for row in shown]),
+        Column("target", [str(row.target) for row in shown], rank=1),
+        numbers("LDS", [row.lds for row in shown]),
+    ]
+    more = len(rows) - len(shown)
+    notes = [f"and {queries(more)} above these: --json has all"] if more > 0 else []
+    return Section("Queries predicted worst", table=Table(columns), notes=notes)
+
+
+def _removal_section(rows: Sequence[Removal]) -> Section:
+    columns = [
+        Column("query", [name_of(row) for row in rows]),
+        Column("target", [str(row.target) for row in rows], rank=2),
+        whole("removed", [row.k for row in rows]),
+        numbers("predicted rise", [row.predicted for row in rows]),
+        numbers("without the most helpful", [float(np.mean(row.helpful)) for row in rows]),
+        numbers("without random ones", [float(np.mean(row.drawn)) for row in rows]),
+    ]
+    note = f"Rise of the query's loss, mean of {_SEEDS} trainings against {_SEEDS} on all samples."
+    return Section("Removing training samples", table=Table(columns), notes=[note])

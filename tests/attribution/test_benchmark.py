@@ -1,0 +1,79 @@
+"""The attribution benchmark on a tiny task."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from benchmarks.attribution import truth
+from benchmarks.attribution.tasks import TASKS, Task
+
+
+@pytest.fixture(params=list(TASKS))
+def tiny(request: pytest.FixtureRequest) -> Task:
+    """Each task with few samples and few steps."""
+    return replace(TASKS[request.param], size=12, queries=5, epochs=2, batch=6)
+
+
+def test_the_same_indices_and_seed_give_the_same_model(tiny: Task) -> None:
+    before = torch.get_rng_state()
+    first, second = (tiny.fit(np.arange(9), seed=3) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = tiny.fit(np.arange(9), seed=4)
+    assert not np.array_equal(tiny.losses(first), tiny.losses(other))
+
+
+def test_queries_are_no_training_samples(tiny: Task) -> None:
+    whole = replace(tiny, size=300, queries=100)
+    inputs, _ = whole.samples
+    assert whole.train[0].shape == (300, *inputs.shape[1:])
+    rows = {tuple(x.flatten().tolist()) for x in whole.query[0]}
+    assert not rows & {tuple(x.flatten().tolist()) for x in whole.train[0]}
+
+
+def test_losses_are_the_training_loss(tiny: Task) -> None:
+    model = tiny.fit(np.arange(12), seed=0)
+    inputs, targets = tiny.query
+    logits = model(inputs).detach().double().flatten(0, -2)
+    chosen = logits.gather(1, targets.reshape(-1, 1)).squeeze(1)
+    expected = (logits.exp().sum(1).log() - chosen).reshape(5, -1).mean(1)
+    np.testing.assert_allclose(tiny.losses(model), expected, rtol=1e-5)
+
+
+def test_a_truth_that_was_stopped_goes_on_to_the_same_file(tiny: Task, tmp_path: Path) -> None:
+    whole = truth.make(tmp_path / "whole.npz", tiny, seeds=2, subsets=3)
+    part = tmp_path / "part.npz"
+    stopped = truth.start(part, tiny, seeds=2, subsets=3)
+    for _ in zip(range(4), truth.retrain(tiny, stopped), strict=False):
+        pass
+    assert np.isnan(stopped.losses).any() and not np.isnan(stopped.losses).all()
+    truth.save(part, stopped)
+    np.testing.assert_array_equal(
+        truth.make(part, tiny, seeds=2, subsets=3).losses.astype(np.float16),
+        whole.losses.astype(np.float16),
+    )
+    model = tiny.fit(np.flatnonzero(whole.subsets[2]), truth.FIRST_SEED + 1)
+    np.testing.assert_array_equal(whole.losses[1, 2], tiny.losses(model))
+
+
+def test_halves_hold_half_of_the_samples() -> None:
+    drawn = truth.halves(11, 50)
+    assert drawn.shape == (50, 11) and (drawn.sum(1) == 5).all()
+    assert len(np.unique(drawn, axis=0)) > 45
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_the_shipped_truth_fits_its_task(name: str) -> None:
+    found = truth.load(truth.FOLDER / f"{name}.npz")
+    task = TASKS[name]
+    assert found.subsets.shape == (truth.SUBSETS, task.size)
+    assert found.losses.shape[1:] == (truth.SUBSETS, task.queries)
+    assert np.isfinite(found.mean).all()
+    one, other = found.complete[0].T, found.complete[1].T  # another seed: the same subsets matter
+    alike = np.nanmean([stats.spearmanr(a, b).statistic for a, b in zip(one, other, strict=True)])
+    assert alike > 0.2

@@ -1,0 +1,83 @@
+"""The damping's trust region against its definition and dense matrices."""
+
+import numpy as np
+import pytest
+import torch
+
+from gradscope.attribution.damping import LEAST, along, trusted
+
+
+def rows(mean: float, n: int = 40, p: int = 12, seed: int = 0) -> torch.Tensor:
+    """Gradients (n, p) of many sizes, with that mean in units of their spread."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(n, p, generator=generator, dtype=torch.float64)
+    drawn = drawn - drawn.mean(0) + mean
+    return drawn * torch.logspace(0, -3, p, dtype=torch.float64)
+
+
+def move(gradients: torch.Tensor, mean: torch.Tensor, damping: float) -> float:
+    """dᵀHd of the damped Newton step, by a dense inverse."""
+    fisher = gradients.mT @ gradients / len(gradients)
+    raised = fisher + damping * fisher.trace() / len(fisher) * torch.eye(len(fisher)).double()
+    step = torch.linalg.solve(raised, mean)
+    return float(step @ fisher @ step)
+
+
+def in_eigenbasis(gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    eigenvalues, vectors = torch.linalg.eigh(gradients.mT @ gradients / len(gradients))
+    return eigenvalues, (gradients.mean(0) @ vectors).square()
+
+
+def test_a_model_at_its_minimum_has_the_least_damping() -> None:
+    eigenvalues, squares = in_eigenbasis(rows(0.0))
+    assert trusted([eigenvalues], [squares], 40) == LEAST
+    assert trusted([eigenvalues], [squares], 40, 0.3) == 0.3
+
+
+@pytest.mark.parametrize("mean", [1.0, 3.0])
+def test_the_step_is_as_long_as_twice_the_noise(mean: float) -> None:
+    gradients = rows(mean)
+    eigenvalues, squares = in_eigenbasis(gradients)
+    found = trusted([eigenvalues], [squares], 40)
+    assert found > LEAST
+    fisher = gradients.mT @ gradients / 40
+    raised = fisher + LEAST * fisher.trace() / 12 * torch.eye(12).double()
+    once = torch.linalg.solve(raised, fisher)
+    noise = 2.0 / 40 * float((once @ once).trace())  # E dᵀHd of ḡ with second moment H / N
+    assert move(gradients, gradients.mean(0), found) == pytest.approx(noise, rel=1e-6)
+    assert move(gradients, gradients.mean(0), found * 0.99) > noise
+
+
+def test_it_does_not_depend_on_the_scale_of_the_loss() -> None:
+    gradients = rows(2.0)
+    first, second = in_eigenbasis(gradients), in_eigenbasis(1e-4 * gradients)
+    assert trusted([first[0]], [first[1]], 40) == pytest.approx(
+        trusted([second[0]], [second[1]], 40), rel=1e-6
+    )
+
+
+def test_layers_are_damped_by_their_own_mean() -> None:
+    parts = [rows(2.0), 1e3 * rows(0.5, p=5, seed=1)]
+    bases = [in_eigenbasis(part) for part in parts]
+    found = trusted([e for e, _ in bases], [s for _, s in bases], 40)
+    steps = sum(move(part, part.mean(0), found) for part in parts)
+    noise = sum(float((e.square() / (e + LEAST * e.mean()).square()).sum()) for e, _ in bases)
+    assert steps == pytest.approx(2.0 / 40 * noise, rel=1e-6)
+
+
+def test_a_gram_matrix_knows_the_fishers_spectrum_and_the_mean_along_it() -> None:
+    gradients = rows(2.0)
+    eigenvalues, squares = along(gradients @ gradients.mT / 40, 40)
+    expected = in_eigenbasis(gradients)
+    np.testing.assert_allclose(eigenvalues[-12:], expected[0], rtol=1e-9, atol=1e-18)
+    np.testing.assert_allclose(squares[-12:], expected[1], rtol=1e-6, atol=1e-15)
+    padded = torch.zeros(43, 43, dtype=torch.float64)
+    padded[1:41, 1:41] = gradients @ gradients.mT / 40  # three samples are left out
+    eigenvalues, squares = along(padded, 40)
+    np.testing.assert_allclose(squares[-12:], expected[1], rtol=1e-6, atol=1e-15)
+
+
+def test_no_gradient_at_all_is_no_reason_for_more() -> None:
+    nothing = torch.zeros(3)
+    assert trusted([nothing], [nothing], 10) == LEAST
+    assert trusted([], [], 10) == LEAST
