@@ -6,7 +6,7 @@ arXiv:1703.04730, equation 2 with its sign and ε = −1/N). Positive: it helps.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,13 @@ class Pair:
         train: The training samples.
         query: The queries.
         weight: What its scores are times, where several are added.
+        curvature: Of the training side; it is found when it is needed if None.
     """
 
     train: Side
     query: Side
     weight: float = 1.0
+    curvature: Curved | None = None
 
     def bound(self, asked: Settings) -> "Comparing":
         """Find the curvature of the training side.
@@ -52,11 +54,17 @@ class Pair:
             SpecError: The sides do not fit each other, or the curvature does not fit the rows.
         """
         notes = require_same(self.train.facts, self.query.facts)
-        found, error = curved(self.train, asked), projection_error(self.train)
+        if self.curvature is None:
+            self.curvature = curved(self.train, asked)
+        error = projection_error(self.train)
         if error is not None:
-            found.record["projection_error"] = error
+            self.curvature.record["projection_error"] = error
             notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
-        return Comparing(self, found, notes)
+        return Comparing(self, self.curvature, notes)
+
+    def asking(self, query: Side, asked: Settings) -> "Pair":
+        """Return the pair for other queries; the curvature is not found again."""
+        return replace(self, query=query, curvature=self.bound(asked).curved)
 
 
 @dataclass(frozen=True)
