@@ -23,8 +23,9 @@ from gradscope.attribution.products import Groups, Part, Tile, tiles
 from gradscope.attribution.sides import Side
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
+from gradscope.core.memory import available
 from gradscope.core.registry import suggestion
-from gradscope.errors import SpecError
+from gradscope.errors import SpecError, UnsupportedError
 
 Method = Literal[
     "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"
@@ -32,7 +33,8 @@ Method = Literal[
 Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
 
-TILE_BYTES = 2**30  # of queries, their dense rows and their scores, unless the caller says how many
+_LEAST_BYTES = 2**30  # of a tile, where the system does not tell how many there are
+_PARTS = 4  # of what there is, a tile takes one
 _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
     "ekfac": ("ekfac", ekfac_curvature),
@@ -44,7 +46,9 @@ _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # relative damping of Gram matrice
 _SPECTRA = 4096  # samples of a Gram matrix whose eigenvectors are found: a minute
 _LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
 _SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
-_LONG = 1e12  # multiplications from which on products are taken in float32
+_PAIRS = 1e14  # multiplications of a Gram matrix, beyond which `auto` takes none
+_TILED = 12  # bytes of a tile for each number: as it is, and as products take it
+_LONG = 3e11  # multiplications from which on products are taken in float32
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Settings:
             projections `fisher`.
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
             by the trust region of `gradscope.attribution.damping`.
-        memory: Bytes for a tile of queries; more of them cost more walks through the training side.
+        memory: Bytes for a tile of queries or of a Gram matrix, a quarter of what there is if None;
+            where they are few, the training side is walked through more often.
         refine: How many of the most helpful and of the most harmful samples of each query are
             scored again with full gradients, by this curvature; see `refining`. 0 for none.
 
@@ -69,7 +74,7 @@ class Settings:
 
     curvature: Method = "auto"
     damping: Damping = "auto"
-    memory: int = TILE_BYTES
+    memory: int | None = None
     refine: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +87,12 @@ class Settings:
             raise SpecError(
                 f"the damping is a number that is not negative, or auto, not {self.damping}"
             )
+
+    @property
+    def room(self) -> int:
+        """Bytes for a tile."""
+        there = available(torch.device("cpu"))
+        return self.memory or max(_LEAST_BYTES, (there or 0) // _PARTS)
 
 
 def _as_it_is(rows: Gradients) -> Gradients:
@@ -120,8 +131,7 @@ def curved(train: Side, asked: Settings) -> Curved:
     method = asked.curvature
     if method == "auto":
         gradients = train.facts.chain == "identity"
-        many = train.n > _LARGEST
-        method = ("ekfac" if many else "shrunk") if gradients else "fisher"
+        method = ("shrunk" if _pairs_pay(train, asked.room) else "ekfac") if gradients else "fisher"
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
         return Curved(own=lambda: _own_products(train, _as_it_is), record=record)
@@ -129,10 +139,21 @@ def curved(train: Side, asked: Settings) -> Curved:
         inverted = _moments if _short(train) else _grams
         return inverted(train, asked, record)
     if method == "shrunk":
-        return _shrunk(train, asked, record)
+        try:
+            return _shrunk(train, asked, record)
+        except UnsupportedError:  # no gradient has factors
+            if asked.curvature != "auto":
+                raise
+            return _grams(train, asked, {"curvature": "fisher"})
     found = _approximate(train, method, asked.damping)
     record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)
+
+
+def _pairs_pay(train: Side, room: int) -> bool:
+    """Whether the products of all pairs of training samples cost about as little as gradients."""
+    walks = 1 if train.cheap else -(-train.n * train.width * _TILED // room)
+    return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
 
 
 def _short(train: Side) -> bool:
@@ -217,7 +238,7 @@ def _gram(
             remedy="Project each parameter (-t project:dim=4096,kind=kronecker,per=parameter), or "
             "use --curvature ekfac.",
         )
-    found = gram_of(train, precision(train, train.n), asked.memory, groups, before)
+    found = gram_of(train, precision(train, train.n), asked.room, groups, before)
     return max(1, int(train.table()["finite"].sum())), found
 
 
@@ -268,7 +289,7 @@ def gram_of(
     With `before` it is ⟨H⁻¹gᵢ, gⱼ⟩.
     """
     found = _zeros(side.n, side, groups)
-    step = max(1, memory // (2 * dtype.itemsize * side.width))
+    step = max(1, memory // (_TILED * side.width))
     for tile in tiles(side.parts(), side.n, step, dtype):
         own = Tile([Part(p.places, before(p.gradients)) for p in tile.parts], dtype)
         whole = step >= side.n  # then every sample is in the tile

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradscope.attribution.methods import Curved, Settings, curved, precision, products_of
 from gradscope.attribution.products import Part, Tile
-from gradscope.attribution.sides import Side, of_job, recorded_run, some_of
+from gradscope.attribution.sides import Side, of_job, recorded_run, samples_at_a_time, some_of
 from gradscope.errors import SpecError
-from gradscope.run import Job, plan, prepare
+from gradscope.run import Job, prepare
 
 EXACT = ("ekfac", "kfac", "diagonal", "adam", "identity")  # that need no rows of all samples
 _SAME = ("checkpoint", "model", "dataset")
@@ -91,7 +91,7 @@ class _Exact:
 
     def __init__(self, train: Side, query: Side, weight: float, asked: Settings) -> None:
         self._train, self._query = _opened(train), _opened(query)
-        self._weight, self._memory = weight, asked.memory
+        self._weight, self._memory = weight, asked.room
         self._whole = of_job(self._train, train.facts.name)
         self.curved: Curved = curved(self._whole, asked)
         self._finite = max(1, int(train.table()["finite"].sum()))
@@ -154,4 +154,4 @@ def _opened(side: Side) -> Job:
             where=facts.name,
             remedy="Compute its rows again.",
         )
-    return replace(job, batch_size=plan(job).samples)
+    return replace(job, batch_size=samples_at_a_time(job))

@@ -22,7 +22,7 @@ from gradscope.attribution.methods import (
 )
 from gradscope.attribution.products import Part, Tile, tiles
 from gradscope.attribution.refining import Refining, cheaply
-from gradscope.attribution.sides import Side, require_same
+from gradscope.attribution.sides import Side, projection_error, require_same
 from gradscope.errors import SpecError
 
 UNIT = (
@@ -57,6 +57,10 @@ class Pair:
         notes = require_same(self.train.facts, self.query.facts)
         if self.curvature is None:
             self.curvature = curved(self.train, asked)
+        error = projection_error(self.train)
+        if error is not None:
+            self.curvature.record["projection_error"] = error
+            notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
         return Comparing(self, self.curvature, notes)
 
     def asking(self, query: Side, asked: Settings) -> "Pair":
@@ -118,7 +122,7 @@ class Scoring:
         self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
         each = 8 * first.train.width + 12 * first.train.n
-        self.step = max(1, min(first.query.n, asked.memory // each))
+        self.step = max(1, min(first.query.n, asked.room // each))
 
     @property
     def dtype(self) -> torch.dtype:
