@@ -91,8 +91,9 @@ class _Exact:
 
     def __init__(self, train: Side, query: Side, weight: float, asked: Settings) -> None:
         self._train, self._query = _opened(train), _opened(query)
-        self._weight, self._memory = weight, asked.room
+        self._weight = weight
         self._whole = of_job(self._train, train.facts.name)
+        self._memory = asked.room(self._whole)
         self.curved: Curved = curved(self._whole, asked)
         self._finite = max(1, int(train.table()["finite"].sum()))
 

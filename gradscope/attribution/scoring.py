@@ -121,8 +121,8 @@ class Scoring:
             self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
         self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
-        each = 8 * first.train.width + 12 * first.train.n
-        self.step = max(1, min(first.query.n, asked.room // each))
+        each = 8 * first.train.width + 24 * first.train.n  # rows; products, scores and their sum
+        self.step = max(1, min(first.query.n, asked.room(first.train) // each))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,12 +157,14 @@ class Scoring:
             queries = slice(start, min(start + self.step, m))
             if queries.stop <= self.done:
                 continue
-            found = torch.zeros(queries.stop - start, n, dtype=torch.float64)
+            count, found = queries.stop - start, torch.zeros(())
             for one, tile, dtype in zip(self._every, each, dtypes, strict=True):
-                own = torch.full_like(found, torch.nan)
-                if tile.n:
-                    own[tile.places - start] = one.scores(tile, dtype)
-                found += own
+                own = one.scores(tile, dtype)
+                if tile.n < count:
+                    all_of_them = own.new_full((count, n), torch.nan)
+                    all_of_them[tile.places - start] = own
+                    own = all_of_them
+                found = found + own if found.dim() else own
             yield queries, found
 
     def self_influence(self) -> Tensor | None:
