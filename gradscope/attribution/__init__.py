@@ -100,6 +100,7 @@ def opened(
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
     samples: str | None = None,
+    stream: bool = False,
 ) -> Iterator[list[Pair]]:
     """Open both sides, at each checkpoint.
 
@@ -110,6 +111,7 @@ def opened(
         checkpoints: See `attribute`.
         weights: See `attribute`.
         samples: "A:B", which queries, where they are computed.
+        stream: Compute the training gradients on the way, also where a file has them.
     """
     sources = [train, *checkpoints]
     if weights is not None and len(weights) != len(sources):
@@ -123,7 +125,7 @@ def opened(
     with ExitStack() as stack:
         pairs = []
         for k, source in enumerate(sources):
-            side, run = _training(source, chain, stack)
+            side, run = _training(source, chain, stack, stream=stream)
             other = _query(query, side, run, samples, stack)
             weight = 1 / len(sources) if weights is None else weights[k]
             pairs.append(Pair(side, other, weight))
@@ -136,7 +138,9 @@ def _is_result(source: Source) -> bool:
     )
 
 
-def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side, Any]:
+def _training(
+    source: Source, chain: str | None, stack: ExitStack, *, stream: bool
+) -> tuple[Side, Any]:
     """Return the training side, and what tells its run."""
     if isinstance(source, tuple):
         return of_scope("training samples", *source), None
@@ -144,8 +148,11 @@ def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side
         file = _file(source, stack)
         if is_scores(file):
             raise SpecError("these are scores, not gradients", where=str(file.path))
-        return FileSide(file, chain), lambda: training_run(file)
-    spec = load(Path(str(source)))
+        if not stream:
+            return FileSide(file, chain), lambda: training_run(file)
+        spec = training_run(file).computing(shard=None)
+    else:
+        spec = load(Path(str(source)))
     if chain is not None:
         spec = spec.computing(transform=(chain,))
     return of_job(prepare(spec), str(source)), lambda: spec

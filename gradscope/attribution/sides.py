@@ -4,8 +4,8 @@ A side can be walked through any number of times. Samples whose gradient is not 
 of the walk and stay in the table, where `finite` says so.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -143,7 +143,8 @@ class FileSide:
             found["mean"] = self._mean()
         missing = [chain for chain, result in found.items() if result is None]
         if missing:
-            job = prepare(training_run(self._file).computing(transform=("identity",), shard=None))
+            own = {"transform": ("identity",), "shard": None, "backend": "auto"}  # knows factors
+            job = prepare(training_run(self._file).computing(**own))
             side = of_job(job, f"the run of {self._file.path}")
             require_same(self.facts, side.facts)
             found |= dict(zip(missing, side.aggregates(missing), strict=True))
@@ -250,8 +251,10 @@ class SessionSide:
 
 def of_job(job: Job, name: str) -> SessionSide:
     """Return the samples of a run, with the first of its chains that keeps rows."""
-    chain = next((c for c in job.chains if c.reducer is None), None) or bind("identity")
-    size = BatchSize(plan(job).samples, fixed=job.scope.settings.own_loss)
+    every = {chain.text: chain for chain in job.chains if chain.reducer is None}
+    chain = every[best_rows(every)] if every else bind("identity")
+    planned = plan(replace(job, chains=(bind("norm"),)))  # dense rows are formed in pieces
+    size = BatchSize(planned.samples, fixed=job.scope.settings.own_loss)
     record = job.record()
     return SessionSide(
         job.scope,
@@ -333,8 +336,10 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     """Return the chain with rows that is asked for by number or text; the first one by default."""
     rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
     known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
+    best = best_rows([chain.text for chain in rows.values()]) if rows else None
     for k, chain in rows.items():
-        if asked is None or "".join(asked.split()) in (str(k), "".join(chain.text.split())):
+        found = {str(k), "".join(chain.text.split())}
+        if chain.text == best if asked is None else "".join(asked.split()) in found:
             return chain
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
     raise SpecError(
@@ -342,6 +347,12 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
         where=str(file.path),
         remedy=f"Chains with rows in it: {known}. Compute it with -t identity or -t project:...",
     )
+
+
+def best_rows(chains: Collection[str]) -> str:
+    """Return which of some chains with rows to take: gradients, projections, or the first."""
+    projected = [text for text in chains if parse(text)[0].name == "project"]
+    return "identity" if "identity" in chains else [*projected, *chains][0]
 
 
 def _column(values: np.ndarray) -> Tensor:
@@ -388,3 +399,25 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     if train.loss != query.loss:
         return (f"the queries are measured by another loss: {query.loss}, trained: {train.loss}",)
     return ()
+
+
+def projection_error(side: Side) -> float | None:
+    """Return by how much a product of two projected gradients is off, in units of ‖g‖ ‖h‖ (RMS).
+
+    Found from what the projection did to the first samples' own norms: of a random projection
+    (‖Pg‖² / ‖g‖² − 1) / √2 is as large as the error of ⟨Pg, Ph⟩ / (‖g‖ ‖h‖), 1 / √dim where its
+    entries are independent. None where the rows are no projections.
+    """
+    stages = parse(side.facts.chain)
+    part = next(iter(side.parts()), None)
+    if [stage.name for stage in stages] != ["project"] or part is None:
+        return None
+    norms = side.table(int(part.places[-1]) + 1)["norm"][part.places].double()
+    found = sum_squares(part.gradients)
+    share = (found / norms.square())[norms > 0] - 1.0
+    return float((share.square().mean() / 2).sqrt()) if len(share) else None
+
+
+def sum_squares(gradients: Gradients) -> Tensor:
+    """Return ‖gᵢ‖² (n,) over all entries of a row, in float64."""
+    return torch.stack([v.double() for v in gradients.squared_norms.values()]).sum(0)

@@ -5,7 +5,8 @@ A batch is no larger than keeps the kernels busy; where even a generous sum of t
 more has to be known. Else what a run takes is measured: a few small batches are computed and proved
 as a run does it, without a file. Sizes are doubled until the difference between two of them is
 clear of what libraries and the allocator keep and of tiles that are not full yet; from there on the
-peak grows with the size.
+peak grows with the size. A run of few samples is not worth many trials: one size is measured, a
+small share of it, and each further sample is taken to need the generous sum.
 """
 
 import gc
@@ -43,6 +44,7 @@ _SPARE = 2**30  # tiles, random matrices, libraries
 _MARGIN = 0.8  # of a budget is planned with
 _SHARE = 0.5  # of what there is, when no budget is given
 _CLEAR = 96 * 2**20
+_LEAST, _TRIED = 4, 64  # at least so many samples are a trial's, or that fraction of all
 _WRITER = 8 * 2**20  # HDF5 itself, and pieces on their way to the disk
 
 
@@ -108,7 +110,7 @@ def _require_independent(job: Job) -> None:
 def _within(job: Job, memory: int, there: int | None) -> Budget:
     """Choose by a given budget."""
     most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
-    found = Rehearsals(job).footprint(most, budget)
+    found = Rehearsals(job).footprint(most, budget, Sizes.of(job))
     if found is None:
         return Budget(job.batch_size, ("how much memory is taken is not known here",), None, there)
     samples = found.most(budget, most)
@@ -135,7 +137,7 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
     if not measured and sizes is not None and sizes.most(most) <= budget:
         return Budget(samples, available=there)
     rehearsals = Rehearsals(job)
-    found = rehearsals.footprint(most, budget)
+    found = rehearsals.footprint(most, budget, None if fixed else sizes)
     if found is None:
         return Budget(samples, available=there)
     notes: tuple[str, ...] = ()
@@ -201,8 +203,17 @@ class Sizes:
 
     def most(self, n: int) -> int:
         """Return more bytes than batches of n samples take."""
-        each = _GRAPHS * self.graph + 2 * self.rows  # one batch is computed, one is written
-        return _SPARE + n * each + 2 * self.states + 4 * self.gradient
+        return _SPARE + n * self.each + self.fixed
+
+    @property
+    def each(self) -> int:
+        """More bytes than a sample takes: one batch is computed, one is written."""
+        return _GRAPHS * self.graph + 2 * self.rows
+
+    @property
+    def fixed(self) -> int:
+        """More bytes than states and gradients of any batch take."""
+        return 2 * self.states + 4 * self.gradient
 
 
 @dataclass(frozen=True)
@@ -211,6 +222,7 @@ class Footprint:
 
     points: tuple[tuple[int, int], ...]  # (samples, bytes), with growing sizes, at least one
     clear: bool  # larger sizes take as much more a sample as the last two of them
+    beyond: Sizes | None = None  # or else at most as much more as this tells
 
     @property
     def largest(self) -> int:
@@ -219,6 +231,9 @@ class Footprint:
 
     def peak(self, n: int) -> int:
         """Return the bytes for batches of n samples, on the line through the nearest two points."""
+        last, most = self.points[-1]
+        if self.beyond is not None and n > last:
+            return most + 2 * _CLEAR + self.beyond.fixed + (n - last) * self.beyond.each
         above = next((k for k, (size, _) in enumerate(self.points) if size >= n), -1)
         if len(self.points) == 1 or above == 0:
             return self.points[0][1]
@@ -231,7 +246,8 @@ class Footprint:
         Powers of two, since what is measured differs a little from run to run.
         """
         sizes = [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
-        known = [n for n in sizes if self.clear or n <= self.points[-1][0]]
+        every = self.clear or self.beyond is not None
+        known = [n for n in sizes if every or n <= self.points[-1][0]]
         return next((n for n in known if self.peak(n) <= budget), 0)
 
 
@@ -257,16 +273,26 @@ class Rehearsals:
             return None
         return _WRITER + start + above[0] - self._base
 
-    def footprint(self, most: int, budget: float) -> Footprint | None:
+    def footprint(self, most: int, budget: float, sizes: Sizes | None = None) -> Footprint | None:
         """Measure small batches, up to `most` samples and to what would seem to take `budget`.
 
-        None where the system does not tell how much memory is taken.
+        With `sizes`, a run that is not worth more trials has one, unless memory is short. None
+        where the system does not tell how much memory is taken.
         """
         self._job.load(0, min(2, most))  # data that do not fit together are the data's fault
         self.peak(1)  # what is loaded now is not the samples'
         first = self.peak(1)
         if first is None:
             return None
+        worth = max(_LEAST, len(self._job.rows) // _TRIED)
+        if sizes is not None and worth < most:
+            few = Footprint(((1, first),), clear=False, beyond=sizes)
+            n = few.most(budget, worth)
+            peak = self.peak(n) if n > 1 else None
+            if peak is not None:
+                few = replace(few, points=(*few.points, (n, peak)))
+            if few.most(budget, most) >= worth:
+                return few
         points, rise = [(1, first)], 0
         while points[-1][0] < most and rise < _CLEAR:
             n, last = points[-1]

@@ -37,10 +37,11 @@ def predicted(loss: Loss, outputs: Any, targets: Any) -> Columns:
     """
     if type(outputs) is not Tensor or not outputs.is_floating_point() or not one_each(targets):
         return {}
+    outputs = outputs.detach()  # what is kept holds no graph
     n, found = len(targets), loss.predictive if isinstance(loss, BoundLoss) else None
     if found is None:
         return {"prediction": outputs.flatten()} if outputs.numel() == n else {}
-    p = found.probabilities(outputs.detach())
+    p = found.probabilities(outputs)
     if prod(p.shape[1:-1]) != 1:
         return {}
     p = p.reshape(n, -1)

@@ -171,6 +171,36 @@ def test_a_footprint_is_measured_on_small_batches(
     assert found.most(budget, most) == (32 if budget < 10**9 else most)
 
 
+@pytest.mark.parametrize(
+    ("samples", "budget", "sizes"),
+    [
+        (512, 2 * 10**9, [1, 1, 8]),  # a 64th of them
+        (60, 2 * 10**9, [1, 1, 4]),
+        (512, 2 * 10**8, [1, 1, 2, 4, 8, 16, 32, 64, 128]),  # short: each size counts
+        (60000, 2 * 10**9, [1, 1, 2, 4, 8, 16, 32, 64, 128, 256]),  # it pays to know
+    ],
+)
+def test_a_run_of_few_samples_has_few_trials(
+    samples: int, budget: int, sizes: list[int], tmp_path: Path
+) -> None:
+    tried = []
+
+    class Told(Rehearsals):
+        def peak(self, n: int) -> int:
+            tried.append(n)
+            return 40 * 10**6 + n * 2**20
+
+    each = Sizes(graph=2**18, rows=2**18, states=0, gradient=0)  # 1.5 MiB a sample, with a margin
+    job = prepare(spec(write(tmp_path, samples)))
+    most = min(512, samples)
+    found = Told(job).footprint(most, budget, each)
+    assert found is not None
+    assert tried == sizes
+    assert found.peak(most) >= 40 * 10**6 + most * 2**20  # never less than it is
+    assert found.most(budget, most) > 1
+    assert found.peak(found.most(budget, most)) <= budget
+
+
 PROGRAM = """
 import json, sys, torch
 from pathlib import Path

@@ -348,6 +348,17 @@ def test_names_and_sizes() -> None:
     assert belongs(bias, factor[..., :2]).tolist() == [False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_is_told_in_any_precision(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    factor = torch.randn(3, 2, 300, 4, generator=draw).to(dtype)
+    right = factor.sum(2).flatten(1)
+    for bias, same in ((right, True), (right.roll(1, 0), False), (right.flip(1), False)):
+        assert belongs(DenseBlock(bias), factor).tolist() == [same] * 3
+    assert belongs(DenseBlock(right * 0.5), factor).tolist() == [False] * 3
+    assert belongs(DenseBlock(torch.full_like(right, torch.nan)), factor).tolist() == [True] * 3
+
+
 def test_the_split_is_tried_with_a_basis() -> None:
     assert depends_on_split(reducer("ekfac")) is None
     made = reducer("ekfac")

@@ -112,8 +112,7 @@ def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tenso
             where=source or None,
             remedy="Leave samples out whose gradients are not finite: --nonfinite skip.",
         )
-    matrices = factor.to(torch.promote_types(factor.dtype, torch.float64))
-    matrices = matrices.unsqueeze(0) if factor.dim() == 2 else matrices
+    matrices = factor.unsqueeze(0) if factor.dim() == 2 else factor
     return matrices if as_they_are else torch.linalg.eigh(matrices)[1]
 
 
