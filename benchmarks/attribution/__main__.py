@@ -23,7 +23,7 @@ Found = Mapping[str, Mapping[str, Cell]]  # {method: {task: cell}}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Score every task by every method, and print the table in Markdown."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     torch.set_num_threads(1)
     seeds = CHECKPOINTS[: options.models]
     found: dict[str, dict[str, Cell]] = {method: {} for method in options.methods}
@@ -125,7 +125,8 @@ def _plain(cell: Cell) -> dict[str, object]:
     return every
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the options of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.attribution",
         description="Compare attributions with what retraining does (LDS), with seconds of the "
