@@ -292,7 +292,8 @@ class Retrainings:
     def _by_workers(self, asked: Sequence[Retraining], workers: int) -> Iterator[Retraining]:
         """Let processes do all that they can get; yield each that is done."""
         waiting = list(asked)
-        with _started(self, waiting, workers) as processes:
+        left = sum(not self.is_done(one) for one in waiting)
+        with _started(self, waiting, min(workers, left)) as processes:
             running = True
             while waiting and running:
                 running = any(p.is_alive() for p, _ in processes)
