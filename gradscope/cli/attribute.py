@@ -66,6 +66,14 @@ def attribute(
             help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
         ),
     ] = None,
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            "--factors",
+            metavar="FILE.h5",
+            help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
+        ),
+    ] = None,
     stream: Annotated[
         bool,
         typer.Option(
@@ -75,9 +83,7 @@ def attribute(
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="For queries at a time [a quarter of what there is]."
-        ),
+        typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
     ] = None,
     top: Annotated[
         int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
@@ -93,7 +99,10 @@ def attribute(
     from gradscope.config import parse_memory
 
     asked = Settings(
-        cast("Any", curvature), _damping(damping), None if memory is None else parse_memory(memory)
+        cast("Any", curvature),
+        _damping(damping),
+        None if memory is None else parse_memory(memory),
+        None if factors is None else str(factors),
     )
     stops.unwinding()
     if more and not checkpoints:
