@@ -60,6 +60,7 @@ def attribute(
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
     factors: str | Path | None = None,
+    refine: int = 0,
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> Scores:
@@ -75,6 +76,8 @@ def attribute(
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
         weights: Of each checkpoint; equal ones that sum to 1 if None.
         factors: See `Settings`.
+        refine: How many of the most helpful and of the most harmful samples of each query, by
+            rows of a projection, are scored again with full gradients.
         output: Where to write them; they stay in memory if None.
         overwrite: Replace an output that exists.
 
@@ -83,9 +86,9 @@ def attribute(
         InputError: Something cannot be read.
     """
     with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
-        scoring = Scoring(
-            pairs, Settings(curvature, damping, factors=None if factors is None else str(factors))
-        )
+        stored = None if factors is None else str(factors)
+        asked = Settings(curvature, damping, factors=stored, refine=refine)
+        scoring = Scoring(pairs, asked)
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:

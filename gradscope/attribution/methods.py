@@ -69,6 +69,8 @@ class Settings:
         factors: A result file of the same model with the chain that `ekfac`, `kfac` or `diagonal`
             is made from (`ekfac`, `kfac:bias=column`, `second_moment`), of these or other samples
             or labels; made from the training side if None.
+        refine: How many of the most helpful and of the most harmful samples of each query are
+            scored again with full gradients, by this curvature; see `refining`. 0 for none.
 
     Raises:
         SpecError: A word is unknown, or a number out of range.
@@ -78,6 +80,7 @@ class Settings:
     damping: Damping = "auto"
     memory: int | None = None
     factors: str | None = None
+    refine: int = 0
 
     def __post_init__(self) -> None:
         if self.curvature not in get_args(Method):

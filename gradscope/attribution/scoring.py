@@ -21,6 +21,7 @@ from gradscope.attribution.methods import (
     sum_of,
 )
 from gradscope.attribution.products import Part, Tile, tiles
+from gradscope.attribution.refining import Refining, cheaply
 from gradscope.attribution.sides import Side, projection_error, require_same
 from gradscope.errors import SpecError
 
@@ -114,7 +115,11 @@ class Scoring:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
         self.pairs, self.asked, self.done = pairs, asked, done
-        self._every = [pair.bound(asked) for pair in pairs]
+        cheap = cheaply(asked)
+        self.refining: Refining | None = None
+        if asked.refine:
+            self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
+        self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
         each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
         self.step = max(1, min(first.query.n, asked.room(first.train) // each))
@@ -129,7 +134,8 @@ class Scoring:
     def record(self) -> dict[str, Any]:
         """What was chosen, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
-        return {"unit": UNIT, "checkpoints": each}
+        refined = {} if self.refining is None else {"refined": self.refining.record}
+        return {"unit": UNIT, "checkpoints": each, **refined}
 
     @property
     def notes(self) -> tuple[str, ...]:

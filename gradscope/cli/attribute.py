@@ -81,6 +81,16 @@ def attribute(
         ),
     ] = False,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Of projections: score the K most helpful and the K most harmful samples of each "
+            "query again with full gradients, by --curvature [ekfac].",
+        ),
+    ] = 0,
     memory: Annotated[
         str | None,
         typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
@@ -103,6 +113,7 @@ def attribute(
         _damping(damping),
         None if memory is None else parse_memory(memory),
         None if factors is None else str(factors),
+        refine,
     )
     stops.unwinding()
     if more and not checkpoints:
