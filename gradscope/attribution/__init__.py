@@ -59,6 +59,7 @@ def attribute(
     chain: str | None = None,
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
+    refine: int = 0,
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> Scores:
@@ -73,6 +74,8 @@ def attribute(
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
         weights: Of each checkpoint; equal ones that sum to 1 if None.
+        refine: How many of the most helpful and of the most harmful samples of each query, by
+            rows of a projection, are scored again with full gradients.
         output: Where to write them; they stay in memory if None.
         overwrite: Replace an output that exists.
 
@@ -81,7 +84,7 @@ def attribute(
         InputError: Something cannot be read.
     """
     with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
-        scoring = Scoring(pairs, Settings(curvature, damping))
+        scoring = Scoring(pairs, Settings(curvature, damping, refine=refine))
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:

@@ -1,6 +1,6 @@
 """What stands between two gradients: the inverse of the training side's curvature, by its name."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
@@ -20,7 +20,7 @@ from gradscope.attribution.curvature import (
 from gradscope.attribution.damping import LEAST, along, trusted
 from gradscope.attribution.fisher import Gram, Moments
 from gradscope.attribution.products import Groups, Part, Tile, tiles
-from gradscope.attribution.sides import Side
+from gradscope.attribution.sides import Side, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.memory import available
@@ -33,7 +33,7 @@ Method = Literal[
 Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
 
-_LEAST_BYTES = 2**30  # of a tile, where the system does not tell how many there are
+_READ_BYTES = 2**29  # of a tile, where more of them cost little
 _PARTS = 4  # of what there is, a tile takes one
 _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
@@ -63,8 +63,11 @@ class Settings:
             projections `fisher`.
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
             by the trust region of `gradscope.attribution.damping`.
-        memory: Bytes for a tile of queries or of a Gram matrix, a quarter of what there is if None;
-            where they are few, the training side is walked through more often.
+        memory: Bytes for a tile of queries or of a Gram matrix; where they are few, the training
+            side is walked through more often. If None, 512 MiB where it is in a file, else a
+            quarter of what there is.
+        refine: How many of the most helpful and of the most harmful samples of each query are
+            scored again with full gradients, by this curvature; see `refining`. 0 for none.
 
     Raises:
         SpecError: A word is unknown, or a number out of range.
@@ -73,6 +76,7 @@ class Settings:
     curvature: Method = "auto"
     damping: Damping = "auto"
     memory: int | None = None
+    refine: int = 0
 
     def __post_init__(self) -> None:
         if self.curvature not in get_args(Method):
@@ -85,11 +89,11 @@ class Settings:
                 f"the damping is a number that is not negative, or auto, not {self.damping}"
             )
 
-    @property
-    def room(self) -> int:
-        """Bytes for a tile."""
-        there = available(torch.device("cpu"))
-        return self.memory or max(_LEAST_BYTES, (there or 0) // _PARTS)
+    def room(self, train: Side) -> int:
+        """Return the bytes for a tile: few where a walk through the training side costs little."""
+        if self.memory or train.cheap:
+            return self.memory or _READ_BYTES
+        return max(_READ_BYTES, (available(torch.device("cpu")) or 0) // _PARTS)
 
 
 def _as_it_is(rows: Gradients) -> Gradients:
@@ -128,20 +132,23 @@ def curved(train: Side, asked: Settings) -> Curved:
     method = asked.curvature
     if method == "auto":
         gradients = train.facts.chain == "identity"
-        method = ("shrunk" if _pairs_pay(train, asked.room) else "ekfac") if gradients else "fisher"
+        method = (
+            ("shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac")
+            if gradients
+            else "fisher"
+        )
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
-        return Curved(own=lambda: _own_products(train, _as_it_is), record=record)
+        return Curved(own=lambda: _squares(train), record=record)
     if method in ("fisher", "blockfisher"):
-        inverted = _moments if _short(train) else _grams
-        return inverted(train, asked, record)
+        return _fisher(train, asked, record)
     if method == "shrunk":
         try:
             return _shrunk(train, asked, record)
         except UnsupportedError:  # no gradient has factors
             if asked.curvature != "auto":
                 raise
-            return _grams(train, asked, {"curvature": "fisher"})
+            return _fisher(train, asked, {"curvature": "fisher"})
     found = _approximate(train, method, asked.damping)
     record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)
@@ -153,16 +160,27 @@ def _pairs_pay(train: Side, room: int) -> bool:
     return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
 
 
-def _short(train: Side) -> bool:
-    """Whether the rows are so short that the Fisher matrix itself is inverted."""
-    if train.width <= train.n:
-        return True
-    widths = [prod(shape) for shape in train.shapes().values()]
-    return train.n > _LARGEST and max(widths) <= _SHORT
+def _fisher(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+    """Return the Fisher of all entries or of layers: itself where rows are short, or by pairs."""
+    shapes, many = train.shapes(), train.n > _LARGEST
+    layers, joint = layers_of(shapes), dict.fromkeys(shapes, "")
+    groups = layers if record["curvature"] == "blockfisher" else joint
+    if many and _widest(shapes, joint) > _SHORT:
+        record, groups = {**record, "curvature": "blockfisher"}, layers
+    widest = _widest(shapes, groups)
+    if widest <= _SHORT and (many or widest <= train.n):
+        return _moments(train, asked, record, groups)
+    return _grams(train, asked, record, groups)
 
 
-def _grams(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
-    groups = layers_of(train.shapes()) if record["curvature"] == "blockfisher" else None
+def _widest(shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> int:
+    widths = dict.fromkeys(groups.values(), 0)
+    for name, shape in shapes.items():
+        widths[groups[name]] += prod(shape)
+    return max(widths.values())
+
+
+def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
     n, products = _gram(train, asked, groups)
     if asked.damping == "auto":
         relative = _trusted(products, n, _LEAST[record["curvature"]])
@@ -189,20 +207,21 @@ def _trusted(grams: dict[str, Tensor], n: int, least: float) -> float:
     return trusted([values for values, _ in spectra], [squares for _, squares in spectra], n, least)
 
 
-def _moments(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
-    moments, relative = Moments(), chosen(asked.damping)
+def _moments(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
+    moments, relative = Moments(groups), chosen(asked.damping)
     for part in train.parts():
         moments.add(part)
     damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
     inverse = moments.inverted(damping)
+    solving = train.n * sum(float(len(total)) ** 2 for total in moments.sums.values())
 
     def before(rows: Gradients) -> Gradients:
         return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
 
     return Curved(
         before=before,
-        own=lambda: _own_products(train, before),
-        record={**record, "damping": relative, "lambda": damping},
+        own=(lambda: _own_products(train, before)) if solving <= _LONG else None,
+        record={**record, "damping": relative, "lambda": damping.get("", damping)},
     )
 
 
@@ -235,7 +254,7 @@ def _gram(
             remedy="Project each parameter (-t project:dim=4096,kind=kronecker,per=parameter), or "
             "use --curvature ekfac.",
         )
-    found = gram_of(train, precision(train, train.n), asked.room, groups, before)
+    found = gram_of(train, precision(train, train.n), asked.room(train), groups, before)
     return max(1, int(train.table()["finite"].sum())), found
 
 
@@ -319,6 +338,14 @@ def _applied(found: Curvature) -> Before:
         return rows.of({name: DenseBlock(values) for name, values in made.items()})
 
     return apply
+
+
+def _squares(side: Side) -> Tensor:
+    """Return ‖gᵢ‖² (N,) by one more walk, 0 of what is left out."""
+    found = torch.zeros(side.n, dtype=torch.float64)
+    for part in side.parts():
+        found[part.places] = sum_squares(part.gradients)
+    return found
 
 
 def _own_products(side: Side, before: Before) -> Tensor:

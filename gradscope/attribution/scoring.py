@@ -21,6 +21,7 @@ from gradscope.attribution.methods import (
     sum_of,
 )
 from gradscope.attribution.products import Part, Tile, tiles
+from gradscope.attribution.refining import Refining, cheaply
 from gradscope.attribution.sides import Side, projection_error, require_same
 from gradscope.errors import SpecError
 
@@ -114,10 +115,14 @@ class Scoring:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
         self.pairs, self.asked, self.done = pairs, asked, done
-        self._every = [pair.bound(asked) for pair in pairs]
+        cheap = cheaply(asked)
+        self.refining: Refining | None = None
+        if asked.refine:
+            self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
+        self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
-        each = 8 * first.train.width + 12 * first.train.n
-        self.step = max(1, min(first.query.n, asked.room // each))
+        each = 8 * first.train.width + 24 * first.train.n  # rows; products, scores and their sum
+        self.step = max(1, min(first.query.n, asked.room(first.train) // each))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +134,8 @@ class Scoring:
     def record(self) -> dict[str, Any]:
         """What was chosen, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
-        return {"unit": UNIT, "checkpoints": each}
+        refined = {} if self.refining is None else {"refined": self.refining.record}
+        return {"unit": UNIT, "checkpoints": each, **refined}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -151,12 +157,14 @@ class Scoring:
             queries = slice(start, min(start + self.step, m))
             if queries.stop <= self.done:
                 continue
-            found = torch.zeros(queries.stop - start, n, dtype=torch.float64)
+            count, found = queries.stop - start, torch.zeros(())
             for one, tile, dtype in zip(self._every, each, dtypes, strict=True):
-                own = torch.full_like(found, torch.nan)
-                if tile.n:
-                    own[tile.places - start] = one.scores(tile, dtype)
-                found += own
+                own = one.scores(tile, dtype)
+                if tile.n < count:
+                    all_of_them = own.new_full((count, n), torch.nan)
+                    all_of_them[tile.places - start] = own
+                    own = all_of_them
+                found = found + own if found.dim() else own
             yield queries, found
 
     def self_influence(self) -> Tensor | None:

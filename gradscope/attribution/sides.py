@@ -253,15 +253,44 @@ def of_job(job: Job, name: str) -> SessionSide:
     """Return the samples of a run, with the first of its chains that keeps rows."""
     every = {chain.text: chain for chain in job.chains if chain.reducer is None}
     chain = every[best_rows(every)] if every else bind("identity")
-    planned = plan(replace(job, chains=(bind("norm"),)))  # dense rows are formed in pieces
-    size = BatchSize(planned.samples, fixed=job.scope.settings.own_loss)
+    size = BatchSize(samples_at_a_time(job), fixed=job.scope.settings.own_loss)
+    return _side(job, name, chain, len(job.rows), lambda: batches(job, size))
+
+
+def samples_at_a_time(job: Job) -> int:
+    """Return how many samples' gradients are computed together."""
+    return plan(replace(job, chains=(bind("norm"),))).samples  # dense rows are formed in pieces
+
+
+def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
+    """Return the full gradients of some samples of a run, by their rows in it (n,).
+
+    Raises:
+        SpecError: The gradient of a sample depends on others of its batch.
+    """
+    if job.scope.settings.own_loss:
+        raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
+    chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
+    inner = replace(data, chosen=chosen if data.chosen is None else data.chosen[chosen])
+    part = replace(job, dataset=inner, rows=range(len(chosen)))
+
+    def walk() -> Iterator[Batch]:
+        for batch in batches(part, BatchSize(job.batch_size)):
+            yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device))
+
+    return _side(job, name, bind("identity"), len(chosen), walk)
+
+
+def _side(
+    job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
+) -> SessionSide:
     record = job.record()
     return SessionSide(
         job.scope,
         chain,
-        lambda: batches(job, size),
+        walk,
         lambda batch, evaluation: rows_of(job, (), batch, evaluation),
-        len(job.rows),
+        n,
         Facts(name, chain.text, job.shapes, job.digests, str(record["loss"]), record["spec"]),
     )
 

@@ -73,6 +73,16 @@ def attribute(
         ),
     ] = False,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Of projections: score the K most helpful and the K most harmful samples of each "
+            "query again with full gradients, by --curvature [ekfac].",
+        ),
+    ] = 0,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -93,7 +103,10 @@ def attribute(
     from gradscope.config import parse_memory
 
     asked = Settings(
-        cast("Any", curvature), _damping(damping), None if memory is None else parse_memory(memory)
+        cast("Any", curvature),
+        _damping(damping),
+        None if memory is None else parse_memory(memory),
+        refine,
     )
     stops.unwinding()
     if more and not checkpoints:
