@@ -59,6 +59,7 @@ def attribute(
     chain: str | None = None,
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
+    factors: str | Path | None = None,
     refine: int = 0,
     output: str | Path | None = None,
     overwrite: bool = False,
@@ -74,6 +75,7 @@ def attribute(
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
         weights: Of each checkpoint; equal ones that sum to 1 if None.
+        factors: See `Settings`.
         refine: How many of the most helpful and of the most harmful samples of each query, by
             rows of a projection, are scored again with full gradients.
         output: Where to write them; they stay in memory if None.
@@ -84,7 +86,9 @@ def attribute(
         InputError: Something cannot be read.
     """
     with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
-        scoring = Scoring(pairs, Settings(curvature, damping, refine=refine))
+        stored = None if factors is None else str(factors)
+        asked = Settings(curvature, damping, factors=stored, refine=refine)
+        scoring = Scoring(pairs, asked)
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
@@ -167,10 +171,10 @@ def _query(source: Source, train: Side, run: Any, samples: str | None, stack: Ex
     if _is_result(source):
         if samples is not None:
             raise SpecError("a result file has its samples already", remedy="Leave --samples out.")
-        return FileSide(_file(source, stack), train.facts.chain)
+        return FileSide(_file(source, stack), train.facts.measured)
     if run is None:
         raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))
-    spec = query_run(Path(str(source)), run(), train.facts.chain)
+    spec = query_run(Path(str(source)), run(), train.facts.measured)
     if samples is not None:
         spec = spec.computing(samples=samples)
     return of_job(prepare(spec), str(source))

@@ -252,11 +252,8 @@ def writing_scores(
         OutputError: It cannot be written, is there already, or belongs to another attribution.
     """
     facts = _facts(scoring)
-    asked: dict[str, Any] = {
-        "curvature": scoring.asked.curvature,
-        "damping": str(scoring.asked.damping),
-        **({"refine": scoring.asked.refine} if scoring.asked.refine else {}),
-    }
+    own = scoring.asked
+    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "factors", "refine")}
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]
     plan = FilePlan(

@@ -121,7 +121,7 @@ class Scoring:
             self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
         self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
-        each = 8 * first.train.width + 24 * first.train.n  # rows; products, scores and their sum
+        each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
         self.step = max(1, min(first.query.n, asked.room(first.train) // each))
 
     @property
@@ -147,7 +147,7 @@ class Scoring:
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (queries, their scores (m, N) in float64); NaN of what is left out."""
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
-        dtypes = [precision(pair.train, self.step) for pair in self.pairs]
+        dtypes = [precision(pair.train, m) for pair in self.pairs]
         walks = [
             tiles(pair.query.parts(), m, self.step, dtype)
             for pair, dtype in zip(self.pairs, dtypes, strict=True)

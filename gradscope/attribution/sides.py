@@ -28,7 +28,7 @@ from gradscope.run.execute import batches, rows_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain, bind
-from gradscope.storage import GradientFile, Rows, StoredChain
+from gradscope.storage import GradientFile, Rows, StoredChain, open_file
 
 _SAME = {
     "second_moment": ("square|mean",),
@@ -49,6 +49,13 @@ class Facts:
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: str
     spec: Mapping[str, Any] | None = None  # the run, if there was one
+
+    @property
+    def measured(self) -> str:
+        """The chain of queries: without Adam's step, which only training samples make."""
+        stages = parse(self.chain)
+        stages = stages[1:] if stages[0].name == "adam" else stages
+        return " | ".join(map(str, stages)) or "identity"
 
 
 class Side(Protocol):
@@ -91,6 +98,7 @@ class FileSide:
     def __init__(self, file: GradientFile, chain: str | None) -> None:
         self._file = file
         self._rows = _chosen(file, chain)
+        self._seen = 0  # samples whose rows were found finite or not
         digests = file.run.get("digests", {})
         self.facts = Facts(
             name=str(file.path),
@@ -130,15 +138,17 @@ class FileSide:
             places = torch.arange(start, min(start + step, self.n))
             kept = self._table["finite"][places]
             read = {k: torch.from_numpy(a[start : start + step]) for k, a in self._rows.items()}
-            kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
-            self._table["finite"][places] = kept  # also where a stage has overflowed
+            if start >= self._seen:  # also where a stage has overflowed
+                kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
+                self._table["finite"][places] = kept
+                self._seen = start + len(places)
             if bool(kept.any()):
                 some = {k: v if bool(kept.all()) else v[kept] for k, v in read.items()}
                 blocks = {name: DenseBlock(values) for name, values in some.items()}
                 yield Part(places[kept], Gradients(blocks))
 
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
-        found = {chain: self._stored(chain) for chain in chains}
+        found = {chain: stored_result(self._file, chain) for chain in chains}
         if "mean" in found and found["mean"] is None:
             found["mean"] = self._mean()
         missing = [chain for chain, result in found.items() if result is None]
@@ -149,13 +159,6 @@ class FileSide:
             require_same(self.facts, side.facts)
             found |= dict(zip(missing, side.aggregates(missing), strict=True))
         return [result for result in found.values() if result is not None]
-
-    def _stored(self, chain: str) -> dict[str, Tensor] | None:
-        same = (chain, *_SAME.get(chain, ()))
-        for stored in self._file.chains:
-            if stored.reduced and "".join(stored.text.split()) in same:
-                return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
-        return None
 
     def _mean(self) -> dict[str, Tensor]:
         """Return the mean of the rows, by a walk through the file."""
@@ -380,8 +383,8 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
 
 def best_rows(chains: Collection[str]) -> str:
     """Return which of some chains with rows to take: gradients, projections, or the first."""
-    projected = [text for text in chains if parse(text)[0].name == "project"]
-    return "identity" if "identity" in chains else [*projected, *chains][0]
+    known = [text for text in chains if parse(text)[0].name in ("adam", "project")]
+    return "identity" if "identity" in chains else [*known, *chains][0]
 
 
 def _column(values: np.ndarray) -> Tensor:
@@ -407,13 +410,14 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     Raises:
         SpecError: They cannot be compared.
     """
+    stepped = train.chain != train.measured  # by Adam, which queries are not (LESS)
     differing = [
         f"the {what} is another"
-        for what in ("checkpoint", "model", "stages")
+        for what in ("checkpoint", "model", *(() if stepped else ("stages",)))
         if {what} <= train.digests.keys() & query.digests.keys()
         and train.digests[what] != query.digests[what]
     ]
-    if train.chain != query.chain:
+    if query.chain not in (train.chain, train.measured):
         differing.append(f"the chain is {train.chain!r} there and {query.chain!r} here")
     names = train.parameters.keys() ^ query.parameters.keys()
     if names or dict(train.parameters) != dict(query.parameters):
@@ -428,6 +432,41 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     if train.loss != query.loss:
         return (f"the queries are measured by another loss: {query.loss}, trained: {train.loss}",)
     return ()
+
+
+def stored_aggregates(path: str, train: Facts, chains: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Return the results of chains from a result file of the training side's model.
+
+    Raises:
+        SpecError: The file is of another model or checkpoint, or has no such chain.
+    """
+    with open_file(path) as file:
+        digests = file.run.get("digests", {})
+        for what in ("checkpoint", "model"):
+            if what in train.digests and train.digests[what] != digests.get(what):
+                raise SpecError(
+                    f"the {what} is another than that of {train.name}",
+                    where=path,
+                    remedy="Compute the factors of the same checkpoint and model.",
+                )
+        found = [stored_result(file, chain) for chain in chains]
+        for chain, result in zip(chains, found, strict=True):
+            if result is None:
+                raise SpecError(
+                    f"the file has no chain {chain!r}",
+                    where=path,
+                    remedy=f"Compute it: -t {chain!r}.",
+                )
+        return [result for result in found if result is not None]
+
+
+def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
+    """Return the stored result of a chain, None where the file has none."""
+    same = (chain, *_SAME.get(chain, ()))
+    for stored in file.chains:
+        if stored.reduced and "".join(stored.text.split()) in same:
+            return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
+    return None
 
 
 def projection_error(side: Side) -> float | None:

@@ -66,6 +66,14 @@ def attribute(
             help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
         ),
     ] = None,
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            "--factors",
+            metavar="FILE.h5",
+            help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
+        ),
+    ] = None,
     stream: Annotated[
         bool,
         typer.Option(
@@ -85,9 +93,7 @@ def attribute(
     ] = 0,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="For queries at a time [a quarter of what there is]."
-        ),
+        typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
     ] = None,
     top: Annotated[
         int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
@@ -106,6 +112,7 @@ def attribute(
         cast("Any", curvature),
         _damping(damping),
         None if memory is None else parse_memory(memory),
+        None if factors is None else str(factors),
         refine,
     )
     stops.unwinding()
