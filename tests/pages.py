@@ -14,12 +14,15 @@ import io
 import re
 import shlex
 import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import parser
+from benchmarks.attribution.__main__ import parser as attributions
 from gradscope.cli.app import run as command_line
 from tests.drill.__main__ import parser as drills
 
@@ -27,6 +30,11 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```", re.M | re.S
 )
+SLOW: dict[str, Callable[[], ArgumentParser]] = {
+    "python -m benchmarks": parser,
+    "python -m benchmarks.attribution": attributions,
+    "python -m tests.drill": drills,
+}
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?")
 
 
@@ -74,8 +82,9 @@ def command(line: str, page: Page) -> None:
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert set(words[1:]) <= set(targets)
-    elif words[:3] == ["python", "-m", "benchmarks"]:  # minutes to run: only its options
-        assert {w for w in words if w.startswith("--")} <= benchmark_options()
+    elif " ".join(words[:3]) in SLOW:  # minutes to run: only its options
+        known = _options(SLOW[" ".join(words[:3])])
+        assert {w for w in words if w.startswith("--")} <= known
     else:
         assert words[0] == "gradscope", f"the test cannot run {words[0]!r}"
         said = re.search(r"# exit code (\d+)", line)
@@ -84,14 +93,13 @@ def command(line: str, page: Page) -> None:
         page.commands[line.partition("#")[0].strip()] = (out, err)
 
 
-def benchmark_options() -> set[str]:
-    """Return the options of `python -m benchmarks`."""
+def slow_options() -> set[str]:
+    """Return the options of the benchmarks and of the drill."""
+    return {option for parser in SLOW.values() for option in _options(parser)}
+
+
+def _options(parser: Callable[[], ArgumentParser]) -> set[str]:
     return {option for action in parser()._actions for option in action.option_strings}
-
-
-def drill_options() -> set[str]:
-    """Return the options of `python -m tests.drill`."""
-    return {option for action in drills()._actions for option in action.option_strings}
 
 
 def gradscope(words: list[str]) -> tuple[int, str, str]:

@@ -34,6 +34,7 @@ HOMES = {
     "rich": {"report"},
     "typer": {"cli"},
     "matplotlib": {"report"},
+    "quanda": {"attribution"},
     "safetensors": {"sources"},
 }
 

@@ -32,9 +32,8 @@ from tests.pages import (
     ROOT,
     assert_alike,
     assert_lines_of,
-    benchmark_options,
-    drill_options,
     run,
+    slow_options,
 )
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -145,7 +144,7 @@ def test_the_readme_has_a_reason_for_each_dependency() -> None:
 
 
 def test_no_page_names_an_option_that_does_not_exist() -> None:
-    known = set(_options()) | benchmark_options() | drill_options()
+    known = set(_options()) | slow_options()
     for path in PAGES:
         for option in re.findall(
             r"(?<![\w`-]-)`(--[a-z][a-z-]*)", path.read_text(encoding="utf-8")

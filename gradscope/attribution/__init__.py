@@ -61,6 +61,8 @@ def attribute(
     chain: str | None = None,
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
+    factors: str | Path | None = None,
+    refine: int = 0,
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> Scores:
@@ -75,6 +77,9 @@ def attribute(
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
         weights: Of each checkpoint; equal ones that sum to 1 if None.
+        factors: See `Settings`.
+        refine: How many of the most helpful and of the most harmful samples of each query, by
+            rows of a projection, are scored again with full gradients.
         output: Where to write them; they stay in memory if None.
         overwrite: Replace an output that exists.
 
@@ -83,7 +88,9 @@ def attribute(
         InputError: Something cannot be read.
     """
     with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
-        scoring = Scoring(pairs, Settings(curvature, damping))
+        stored = None if factors is None else str(factors)
+        asked = Settings(curvature, damping, factors=stored, refine=refine)
+        scoring = Scoring(pairs, asked)
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
@@ -102,6 +109,7 @@ def opened(
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
     samples: str | None = None,
+    stream: bool = False,
 ) -> Iterator[list[Pair]]:
     """Open both sides, at each checkpoint.
 
@@ -112,6 +120,7 @@ def opened(
         checkpoints: See `attribute`.
         weights: See `attribute`.
         samples: "A:B", which queries, where they are computed.
+        stream: Compute the training gradients on the way, also where a file has them.
     """
     sources = [train, *checkpoints]
     if weights is not None and len(weights) != len(sources):
@@ -125,7 +134,7 @@ def opened(
     with ExitStack() as stack:
         pairs = []
         for k, source in enumerate(sources):
-            side, run = _training(source, chain, stack)
+            side, run = _training(source, chain, stack, stream=stream)
             other = _query(query, side, run, samples, stack)
             weight = 1 / len(sources) if weights is None else weights[k]
             pairs.append(Pair(side, other, weight))
@@ -138,7 +147,9 @@ def _is_result(source: Source) -> bool:
     )
 
 
-def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side, Any]:
+def _training(
+    source: Source, chain: str | None, stack: ExitStack, *, stream: bool
+) -> tuple[Side, Any]:
     """Return the training side, and what tells its run."""
     if isinstance(source, tuple):
         return of_scope("training samples", *source), None
@@ -146,8 +157,11 @@ def _training(source: Source, chain: str | None, stack: ExitStack) -> tuple[Side
         file = _file(source, stack)
         if is_scores(file):
             raise SpecError("these are scores, not gradients", where=str(file.path))
-        return FileSide(file, chain), lambda: training_run(file)
-    spec = load(Path(str(source)))
+        if not stream:
+            return FileSide(file, chain), lambda: training_run(file)
+        spec = training_run(file).computing(shard=None)
+    else:
+        spec = load(Path(str(source)))
     if chain is not None:
         spec = spec.computing(transform=(chain,))
     return of_job(prepare(spec), str(source)), lambda: spec
@@ -159,10 +173,10 @@ def _query(source: Source, train: Side, run: Any, samples: str | None, stack: Ex
     if _is_result(source):
         if samples is not None:
             raise SpecError("a result file has its samples already", remedy="Leave --samples out.")
-        return FileSide(_file(source, stack), train.facts.chain)
+        return FileSide(_file(source, stack), train.facts.measured)
     if run is None:
         raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))
-    spec = query_run(Path(str(source)), run(), train.facts.chain)
+    spec = query_run(Path(str(source)), run(), train.facts.measured)
     if samples is not None:
         spec = spec.computing(samples=samples)
     return of_job(prepare(spec), str(source))

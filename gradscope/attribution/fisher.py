@@ -1,19 +1,20 @@
 """The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ of the training samples, inverted exactly.
 
 Where samples are fewer than numbers, by their Gram matrix K = G Gᵀ / N (N, N): with Woodbury's
-identity q (F + λ)⁻¹ Gᵀ = q Gᵀ (K + λ)⁻¹. Where rows are short (projections), by F itself, one
-matrix for each entry of the chain.
+identity q (F + λ)⁻¹ Gᵀ = q Gᵀ (K + λ)⁻¹. Where rows are short, by F itself. Either for all entries
+of a row together, or for groups of them (layers), each by itself.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import prod
 
 import torch
 from torch import Tensor
 
 from gradscope.attribution.products import Part, real_rows
+from gradscope.blocks import Gradients
 from gradscope.errors import SpecError
 
 Rows = dict[str, Tensor]  # {name: (m, entries)}, real
@@ -35,17 +36,7 @@ class Gram:
 
     @cached_property
     def _root(self) -> Tensor:
-        matrix = self.products / self.n
-        matrix.diagonal().add_(self.damping)
-        found: Tensor
-        found, info = torch.linalg.cholesky_ex(matrix)
-        if int(info):
-            raise SpecError(
-                "the Fisher matrix with this damping cannot be inverted in float64",
-                where=f"damping {self.damping:g}",
-                remedy="Give a larger --damping.",
-            )
-        return found
+        return damped_root(self.products / self.n, self.damping)
 
     def solved(self, products: Tensor) -> Tensor:
         """Return q (F + λ)⁻¹ Gᵀ (m, N) from the products q Gᵀ (m, N)."""
@@ -59,47 +50,71 @@ class Gram:
 
 
 class Moments:
-    """F itself, one block (w, w) for each entry of short rows."""
+    """F itself, one block (w, w) for each group of entries of short rows.
 
-    def __init__(self) -> None:
-        self.blocks: Rows = {}
+    Args:
+        groups: {entry: group}.
+    """
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        self._names: dict[str, list[str]] = {}
+        for name, group in groups.items():
+            self._names.setdefault(group, []).append(name)
+        self.sums: Rows = {}  # N times the blocks, in float64
         self.n = 0
 
     def add(self, part: Part) -> None:
         """Add some samples."""
         self.n += len(part.places)
-        for name, block in part.gradients.items():
-            rows = block.dense()
-            dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-            values = real_rows(rows, dtype)
-            products = (values.mT @ values).double()
-            self.blocks[name] = (
-                self.blocks[name].add_(products) if name in self.blocks else products
-            )
+        blocks = part.gradients
+        dtypes = (block.dtype for block in blocks.values())
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        for group in self._names:
+            rows = self._rows(blocks, group, dtype)
+            products = (rows.mT @ rows).double()
+            self.sums[group] = self.sums[group].add_(products) if group in self.sums else products
 
     def mean_eigenvalues(self) -> dict[str, float]:
-        """Return the mean eigenvalue of each block."""
-        return {k: float(b.diagonal().mean()) / self.n for k, b in self.blocks.items()}
+        """Return the mean of each block's eigenvalues, of the N largest if there are more."""
+        return {
+            group: float(total.diagonal().sum()) / self.n / min(self.n, len(total))
+            for group, total in self.sums.items()
+        }
 
-    def inverted(self, damping: Mapping[str, float]) -> Callable[[Mapping[str, Any]], Rows]:
-        """Return what multiplies rows by (F + λ)⁻¹, with λ of each block."""
-        roots = {}
-        for name, block in self.blocks.items():
-            matrix = block / self.n
-            matrix.diagonal().add_(damping[name])
-            roots[name], info = torch.linalg.cholesky_ex(matrix)
-            if int(info):
-                raise SpecError(
-                    f"the Fisher matrix of {name!r} with this damping cannot be inverted",
-                    where=f"damping {damping[name]:g}",
-                    remedy="Give a larger --damping.",
-                )
+    def inverted(self, damping: Mapping[str, float]) -> Callable[[Gradients], Rows]:
+        """Return what multiplies rows by (F + λ)⁻¹, with λ of each group."""
+        roots = {g: damped_root(s / self.n, damping[g]) for g, s in self.sums.items()}
 
-        def apply(rows: Mapping[str, Any]) -> Rows:
-            found = {}
-            for name, block in rows.items():
-                values = real_rows(block.dense(), torch.float64)
-                found[name] = torch.cholesky_solve(values.mT, roots[name]).mT.contiguous()
+        def apply(gradients: Gradients) -> Rows:
+            found: Rows = {}
+            for group, root in roots.items():
+                rows = self._rows(gradients, group, torch.float64)
+                solved = torch.cholesky_solve(rows.mT, root).mT.contiguous()
+                widths = [prod(gradients[name].shape) for name in self._names[group]]
+                pairs = zip(self._names[group], torch.split(solved, widths, 1), strict=True)
+                found |= {k: v.reshape(len(v), *gradients[k].shape) for k, v in pairs}
             return found
 
         return apply
+
+    def _rows(self, gradients: Gradients, group: str, dtype: torch.dtype) -> Tensor:
+        every = (gradients[name].dense() for name in self._names[group])
+        return torch.cat([real_rows(rows, dtype) for rows in every], 1)
+
+
+def damped_root(matrix: Tensor, damping: float) -> Tensor:
+    """Return the Cholesky factor of a matrix + λ; the matrix is used up.
+
+    Raises:
+        SpecError: It has none, in float64.
+    """
+    matrix.diagonal().add_(damping)
+    found: Tensor
+    found, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        raise SpecError(
+            "the Fisher matrix with this damping cannot be inverted in float64",
+            where=f"damping {damping:g}",
+            remedy="Give a larger --damping.",
+        )
+    return found

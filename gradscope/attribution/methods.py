@@ -1,6 +1,6 @@
 """What stands between two gradients: the inverse of the training side's curvature, by its name."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
@@ -20,11 +20,12 @@ from gradscope.attribution.curvature import (
 from gradscope.attribution.damping import LEAST, along, trusted
 from gradscope.attribution.fisher import Gram, Moments
 from gradscope.attribution.products import Groups, Part, Tile, tiles
-from gradscope.attribution.sides import Side
+from gradscope.attribution.sides import Side, stored_aggregates, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
+from gradscope.core.memory import available
 from gradscope.core.registry import suggestion
-from gradscope.errors import SpecError
+from gradscope.errors import SpecError, UnsupportedError
 
 Method = Literal[
     "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"
@@ -32,7 +33,8 @@ Method = Literal[
 Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
 
-TILE_BYTES = 2**30  # of queries, their dense rows and their scores, unless the caller says how many
+_READ_BYTES = 2**30  # of a tile, where more of them cost little
+_PARTS = 4  # of what there is, a tile takes one
 _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
     "ekfac": ("ekfac", ekfac_curvature),
@@ -44,7 +46,9 @@ _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # relative damping of Gram matrice
 _SPECTRA = 4096  # samples of a Gram matrix whose eigenvectors are found: a minute
 _LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
 _SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
-_LONG = 1e12  # multiplications from which on products are taken in float32
+_PAIRS = 1e14  # multiplications of a Gram matrix, beyond which `auto` takes none
+_TILED = 12  # bytes of a tile for each number: as it is, and as products take it
+_LONG = 3e11  # multiplications from which on products are taken in float32
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,14 @@ class Settings:
             projections `fisher`.
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
             by the trust region of `gradscope.attribution.damping`.
-        memory: Bytes for a tile of queries; more of them cost more walks through the training side.
+        memory: Bytes for a tile of queries or of a Gram matrix; where they are few, the training
+            side is walked through more often. If None, 1 GiB where it is in a file, else a
+            quarter of what there is.
+        factors: A result file of the same model with the chain that `ekfac`, `kfac` or `diagonal`
+            is made from (`ekfac`, `kfac:bias=column`, `second_moment`), of these or other samples
+            or labels; made from the training side if None.
+        refine: How many of the most helpful and of the most harmful samples of each query are
+            scored again with full gradients, by this curvature; see `refining`. 0 for none.
 
     Raises:
         SpecError: A word is unknown, or a number out of range.
@@ -67,7 +78,9 @@ class Settings:
 
     curvature: Method = "auto"
     damping: Damping = "auto"
-    memory: int = TILE_BYTES
+    memory: int | None = None
+    factors: str | None = None
+    refine: int = 0
 
     def __post_init__(self) -> None:
         if self.curvature not in get_args(Method):
@@ -79,6 +92,12 @@ class Settings:
             raise SpecError(
                 f"the damping is a number that is not negative, or auto, not {self.damping}"
             )
+
+    def room(self, train: Side) -> int:
+        """Return the bytes for a tile: few where a walk through the training side costs little."""
+        if self.memory or train.cheap:
+            return self.memory or _READ_BYTES
+        return max(_READ_BYTES, (available(torch.device("cpu")) or 0) // _PARTS)
 
 
 def _as_it_is(rows: Gradients) -> Gradients:
@@ -117,31 +136,55 @@ def curved(train: Side, asked: Settings) -> Curved:
     method = asked.curvature
     if method == "auto":
         gradients = train.facts.chain == "identity"
-        many = train.n > _LARGEST
-        method = ("ekfac" if many else "shrunk") if gradients else "fisher"
+        method = (
+            ("shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac")
+            if gradients
+            else "fisher"
+        )
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
-        return Curved(own=lambda: _own_products(train, _as_it_is), record=record)
+        return Curved(own=lambda: _squares(train), record=record)
     if method in ("fisher", "blockfisher"):
-        inverted = _moments if _short(train) else _grams
-        return inverted(train, asked, record)
+        return _fisher(train, asked, record)
     if method == "shrunk":
-        return _shrunk(train, asked, record)
-    found = _approximate(train, method, asked.damping)
+        try:
+            return _shrunk(train, asked, record)
+        except UnsupportedError:  # no gradient has factors
+            if asked.curvature != "auto":
+                raise
+            return _fisher(train, asked, {"curvature": "fisher"})
+    found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)
 
 
-def _short(train: Side) -> bool:
-    """Whether the rows are so short that the Fisher matrix itself is inverted."""
-    if train.width <= train.n:
-        return True
-    widths = [prod(shape) for shape in train.shapes().values()]
-    return train.n > _LARGEST and max(widths) <= _SHORT
+def _pairs_pay(train: Side, room: int) -> bool:
+    """Whether the products of all pairs of training samples cost about as little as gradients."""
+    walks = 1 if train.cheap else -(-train.n * train.width * _TILED // room)
+    return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
 
 
-def _grams(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
-    groups = layers_of(train.shapes()) if record["curvature"] == "blockfisher" else None
+def _fisher(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+    """Return the Fisher of all entries or of layers: itself where rows are short, or by pairs."""
+    shapes, many = train.shapes(), train.n > _LARGEST
+    layers, joint = layers_of(shapes), dict.fromkeys(shapes, "")
+    groups = layers if record["curvature"] == "blockfisher" else joint
+    if many and _widest(shapes, joint) > _SHORT:
+        record, groups = {**record, "curvature": "blockfisher"}, layers
+    widest = _widest(shapes, groups)
+    if widest <= _SHORT and (many or widest <= train.n):
+        return _moments(train, asked, record, groups)
+    return _grams(train, asked, record, groups)
+
+
+def _widest(shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> int:
+    widths = dict.fromkeys(groups.values(), 0)
+    for name, shape in shapes.items():
+        widths[groups[name]] += prod(shape)
+    return max(widths.values())
+
+
+def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
     n, products = _gram(train, asked, groups)
     if asked.damping == "auto":
         relative = _trusted(products, n, _LEAST[record["curvature"]])
@@ -168,20 +211,21 @@ def _trusted(grams: dict[str, Tensor], n: int, least: float) -> float:
     return trusted([values for values, _ in spectra], [squares for _, squares in spectra], n, least)
 
 
-def _moments(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
-    moments, relative = Moments(), chosen(asked.damping)
+def _moments(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
+    moments, relative = Moments(groups), chosen(asked.damping)
     for part in train.parts():
         moments.add(part)
     damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
     inverse = moments.inverted(damping)
+    solving = train.n * sum(float(len(total)) ** 2 for total in moments.sums.values())
 
     def before(rows: Gradients) -> Gradients:
         return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
 
     return Curved(
         before=before,
-        own=lambda: _own_products(train, before),
-        record={**record, "damping": relative, "lambda": damping},
+        own=(lambda: _own_products(train, before)) if solving <= _LONG else None,
+        record={**record, "damping": relative, "lambda": damping.get("", damping)},
     )
 
 
@@ -190,7 +234,7 @@ def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
 
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
     """
-    found = _approximate(train, "ekfac", asked.damping)
+    found = _approximate(train, "ekfac", asked)
     before, share = _applied(found), _SHARE
     n, products = _gram(train, asked, None, before)
     gram = Gram(products[""], n, share / (1 - share))
@@ -214,11 +258,11 @@ def _gram(
             remedy="Project each parameter (-t project:dim=4096,kind=kronecker,per=parameter), or "
             "use --curvature ekfac.",
         )
-    found = gram_of(train, precision(train, train.n), asked.memory, groups, before)
+    found = gram_of(train, precision(train, train.n), asked.room(train), groups, before)
     return max(1, int(train.table()["finite"].sum())), found
 
 
-def _approximate(train: Side, method: str, damping: Damping) -> Curvature:
+def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
     """Return the inverse of an approximate curvature."""
     if train.facts.chain != "identity":
         raise SpecError(
@@ -227,8 +271,13 @@ def _approximate(train: Side, method: str, damping: Damping) -> Curvature:
             remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
         )
     chain, made = _CURVATURES[method]
-    if damping != "auto" or method == "adam":  # whose eigenvalues are roots, no second moments
-        return made(train.aggregates([chain])[0], chosen(damping))
+    if asked.factors is not None:
+        moments = stored_aggregates(asked.factors, train.facts, [chain])[0]
+        return made(moments, chosen(asked.damping))
+    if (
+        asked.damping != "auto" or method == "adam"
+    ):  # whose eigenvalues are roots, no second moments
+        return made(train.aggregates([chain])[0], chosen(asked.damping))
     moments, mean = train.aggregates([chain, "mean"])
     return made(moments, LEAST, Drift(mean, train.n))
 
@@ -265,7 +314,7 @@ def gram_of(
     With `before` it is ⟨H⁻¹gᵢ, gⱼ⟩.
     """
     found = _zeros(side.n, side, groups)
-    step = max(1, memory // (2 * dtype.itemsize * side.width))
+    step = max(1, memory // (_TILED * side.width))
     for tile in tiles(side.parts(), side.n, step, dtype):
         own = Tile([Part(p.places, before(p.gradients)) for p in tile.parts], dtype)
         whole = step >= side.n  # then every sample is in the tile
@@ -298,6 +347,14 @@ def _applied(found: Curvature) -> Before:
         return rows.of({name: DenseBlock(values) for name, values in made.items()})
 
     return apply
+
+
+def _squares(side: Side) -> Tensor:
+    """Return ‖gᵢ‖² (N,) by one more walk, 0 of what is left out."""
+    found = torch.zeros(side.n, dtype=torch.float64)
+    for part in side.parts():
+        found[part.places] = sum_squares(part.gradients)
+    return found
 
 
 def _own_products(side: Side, before: Before) -> Tensor:

@@ -75,7 +75,8 @@ class Tile:
     def _dense(self, name: str) -> Tensor:
         if name not in self._rows:
             every = [part.gradients[name].dense() for part in self.parts]
-            self._rows[name] = torch.cat([real_rows(rows, self._dtype) for rows in every])
+            rows = [real_rows(dense, self._dtype) for dense in every]
+            self._rows[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
         return self._rows[name]
 
 

@@ -6,7 +6,7 @@ arXiv:1703.04730, equation 2 with its sign and ε = −1/N). Positive: it helps.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from gradscope.attribution.methods import (
     sum_of,
 )
 from gradscope.attribution.products import Part, Tile, tiles
-from gradscope.attribution.sides import Side, require_same
+from gradscope.attribution.refining import Refining, cheaply
+from gradscope.attribution.sides import Side, projection_error, require_same
 from gradscope.errors import SpecError
 
 UNIT = (
@@ -39,11 +40,13 @@ class Pair:
         train: The training samples.
         query: The queries.
         weight: What its scores are times, where several are added.
+        curvature: Of the training side; it is found when it is needed if None.
     """
 
     train: Side
     query: Side
     weight: float = 1.0
+    curvature: Curved | None = None
 
     def bound(self, asked: Settings) -> "Comparing":
         """Find the curvature of the training side.
@@ -52,7 +55,17 @@ class Pair:
             SpecError: The sides do not fit each other, or the curvature does not fit the rows.
         """
         notes = require_same(self.train.facts, self.query.facts)
-        return Comparing(self, curved(self.train, asked), notes)
+        if self.curvature is None:
+            self.curvature = curved(self.train, asked)
+        error = projection_error(self.train)
+        if error is not None:
+            self.curvature.record["projection_error"] = error
+            notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
+        return Comparing(self, self.curvature, notes)
+
+    def asking(self, query: Side, asked: Settings) -> "Pair":
+        """Return the pair for other queries; the curvature is not found again."""
+        return replace(self, query=query, curvature=self.bound(asked).curved)
 
 
 @dataclass(frozen=True)
@@ -102,10 +115,14 @@ class Scoring:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
         self.pairs, self.asked, self.done = pairs, asked, done
-        self._every = [pair.bound(asked) for pair in pairs]
+        cheap = cheaply(asked)
+        self.refining: Refining | None = None
+        if asked.refine:
+            self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
+        self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
-        each = 8 * first.train.width + 12 * first.train.n
-        self.step = max(1, min(first.query.n, asked.memory // each))
+        each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
+        self.step = max(1, min(first.query.n, asked.room(first.train) // each))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,7 +134,8 @@ class Scoring:
     def record(self) -> dict[str, Any]:
         """What was chosen, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
-        return {"unit": UNIT, "checkpoints": each}
+        refined = {} if self.refining is None else {"refined": self.refining.record}
+        return {"unit": UNIT, "checkpoints": each, **refined}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -129,7 +147,7 @@ class Scoring:
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (queries, their scores (m, N) in float64); NaN of what is left out."""
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
-        dtypes = [precision(pair.train, self.step) for pair in self.pairs]
+        dtypes = [precision(pair.train, m) for pair in self.pairs]
         walks = [
             tiles(pair.query.parts(), m, self.step, dtype)
             for pair, dtype in zip(self.pairs, dtypes, strict=True)
@@ -139,12 +157,14 @@ class Scoring:
             queries = slice(start, min(start + self.step, m))
             if queries.stop <= self.done:
                 continue
-            found = torch.zeros(queries.stop - start, n, dtype=torch.float64)
+            count, found = queries.stop - start, torch.zeros(())
             for one, tile, dtype in zip(self._every, each, dtypes, strict=True):
-                own = torch.full_like(found, torch.nan)
-                if tile.n:
-                    own[tile.places - start] = one.scores(tile, dtype)
-                found += own
+                own = one.scores(tile, dtype)
+                if tile.n < count:
+                    all_of_them = own.new_full((count, n), torch.nan)
+                    all_of_them[tile.places - start] = own
+                    own = all_of_them
+                found = found + own if found.dim() else own
             yield queries, found
 
     def self_influence(self) -> Tensor | None:

@@ -1,6 +1,6 @@
 """What scores say: of each query, who helped and who harmed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
@@ -71,6 +71,7 @@ class ScoreSummary(Record):
         facts: list[Fact] = [
             ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
             ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
+            *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
             *listed("note", self.notes),
         ]
@@ -88,6 +89,15 @@ class ScoreSummary(Record):
         return Overview(
             paths=[self.path] if self.path else [], facts=facts, sections=sections, pictures=()
         )
+
+
+def _refined(record: Mapping[str, Any]) -> list[Fact]:
+    refined = record.get("refined")
+    if refined is None:
+        return []
+    chosen = " ".join(f"{k}={_short(v)}" for k, v in refined["checkpoints"][0].items())
+    told = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
+    return [("refined", told)]
 
 
 def summarize_scores(

@@ -17,6 +17,8 @@ from gradscope.blocks.gradients import Gradients
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+_ROUNDINGS = 4  # of a factor and of a bias on their way here: a sum over frames, a cast
+
 
 class Layer(NamedTuple):
     """A weight, and perhaps its bias, read as k matrices (r, c).
@@ -108,8 +110,9 @@ def with_ones(factor: Tensor) -> Tensor:
 def belongs(bias: Block, factor: Tensor) -> Tensor:
     """Return (n,), True where a sample's bias gradient is the sum of its factor over positions.
 
-    Two sums of the same t numbers differ by t units in the last place of the sum of their sizes
-    at most. What is not finite tells nothing, and so does not contradict.
+    Two sums of the same t numbers, taken in float32 at least, differ by t units in the last place
+    of the sum of their sizes at most, and by a few units of the precision they are rounded to on
+    the way. Where that is half of it, nothing is known. What is not finite contradicts nothing.
 
     Args:
         bias: Of k·f entries.
@@ -119,7 +122,8 @@ def belongs(bias: Block, factor: Tensor) -> Tensor:
     if prod(bias.shape) != k * f:
         return torch.zeros(n, dtype=torch.bool, device=factor.device)
     found, values = bias.dense().reshape(n, k, f), precise(factor)
-    unit = max(torch.finfo(d).eps for d in (found.dtype, factor.dtype))
+    rounded = _ROUNDINGS * max(torch.finfo(d).eps for d in (found.dtype, factor.dtype))
+    slack = rounded + t * torch.finfo(values.dtype).eps
     off = (found - values.sum(2)).abs()
-    contradicts: Tensor = (off > (t + 1) * unit * values.abs().sum(2)).flatten(1).any(1)
-    return ~contradicts
+    contradicts: Tensor = (off > slack * values.abs().sum(2)).flatten(1).any(1)
+    return ~contradicts & (slack < 0.5)

@@ -47,12 +47,15 @@ def attribute(
             "--chain", metavar="K|TEXT", help="Which rows [the first chain that has some]."
         ),
     ] = None,
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="", show_default=False, hidden=True)
+    ] = None,
     checkpoints: Annotated[
         list[Path] | None,
         typer.Option(
-            "--checkpoint",
-            metavar="TRAIN",
-            help="The training samples at another checkpoint; scores are added up. Repeatable.",
+            "--checkpoints",
+            metavar="TRAIN...",
+            help="The training samples at other checkpoints; scores are added up.",
         ),
     ] = None,
     weights: Annotated[
@@ -60,13 +63,38 @@ def attribute(
         typer.Option(
             "--weights",
             metavar="W,W,...",
-            help="Of TRAIN and each --checkpoint, such as learning rates [the mean].",
+            help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
         ),
     ] = None,
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            "--factors",
+            metavar="FILE.h5",
+            help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
+        ),
+    ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream", help="Compute the training gradients on the way, by TRAIN's own run."
+        ),
+    ] = False,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Of projections: score the K most helpful and the K most harmful samples of each "
+            "query again with full gradients, by --curvature [ekfac].",
+        ),
+    ] = 0,
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="For a tile of queries and its scores.")
-    ] = "1GB",
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
+    ] = None,
     top: Annotated[
         int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
     ] = 3,
@@ -75,14 +103,27 @@ def attribute(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score every training sample for every query: positive ones helped it, negative harmed."""
+    """Score each training sample for each query: positive ones helped it, negative ones harmed."""
     numbers = _numbers(weights)
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
 
-    asked = Settings(cast("Any", curvature), _damping(damping), parse_memory(memory))
+    asked = Settings(
+        cast("Any", curvature),
+        _damping(damping),
+        None if memory is None else parse_memory(memory),
+        None if factors is None else str(factors),
+        refine,
+    )
     stops.unwinding()
-    how: dict[str, Any] = {"chain": chain, "checkpoints": checkpoints or (), "weights": numbers}
+    if more and not checkpoints:
+        raise SpecError(f"{more[0]} is one file too many", remedy="Give TRAIN and QUERY.")
+    how: dict[str, Any] = {
+        "chain": chain,
+        "checkpoints": [*(checkpoints or ()), *(more or ())],
+        "weights": numbers,
+        "stream": stream,
+    }
     with (
         stops.told(lambda: "stopped; go on with --resume" if output else "stopped"),
         opened(train, query, samples=samples, **how) as pairs,

@@ -1,5 +1,6 @@
 """The attribution benchmark on a tiny task."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks.attribution import truth
+from benchmarks.attribution import run, truth
+from benchmarks.attribution.__main__ import document, table
+from benchmarks.attribution.methods import METHODS, Method
 from benchmarks.attribution.tasks import TASKS, Task
+from gradscope.attribution.lds import Lds, lds
 
 
 @pytest.fixture(params=list(TASKS))
@@ -77,3 +81,47 @@ def test_the_shipped_truth_fits_its_task(name: str) -> None:
     one, other = found.complete[0].T, found.complete[1].T  # another seed: the same subsets matter
     alike = np.nanmean([stats.spearmanr(a, b).statistic for a, b in zip(one, other, strict=True)])
     assert alike > 0.2
+
+
+@pytest.mark.parametrize("method", [k for k, m in METHODS.items() if m.present])
+def test_a_method_scores_every_pair(method: str, tiny: Task) -> None:
+    scores = METHODS[method].scores(tiny, tiny.fit(np.arange(12), seed=0))
+    assert scores.shape == (5, 12) and np.isfinite(scores).all()
+    assert len(np.unique(scores)) > 20
+
+
+def test_a_cell_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    task, right = TASKS["mlp"], truth.load(truth.FOLDER / "mlp.npz")
+    for seed in (0, 1):
+        torch.save(task.module.build().state_dict(), tmp_path / f"{seed}.pt")
+    found = run.measure("mlp", "products of inputs", (0, 1), tmp_path)
+    scores = METHODS["products of inputs"].scores(task, torch.nn.Identity())
+    expected = lds(scores, right.subsets, right.mean)
+    assert found.one is not None and found.several is not None
+    np.testing.assert_allclose(found.one.by_query, expected.by_query, rtol=1e-9)
+    assert found.one.mean == pytest.approx(found.several.mean) == pytest.approx(expected.mean)
+    assert found.seconds is not None and found.seconds >= 0.0
+
+
+def test_a_library_that_is_absent_or_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Method(METHODS["chance"].scores, needs="no_such_package")
+    monkeypatch.setitem(METHODS, "chance", absent)
+    assert run.measure("mlp", "chance", (0,), tmp_path).reason == "no_such_package is not installed"
+    (tmp_path / "0.pt").write_bytes(b"no checkpoint")
+    assert "UnpicklingError" in run.measure("mlp", "products of inputs", (0,), tmp_path).reason
+
+
+def test_the_table_shows_the_best_and_what_failed() -> None:
+    def cell(mean: float) -> run.Cell:
+        found = Lds(np.full(2, mean), mean, mean - 0.1, mean + 0.1, 9)
+        return run.Cell(found, found, 1.5, 2_000_000)
+
+    rows = {"a": {"mlp": cell(0.5)}, "b": {"mlp": run.Cell(reason="gone")}, "c": {"mlp": cell(0.4)}}
+    lines = table(rows, ["mlp"], 5)
+    told = "(0.400 to 0.600)"
+    assert lines[2] == f"| a | **0.500** {told} | **0.500** {told} | 1.50 | 2 |"
+    assert lines[3] == "| b | (1) |  |  |  |" and lines[-1] == "1. gone"
+    assert "**" not in lines[4]
+    assert json.dumps(document(rows))

@@ -86,10 +86,10 @@ def whole(rows: dict[str, Rows]) -> Rows:
 
 
 def solved(train: Rows, query: Rows, relative: float) -> Rows:
-    """(1/N) q (F + λ)⁻¹ Gᵀ by a dense inverse, λ relative to trace(F) / N."""
+    """(1/N) q (F + λ)⁻¹ Gᵀ by a dense inverse, λ relative to trace(F) / min(N, P)."""
     n = len(train)
     fisher = train.T @ train / n
-    damping = relative * np.trace(fisher) / n
+    damping = relative * np.trace(fisher) / min(n, len(fisher))
     return query @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), train.T) / n
 
 
@@ -152,16 +152,30 @@ def test_projections_are_inverted_as_they_are(place: Place, per: str) -> None:
     chain = f"project:dim=6,kind=rademacher,per={per}"
     train, query = place.result("train", chain), place.result("query", chain)
     g, q = rows_of(train), rows_of(query)
-    wanted = np.zeros((M, N))
-    blocks = [(g[k], q[k]) for k in g] if sum(v.shape[1] for v in g.values()) <= N else None
-    if blocks is None:
-        wanted = solved(whole(g), whole(q), LAMBDA)
-    else:
-        for a, b in blocks:
-            fisher = a.T @ a / N
-            damping = LAMBDA * np.trace(fisher) / len(fisher)
-            wanted += b @ np.linalg.solve(fisher + damping * np.eye(len(fisher)), a.T) / N
+    wanted = solved(whole(g), whole(q), LAMBDA)
     close(gradscope.attribute(train, query, "fisher", LAMBDA).values, wanted)
+    if per == "parameter":
+        layers = layers_of(g)
+        apart = [
+            [np.concatenate([r[k] for k in g if layers[k] == one], 1) for r in (g, q)]
+            for one in dict.fromkeys(layers.values())
+        ]
+        by_layer = sum(solved(a, b, LAMBDA) for a, b in apart)
+        close(gradscope.attribute(train, query, "blockfisher", LAMBDA).values, by_layer)
+
+
+def test_a_small_model_with_many_samples_is_inverted_as_a_whole(place: Place) -> None:
+    data = np.load(place.folder / "train.npz")
+    np.savez(
+        place.folder / "many.npz",
+        **{k: np.concatenate([v, v[::-1] * 2 % 3]) for k, v in data.items()},
+    )
+    train, query = place.result("many"), place.result("query")
+    g, q = whole(rows_of(train)), whole(rows_of(query))
+    assert g.shape[0] > g.shape[1]
+    found = gradscope.attribute(train, query, "fisher", LAMBDA)
+    close(found.values, solved(g, q, LAMBDA))
+    close(found.samples["self_influence"], np.diag(solved(g, g, LAMBDA)))
 
 
 @pytest.mark.parametrize("curvature", ["identity", "fisher", "blockfisher", "kfac", "ekfac"])
@@ -313,6 +327,36 @@ def test_wrong_inputs(
     train, query = made(place)
     with pytest.raises(error, match=text):
         gradscope.attribute(train, query, "identity")
+
+
+def test_rows_of_adam_steps_are_scored_by_gradients_of_queries(place: Place) -> None:
+    """LESS: the training sample's step, the query's gradient."""
+    model = prepare(load(place.run_file("train"))).scope.problem.model
+    optimiser = torch.optim.Adam(model.parameters())
+    data = np.load(place.folder / "train.npz")
+    inputs, targets = torch.tensor(data["inputs"]), torch.tensor(data["targets"])
+    for rows in (slice(0, 10), slice(10, 20)):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()
+        optimiser.step()
+    torch.save(optimiser.state_dict(), place.folder / "adam.pt")
+    train = place.result("train", f"adam:state={place.folder}/adam.pt,form=step", name="steps")
+    query = place.result("query")
+    wanted = whole(rows_of(query)) @ whole(rows_of(train)).T / N
+    close(gradscope.attribute(train, query, "identity").values, wanted)
+    close(gradscope.attribute(train, place.folder / "query.npz", "identity").values, wanted)
+
+
+def test_factors_from_another_file(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    factors = place.result("train", "ekfac", name="factors")
+    found = gradscope.attribute(train, query, "ekfac", LAMBDA, factors=factors)
+    close(found.values, gradscope.attribute(train, query, "ekfac", LAMBDA).values)
+    other = place.result("train", "ekfac", name="other", weights="w1")
+    with pytest.raises(SpecError, match="checkpoint is another"):
+        gradscope.attribute(train, query, "ekfac", factors=other)
+    with pytest.raises(SpecError, match="no chain 'ekfac'"):
+        gradscope.attribute(train, query, "ekfac", factors=query)
 
 
 def test_a_curvature_of_parameters_wants_gradients_as_they_are(place: Place) -> None:
