@@ -33,7 +33,13 @@ def attribute(
         Path | None, typer.Option("--output", "-o", metavar="SCORES.h5", help="The score file.")
     ] = None,
     curvature: Annotated[
-        str, typer.Option("--curvature", metavar=_CURVATURES, help="H in gᵀ(H + λ)⁻¹g.")
+        str,
+        typer.Option(
+            "--curvature",
+            metavar=_CURVATURES,
+            help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
+            "samples are too many.",
+        ),
     ] = "auto",
     damping: Annotated[
         str,
@@ -107,6 +113,8 @@ def attribute(
     numbers = _numbers(weights)
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
+    from gradscope.storage import LONGEST, require_place
+    from gradscope.storage.format.files import require_free
 
     asked = Settings(
         cast("Any", curvature),
@@ -118,6 +126,9 @@ def attribute(
     stops.unwinding()
     if more and not checkpoints:
         raise SpecError(f"{more[0]} is one file too many", remedy="Give TRAIN and QUERY.")
+    if output is not None:
+        require_place(output, LONGEST)
+        require_free(output, overwrite=overwrite or resume)
     how: dict[str, Any] = {
         "chain": chain,
         "checkpoints": [*(checkpoints or ()), *(more or ())],
