@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from gradscope.attribution.looking import looked
 from gradscope.attribution.methods import Damping, Method, Settings
 from gradscope.attribution.scores import (
     Ranked,
@@ -40,6 +41,7 @@ __all__ = [
     "attribute",
     "in_memory",
     "is_scores",
+    "looked",
     "open_scores",
     "opened",
     "summarize_scores",
