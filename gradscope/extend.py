@@ -47,6 +47,7 @@ from gradscope.sources.formats import Reader
 from gradscope.stages.losses import Normaliser, loss, per_sample_loss
 from gradscope.stages.reducers import Reducer, State, reducers
 from gradscope.stages.reducers.base import (
+    Earlier,
     added,
     count,
     entries,
@@ -72,6 +73,7 @@ __all__ = [
     "Block",
     "Data",
     "DenseBlock",
+    "Earlier",
     "Gradients",
     "MappedBlock",
     "NeedsMean",

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from gradscope.attribution.looking import looked
 from gradscope.attribution.methods import Damping, Method, Settings
 from gradscope.attribution.scores import (
     Ranked,
@@ -40,6 +41,7 @@ __all__ = [
     "attribute",
     "in_memory",
     "is_scores",
+    "looked",
     "open_scores",
     "opened",
     "summarize_scores",
@@ -59,6 +61,8 @@ def attribute(
     chain: str | None = None,
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
+    factors: str | Path | None = None,
+    refine: int = 0,
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> Scores:
@@ -73,6 +77,9 @@ def attribute(
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
         weights: Of each checkpoint; equal ones that sum to 1 if None.
+        factors: See `Settings`.
+        refine: How many of the most helpful and of the most harmful samples of each query, by
+            rows of a projection, are scored again with full gradients.
         output: Where to write them; they stay in memory if None.
         overwrite: Replace an output that exists.
 
@@ -81,7 +88,9 @@ def attribute(
         InputError: Something cannot be read.
     """
     with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
-        scoring = Scoring(pairs, Settings(curvature, damping))
+        stored = None if factors is None else str(factors)
+        asked = Settings(curvature, damping, factors=stored, refine=refine)
+        scoring = Scoring(pairs, asked)
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
@@ -164,10 +173,10 @@ def _query(source: Source, train: Side, run: Any, samples: str | None, stack: Ex
     if _is_result(source):
         if samples is not None:
             raise SpecError("a result file has its samples already", remedy="Leave --samples out.")
-        return FileSide(_file(source, stack), train.facts.chain)
+        return FileSide(_file(source, stack), train.facts.measured)
     if run is None:
         raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))
-    spec = query_run(Path(str(source)), run(), train.facts.chain)
+    spec = query_run(Path(str(source)), run(), train.facts.measured)
     if samples is not None:
         spec = spec.computing(samples=samples)
     return of_job(prepare(spec), str(source))

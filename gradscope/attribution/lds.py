@@ -118,9 +118,9 @@ def _ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
     Equal values share the mean of the ranks that they take up.
     """
-    _, group = np.unique(values, return_inverse=True)
-    size = np.zeros((len(counts), group.max() + 1))
-    np.add.at(size.T, group, counts.T)
+    order = np.argsort(values, kind="stable")
+    _, first, group = np.unique(values[order], return_index=True, return_inverse=True)
+    size = np.add.reduceat(counts[:, order], first, axis=1)
     middle = size.cumsum(1) - size / 2.0
-    ranks: np.ndarray = middle[:, group] - counts.sum(1, keepdims=True) / 2.0
+    ranks: np.ndarray = middle[:, group[np.argsort(order)]] - counts.sum(1, keepdims=True) / 2.0
     return ranks

@@ -20,7 +20,7 @@ from gradscope.attribution.curvature import (
 from gradscope.attribution.damping import LEAST, along, trusted
 from gradscope.attribution.fisher import Gram, Moments
 from gradscope.attribution.products import Groups, Part, Tile, tiles
-from gradscope.attribution.sides import Side, sum_squares
+from gradscope.attribution.sides import Side, stored_aggregates, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.memory import available
@@ -33,7 +33,7 @@ Method = Literal[
 Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
 
-_READ_BYTES = 2**29  # of a tile, where more of them cost little
+_READ_BYTES = 2**30  # of a tile, where more of them cost little
 _PARTS = 4  # of what there is, a tile takes one
 _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
@@ -64,8 +64,13 @@ class Settings:
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
             by the trust region of `gradscope.attribution.damping`.
         memory: Bytes for a tile of queries or of a Gram matrix; where they are few, the training
-            side is walked through more often. If None, 512 MiB where it is in a file, else a
+            side is walked through more often. If None, 1 GiB where it is in a file, else a
             quarter of what there is.
+        factors: A result file of the same model with the chain that `ekfac`, `kfac` or `diagonal`
+            is made from (`ekfac`, `kfac:bias=column`, `second_moment`), of these or other samples
+            or labels; made from the training side if None.
+        refine: How many of the most helpful and of the most harmful samples of each query are
+            scored again with full gradients, by this curvature; see `refining`. 0 for none.
 
     Raises:
         SpecError: A word is unknown, or a number out of range.
@@ -74,6 +79,8 @@ class Settings:
     curvature: Method = "auto"
     damping: Damping = "auto"
     memory: int | None = None
+    factors: str | None = None
+    refine: int = 0
 
     def __post_init__(self) -> None:
         if self.curvature not in get_args(Method):
@@ -146,7 +153,7 @@ def curved(train: Side, asked: Settings) -> Curved:
             if asked.curvature != "auto":
                 raise
             return _fisher(train, asked, {"curvature": "fisher"})
-    found = _approximate(train, method, asked.damping)
+    found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)
 
@@ -227,7 +234,7 @@ def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
 
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
     """
-    found = _approximate(train, "ekfac", asked.damping)
+    found = _approximate(train, "ekfac", asked)
     before, share = _applied(found), _SHARE
     n, products = _gram(train, asked, None, before)
     gram = Gram(products[""], n, share / (1 - share))
@@ -255,7 +262,7 @@ def _gram(
     return max(1, int(train.table()["finite"].sum())), found
 
 
-def _approximate(train: Side, method: str, damping: Damping) -> Curvature:
+def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
     """Return the inverse of an approximate curvature."""
     if train.facts.chain != "identity":
         raise SpecError(
@@ -264,8 +271,13 @@ def _approximate(train: Side, method: str, damping: Damping) -> Curvature:
             remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
         )
     chain, made = _CURVATURES[method]
-    if damping != "auto" or method == "adam":  # whose eigenvalues are roots, no second moments
-        return made(train.aggregates([chain])[0], chosen(damping))
+    if asked.factors is not None:
+        moments = stored_aggregates(asked.factors, train.facts, [chain])[0]
+        return made(moments, chosen(asked.damping))
+    if (
+        asked.damping != "auto" or method == "adam"
+    ):  # whose eigenvalues are roots, no second moments
+        return made(train.aggregates([chain])[0], chosen(asked.damping))
     moments, mean = train.aggregates([chain, "mean"])
     return made(moments, LEAST, Drift(mean, train.n))
 

@@ -43,6 +43,7 @@ from gradscope.sources import code
 from gradscope.storage import differences, locked, put_in_place, writing
 
 PLAN = "plan.json"  # in the folder: what the retrainings are of
+_NAMES = (PLAN, "subset-", "whole-", "without-")  # what names of files of ours begin with
 _POLL = 0.1  # seconds between looks at what other processes have done
 _FORM = "It is called as FIT(indices, seed) and returns the trained torch.nn.Module."
 
@@ -50,7 +51,7 @@ Mask = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Retraining:
     """One training that is to be done.
 
@@ -198,16 +199,24 @@ class Retrainings:
         Raises:
             OutputError: It holds retrainings of something else, or cannot be written.
         """
-        plan = self.folder / PLAN
         _ = self._queries  # what is wrong with them is told before anything is written
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if overwrite:
-                for path in [plan, *self.folder.glob("*.npy"), *self.folder.glob("*.part")]:
+            there = list(self.folder.iterdir())
+            ours = overwrite and self._found() is not None
+            for path in there if ours else ():
+                if path.name.startswith(_NAMES):
                     path.unlink(missing_ok=True)
-            if not plan.exists():
-                _replace(plan, json.dumps(self.identity, indent=2).encode())
-            found = json.loads(plan.read_text(encoding="utf-8"))
+            # a draft is of a process that has begun at the same time
+            if ours or all(path.name.startswith(f"{PLAN}.") for path in there):
+                _replace(self.folder / PLAN, json.dumps(self.identity, indent=2).encode())
+        found = self._found()
+        if found is None:
+            raise OutputError(
+                f"the folder holds something else than retrainings: its {PLAN} is none of ours",
+                where=str(self.folder),
+                remedy="Name a --folder of its own.",
+            )
         wrong = list(differences(found, self.identity))
         if wrong:
             raise OutputError(
@@ -215,6 +224,15 @@ class Retrainings:
                 where=str(self.folder),
                 remedy="Name another --folder, or start anew with --overwrite.",
             )
+
+    def _found(self) -> dict[str, Any] | None:
+        """Return what the retrainings in the folder are of; None where that is not told."""
+        try:
+            found = json.loads((self.folder / PLAN).read_bytes())
+        except (OSError, ValueError):
+            return None
+        known = isinstance(found, dict) and found.get("schema") == self.identity["schema"]
+        return found if known else None
 
     def remaining(self, asked: Sequence[Retraining], workers: int = 1) -> Iterator[Retraining]:
         """Do what is not done yet, here or in processes of their own; yield each that is done.
@@ -292,7 +310,8 @@ class Retrainings:
     def _by_workers(self, asked: Sequence[Retraining], workers: int) -> Iterator[Retraining]:
         """Let processes do all that they can get; yield each that is done."""
         waiting = list(asked)
-        with _started(self, waiting, workers) as processes:
+        left = sum(not self.is_done(one) for one in waiting)
+        with _started(self, waiting, min(workers, left)) as processes:
             running = True
             while waiting and running:
                 running = any(p.is_alive() for p, _ in processes)

@@ -29,7 +29,8 @@ from gradscope.storage import (
     open_writer,
 )
 
-SCORES, TRAINING = "scores", "training samples"  # of a score file: the texts of its chains
+# of a score file: the texts of its chains, of which the last is there if it was asked for
+SCORES, TRAINING, REFINED = "scores", "training samples", "refined scores"
 _CERTIFICATE = {"verified": False, "verdict": "scores: their gradients were proved where computed"}
 
 
@@ -56,12 +57,15 @@ class Scores:
         queries: {column: (M,)}, the sample table of the queries.
         samples: {column: (N,)}, that of the training samples; `self_influence` where known.
         record: What was chosen: curvature, damping, unit, digests.
+        refined: Where asked for, {"places", "scores"}, each (M, 2K): rows in the training side,
+            -1 for none, of the samples that are scored again with full gradients; their scores.
     """
 
     values: Any
     queries: Mapping[str, NDArray[Any]]
     samples: Mapping[str, NDArray[Any]]
     record: Mapping[str, Any]
+    refined: Mapping[str, Any] = field(default_factory=dict)
     file: GradientFile | None = field(default=None, repr=False)
 
     @property
@@ -81,12 +85,23 @@ class Scores:
         return np.asarray(self.values[query], dtype=np.float64)
 
     def helpful(self, query: int, k: int = 10) -> Ranked:
-        """Return the k training samples without which the query's loss would rise most."""
-        return _ranked(self.row(query), k, -1.0)
+        """Return the k training samples without which the query's loss would rise most.
+
+        Where scores are refined, these alone count, and k is at most as many as were asked for.
+        """
+        return self._best(query, k, -1.0)
 
     def harmful(self, query: int, k: int = 10) -> Ranked:
         """Return the k training samples without which the query's loss would fall most."""
-        return _ranked(self.row(query), k, 1.0)
+        return self._best(query, k, 1.0)
+
+    def _best(self, query: int, k: int, sign: float) -> Ranked:
+        row = self.row(query)
+        if not self.refined:
+            return _ranked(row, k, sign)
+        places, scores = (np.asarray(self.refined[name][query]) for name in ("places", "scores"))
+        found = _ranked(scores.astype(np.float64), min(k, len(scores) // 2), sign)
+        return Ranked(places.astype(np.int64)[found.places], found.scores)
 
     def sums(self, column: str | NDArray[Any] = "target") -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the values (c,) of a column of the training samples, and scores (M, c) by them.
@@ -134,13 +149,20 @@ class Scores:
                 remedy="Give the file that gradscope attribute -o wrote.",
             )
         samples = {name: np.asarray(array[...]) for name, array in file.chains[1].items()}
-        return cls(file.chains[0]["scores"], file.samples, samples, file.run["attribution"], file)
+        return cls(
+            values=file.chains[0]["scores"],
+            queries=file.samples,
+            samples=samples,
+            record=file.run["attribution"],
+            refined=file.chains[2] if len(file.chains) > 2 else {},
+            file=file,
+        )
 
 
 def is_scores(file: GradientFile) -> bool:
     """Whether a result file holds scores."""
     return (
-        [chain.text for chain in file.chains] == [SCORES, TRAINING]
+        [chain.text for chain in file.chains] in ([SCORES, TRAINING], [SCORES, TRAINING, REFINED])
         and isinstance(file.run.get("attribution"), dict)
         and "scores" in file.chains[0]
         and "index" in file.chains[1]
@@ -163,10 +185,16 @@ def open_scores(path: str | Path) -> Scores:
 
 def in_memory(scoring: Scoring) -> Scores:
     """Score everything, and return it."""
-    found = torch.cat([rows.to(scoring.dtype) for _, rows in scoring.rows()])
+    found, refined = [], []
+    for part, rows in scoring.rows():
+        found.append(rows.to(scoring.dtype))
+        if scoring.refining is not None:
+            refined.append(scoring.refining.of(part, rows))
     first = scoring.pairs[0]
+    each = zip(("places", "scores"), zip(*refined, strict=True), strict=False)
     return Scores(
-        values=found.numpy(),
+        values=torch.cat(found).numpy(),
+        refined={name: torch.cat(parts).numpy() for name, parts in each},
         queries=_plain(first.query.table()),
         samples=_plain(_training(scoring)),
         record={**scoring.record, **_facts(scoring)},
@@ -185,7 +213,10 @@ class ScoreWriter:
         self._run["attribution"] |= self.scoring.record  # the first tile lays the file out
         for part, scores in self.scoring.rows():
             table = {k: v[part] for k, v in query.table(part.stop).items()}
-            rows = Gradients({"scores": DenseBlock(scores.to(self.scoring.dtype))})
+            rows = self._rows({"scores": scores})
+            refined: tuple[Gradients, ...] = ()
+            if self.scoring.refining is not None:
+                refined = (self._rows(self.scoring.refining.of(part, scores)._asdict()),)
             self._writer.append(
                 Rows(
                     index=table["index"],
@@ -195,10 +226,13 @@ class ScoreWriter:
                     target=table.get("target"),
                     predicted={k: table[k] for k in ("prediction", "margin") if k in table},
                     id=table.get("id"),
-                    chains=(rows, None),
+                    chains=(rows, None, *refined),
                 )
             )
             yield part
+
+    def _rows(self, columns: Mapping[str, torch.Tensor]) -> Gradients:
+        return Gradients({k: DenseBlock(v.to(self.scoring.dtype)) for k, v in columns.items()})
 
     def finish(self) -> None:
         """Complete the file."""
@@ -218,7 +252,8 @@ def writing_scores(
         OutputError: It cannot be written, is there already, or belongs to another attribution.
     """
     facts = _facts(scoring)
-    asked = {"curvature": scoring.asked.curvature, "damping": str(scoring.asked.damping)}
+    own = scoring.asked
+    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "factors", "refine")}
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]
     plan = FilePlan(
@@ -227,7 +262,11 @@ def writing_scores(
         attributes={},
         n=first.query.n,
         parameters={},
-        chains=(ChainPlan(SCORES, False), ChainPlan(TRAINING, True)),
+        chains=(
+            ChainPlan(SCORES, False),
+            ChainPlan(TRAINING, True),
+            *([ChainPlan(REFINED, False)] if scoring.asked.refine else []),
+        ),
         dtype=scoring.dtype,
         layout="dense",
     )

@@ -21,6 +21,7 @@ from gradscope.attribution.methods import (
     sum_of,
 )
 from gradscope.attribution.products import Part, Tile, tiles
+from gradscope.attribution.refining import Refining, cheaply
 from gradscope.attribution.sides import Side, projection_error, require_same
 from gradscope.errors import SpecError
 
@@ -114,9 +115,13 @@ class Scoring:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
         self.pairs, self.asked, self.done = pairs, asked, done
-        self._every = [pair.bound(asked) for pair in pairs]
+        cheap = cheaply(asked)
+        self.refining: Refining | None = None
+        if asked.refine:
+            self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
+        self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
-        each = 8 * first.train.width + 24 * first.train.n  # rows; products, scores and their sum
+        each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
         self.step = max(1, min(first.query.n, asked.room(first.train) // each))
 
     @property
@@ -129,7 +134,8 @@ class Scoring:
     def record(self) -> dict[str, Any]:
         """What was chosen, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
-        return {"unit": UNIT, "checkpoints": each}
+        refined = {} if self.refining is None else {"refined": self.refining.record}
+        return {"unit": UNIT, "checkpoints": each, **refined}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -141,7 +147,7 @@ class Scoring:
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (queries, their scores (m, N) in float64); NaN of what is left out."""
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
-        dtypes = [precision(pair.train, self.step) for pair in self.pairs]
+        dtypes = [precision(pair.train, m) for pair in self.pairs]
         walks = [
             tiles(pair.query.parts(), m, self.step, dtype)
             for pair, dtype in zip(self.pairs, dtypes, strict=True)

@@ -28,7 +28,7 @@ from gradscope.run.execute import batches, rows_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain, bind
-from gradscope.storage import GradientFile, Rows, StoredChain
+from gradscope.storage import GradientFile, Rows, StoredChain, open_file
 
 _SAME = {
     "second_moment": ("square|mean",),
@@ -49,6 +49,13 @@ class Facts:
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: str
     spec: Mapping[str, Any] | None = None  # the run, if there was one
+
+    @property
+    def measured(self) -> str:
+        """The chain of queries: without Adam's step, which only training samples make."""
+        stages = parse(self.chain)
+        stages = stages[1:] if stages[0].name == "adam" else stages
+        return " | ".join(map(str, stages)) or "identity"
 
 
 class Side(Protocol):
@@ -91,6 +98,7 @@ class FileSide:
     def __init__(self, file: GradientFile, chain: str | None) -> None:
         self._file = file
         self._rows = _chosen(file, chain)
+        self._seen = 0  # samples whose rows were found finite or not
         digests = file.run.get("digests", {})
         self.facts = Facts(
             name=str(file.path),
@@ -130,15 +138,17 @@ class FileSide:
             places = torch.arange(start, min(start + step, self.n))
             kept = self._table["finite"][places]
             read = {k: torch.from_numpy(a[start : start + step]) for k, a in self._rows.items()}
-            kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
-            self._table["finite"][places] = kept  # also where a stage has overflowed
+            if start >= self._seen:  # also where a stage has overflowed
+                kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
+                self._table["finite"][places] = kept
+                self._seen = start + len(places)
             if bool(kept.any()):
                 some = {k: v if bool(kept.all()) else v[kept] for k, v in read.items()}
                 blocks = {name: DenseBlock(values) for name, values in some.items()}
                 yield Part(places[kept], Gradients(blocks))
 
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
-        found = {chain: self._stored(chain) for chain in chains}
+        found = {chain: stored_result(self._file, chain) for chain in chains}
         if "mean" in found and found["mean"] is None:
             found["mean"] = self._mean()
         missing = [chain for chain, result in found.items() if result is None]
@@ -149,13 +159,6 @@ class FileSide:
             require_same(self.facts, side.facts)
             found |= dict(zip(missing, side.aggregates(missing), strict=True))
         return [result for result in found.values() if result is not None]
-
-    def _stored(self, chain: str) -> dict[str, Tensor] | None:
-        same = (chain, *_SAME.get(chain, ()))
-        for stored in self._file.chains:
-            if stored.reduced and "".join(stored.text.split()) in same:
-                return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
-        return None
 
     def _mean(self) -> dict[str, Tensor]:
         """Return the mean of the rows, by a walk through the file."""
@@ -253,15 +256,44 @@ def of_job(job: Job, name: str) -> SessionSide:
     """Return the samples of a run, with the first of its chains that keeps rows."""
     every = {chain.text: chain for chain in job.chains if chain.reducer is None}
     chain = every[best_rows(every)] if every else bind("identity")
-    planned = plan(replace(job, chains=(bind("norm"),)))  # dense rows are formed in pieces
-    size = BatchSize(planned.samples, fixed=job.scope.settings.own_loss)
+    size = BatchSize(samples_at_a_time(job), fixed=job.scope.settings.own_loss)
+    return _side(job, name, chain, len(job.rows), lambda: batches(job, size))
+
+
+def samples_at_a_time(job: Job) -> int:
+    """Return how many samples' gradients are computed together."""
+    return plan(replace(job, chains=(bind("norm"),))).samples  # dense rows are formed in pieces
+
+
+def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
+    """Return the full gradients of some samples of a run, by their rows in it (n,).
+
+    Raises:
+        SpecError: The gradient of a sample depends on others of its batch.
+    """
+    if job.scope.settings.own_loss:
+        raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
+    chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
+    inner = replace(data, chosen=chosen if data.chosen is None else data.chosen[chosen])
+    part = replace(job, dataset=inner, rows=range(len(chosen)))
+
+    def walk() -> Iterator[Batch]:
+        for batch in batches(part, BatchSize(job.batch_size)):
+            yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device))
+
+    return _side(job, name, bind("identity"), len(chosen), walk)
+
+
+def _side(
+    job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
+) -> SessionSide:
     record = job.record()
     return SessionSide(
         job.scope,
         chain,
-        lambda: batches(job, size),
+        walk,
         lambda batch, evaluation: rows_of(job, (), batch, evaluation),
-        len(job.rows),
+        n,
         Facts(name, chain.text, job.shapes, job.digests, str(record["loss"]), record["spec"]),
     )
 
@@ -351,8 +383,8 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
 
 def best_rows(chains: Collection[str]) -> str:
     """Return which of some chains with rows to take: gradients, projections, or the first."""
-    projected = [text for text in chains if parse(text)[0].name == "project"]
-    return "identity" if "identity" in chains else [*projected, *chains][0]
+    known = [text for text in chains if parse(text)[0].name in ("adam", "project")]
+    return "identity" if "identity" in chains else [*known, *chains][0]
 
 
 def _column(values: np.ndarray) -> Tensor:
@@ -378,13 +410,14 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     Raises:
         SpecError: They cannot be compared.
     """
+    stepped = train.chain != train.measured  # by Adam, which queries are not (LESS)
     differing = [
         f"the {what} is another"
-        for what in ("checkpoint", "model", "stages")
+        for what in ("checkpoint", "model", *(() if stepped else ("stages",)))
         if {what} <= train.digests.keys() & query.digests.keys()
         and train.digests[what] != query.digests[what]
     ]
-    if train.chain != query.chain:
+    if query.chain not in (train.chain, train.measured):
         differing.append(f"the chain is {train.chain!r} there and {query.chain!r} here")
     names = train.parameters.keys() ^ query.parameters.keys()
     if names or dict(train.parameters) != dict(query.parameters):
@@ -399,6 +432,41 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     if train.loss != query.loss:
         return (f"the queries are measured by another loss: {query.loss}, trained: {train.loss}",)
     return ()
+
+
+def stored_aggregates(path: str, train: Facts, chains: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Return the results of chains from a result file of the training side's model.
+
+    Raises:
+        SpecError: The file is of another model or checkpoint, or has no such chain.
+    """
+    with open_file(path) as file:
+        digests = file.run.get("digests", {})
+        for what in ("checkpoint", "model"):
+            if what in train.digests and train.digests[what] != digests.get(what):
+                raise SpecError(
+                    f"the {what} is another than that of {train.name}",
+                    where=path,
+                    remedy="Compute the factors of the same checkpoint and model.",
+                )
+        found = [stored_result(file, chain) for chain in chains]
+        for chain, result in zip(chains, found, strict=True):
+            if result is None:
+                raise SpecError(
+                    f"the file has no chain {chain!r}",
+                    where=path,
+                    remedy=f"Compute it: -t {chain!r}.",
+                )
+        return [result for result in found if result is not None]
+
+
+def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
+    """Return the stored result of a chain, None where the file has none."""
+    same = (chain, *_SAME.get(chain, ()))
+    for stored in file.chains:
+        if stored.reduced and "".join(stored.text.split()) in same:
+            return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
+    return None
 
 
 def projection_error(side: Side) -> float | None:

@@ -1,6 +1,7 @@
 """What scores say: of each query, who helped and who harmed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,9 +18,12 @@ from gradscope.stats.sections import (
     listed,
     numbers,
     short,
+    targets,
 )
 
-_SHOWN = 20  # queries in a text
+INFLUENCE = "Who helped and who harmed"  # the title of a section
+_SHOWN = 10  # queries in a text
+_GROUPS = 20  # classes whose scores are summed without being asked for
 
 
 class Scored(Record):
@@ -28,6 +32,7 @@ class Scored(Record):
     index: int
     id: int | str | None = None
     target: Plain
+    prediction: Plain = None
     score: float
 
 
@@ -37,9 +42,11 @@ class QueryRow(Record):
     index: int
     id: int | str | None = None
     target: Plain
+    prediction: Plain = None
     loss: float | None
     helpful: tuple[Scored, ...]
     harmful: tuple[Scored, ...]
+    sums: tuple[float, ...] = ()  # of its scores with the samples of each group
 
 
 class ScoreSummary(Record):
@@ -54,6 +61,8 @@ class ScoreSummary(Record):
     record: Json  # what was chosen
     rows: tuple[QueryRow, ...]
     most_influential: tuple[Scored, ...]  # by self-influence
+    by: str | None = None  # the column of the training samples that makes the groups
+    groups: tuple[Plain, ...] = ()  # its values
     notes: tuple[str, ...] = ()
 
     def overview(self) -> Overview:
@@ -62,18 +71,18 @@ class ScoreSummary(Record):
         facts: list[Fact] = [
             ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
             ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
+            *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
             *listed("note", self.notes),
         ]
-        sections = [
-            _section("Helped most (positive: its loss would be higher without)", self, "helpful"),
-            _section("Harmed most (negative: its loss would be lower without)", self, "harmful"),
-        ]
+        sections = [_influence(self)]
+        if self.groups:
+            sections.append(_sums(self))
         if self.most_influential:
             rows = self.most_influential
             columns = [
                 Column("sample", [name_of(r) for r in rows]),
-                Column("target", [str(r.target) for r in rows]),
+                *targets(rows),
                 numbers("self-influence", [r.score for r in rows]),
             ]
             sections.append(Section("Most influential on themselves", table=Table(columns)))
@@ -82,17 +91,41 @@ class ScoreSummary(Record):
         )
 
 
-def summarize_scores(scores: Scores, *, top: int = 3, notes: Sequence[str] = ()) -> ScoreSummary:
-    """Return the best and worst `top` training samples of every query."""
+def _refined(record: Mapping[str, Any]) -> list[Fact]:
+    refined = record.get("refined")
+    if refined is None:
+        return []
+    chosen = " ".join(f"{k}={_short(v)}" for k, v in refined["checkpoints"][0].items())
+    told = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
+    return [("refined", told)]
+
+
+def summarize_scores(
+    scores: Scores, *, top: int = 3, by: str | None = None, notes: Sequence[str] = ()
+) -> ScoreSummary:
+    """Return the best and worst `top` training samples of every query.
+
+    Args:
+        scores: Of queries with training samples.
+        top: How many of each.
+        by: A column of the training samples, by whose values the scores of a query are summed; by
+            default `target`, where it has a few values.
+        notes: What else there is to say.
+
+    Raises:
+        SpecError: There is no such column.
+    """
     rows = []
+    by, groups, sums = _grouped(scores, by)
     for q in range(scores.shape[0]):
-        known = described(scores.queries, q)
+        known = _predicted(scores.queries, q)
         rows.append(
             QueryRow(
                 **known,
                 loss=number(scores.queries["loss"][q]),
                 helpful=_scored(scores, scores.helpful(q, top)),
                 harmful=_scored(scores, scores.harmful(q, top)),
+                sums=tuple(sums[q].tolist()),
             )
         )
     own = scores.samples.get("self_influence")
@@ -109,6 +142,8 @@ def summarize_scores(scores: Scores, *, top: int = 3, notes: Sequence[str] = ())
         record=dict(scores.record),
         rows=tuple(rows),
         most_influential=best,
+        by=by,
+        groups=groups,
         notes=tuple(notes),
     )
 
@@ -120,7 +155,26 @@ def queries(n: int) -> str:
 
 def _scored(scores: Scores, ranked: Ranked) -> tuple[Scored, ...]:
     pairs = zip(ranked.places, ranked.scores, strict=True)
-    return tuple(Scored(**described(scores.samples, int(k)), score=float(s)) for k, s in pairs)
+    return tuple(Scored(**_predicted(scores.samples, int(k)), score=float(s)) for k, s in pairs)
+
+
+def _grouped(
+    scores: Scores, by: str | None
+) -> tuple[str | None, tuple[Plain, ...], NDArray[np.float64]]:
+    """Return the column, its values (c,) and each query's sums (M, c); none without a column."""
+    known = scores.samples.get("target")
+    if by is None and known is not None and known.dtype.kind in "iub":
+        by = "target" if len(np.unique(known)) <= _GROUPS else None
+    if by is None:
+        return None, (), np.zeros((scores.shape[0], 0))
+    found, sums = scores.sums(by)
+    return by, tuple(map(plain, found)), sums
+
+
+def _predicted(table: Any, place: int) -> dict[str, Any]:
+    column = table.get("prediction")
+    known = None if column is None else plain(column[place])
+    return {**described(table, place), "prediction": known}
 
 
 def described(table: Any, place: int) -> dict[str, Any]:
@@ -133,20 +187,55 @@ def described(table: Any, place: int) -> dict[str, Any]:
     return {"index": int(table["index"][place]), "id": of("id"), "target": of("target")}
 
 
-def _section(title: str, summary: ScoreSummary, which: str) -> Section:
+def _influence(summary: ScoreSummary) -> Section:
+    """Return a row for each of the most helpful and harmful samples of the first queries."""
     shown = summary.rows[:_SHOWN]
-    cells = [
-        ", ".join(f"{name_of(s)} ({short(s.score)})" for s in getattr(r, which)) for r in shown
+    pairs = [
+        (row, k, helpful, harmful)
+        for row in shown
+        for k, (helpful, harmful) in enumerate(zip_longest(row.helpful, row.harmful))
     ]
+
+    def once(cell: Callable[[QueryRow], str]) -> list[str]:  # of a query, not of its other rows
+        return ["" if k else cell(row) for row, k, _, _ in pairs]
+
     columns = [
-        Column("query", [name_of(r) for r in shown]),
-        Column("target", [str(r.target) for r in shown], rank=1),
-        numbers("loss", [r.loss for r in shown], rank=2),
-        Column("training samples (score)", cells, justify="left"),
+        Column("query", once(name_of)),
+        Column("target", once(lambda row: _plain(row.target)), rank=1),
+        Column("prediction", once(lambda row: _plain(row.prediction)), rank=2),
+        Column("loss", once(lambda row: short(row.loss)), rank=3),
+        Column("helped most", [_cell(helpful) for _, _, helpful, _ in pairs]),
+        Column("harmed most", [_cell(harmful) for _, _, _, harmful in pairs]),
     ]
     more = len(summary.rows) - len(shown)
-    notes = [f"and {queries(more)} more: --json has all"] if more > 0 else []
-    return Section(title, table=Table(columns), notes=notes)
+    notes = ["A training sample with its target and its score."]
+    if more > 0:
+        notes.append(f"And {queries(more)} more: --json has all.")
+    return Section(INFLUENCE, table=Table(columns), notes=notes)
+
+
+def _cell(row: Scored | None) -> str:
+    if row is None:
+        return ""
+    told = "" if row.target is None else f" ({_plain(row.target)})"
+    return f"{name_of(row)}{told}  {short(row.score)}"
+
+
+def _plain(value: Plain) -> str:
+    return short(value) if value is None or isinstance(value, float) else str(value)
+
+
+def _sums(summary: ScoreSummary) -> Section:
+    """Return a row a query, a column a group."""
+    shown = summary.rows[:_SHOWN]
+    columns = [
+        Column("query", [name_of(r) for r in shown]),
+        *(
+            numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
+            for k, group in enumerate(summary.groups)
+        ),
+    ]
+    return Section(f"Sums of scores by {summary.by}", table=Table(columns))
 
 
 class Named(Protocol):
@@ -167,4 +256,8 @@ def name_of(row: Named) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):  # of layers: the ends tell of what size they are
+        known = sorted(v for v in value.values() if isinstance(v, float))
+        ends = [known[0], known[-1]] if len(known) > 1 else known
+        return " to ".join(map(short, ends)) or str(value)
     return short(value) if isinstance(value, float) else str(value)

@@ -244,7 +244,12 @@ class Validating:
 
 
 def validate(
-    scores: str | Path, fit: str, asked: Asked | None = None, *, workers: int = 1
+    scores: str | Path,
+    fit: str,
+    asked: Asked | None = None,
+    *,
+    folder: str | Path | None = None,
+    workers: int = 1,
 ) -> Validation:
     """Retrain, and tell how well the scores of a file predict what that does; see `Validating`.
 
@@ -254,9 +259,11 @@ def validate(
         scores: The score file.
         fit: Trains: FILE.py:NAME or package.module:NAME.
         asked: What is asked for.
+        folder: Where the retrainings are kept; beside the scores if None.
         workers: Processes that train at once.
     """
-    under_way = Validating(Path(scores), fit, asked or Asked())
+    place = None if folder is None else Path(folder)
+    under_way = Validating(Path(scores), fit, asked or Asked(), place)
     for _ in under_way.remaining(workers):
         pass
     return under_way.finish()

@@ -33,7 +33,13 @@ def attribute(
         Path | None, typer.Option("--output", "-o", metavar="SCORES.h5", help="The score file.")
     ] = None,
     curvature: Annotated[
-        str, typer.Option("--curvature", metavar=_CURVATURES, help="H in gᵀ(H + λ)⁻¹g.")
+        str,
+        typer.Option(
+            "--curvature",
+            metavar=_CURVATURES,
+            help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
+            "samples are too many.",
+        ),
     ] = "auto",
     damping: Annotated[
         str,
@@ -66,6 +72,14 @@ def attribute(
             help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
         ),
     ] = None,
+    factors: Annotated[
+        Path | None,
+        typer.Option(
+            "--factors",
+            metavar="FILE.h5",
+            help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
+        ),
+    ] = None,
     stream: Annotated[
         bool,
         typer.Option(
@@ -73,11 +87,19 @@ def attribute(
         ),
     ] = False,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Of projections: score the K most helpful and the K most harmful samples of each "
+            "query again with full gradients, by --curvature [ekfac].",
+        ),
+    ] = 0,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="For queries at a time [a quarter of what there is]."
-        ),
+        typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
     ] = None,
     top: Annotated[
         int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
@@ -91,13 +113,22 @@ def attribute(
     numbers = _numbers(weights)
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
+    from gradscope.storage import LONGEST, require_place
+    from gradscope.storage.format.files import require_free
 
     asked = Settings(
-        cast("Any", curvature), _damping(damping), None if memory is None else parse_memory(memory)
+        cast("Any", curvature),
+        _damping(damping),
+        None if memory is None else parse_memory(memory),
+        None if factors is None else str(factors),
+        refine,
     )
     stops.unwinding()
     if more and not checkpoints:
         raise SpecError(f"{more[0]} is one file too many", remedy="Give TRAIN and QUERY.")
+    if output is not None:
+        require_place(output, LONGEST)
+        require_free(output, overwrite=overwrite or resume)
     how: dict[str, Any] = {
         "chain": chain,
         "checkpoints": [*(checkpoints or ()), *(more or ())],

@@ -11,7 +11,12 @@ from gradscope.core import stops
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
+    from gradscope.attribution import ScoreSummary
     from gradscope.stats import Difference, History, Summary
+    from gradscope.stats.sections import Shown
+    from gradscope.storage import GradientFile
+
+    Found = Summary | Difference | History | ScoreSummary
 
 
 def stats(
@@ -19,12 +24,16 @@ def stats(
         list[Path],
         typer.Argument(
             metavar="OUT.h5 [OTHER.h5]",
-            help="A result file, two to compare, or the history of a training (*.jsonl).",
+            help="A result file, two to compare, a score file, or the history of a training "
+            "(*.jsonl).",
         ),
     ],
     top: Annotated[
-        int, typer.Option("--top", metavar="K", min=1, help="How many samples to list.")
-    ] = 10,
+        int | None,
+        typer.Option(
+            "--top", metavar="K", min=1, help="How many samples to list [10; 5 for each query]."
+        ),
+    ] = None,
     nearest: Annotated[
         int | None,
         typer.Option("--nearest", metavar="I", help="List the neighbours of sample I."),
@@ -36,6 +45,12 @@ def stats(
     clip: Annotated[
         list[float] | None,
         typer.Option("--clip", metavar="NORM", help="Say how many samples it clips; repeatable."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by", metavar="COLUMN", help="Sum scores by this column of the training samples."
+        ),
     ] = None,
     rows: Annotated[
         bool,
@@ -51,7 +66,8 @@ def stats(
 ) -> None:
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
     own = {"nearest": nearest, "learning_rate": lr, "clip": clip or []}
-    found = _found(files, own, top=top, rows=rows)
+    scores = {"by": by, "opened": html is not None}
+    found, page = _found(files, own, scores, top=top, rows=rows)
     if plot is not None:
         from gradscope.report import plot_stats
 
@@ -59,22 +75,32 @@ def stats(
     if html is not None:
         from gradscope.report import write_html
 
-        write_html(found, html)
+        write_html(page, html)
     from gradscope.report import render
 
     options.show(found, render, json=json)
 
 
 def _found(
-    files: list[Path], own: dict[str, Any], *, top: int, rows: bool
-) -> "Summary | Difference | History":
-    """Return what there is to say; `own` holds the options that only one result file takes."""
+    files: list[Path], own: dict[str, Any], scores: dict[str, Any], *, top: int | None, rows: bool
+) -> "tuple[Found, Shown]":
+    """Return what there is to say, and what a page shows of it.
+
+    Args:
+        files: Those that are asked about.
+        own: The options that only one result file takes.
+        scores: Those of a score file.
+        top: How many samples to list, by default as many as suit the kind of file.
+        rows: Whether to read stored gradients.
+    """
     history = any(file.suffix == ".jsonl" for file in files)
     if len(files) > 2 or (history and len(files) > 1):
         raise SpecError(
             f"{len(files)} files were given",
             remedy="Give one result file, two to compare, or one history (*.jsonl).",
         )
+    if scores["by"] is not None and (history or len(files) == 2):
+        raise SpecError("--by is for one score file", remedy="Leave it out.")
     asked = [name for name, value in own.items() if value not in (None, [])]
     if asked and (history or len(files) == 2):
         option = "lr" if asked[0] == "learning_rate" else asked[0]
@@ -84,12 +110,33 @@ def _found(
 
     stops.unwinding()
     if history:
-        return read_history(files[0])
+        found: Found = read_history(files[0])
+        return found, found
     with open_file(files[0]) as first:
-        if len(files) == 1:
-            return summarize(first, top=top, rows=rows, **own)
-        with open_file(files[1]) as second:
-            return difference(first, second, top=top, rows=rows)
+        if len(files) == 2:
+            with open_file(files[1]) as second:
+                found = difference(first, second, top=top or 10, rows=rows)
+        elif "attribution" in first.run:
+            return _scores(first, asked, top=top or 5, **scores)
+        elif scores["by"] is not None:
+            raise SpecError("--by is for score files", remedy="Leave it out.")
+        else:
+            found = summarize(first, top=top or 10, rows=rows, **own)
+        return found, found
+
+
+def _scores(
+    file: "GradientFile", asked: list[str], *, top: int, by: str | None, opened: bool
+) -> "tuple[ScoreSummary, Shown]":
+    """Return what the scores in a file say, and that with its samples if these are `opened`."""
+    from gradscope.attribution import Scores, looked, summarize_scores
+
+    if asked:
+        option = "lr" if asked[0] == "learning_rate" else asked[0]
+        raise SpecError(f"--{option} is for gradients, not for scores", remedy="Leave it out.")
+    scores = Scores.of(file)
+    found = summarize_scores(scores, top=top, by=by)
+    return found, looked(found, scores) if opened else found
 
 
 def export(

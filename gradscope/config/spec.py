@@ -185,6 +185,11 @@ class DatasetSpec(_Section):
         accepted="a table from an array of texts to a tokenizer.json, or the folder of a Hugging "
         "Face tokenizer",
     )
+    vocabulary: dict[values.Text, values.Text | values.Texts] = option(
+        {},
+        accepted="a table from an array of whole numbers to a text of the letters, or a list of "
+        "the words, that 0, 1, ... stand for: to show samples by",
+    )
     pad: dict[values.Text, values.Number] = option(
         {},
         accepted="a table from an array of sequences to the number that fills them up; the array "

@@ -2,8 +2,10 @@
 
 import io
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 
 from gradscope.errors import OutputError
@@ -13,11 +15,13 @@ from gradscope.report.terminal import bins
 from gradscope.stats.sections import (
     NONE,
     SYMBOLS,
+    Card,
     Column,
     Fact,
     Line,
     Overview,
     Picture,
+    Pixels,
     Section,
     Shown,
     Spark,
@@ -25,6 +29,7 @@ from gradscope.stats.sections import (
     whole,
 )
 
+_LARGEST = 112  # pixels of a sample's side
 _INK = "#010203"  # in the picture, to be replaced by the page's own text colour
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --paper: #ffffff; --line: #d5d9de;
@@ -67,7 +72,21 @@ pre { overflow: auto; max-height: 24rem; background: var(--shade); padding: 0.7r
 :focus-visible, th button:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 th[aria-sort="ascending"] button::after { content: " \\2191"; }
 th[aria-sort="descending"] button::after { content: " \\2193"; }
+.cards { display: flex; flex-wrap: wrap; gap: 0.7rem; padding: 0; margin: 0.3rem 0 0.8rem;
+  list-style: none; }
+.cards li { border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.5rem;
+  width: 9.5rem; max-width: 100%; overflow-wrap: anywhere; font-size: 0.85rem; }
+.cards li.text { width: min(100%, 34rem); }
+.cards li.marked { border-color: var(--warn); }
+.cards strong { display: block; }
+.cards img { width: 100%; display: block; margin-bottom: 0.3rem; image-rendering: pixelated;
+  background: var(--shade); }
+.cards p { white-space: pre-wrap; font-family: ui-monospace, monospace; background: var(--shade);
+  margin: 0 0 0.4rem; padding: 0.4rem; max-height: 12rem; overflow: auto; }
+h3 { font-size: 0.95rem; font-weight: 600; color: var(--soft); margin: 0.6rem 0 0.2rem; }
 @media (max-width: 34rem) {
+  .cards li { width: calc(33.3% - 0.5rem); }
+  .cards li.text { width: 100%; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { grid-column: 1; margin-bottom: 0.4rem; }
 }
@@ -171,12 +190,42 @@ def _section(section: Section) -> str:
         parts.append(f"<details><summary>Bins</summary>{table}</details>")
     if section.table is not None:
         parts.append(_table(section.title, section.table))
+    for heading, cards in section.cards:
+        parts.append(f"<h3>{_safe(heading)}</h3>")
+        parts.append(f'<ul class="cards">{"".join(map(_card, cards))}</ul>')
     parts += [f"<p>{_safe(note)}</p>" for note in section.notes]
     content = "\n".join(parts)
     if content and section.formulas:
         lines = "".join(f"<li>{_safe(line)}</li>" for line in (*section.formulas, SYMBOLS))
         content += f"<details><summary>Formulas</summary><ul>{lines}</ul></details>"
     return _titled(section.title, content) if content else ""
+
+
+def _card(card: Card) -> str:
+    """Return a sample; a text of it can be scrolled by the keyboard."""
+    kinds = ["text"] * isinstance(card.content, str) + ["marked"] * card.marked
+    shown = ""
+    if isinstance(card.content, str):
+        label = _safe(card.title)
+        text = _safe(card.content, keep="\n")
+        shown = f'<p tabindex="0" role="region" aria-label="{label}">{text}</p>'
+    elif card.content is not None and (source := _png(card.content)):
+        alt = _safe(", ".join([card.title, *card.lines]))
+        shown = f'<img src="{source}" alt="{alt}">'
+    lines = "<br>".join(map(_safe, card.lines))
+    return f'<li class="{" ".join(kinds)}">{shown}<strong>{_safe(card.title)}</strong>{lines}</li>'
+
+
+def _png(pixels: Pixels) -> str:
+    """Return a picture as a data URI, large ones made smaller; "" where Pillow is not installed."""
+    if find_spec("PIL") is None:
+        return ""
+    from PIL import Image
+
+    picture, file = Image.fromarray(pixels.values), io.BytesIO()
+    picture.thumbnail((_LARGEST, _LARGEST))
+    picture.save(file, "PNG", optimize=True)
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def _facts(rows: Sequence[Fact]) -> str:

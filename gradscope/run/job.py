@@ -126,7 +126,7 @@ class Job:
         compute = self.spec.compute.model_dump(mode="json", include=_SAME)
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
         data = self.spec.dataset.model_dump(
-            mode="json", exclude={"path", "files", "tokenizer"}, exclude_defaults=True
+            mode="json", exclude={"path", "files", "tokenizer", "vocabulary"}, exclude_defaults=True
         )
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
         if self.scope.settings.own_loss:

@@ -1,7 +1,7 @@
 """What a run reads: the user's code, a model, its weights, a data set."""
 
 from gradscope.sources.code import code_digests, load_function
-from gradscope.sources.data import Dataset, open_dataset
+from gradscope.sources.data import Dataset, open_dataset, words
 from gradscope.sources.data.columns import (
     NumberColumn,
     SequenceColumn,
@@ -30,4 +30,5 @@ __all__ = [
     "matching",
     "open_dataset",
     "sha256",
+    "words",
 ]

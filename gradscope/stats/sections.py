@@ -117,6 +117,22 @@ class MatrixPicture(Picture):
     values: Sequence[Sequence[float]]
 
 
+class Pixels(NamedTuple):
+    """A picture as it is: uint8, grey (h, w) or red, green and blue (h, w, 3)."""
+
+    values: Any
+
+
+@dataclass(frozen=True)
+class Card:
+    """A sample as it is; where there is no room for pictures, tables take its place."""
+
+    title: str
+    lines: Sequence[str]  # what is known of it
+    content: Pixels | str | None  # what it is, None where that is not known
+    marked: bool = False  # stands out
+
+
 @dataclass(frozen=True)
 class Section:
     """One question and its answer. A section of the same title as the one before continues it."""
@@ -126,6 +142,7 @@ class Section:
     pairs: Sequence[tuple[str, str]] = ()  # short titles, each with a value under it
     histogram: Histogram | None = None  # shown as bars on a terminal
     table: Table | None = None  # one row a parameter, class, sample or step
+    cards: Sequence[tuple[str, Sequence[Card]]] = ()  # samples in rows, each with a heading
     notes: Sequence[Line] = ()  # lines that follow
     # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()

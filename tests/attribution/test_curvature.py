@@ -19,7 +19,7 @@ from gradscope.attribution.curvature import (
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.errors import InputError, SpecError
-from tests.stages.test_ekfac import LAYERS, dense_rows, example, matrices
+from tests.stages.test_ekfac import LAYERS, dense_rows, example, layers_of, matrices
 
 ALPHA = 0.07
 Aggregate = Mapping[str, Tensor]
@@ -49,12 +49,13 @@ def fisher(found: Aggregate, weight: str, group: int) -> np.ndarray:
 
 
 def solved(
-    name: str, found: Aggregate, *, paired: bool
+    name: str, found: Aggregate, *, paired: bool, full: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Every layer's rows times the inverse of its matrix + λ, and λ."""
     rows = dense_rows(name)
     result, damping = {}, {}
-    for weight, layer in LAYERS[name].items():
+    layers = layers_of(name, full=full)
+    for weight, layer in layers.items():
         bias, k, r, c, below = layer
         if not paired and bias is not None:
             layer = bias, k, r, c, below = None, k, r - below, c - (not below), below
@@ -85,6 +86,7 @@ MADE: dict[str, Callable[[Aggregate, float], Curvature]] = {
     "kfac": kfac_curvature,
     "kfac:bias=column": kfac_curvature,
     "kfac:bias=column,positions=sum": kfac_curvature,
+    "kfac:bias=column,full=9": kfac_curvature,
     "ekfac": ekfac_curvature,
 }
 
@@ -93,7 +95,9 @@ MADE: dict[str, Callable[[Aggregate, float], Curvature]] = {
 @pytest.mark.parametrize("chain", MADE)
 def test_the_dense_inverse(chain: str, name: str) -> None:
     found = aggregate(name, chain)
-    right, damping = solved(name, found, paired=chain != "kfac")
+    right, damping = solved(
+        name, found, paired=chain != "kfac", full="full" in chain or chain == "ekfac"
+    )
     made = MADE[chain](found, ALPHA)
     assert made.name == chain.partition(":")[0]
     assert made.damping.keys() == damping.keys()

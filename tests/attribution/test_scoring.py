@@ -329,6 +329,36 @@ def test_wrong_inputs(
         gradscope.attribute(train, query, "identity")
 
 
+def test_rows_of_adam_steps_are_scored_by_gradients_of_queries(place: Place) -> None:
+    """LESS: the training sample's step, the query's gradient."""
+    model = prepare(load(place.run_file("train"))).scope.problem.model
+    optimiser = torch.optim.Adam(model.parameters())
+    data = np.load(place.folder / "train.npz")
+    inputs, targets = torch.tensor(data["inputs"]), torch.tensor(data["targets"])
+    for rows in (slice(0, 10), slice(10, 20)):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()
+        optimiser.step()
+    torch.save(optimiser.state_dict(), place.folder / "adam.pt")
+    train = place.result("train", f"adam:state={place.folder}/adam.pt,form=step", name="steps")
+    query = place.result("query")
+    wanted = whole(rows_of(query)) @ whole(rows_of(train)).T / N
+    close(gradscope.attribute(train, query, "identity").values, wanted)
+    close(gradscope.attribute(train, place.folder / "query.npz", "identity").values, wanted)
+
+
+def test_factors_from_another_file(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    factors = place.result("train", "ekfac", name="factors")
+    found = gradscope.attribute(train, query, "ekfac", LAMBDA, factors=factors)
+    close(found.values, gradscope.attribute(train, query, "ekfac", LAMBDA).values)
+    other = place.result("train", "ekfac", name="other", weights="w1")
+    with pytest.raises(SpecError, match="checkpoint is another"):
+        gradscope.attribute(train, query, "ekfac", factors=other)
+    with pytest.raises(SpecError, match="no chain 'ekfac'"):
+        gradscope.attribute(train, query, "ekfac", factors=query)
+
+
 def test_a_curvature_of_parameters_wants_gradients_as_they_are(place: Place) -> None:
     train = place.result("train", "project:dim=6")
     with pytest.raises(SpecError, match="curvature of parameters"):

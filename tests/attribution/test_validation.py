@@ -337,6 +337,26 @@ def test_scores_of_models_in_memory_are_refused(ridge: Ridge) -> None:
         validate(output, ridge.fit, asked())
 
 
+def test_nothing_of_others_is_overwritten(ridge: Ridge) -> None:
+    mine = ridge.folder / "mine"
+    mine.mkdir()
+    for name in ("subset-0000.npy", "weights.npy"):
+        (mine / name).write_bytes(b"mine")
+    for content in (None, b"{", b'{"schema": "another"}'):
+        if content is not None:
+            (mine / "plan.json").write_bytes(content)
+        for overwrite in (False, True):
+            with pytest.raises(OutputError, match="something else than retrainings"):
+                Validating(ridge.scores, ridge.fit, asked(), mine, overwrite=overwrite)
+    assert {path.name for path in mine.iterdir()} == {"subset-0000.npy", "weights.npy", "plan.json"}
+    first = validate(ridge.scores, ridge.fit, asked(removal=2))
+    (ridge.kept / "notes.txt").write_text("mine")
+    Validating(ridge.scores, ridge.fit, asked(seed=1), overwrite=True)
+    assert sorted(ridge.files()) == ["notes.txt", "plan.json"]
+    again = validate(ridge.scores, ridge.fit, asked(seed=1), folder=ridge.kept)
+    assert again.rows != first.rows
+
+
 def test_a_damaged_retraining_is_told(ridge: Ridge) -> None:
     validate(ridge.scores, ridge.fit, asked())
     (ridge.kept / "subset-0002.npy").write_bytes(b"short")

@@ -90,7 +90,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("--shard 1/10 --batch-size 7", 2, "are 9 batches, too few for 10 shards"),
         ("--shard 0/2 -t center|var", 4, "a part of them has only its own"),
         ("--shard 0/2 -t cosine:to=mean", 4, "compute 'mean' in shards"),
-        ("--shard 0/2 -t ekfac", 4, "compute 'kfac:bias=column' in shards"),
+        ("--shard 0/2 -t ekfac", 4, "compute 'kfac:bias=column,full=512' in shards"),
     ],
     "compute": [("--config run.toml", 2, "-o OUT.h5"), ("-o new.h5", 2, "loss.name: missing")],
     "check": [

@@ -60,6 +60,21 @@ class Words(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(self.table(x)))))
 
 
+# parameters without factors, and how many numbers they have: with `full` each is one row
+SHORT = {
+    "convolution": {"2.bias": 4},
+    "twice": {"head.bias": 3},
+    "words": {"norm.weight": 4, "norm.bias": 4},
+}
+Layers = dict[str, tuple[str | None, int, int, int, bool]]
+
+
+def layers_of(name: str, *, full: bool) -> Layers:
+    """The layers, with those short parameters that are one row."""
+    short = SHORT.get(name, {}) if full else {}
+    return LAYERS[name] | {own: (None, 1, 1, size, False) for own, size in short.items()}
+
+
 def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape)
 
@@ -129,10 +144,12 @@ def found(name: str, chain: str = "ekfac", n: int = 9, **options: Any) -> dict[s
     return {k: v.numpy() for k, v in result.items()}
 
 
+@pytest.mark.parametrize("full", [0, 512])
 @pytest.mark.parametrize("name", LAYERS)
-def test_eigenvalues_are_second_moments_in_the_eigenbasis(name: str) -> None:
-    rows, layers = dense_rows(name), LAYERS[name]
-    ours, factors = found(name), found(name, "kfac:bias=column")
+def test_eigenvalues_are_second_moments_in_the_eigenbasis(name: str, full: int) -> None:
+    rows, layers = dense_rows(name), layers_of(name, full=bool(full))
+    ours = found(name, "ekfac" if full else "ekfac:full=0")
+    factors = found(name, f"kfac:bias=column,full={full}")
     for weight, layer in layers.items():
         g = matrices(rows, weight, layer)
         _, k, r, c = g.shape
@@ -205,10 +222,23 @@ def test_any_batch_size(name: str) -> None:
             np.testing.assert_allclose(again[key].numpy(), whole_[key], rtol=1e-6, atol=small)
 
 
+def test_a_short_parameter_has_its_whole_second_moment() -> None:
+    rows = dense_rows("words")
+    plain, ours = found("words", "kfac:full=4"), found("words", "ekfac:full=4")
+    assert "table.weight.diagonal" in plain and "up.bias.A" in plain  # 28 numbers, and 4
+    for own in ("norm.weight", "norm.bias"):
+        moment = rows[own].T @ rows[own] / len(rows[own])
+        np.testing.assert_allclose(plain[f"{own}.A"], moment, rtol=1e-10, atol=1e-14)
+        assert plain[f"{own}.B"].tolist() == [[1.0]]
+        vectors = ours[f"{own}.A.vectors"]
+        values = ours[f"{own}.eigenvalues"][0]
+        np.testing.assert_allclose((vectors * values) @ vectors.T, moment, rtol=1e-9, atol=1e-14)
+
+
 def test_what_has_no_factors_is_said() -> None:
     model, x, y = example("words")
     with gradscope.Scope(model, "mse", backend="hooks") as scope:
-        scope.expectation("ekfac", x, y)
+        scope.expectation("ekfac:full=3", x, y)
         told = [note for note in scope.notes if "diagonal" in note]
     assert told == [
         "ekfac: no Kronecker factors, so the diagonal alone: table.weight, norm.weight, norm.bias"

@@ -14,8 +14,10 @@ from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import NumberColumn, dtype_name
 from gradscope.sources.data.files import FileSamples, open_files
 from gradscope.sources.data.python import PythonSamples
-from gradscope.sources.data.recipes import ids_of
+from gradscope.sources.data.recipes import ids_of, words
 from gradscope.sources.formats import located
+
+__all__ = ["Dataset", "open_dataset", "words"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Dataset:
     def code(self) -> dict[str, str]:
         """The digests of the user's code that makes the samples, by file."""
         return self.samples.code
+
+    def headings(self, name: str) -> list[str]:
+        """Return what the columns of an array are called in the file; empty where it is none."""
+        return self.samples.headings(name) if isinstance(self.samples, FileSamples) else []
 
     def rows(self, samples: str | None) -> range:
         """Return the positions that "A:B" selects, all of them for None.

@@ -34,7 +34,7 @@ from gradscope.sources.data.columns import (
     translated,
 )
 from gradscope.sources.data.images import image_files, open_image_folder
-from gradscope.sources.data.recipes import Convert, composed, converter, encoded
+from gradscope.sources.data.recipes import Convert, composed, converter, encoded, headings
 from gradscope.sources.formats import (
     HEAD,
     dataset_readers,
@@ -60,6 +60,7 @@ class FileSamples:
     load: Callable[[str], StoredColumn]  # any array of the file as it is stored, also texts
     notes: tuple[str, ...]
     stamp: tuple[tuple[int, int], ...]  # size and time of change of each file when it was opened
+    names: tuple[str, ...] = ()  # of all arrays of the file
     memory: Callable[[torch.device], int | None] = available  # bytes that can still be taken
 
     def __len__(self) -> int:
@@ -79,6 +80,10 @@ class FileSamples:
         """Return what a description says of an array as it is stored."""
         column = self.columns[name]
         return {"stored": [*column.shape], "stored_dtype": dtype_name(column.dtype)}
+
+    def headings(self, name: str) -> list[str]:
+        """Return what the columns of an array are called, where it was put together of some."""
+        return headings(self.names, self.spec.columns.get(name))
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return {name: (n, ...)} of the samples `rows`; MemoryError if they are too many."""
@@ -126,7 +131,7 @@ def open_files(spec: DatasetSpec) -> FileSamples:
     for name, stored in columns.items():
         with located(f"{spec.path}: {name}"):
             convert[name] = converter(spec, name, stored.shape[1:], stored.dtype)
-    return FileSamples(spec, kind, columns, convert, arrays.load, own.notes, stamp)
+    return FileSamples(spec, kind, columns, convert, arrays.load, own.notes, stamp, own.names)
 
 
 def open_arrays(path: Path) -> tuple[str, StoredArrays]:

@@ -37,6 +37,7 @@ from gradscope.sources.data.columns import (
 from gradscope.sources.formats import need
 
 MASK = "_mask"
+UNKNOWN = "\ufffd"  # stands for a number without a word
 
 _CUT = re.compile(r"(?P<name>.*)\[(?P<start>\d{0,9})(?P<colon>:?)(?P<stop>\d{0,9})\]", re.DOTALL)
 _FORMS = "Accepted: NAME, NAME[A:B] along its second axis, [A:B] of all columns, globs."
@@ -74,13 +75,31 @@ def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
 
 def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[StoredColumn]:
     """Return the columns that a name, a glob or a range names."""
-    names = arrays.names
-    if text in known:
-        return [arrays.load(text)]
     cut = _CUT.fullmatch(text)
-    if cut and cut["name"] in known:
+    if text not in known and cut and cut["name"] in known:
         return [_cut(arrays.load(cut["name"]), cut)]
-    if cut and not cut["name"]:
+    return [arrays.load(name) for name in _matched(arrays.names, text)]
+
+
+def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[str]:
+    """Return what the columns of an array are called that `recipe` puts together, in its order."""
+    found: list[str] = []
+    for text in () if recipe is None or isinstance(recipe, str) else recipe:
+        cut = _CUT.fullmatch(text)
+        if text not in names and cut and cut["name"] in names:
+            stop = cut["stop"] or int(cut["start"] or 0) + 1
+            found += [f"{cut['name']}[{k}]" for k in range(int(cut["start"] or 0), int(stop))]
+        else:
+            found += _matched(names, text)
+    return found
+
+
+def _matched(names: Sequence[str], text: str) -> Sequence[str]:
+    """Return the names that a name, a glob or a range means."""
+    cut = _CUT.fullmatch(text)
+    if text in names:
+        chosen: Sequence[str] = [text]
+    elif cut and not cut["name"]:
         chosen = names[_span(cut, len(names))]
     else:
         chosen = tuple(filter(re.compile(fnmatch.translate(text)).match, names))
@@ -90,7 +109,7 @@ def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[Store
             f"there is no column {text!r} in the file",
             remedy=f"{hint.replace('Supported', 'It holds')} {_FORMS}",
         )
-    return [arrays.load(name) for name in chosen]
+    return chosen
 
 
 def _cut(stored: StoredColumn, cut: re.Match[str]) -> StoredColumn:
@@ -211,20 +230,7 @@ def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | N
 
     `path` is a tokenizer.json, or a folder with one, as `save_pretrained` writes it.
     """
-    remedy = "Give a tokenizer.json, or the folder that save_pretrained wrote."
-    if not path.exists():
-        raise DatasetError("there is no such tokenizer", where=str(path), remedy=remedy)
-    library = need("transformers", "a tokenizer")
-    try:
-        if path.is_file():
-            tokenizer = library.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        else:
-            tokenizer = library.AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:  # its parsers raise anything
-        what = f"the tokenizer cannot be read: {first_line(error)}"
-        raise DatasetError(what, where=str(path), remedy=remedy) from error
+    tokenizer = _tokenizer(path)
 
     def read(start: int, stop: int) -> list[Tensor]:
         found = tokenizer(list(texts.read(start, stop)))["input_ids"]
@@ -236,6 +242,39 @@ def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | N
 
     own: Any = tokenizer.pad_token_id
     return SequenceColumn(torch.int64, read, sizes), None if own is None else int(own)
+
+
+def words(spec: DatasetSpec, name: str) -> Callable[[list[int]], str] | None:
+    """Return what makes a text of an array's numbers again, or None where that is not known.
+
+    Raises:
+        DatasetError: The tokenizer cannot be read.
+    """
+    if name in spec.tokenizer:
+        tokenizer = _tokenizer(spec.tokenizer[name])
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+    known = spec.vocabulary.get(name)
+    if known is None:
+        return None
+    between = "" if isinstance(known, str) else " "
+    return lambda ids: between.join(known[k] if 0 <= k < len(known) else UNKNOWN for k in ids)
+
+
+def _tokenizer(path: Path) -> Any:
+    """Load a tokenizer; no code that it may name is run."""
+    remedy = "Give a tokenizer.json, or the folder that save_pretrained wrote."
+    if not path.exists():
+        raise DatasetError("there is no such tokenizer", where=str(path), remedy=remedy)
+    library = need("transformers", "a tokenizer")
+    try:
+        if path.is_file():
+            return library.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return library.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # its parsers raise anything
+        what = f"the tokenizer cannot be read: {first_line(error)}"
+        raise DatasetError(what, where=str(path), remedy=remedy) from error
 
 
 def _as_sequences(stored: Numbers, name: str) -> SequenceColumn:

@@ -31,7 +31,6 @@ from gradscope.stages.reducers.base import (
 from gradscope.stages.reducers.kfac import kfac
 from gradscope.stages.transforms.base import Vector
 
-_FIRST = Stage("kfac", {"bias": "column"})
 _DIAGONAL = ".diagonal"
 
 
@@ -61,23 +60,28 @@ def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
 
 
 @reducers.register("ekfac")
-def ekfac(with_: Vector | None = None) -> Reducer:
+def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
     """EK-FAC: NAME.eigenvalues E[(U_Bᵀ G U_A)²], with the bases NAME.A.vectors, NAME.B.vectors.
 
     U_A (c, c) and U_B (r, r) are the eigenvectors, one a column, of the factors that
     `kfac:bias=column` finds in an earlier pass over the data, and G (r, c) a sample's gradient as
     a matrix, its bias in the last column (or row). With G groups all three have a leading axis.
-    The sum of the eigenvalues is E‖g‖². Parameters without factors have NAME.diagonal (*shape),
+    The sum of the eigenvalues is E‖g‖². A dense parameter without factors of at most `full` numbers
+    is one row (r = 1), and its eigenvalues those of E[g gᵀ]; others have NAME.diagonal (*shape),
     E[|g|²]. Nothing should come before.
 
-    `with=` takes the bases from a stored `kfac`, or from a stored `ekfac` as they are there: then
+    `with=` takes all bases from a stored `kfac`, or from a stored `ekfac` as they are there: then
     there is no earlier pass, and the samples may be others than those they were found with.
 
     George et al. 2018 (arXiv:1806.03884, section 3.2).
     """
     if with_ is not None:
         return _within(with_.values, with_.source)
-    earlier = Earlier(_FIRST, kfac(bias="column"), _after, _of_the_same_sizes)
+    stage, first = (
+        Stage("kfac", {"bias": "column", "full": f"{full}"}),
+        kfac("mean", "column", full),
+    )
+    earlier = Earlier(stage, first, _after, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 

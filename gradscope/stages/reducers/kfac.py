@@ -10,12 +10,13 @@ A bias whose gradient is Σₜ b belongs to the same layer: with (a, 1) in the p
 block (Grosse and Martens 2016, section 2).
 """
 
+from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients, SegmentBlock, belongs, bias_of, wide
+from gradscope.blocks import Block, Gradients, OuterBlock, SegmentBlock, belongs, bias_of, wide
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -32,7 +33,9 @@ from gradscope.stages.reducers.base import (
 
 @reducers.register("kfac")
 def kfac(
-    positions: Literal["mean", "sum"] = "mean", bias: Literal["separate", "column"] = "separate"
+    positions: Literal["mean", "sum"] = "mean",
+    bias: Literal["separate", "column"] = "separate",
+    full: int = 0,
 ) -> Reducer:
     """Kronecker factors NAME.A, NAME.B of each layer's Fisher block; NAME.diagonal without them.
 
@@ -52,6 +55,9 @@ def kfac(
     With `bias=column` a bias whose gradient is Σₜ b in every sample is the last column of its
     weight: the activations are (a, 1), A is (c + 1, c + 1), and the bias has nothing of its own.
     Where a weight is stored inputs first it is the last row, and B is (r + 1, r + 1).
+
+    A dense parameter without factors of at most `full` numbers (a norm's) is taken as one row, with
+    A its whole second moment E[g gᵀ] and B = 1, instead of the diagonal.
     """
 
     def start(gradients: Gradients) -> State:
@@ -64,6 +70,8 @@ def kfac(
         every = {}
         for name, block in gradients.items():
             own = gradients.get(bias_of(name) or "") if bias == "column" else None
+            if block.kind is None and 0 < prod(block.shape) <= full:
+                block, own = _as_row(block), None
             every[name] = _sums(block, own)
         return joined(count(gradients), every)
 
@@ -77,21 +85,24 @@ def kfac(
         return added(a, b)
 
     def result(state: State) -> dict[str, Tensor]:
+        n, every = state["n"], parts(state)
+        layers = {name: _with_bias(part) for name, part in every.items() if "a" in part}
+        inside = {bias_of(name) for name, (_, _, has_bias) in layers.items() if has_bias}
         found: dict[str, Tensor] = {}
-        diagonals: dict[str, Tensor] = {}
-        inside: set[str | None] = set()
-        for name, part in parts(state).items():
-            if "squares" in part:
-                diagonals[name] = part["squares"] / state["n"]
-                continue
-            a, b, has_bias = _with_bias(part)
-            inside |= {bias_of(name)} if has_bias else set()
-            found[f"{name}.A"] = a / (part["t"] if positions == "mean" else state["n"])
-            found[f"{name}.B"] = b / state["n"]
-        rest = {f"{name}.diagonal": v for name, v in diagonals.items() if name not in inside}
-        return found | rest
+        for name, (a, b, _) in layers.items():
+            if name not in inside:
+                found[f"{name}.A"] = a / (every[name]["t"] if positions == "mean" else n)
+                found[f"{name}.B"] = b / n
+        squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
+        return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
 
     return Reducer(start, merge, result, raw=True)
+
+
+def _as_row(block: Block) -> Block:
+    """Return gradients as outer products of 1 and all of their numbers."""
+    rows = block.dense().reshape(block.n, 1, 1, -1)
+    return OuterBlock(rows.new_ones(block.n, 1, 1, 1), rows, block.shape)
 
 
 def _sums(block: Block, bias: Block | None) -> Part:
