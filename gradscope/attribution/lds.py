@@ -41,7 +41,9 @@ def lds(scores: np.ndarray, subsets: np.ndarray, losses: np.ndarray, *, seed: in
     For each query q, the Spearman rank correlation over the subsets S between the prediction
     -Σ_{i in S} s(q, i) and the loss of q after training on S. Ties share their mean rank; where
     the losses or the predictions of a query are all the same, its correlation counts as 0. The
-    interval draws the subsets anew, with replacement, for all queries together.
+    interval draws the subsets anew, with replacement, for all queries together, and is the pivotal
+    one (Davison & Hinkley 1997, equation 2.10): rank correlations of few subsets are too small, of
+    the drawn ones once more, and it takes that back.
 
     Args:
         scores: s(q, i), (M, N); positive where the loss of q would be higher without sample i.
@@ -84,8 +86,10 @@ def agreement(predicted: np.ndarray, losses: np.ndarray, *, seed: int = 0) -> Ld
         subsets, np.full(subsets, 1.0 / subsets), size=_REPEATS
     )
     means = _correlations(predicted, losses.T, draws.astype(np.float64)).mean(0)  # (B,)
-    low, high = np.quantile(means, [(1.0 - _LEVEL) / 2.0, (1.0 + _LEVEL) / 2.0])
-    return Lds(by_query, float(by_query.mean()), float(low), float(high), subsets)
+    least, most = np.quantile(means, [(1.0 - _LEVEL) / 2.0, (1.0 + _LEVEL) / 2.0])
+    mean = float(by_query.mean())
+    low, high = 2.0 * mean - float(most), min(1.0, 2.0 * mean - float(least))
+    return Lds(by_query, mean, low, high, subsets)
 
 
 def _check(predicted: np.ndarray, losses: np.ndarray) -> None:

@@ -41,9 +41,26 @@ def test_the_interval_is_a_bootstrap_over_subsets() -> None:
             )
         )
     found = lds(scores, subsets, losses)
-    width = np.quantile(means, 0.975) - np.quantile(means, 0.025)
-    assert found.low == pytest.approx(np.quantile(means, 0.025), abs=0.2 * width)
-    assert found.high == pytest.approx(np.quantile(means, 0.975), abs=0.2 * width)
+    least, most = np.quantile(means, [0.025, 0.975])
+    assert found.low == pytest.approx(2 * found.mean - most, abs=0.2 * (most - least))
+    assert found.high == pytest.approx(2 * found.mean - least, abs=0.2 * (most - least))
+
+
+def test_the_interval_holds_what_many_subsets_give() -> None:
+    random = np.random.default_rng(3)
+    scores = random.normal(size=(10, 30))
+
+    def drawn(count: int) -> tuple[np.ndarray, np.ndarray]:
+        subsets = random.random((count, 30)) < 0.5
+        return subsets, -(subsets @ scores.T) + 3.0 * random.normal(size=(count, 10))
+
+    subsets, losses = drawn(20_000)
+    right = np.mean(
+        [stats.spearmanr(-(subsets @ scores[q]), losses[:, q]).statistic for q in range(10)]
+    )
+    found = [lds(scores, *drawn(40), seed=k) for k in range(40)]
+    assert sum(one.low <= right <= one.high for one in found) >= 34  # 38 expected, of 40
+    assert all(one.high - one.low < 0.3 for one in found)
 
 
 def test_a_helpful_sample_has_a_positive_score() -> None:
