@@ -15,6 +15,7 @@ from torch import Tensor
 from gradscope.attribution.methods import Curved, Settings, curved, precision, products_of
 from gradscope.attribution.products import Part, Tile
 from gradscope.attribution.sides import Side, of_job, recorded_run, samples_at_a_time, some_of
+from gradscope.core.grammar import parse
 from gradscope.errors import SpecError
 from gradscope.run import Job, prepare
 
@@ -143,6 +144,12 @@ def _opened(side: Side) -> Job:
             "its rows are full gradients: all their scores are exact",
             where=facts.name,
             remedy="Leave --refine out, or score rows of a projection (-t project:...).",
+        )
+    if [stage.name for stage in parse(facts.chain)] != ["project"]:
+        raise SpecError(
+            f"its rows are {facts.chain!r}: they stand for full gradients only where projected",
+            where=facts.name,
+            remedy="Leave --refine out, or score rows of a projection alone (-t project:...).",
         )
     if facts.spec is None:
         raise SpecError("there is no run to compute full gradients by", where=facts.name)

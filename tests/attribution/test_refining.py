@@ -144,6 +144,10 @@ def test_what_cannot_be_refined_is_refused(place: Place) -> None:
             gradscope.attribute(train, query, curvature, refine=K)
     with pytest.raises(SpecError, match="full gradients"):
         gradscope.attribute(place.result("train"), place.result("query"), refine=K)
+    clipped = f"clip:max_norm=1.0 | {PROJECTION}"
+    others = (place.result(side, clipped, name="clipped") for side in ("train", "query"))
+    with pytest.raises(SpecError, match="only where projected"):
+        gradscope.attribute(*others, refine=K)
     with pytest.raises(SpecError, match="found -1"):
         gradscope.attribute(train, query, refine=-1)
     data = dict(np.load(place.folder / "train.npz"))
