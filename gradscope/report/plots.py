@@ -51,7 +51,10 @@ def plot_stats(result: Shown, path: str | Path) -> None:
             where=str(path),
             remedy=f"Supported: {', '.join(SUFFIXES)}.",
         )
-    drawn = figure(result.overview().pictures)
+    pictures = result.overview().pictures
+    if not pictures:
+        raise SpecError("there is nothing to draw", where=str(path), remedy="Leave out --plot.")
+    drawn = figure(pictures)
     try:
         save(drawn, target, target.suffix.lower()[1:])
     except OSError as error:
