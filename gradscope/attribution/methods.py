@@ -298,7 +298,7 @@ def products_of(tile: Tile, side: Side, groups: Groups | None = None) -> dict[st
     found = _zeros(tile.n, side, groups)
     for part in side.parts():
         for group, products in tile.with_each(part.gradients, groups).items():
-            found[group][:, part.places] = products
+            found[group][:, part.places] = products.cpu()
     return found
 
 
@@ -320,7 +320,7 @@ def gram_of(
         whole = step >= side.n  # then every sample is in the tile
         for part in tile.parts if whole else side.parts():
             for group, products in own.with_each(part.gradients, groups).items():
-                found[group][own.places.unsqueeze(1), part.places] = products
+                found[group][own.places.unsqueeze(1), part.places] = products.cpu()
     return found
 
 
@@ -353,7 +353,7 @@ def _squares(side: Side) -> Tensor:
     """Return ‖gᵢ‖² (N,) by one more walk, 0 of what is left out."""
     found = torch.zeros(side.n, dtype=torch.float64)
     for part in side.parts():
-        found[part.places] = sum_squares(part.gradients)
+        found[part.places] = sum_squares(part.gradients).cpu()
     return found
 
 
@@ -364,5 +364,6 @@ def _own_products(side: Side, before: Before) -> Tensor:
         made = before(part.gradients)
         for name, block in part.gradients.items():
             own, other = block.dense(), made[name].dense()
-            found[part.places] += (own.flatten(1).double() * other.flatten(1).double()).sum(1)
+            products = own.flatten(1).double() * other.flatten(1).double()
+            found[part.places] += products.sum(1).cpu()
     return found

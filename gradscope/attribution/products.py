@@ -53,7 +53,9 @@ class Tile:
         for name, block in other.items():
             group, top = "" if groups is None else groups[name], 0
             if group not in every:
-                every[group] = torch.zeros(self.n, other.n, dtype=torch.float64)
+                every[group] = torch.zeros(
+                    self.n, other.n, dtype=torch.float64, device=block.device
+                )
             found = every[group]
             for part in self.parts:
                 own, rows = part.gradients[name], slice(top, top + len(part.places))

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 
 import gradscope
 from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
+from gradscope.attribution.curvature import ekfac_curvature
 from gradscope.attribution.methods import layers_of
+from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
 from gradscope.errors import GradscopeError, OutputError, ResultFileError, SpecError
 from gradscope.run import compute, prepare
@@ -145,6 +147,26 @@ def test_a_fisher_of_each_layer_is_the_sum_over_layers(place: Place) -> None:
         for k in (0, 2)
     )
     close(gradscope.attribute(train, query, "blockfisher", LAMBDA).values, wanted)
+
+
+def test_shrunk_is_between_fisher_and_ekfac(place: Place) -> None:
+    """H = (1 − ρ) F + ρ T with T = EK-FAC + λ, as dense matrices in the parameters' order."""
+    train, query = place.result("train", "identity", "ekfac"), place.result("query")
+    g, q = whole(rows_of(train)), whole(rows_of(query))
+    found = gradscope.attribute(train, query, "shrunk", LAMBDA)
+    (record,) = found.record["checkpoints"]
+    shapes = prepare(load(place.run_file("train"))).shapes
+    with gradscope.open(train) as file:
+        moments = {k: torch.tensor(v[...]) for k, v in file.chains[1].items()}
+    eye = torch.eye(g.shape[1], dtype=torch.float64)
+    rows = zip(shapes.items(), eye.split([np.prod(s) for s in shapes.values()], 1), strict=True)
+    units = Gradients({k: DenseBlock(v.reshape(-1, *shape)) for (k, shape), v in rows})
+    applied = ekfac_curvature(moments, LAMBDA).apply(units, torch.float64)
+    inverse = torch.cat([v.flatten(1) for v in applied.values()], 1).numpy()
+    share = record["share"]
+    h = (1 - share) * g.T @ g / N + share * np.linalg.inv(inverse)
+    close(found.values, q @ np.linalg.solve(h, g.T) / N, 1e-8)
+    close(found.samples["self_influence"], np.diag(g @ np.linalg.solve(h, g.T)) / N, 1e-8)
 
 
 @pytest.mark.parametrize("per", ["sample", "parameter"])
