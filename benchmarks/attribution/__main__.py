@@ -42,20 +42,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(found: Found, tasks: Sequence[str], models: int) -> list[str]:
-    """Return the lines: methods down, tasks across; the best LDS of each column is bold."""
-    heads = [f"{TASKS[name].title} | {models} models | s | MB" for name in tasks]
-    lines = ["| | " + " | ".join(heads) + " |", "|---" + "|---:" * (4 * len(tasks)) + "|"]
+    """Return the lines of two tables, methods down and tasks across: LDS, and what it costs.
+
+    The best LDS of a column is bold.
+    """
+    notes = list(
+        dict.fromkeys(c.reason for row in found.values() for c in row.values() if c.reason)
+    )
     best = {name: _best([cells[name] for cells in found.values()]) for name in tasks}
-    notes = []
-    for method, cells in found.items():
-        entries = []
-        for name in tasks:
-            one = cells[name]
-            if one.reason and one.reason not in notes:
-                notes.append(one.reason)
-            entries += _entries(one, best[name], notes)
-        lines.append(f"| {method} | " + " | ".join(entries) + " |")
+    titles = [TASKS[name].title for name in tasks]
+    agreeing = {
+        method: [entry for name in tasks for entry in _entries(cells[name], best[name], notes)]
+        for method, cells in found.items()
+    }
+    costing = {
+        method: [entry for name in tasks for entry in _costs(cells[name])]
+        for method, cells in found.items()
+    }
+    lines = [
+        *_lines("LDS", [head for t in titles for head in (t, f"{models} models")], agreeing),
+        "",
+        *_lines("Cost of one model", [head for t in titles for head in (f"{t}, s", "MB")], costing),
+    ]
     return [*lines, *(["", *(f"{k}. {note}" for k, note in enumerate(notes, 1))] if notes else [])]
+
+
+def _lines(title: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    every = [" | ".join([method, *entries]) for method, entries in rows.items()]
+    return [
+        f"| {' | '.join([title, *heads])} |",
+        "|---" + "|---:" * len(heads) + "|",
+        *(f"| {line} |" for line in every),
+    ]
 
 
 def _best(cells: Sequence[Cell]) -> tuple[float, float]:
@@ -66,10 +84,15 @@ def _best(cells: Sequence[Cell]) -> tuple[float, float]:
 
 def _entries(cell: Cell, best: tuple[float, float], notes: list[str]) -> list[str]:
     if cell.one is None:
-        return [f"({notes.index(cell.reason) + 1})", "", "", ""]
-    memory = "" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.0f}"
-    seconds = "" if cell.seconds is None else f"{cell.seconds:.2f}"
-    return [_told(cell.one, best[0]), _told(cell.several, best[1]), seconds, memory]
+        return [f"({notes.index(cell.reason) + 1})", ""]
+    return [_told(cell.one, best[0]), _told(cell.several, best[1])]
+
+
+def _costs(cell: Cell) -> list[str]:
+    return [
+        "" if cell.seconds is None else f"{cell.seconds:.2f}",
+        "" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.0f}",
+    ]
 
 
 def _told(found: Lds | None, best: float) -> str:

@@ -144,7 +144,8 @@ class Looked:
         if shown and more:
             missing.append(("not shown", f"{queries(more)} more: --json has all"))
         sections = [self._section(row) for row in shown]
-        return replace(plain, facts=[*plain.facts, *missing], sections=[*sections, *kept])
+        facts, pictures = [*plain.facts, *missing], () if shown else plain.pictures
+        return replace(plain, facts=facts, sections=[*sections, *kept], pictures=pictures)
 
     def _section(self, row: QueryRow) -> Section:
         groups: Groups = [

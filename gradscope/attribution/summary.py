@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from gradscope.attribution.scores import Ranked, Scores
 from gradscope.stats.records import Json, Plain, Record, number, plain
 from gradscope.stats.sections import (
+    BarPicture,
     Column,
     Fact,
     Overview,
+    Picture,
     Section,
     Table,
     listed,
@@ -22,7 +24,7 @@ from gradscope.stats.sections import (
 )
 
 INFLUENCE = "Who helped and who harmed"  # the title of a section
-_SHOWN = 10  # queries in a text
+_SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
 _GROUPS = 20  # classes whose scores are summed without being asked for
 
 
@@ -87,7 +89,10 @@ class ScoreSummary(Record):
             ]
             sections.append(Section("Most influential on themselves", table=Table(columns)))
         return Overview(
-            paths=[self.path] if self.path else [], facts=facts, sections=sections, pictures=()
+            paths=[self.path] if self.path else [],
+            facts=facts,
+            sections=sections,
+            pictures=[*map(_picture, self.rows[:_DRAWN])],
         )
 
 
@@ -212,6 +217,19 @@ def _influence(summary: ScoreSummary) -> Section:
     if more > 0:
         notes.append(f"And {queries(more)} more: --json has all.")
     return Section(INFLUENCE, table=Table(columns), notes=notes)
+
+
+def _picture(row: QueryRow) -> Picture:
+    """Return the scores of who helped and harmed a query most, a bar each."""
+    bars = [*row.helpful, *reversed(row.harmful)]
+    return BarPicture(
+        label=f"Scores of who helped and harmed query {name_of(row)} most",
+        title=f"Query {name_of(row)}",
+        across="score",
+        empty="" if bars else "no sample has a score",
+        names=[name_of(bar) for bar in bars],
+        values=[bar.score for bar in bars],
+    )
 
 
 def _cell(row: Scored | None) -> str:

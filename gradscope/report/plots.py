@@ -51,7 +51,10 @@ def plot_stats(result: Shown, path: str | Path) -> None:
             where=str(path),
             remedy=f"Supported: {', '.join(SUFFIXES)}.",
         )
-    drawn = figure(result.overview().pictures)
+    pictures = result.overview().pictures
+    if not pictures:
+        raise SpecError("there is nothing to draw", where=str(path), remedy="Leave out --plot.")
+    drawn = figure(pictures)
     try:
         save(drawn, target, target.suffix.lower()[1:])
     except OSError as error:
@@ -129,8 +132,10 @@ def _bars(picture: BarPicture, axes: "Axes") -> None:
     color = _ORANGE if picture.second else _BLUE
     axes.barh(range(len(values)), [value or 0.0 for value in values], color=color, height=0.7)
     positive = [value for value in values if value and value > 0]
-    if positive:
+    if positive and not any(value and value < 0 for value in values):
         _log_when_wide(axes.set_xscale, positive)
+    else:
+        axes.locator_params(axis="x", nbins=6)  # numbers of scores are long
     if axes.get_xscale() == "log":
         axes.set_xlim(left=min(positive) / 2)
     for k, value in enumerate(values):

@@ -210,6 +210,9 @@ def test_sums_by_a_column_are_those_of_the_scores(
     for q, row in enumerate(document["rows"]):
         wanted = [rows[q][made == k].sum() for k in document["groups"]]
         np.testing.assert_allclose(row["sums"], wanted, rtol=1e-9)
+    assert command("stats", scores, "--plot", tmp_path / "bars.png") == 0
+    with Image.open(tmp_path / "bars.png") as picture:
+        assert min(picture.size) > 100
     assert command("stats", str(scores), "--by", "nothing") == 2
     assert command("stats", str(scores), "--lr", "0.1") == 2
     assert command("stats", str(tmp_path / "train.h5"), "--by", "target") == 2
