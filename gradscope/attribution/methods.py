@@ -44,6 +44,7 @@ _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
 _SHARE = 0.95  # of EK-FAC in `shrunk`: between 0.9 and 0.98 little changes
 _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # relative damping of Gram matrices, likewise
 _SPECTRA = 4096  # samples of a Gram matrix whose eigenvectors are found: a minute
+_DENSE_BYTES = 2**24  # of rows of a Gram matrix that are dense at a time, where that costs nothing
 _LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
 _SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
 _PAIRS = 1e14  # multiplications of a Gram matrix, beyond which `auto` takes none
@@ -316,11 +317,13 @@ def gram_of(
     found = _zeros(side.n, side, groups)
     step = max(1, memory // (_TILED * side.width))
     for tile in tiles(side.parts(), side.n, step, dtype):
-        own = Tile([Part(p.places, before(p.gradients)) for p in tile.parts], dtype)
-        whole = step >= side.n  # then every sample is in the tile
-        for part in tile.parts if whole else side.parts():
-            for group, products in own.with_each(part.gradients, groups).items():
-                found[group][own.places.unsqueeze(1), part.places] = products.cpu()
+        whole = step >= side.n  # then every sample is in the tile, and no walk is to be saved
+        few = max(1, _DENSE_BYTES // (_TILED * side.width))
+        for some in tiles(tile.parts, side.n, few, dtype) if whole else [tile]:
+            own = Tile([Part(p.places, before(p.gradients)) for p in some.parts], dtype)
+            for part in tile.parts if whole else side.parts():
+                for group, products in own.with_each(part.gradients, groups).items():
+                    found[group][own.places.unsqueeze(1), part.places] = products.cpu()
     return found
 
 
