@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gradscope.backends import Request
 from gradscope.blocks import Evaluation, Gradients
@@ -115,12 +116,12 @@ def settled(
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = [session.labels.chain(chain) for chain in first.values()]
         asked = Request(left=left, factors=request_of(passes).factors)
-        states = fold(session, batches(), passes, request=asked).states
-        means = {
-            text: chain.result(carried_state(state))
-            for (text, chain), state in zip(first.items(), states, strict=True)
-            if state is not None
-        }
+        states = [*fold(session, batches(), passes, request=asked).states]
+        means: dict[str, dict[str, Tensor]] = {}
+        for text, chain in first.items():
+            state = states.pop(0)  # and let go of: it may be as large as its result
+            if state is not None:
+                means[text] = chain.result(carried_state(state))
         if not means:
             raise SpecError("no sample has a finite gradient, so there is nothing to start from")
         ready = tuple(
