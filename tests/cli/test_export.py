@@ -44,5 +44,7 @@ def test_a_table(gradscope: Gradscope, result: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "60 samples, 7 columns" in done.out
     lines = out.read_text().splitlines()
-    assert lines[0].split(",") == ["finite", "index", "loss", "norm", "target"]
+    assert lines[0].split(",") == [
+        "finite", "index", "loss", "margin", "norm", "prediction", "target",
+    ]  # fmt: skip
     assert lines[1].startswith("true,100,")
