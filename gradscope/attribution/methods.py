@@ -25,7 +25,7 @@ from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.memory import available
 from gradscope.core.registry import suggestion
-from gradscope.errors import SpecError, UnsupportedError
+from gradscope.errors import GradscopeError, SpecError
 
 Method = Literal[
     "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"
@@ -150,10 +150,10 @@ def curved(train: Side, asked: Settings) -> Curved:
     if method == "shrunk":
         try:
             return _shrunk(train, asked, record)
-        except UnsupportedError:  # no gradient has factors
+        except GradscopeError as error:  # no gradient has factors, or the run is not to be had
             if asked.curvature != "auto":
                 raise
-            return _fisher(train, asked, {"curvature": "fisher"})
+            return _fisher(train, asked, {"curvature": "fisher", "without": error.head})
     found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)

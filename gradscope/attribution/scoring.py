@@ -57,6 +57,9 @@ class Pair:
         notes = require_same(self.train.facts, self.query.facts)
         if self.curvature is None:
             self.curvature = curved(self.train, asked)
+        if "without" in self.curvature.record:
+            why = str(self.curvature.record["without"]).partition("\n")[0]
+            notes += (f"by the Fisher alone, as there is no EK-FAC: {why}",)
         error = projection_error(self.train)
         if error is not None:
             self.curvature.record["projection_error"] = error

@@ -387,5 +387,18 @@ def test_a_curvature_of_parameters_wants_gradients_as_they_are(place: Place) -> 
         gradscope.attribute(train, place.folder / "query.npz", "ekfac")
 
 
+def test_files_alone_are_enough_for_auto(place: Place) -> None:
+    """Where the model is not to be had, the exact Fisher of the rows is taken, and said."""
+    train, query = place.result("train"), place.result("query")
+    (place.folder / "model.py").unlink()
+    found = gradscope.attribute(train, query)
+    (record,) = found.record["checkpoints"]
+    assert record["curvature"] == "fisher"
+    assert "model.py" in record["without"]
+    close(found.values, gradscope.attribute(train, query, "fisher").values)
+    with pytest.raises(GradscopeError, match=r"model\.py"):
+        gradscope.attribute(train, query, "ekfac")
+
+
 def test_scores_is_public() -> None:
     assert gradscope.Scores is Scores
