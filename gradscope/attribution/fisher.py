@@ -61,6 +61,7 @@ class Moments:
         for name, group in groups.items():
             self._names.setdefault(group, []).append(name)
         self.sums: Rows = {}  # N times the blocks, in float64
+        self._totals: Rows = {}  # Σ of the rows (w,), likewise
         self.n = 0
 
     def add(self, part: Part) -> None:
@@ -72,7 +73,12 @@ class Moments:
         for group in self._names:
             rows = self._rows(blocks, group, dtype)
             products = (rows.mT @ rows).double()
-            self.sums[group] = self.sums[group].add_(products) if group in self.sums else products
+            total = rows.sum(0, dtype=torch.float64)
+            if group in self.sums:
+                self.sums[group] += products
+                self._totals[group] += total
+            else:
+                self.sums[group], self._totals[group] = products, total
 
     def mean_eigenvalues(self) -> dict[str, float]:
         """Return the mean of each block's eigenvalues, of the N largest if there are more."""
@@ -80,6 +86,15 @@ class Moments:
             group: float(total.diagonal().sum()) / self.n / min(self.n, len(total))
             for group, total in self.sums.items()
         }
+
+    def spectra(self) -> list[tuple[Tensor, Tensor]]:
+        """Return of each block its eigenvalues, and the squares of the mean row along them (w,)."""
+        found = []
+        for group, total in self.sums.items():
+            values, vectors = torch.linalg.eigh(total / self.n)
+            along = vectors.mT @ (self._totals[group] / self.n)
+            found.append((values.clamp_(min=0.0), along.square()))
+        return found
 
     def inverted(self, damping: Mapping[str, float]) -> Callable[[Gradients], Rows]:
         """Return what multiplies rows by (F + λ)⁻¹, with λ of each group."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -32,6 +32,7 @@ Method = Literal[
 ]
 Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
+Spectrum = tuple[Tensor, Tensor]  # eigenvalues, and squares of the mean gradient along them
 
 _READ_BYTES = 2**30  # of a tile, where more of them cost little
 _PARTS = 4  # of what there is, a tile takes one
@@ -43,7 +44,7 @@ _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
 }
 _SHARE = 0.95  # of EK-FAC in `shrunk`: between 0.9 and 0.98 little changes
 _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # relative damping of Gram matrices, likewise
-_SPECTRA = 4096  # samples of a Gram matrix whose eigenvectors are found: a minute
+_SPECTRA = 4096  # rows of a Fisher or Gram matrix whose eigenvectors are found
 _DENSE_BYTES = 2**24  # of rows of a Gram matrix that are dense at a time, where that costs nothing
 _LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
 _SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
@@ -134,14 +135,7 @@ def curved(train: Side, asked: Settings) -> Curved:
     Raises:
         SpecError: It does not fit the rows, or there are too many.
     """
-    method = asked.curvature
-    if method == "auto":
-        gradients = train.facts.chain == "identity"
-        method = (
-            ("shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac")
-            if gradients
-            else "fisher"
-        )
+    method = _automatic(train, asked) if asked.curvature == "auto" else asked.curvature
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
         return Curved(own=lambda: _squares(train), record=record)
@@ -157,6 +151,12 @@ def curved(train: Side, asked: Settings) -> Curved:
     found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
     return Curved(before=_applied(found), record=record)
+
+
+def _automatic(train: Side, asked: Settings) -> Method:
+    if train.facts.chain != "identity":
+        return "fisher"
+    return "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
 
 
 def _pairs_pay(train: Side, room: int) -> bool:
@@ -187,10 +187,8 @@ def _widest(shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> int:
 
 def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
     n, products = _gram(train, asked, groups)
-    if asked.damping == "auto":
-        relative = _trusted(products, n, _LEAST[record["curvature"]])
-    else:
-        relative = float(asked.damping)
+    spectra = partial(_along_pairs, products, n)
+    relative = _relative(asked, record["curvature"], n, n, spectra)
     grams = {
         group: Gram(gram, n, relative * float(gram.diagonal().sum()) / n**2)
         for group, gram in products.items()
@@ -204,18 +202,31 @@ def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups)
     )
 
 
-def _trusted(grams: dict[str, Tensor], n: int, least: float) -> float:
-    """Return the relative damping of Gram matrices n·K: at least `least`."""
-    if n > _SPECTRA:
-        return least
-    spectra = [along(gram / n, n) for gram in grams.values()]
-    return trusted([values for values, _ in spectra], [squares for _, squares in spectra], n, least)
+def _along_pairs(grams: dict[str, Tensor], n: int) -> list[Spectrum]:
+    return [along(gram / n, n) for gram in grams.values()]
+
+
+def _relative(
+    asked: Settings, method: str, n: int, size: int, spectra: Callable[[], Sequence[Spectrum]]
+) -> float:
+    """Return the relative damping of Fisher matrices of n samples, none of more than `size` rows.
+
+    `spectra` finds, of each, its eigenvalues and the squares of the mean gradient along them.
+    """
+    if asked.damping != "auto":
+        return float(asked.damping)
+    if size > _SPECTRA:
+        return _LEAST[method]
+    found = spectra()
+    return trusted([values for values, _ in found], [s for _, s in found], n, _LEAST[method])
 
 
 def _moments(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
-    moments, relative = Moments(groups), chosen(asked.damping)
+    moments = Moments(groups)
     for part in train.parts():
         moments.add(part)
+    size = max(map(len, moments.sums.values()))
+    relative = _relative(asked, record["curvature"], moments.n, size, moments.spectra)
     damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
     inverse = moments.inverted(damping)
     solving = train.n * sum(float(len(total)) ** 2 for total in moments.sums.values())
@@ -275,9 +286,8 @@ def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
     if asked.factors is not None:
         moments = stored_aggregates(asked.factors, train.facts, [chain])[0]
         return made(moments, chosen(asked.damping))
-    if (
-        asked.damping != "auto" or method == "adam"
-    ):  # whose eigenvalues are roots, no second moments
+    is_moment = method != "adam"  # whose eigenvalues are roots
+    if asked.damping != "auto" or not is_moment:
         return made(train.aggregates([chain])[0], chosen(asked.damping))
     moments, mean = train.aggregates([chain, "mean"])
     return made(moments, LEAST, Drift(mean, train.n))

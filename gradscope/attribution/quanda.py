@@ -16,17 +16,13 @@ from gradscope.attribution.sides import of_scope
 from gradscope.errors import SpecError
 from gradscope.scope import Scope
 
+_Quanda: Any = object  # what quanda's class adds, known only where it is installed
 _READ = 256  # samples of the training set that are collated at a time
 
 
 def __getattr__(name: str) -> Any:
     if name != "GradscopeExplainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = _explainer()
-    return globals()[name]
-
-
-def _explainer() -> type[Any]:
     try:
         from quanda.explainers import Explainer
     except ImportError as error:
@@ -35,67 +31,70 @@ def _explainer() -> type[Any]:
             where="GradscopeExplainer",
             remedy="Install it: pip install torch-gradscope[quanda].",
         ) from error
+    made = type(name, (_Explaining, Explainer), {"__doc__": _Explaining.__doc__})
+    globals()[name] = made
+    return made
 
-    class GradscopeExplainer(Explainer):  # type: ignore[misc]  # quanda is no dependency
-        """Scores of the training samples for test samples, s(q, i) of `gradscope.attribution`.
 
-        The curvature is found once, when the first test samples are explained.
+class _Explaining(_Quanda):  # type: ignore[misc]
+    """Scores of the training samples for test samples, s(q, i) of `gradscope.attribution`.
+
+    The curvature is found once, when the first test samples are explained.
+
+    Args:
+        model: Any module; it is put in eval mode, at the last of the checkpoints if any.
+        train_dataset: Pairs (input, target).
+        task: image_classification.
+        checkpoints: Paths of checkpoints.
+        checkpoints_load_func: Loads one into the model.
+        loss: A name, or `(outputs, targets) -> (n,)`.
+        curvature: See `gradscope.attribute`.
+        damping: See `gradscope.attribute`.
+        **more: For quanda's own class.
+    """
+
+    accepted_tasks = ["image_classification"]  # noqa: RUF012 (quanda's)
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        train_dataset: Any,
+        task: str = "image_classification",
+        checkpoints: Any = None,
+        checkpoints_load_func: Any = None,
+        loss: Any = "cross_entropy",
+        curvature: Any = "auto",
+        damping: Any = "auto",
+        **more: Any,
+    ) -> None:
+        own = model, train_dataset, task, checkpoints, checkpoints_load_func
+        super().__init__(*own, **more)
+        self.load_last_checkpoint()
+        self.model.eval()
+        self._asked = Settings(curvature, damping)
+        self._scope = Scope(self.model, loss)
+        loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=_READ)
+        inputs, targets = zip(*loader, strict=True)
+        train = of_scope("training samples", self._scope, torch.cat(inputs), torch.cat(targets))
+        self._train = Pair(train, train)
+
+    def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
+        """Return the scores (m, N) of test samples; 0 for what has no finite gradient.
 
         Args:
-            model: Any module; it is put in eval mode, at the last of the checkpoints if any.
-            train_dataset: Pairs (input, target).
-            task: image_classification.
-            checkpoints: Paths of checkpoints.
-            checkpoints_load_func: Loads one into the model.
-            loss: A name, or `(outputs, targets) -> (n,)`.
-            curvature: See `gradscope.attribute`.
-            damping: See `gradscope.attribute`.
-            **more: For quanda's own class.
+            test_data: Inputs (m, ...).
+            targets: Labels (m,).
         """
+        given = torch.as_tensor(targets).to(self.device)
+        query = of_scope("queries", self._scope, test_data.to(self.device), given)
+        rows = Scoring([self._train.asking(query, self._asked)], self._asked).rows()
+        found = torch.cat([scores for _, scores in rows])
+        return found.nan_to_num(nan=0.0).to(self.device, torch.float32)
 
-        accepted_tasks = ["image_classification"]  # noqa: RUF012 (quanda's)
-
-        def __init__(
-            self,
-            model: torch.nn.Module,
-            train_dataset: Any,
-            task: str = "image_classification",
-            checkpoints: Any = None,
-            checkpoints_load_func: Any = None,
-            loss: Any = "cross_entropy",
-            curvature: Any = "auto",
-            damping: Any = "auto",
-            **more: Any,
-        ) -> None:
-            super().__init__(model, train_dataset, task, checkpoints, checkpoints_load_func, **more)
-            self.load_last_checkpoint()
-            self.model.eval()
-            self._asked = Settings(curvature, damping)
-            self._scope = Scope(self.model, loss)
-            loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=_READ)
-            inputs, targets = zip(*loader, strict=True)
-            train = of_scope("training samples", self._scope, torch.cat(inputs), torch.cat(targets))
-            self._train = Pair(train, train)
-
-        def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
-            """Return the scores (m, N) of test samples; 0 for what has no finite gradient.
-
-            Args:
-                test_data: Inputs (m, ...).
-                targets: Labels (m,).
-            """
-            given = torch.as_tensor(targets).to(self.device)
-            query = of_scope("queries", self._scope, test_data.to(self.device), given)
-            rows = Scoring([self._train.asking(query, self._asked)], self._asked).rows()
-            found = torch.cat([scores for _, scores in rows])
-            return found.nan_to_num(nan=0.0).to(self.device, torch.float32)
-
-        def self_influence(self, batch_size: int = 32) -> Tensor:
-            """Return s(i, i) (N,) of the training samples; 0 for what has no finite gradient."""
-            own = self._train.bound(self._asked).self_influence()
-            if own is None:
-                found: Tensor = super().self_influence(batch_size)
-                return found
-            return own.nan_to_num(nan=0.0).to(self.device, torch.float32)
-
-    return GradscopeExplainer
+    def self_influence(self, batch_size: int = 32) -> Tensor:
+        """Return s(i, i) (N,) of the training samples; 0 for what has no finite gradient."""
+        own = self._train.bound(self._asked).self_influence()
+        if own is None:
+            found: Tensor = super().self_influence(batch_size)
+            return found
+        return own.nan_to_num(nan=0.0).to(self.device, torch.float32)

@@ -19,6 +19,7 @@ from gradscope.attribution.scoring import Scoring
 from gradscope.attribution.sides import Facts, Table
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import ResultFileError, SpecError
+from gradscope.sources import sha256
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
@@ -253,7 +254,9 @@ def writing_scores(
     """
     facts = _facts(scoring)
     own = scoring.asked
-    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "factors", "refine")}
+    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine")}
+    if own.factors is not None:
+        asked["factors"] = sha256(Path(own.factors))
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]
     plan = FilePlan(

@@ -88,17 +88,18 @@ class Comparing:
         """Return the scores (m, N) of a tile of queries in float64, NaN of what is left out."""
         parts = [Part(p.places, self.curved.before(p.gradients)) for p in tile.parts]
         products = products_of(Tile(parts, dtype), self.pair.train, self.curved.groups)
-        found = self.curved.after(products)
-        found *= self.pair.weight / max(1, int(self.finite.sum()))
-        found[:, ~self.finite] = torch.nan
+        found, finite = self.curved.after(products), self.finite
+        found *= self.pair.weight / max(1, int(finite.sum()))
+        found[:, ~finite] = torch.nan
         return found
 
     def self_influence(self) -> Tensor | None:
         """Return s(i, i) (N,) where it costs little, NaN of what is left out."""
         if self.curved.own is None:
             return None
-        found = self.curved.own() * (self.pair.weight / max(1, int(self.finite.sum())))
-        found[~self.finite] = torch.nan
+        found, finite = self.curved.own(), self.finite
+        found = found * (self.pair.weight / max(1, int(finite.sum())))
+        found[~finite] = torch.nan
         return found
 
 
@@ -168,7 +169,8 @@ class Scoring:
                     all_of_them[tile.places - start] = own
                     own = all_of_them
                 found = found + own if found.dim() else own
-            yield queries, found
+            new = slice(max(start, self.done), queries.stop)  # tiles may have been of another size
+            yield new, found[new.start - start :]
 
     def self_influence(self) -> Tensor | None:
         """Return s(i, i) (N,) where it costs little, NaN of what is left out."""

@@ -4,6 +4,7 @@ A side can be walked through any number of times. Samples whose gradient is not 
 of the walk and stay in the table, where `finite` says so.
 """
 
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -356,8 +357,6 @@ def query_run(path: Path, like: RunSpec, chain: str) -> RunSpec:
 
 
 def _sections(path: Path) -> set[str]:
-    import tomllib
-
     try:
         return set(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError):
@@ -476,9 +475,10 @@ def projection_error(side: Side) -> float | None:
     (‖Pg‖² / ‖g‖² − 1) / √2 is as large as the error of ⟨Pg, Ph⟩ / (‖g‖ ‖h‖), 1 / √dim where its
     entries are independent. None where the rows are no projections.
     """
-    stages = parse(side.facts.chain)
+    if [stage.name for stage in parse(side.facts.chain)] != ["project"]:
+        return None
     part = next(iter(side.parts()), None)
-    if [stage.name for stage in stages] != ["project"] or part is None:
+    if part is None:
         return None
     norms = side.table(int(part.places[-1]) + 1)["norm"][part.places].double()
     found = sum_squares(part.gradients)

@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 import gradscope
 from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
 from gradscope.attribution.curvature import ekfac_curvature
+from gradscope.attribution.damping import along
+from gradscope.attribution.fisher import Moments
 from gradscope.attribution.methods import layers_of
+from gradscope.attribution.products import Part
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
 from gradscope.errors import GradscopeError, OutputError, ResultFileError, SpecError
@@ -306,6 +309,44 @@ def test_a_stopped_attribution_goes_on_and_gives_the_same_bytes(place: Place) ->
     assert not paths[1].exists()
     scored(paths[1], 99, resume=True)
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_going_on_with_tiles_of_another_size_gives_the_same_scores(place: Place) -> None:
+    train, query = place.result("train"), place.result("query")
+    paths = [place.folder / f"{name}.h5" for name in ("once", "twice")]
+
+    def scored(path: Path, memory: int | None, *, stop: bool = False, resume: bool = False) -> int:
+        asked = Settings("fisher", LAMBDA, memory=memory)
+        with opened(train, query) as pairs:
+            scoring = Scoring(pairs, asked)
+            with writing_scores(scoring, path, resume=resume) as writer:
+                for _ in writer.remaining():
+                    if stop:
+                        return scoring.step
+                writer.finish()
+        return scoring.step
+
+    scored(paths[0], None)
+    sizes = scored(paths[1], 1600, stop=True), scored(paths[1], 2500, resume=True)
+    assert sizes[0] < sizes[1] < M
+    assert sizes[0] % sizes[1]  # the second's tiles begin elsewhere
+    with gradscope.open(paths[0]) as once, gradscope.open(paths[1]) as twice:
+        close(twice.chains[0]["scores"], once.chains[0]["scores"][...], 1e-12)
+        assert twice.samples["index"].tolist() == once.samples["index"].tolist()
+
+
+def test_automatic_damping_is_the_same_by_pairs_and_by_moments(place: Place) -> None:
+    """A Fisher has one spectrum, whichever side it is inverted from."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, 6, generator=draw, dtype=torch.float64) + 1.5
+    part = Part(torch.arange(40), Gradients({"w": DenseBlock(rows)}))
+    moments = Moments({"w": ""})
+    moments.add(part)
+    ((values, squares),) = moments.spectra()
+    others, projected = along(rows @ rows.T / 40, 40)
+    torch.testing.assert_close(values, others[-6:])
+    torch.testing.assert_close(squares, projected[-6:])
+    close(squares.sum(), rows.mean(0).square().sum().numpy()[None])
 
 
 def wrong() -> Iterator[Any]:
