@@ -11,99 +11,119 @@ from gradscope.errors import SpecError
 
 _CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 
+Train = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRAIN",
+        help="A result file with rows (gradients or projections) of the training samples; or "
+        "their run file, from which they are computed on the way and none is stored.",
+    ),
+]
+
+Query = Annotated[
+    Path,
+    typer.Argument(
+        metavar="QUERY",
+        help="A result file of the same model and chain; or a run file, dataset.toml or data "
+        "file, whose gradients are computed on the way.",
+    ),
+]
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="SCORES.h5", help="The score file.")
+]
+
+Curvature = Annotated[
+    str,
+    typer.Option(
+        "--curvature",
+        metavar=_CURVATURES,
+        help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
+        "samples are too many.",
+    ),
+]
+
+Damping = Annotated[
+    str,
+    typer.Option("--damping", metavar="auto|NUMBER", help="λ, relative to H's mean eigenvalue."),
+]
+
+Chain = Annotated[
+    str | None,
+    typer.Option("--chain", metavar="K|TEXT", help="Which rows [the first chain that has some]."),
+]
+
+More = Annotated[list[Path] | None, typer.Argument(metavar="", show_default=False, hidden=True)]
+
+Checkpoints = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoints",
+        metavar="TRAIN...",
+        help="The training samples at other checkpoints; scores are added up.",
+    ),
+]
+
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="W,W,...",
+        help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
+    ),
+]
+
+Factors = Annotated[
+    Path | None,
+    typer.Option(
+        "--factors",
+        metavar="FILE.h5",
+        help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
+    ),
+]
+
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", help="Compute the training gradients on the way, by TRAIN's own run."),
+]
+
+Refine = Annotated[
+    int,
+    typer.Option(
+        "--refine",
+        metavar="K",
+        min=0,
+        help="Of projections: score the K most helpful and the K most harmful samples of each "
+        "query again with full gradients, by --curvature [ekfac].",
+    ),
+]
+
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
+]
+
+Top = Annotated[
+    int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
+]
+
 
 def attribute(
-    train: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRAIN",
-            help="A result file with rows (gradients or projections) of the training samples; or "
-            "their run file, from which they are computed on the way and none is stored.",
-        ),
-    ],
-    query: Annotated[
-        Path,
-        typer.Argument(
-            metavar="QUERY",
-            help="A result file of the same model and chain; or a run file, dataset.toml or data "
-            "file, whose gradients are computed on the way.",
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="SCORES.h5", help="The score file.")
-    ] = None,
-    curvature: Annotated[
-        str,
-        typer.Option(
-            "--curvature",
-            metavar=_CURVATURES,
-            help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
-            "samples are too many.",
-        ),
-    ] = "auto",
-    damping: Annotated[
-        str,
-        typer.Option(
-            "--damping", metavar="auto|NUMBER", help="λ, relative to H's mean eigenvalue."
-        ),
-    ] = "auto",
-    chain: Annotated[
-        str | None,
-        typer.Option(
-            "--chain", metavar="K|TEXT", help="Which rows [the first chain that has some]."
-        ),
-    ] = None,
-    more: Annotated[
-        list[Path] | None, typer.Argument(metavar="", show_default=False, hidden=True)
-    ] = None,
-    checkpoints: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--checkpoints",
-            metavar="TRAIN...",
-            help="The training samples at other checkpoints; scores are added up.",
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights",
-            metavar="W,W,...",
-            help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
-        ),
-    ] = None,
-    factors: Annotated[
-        Path | None,
-        typer.Option(
-            "--factors",
-            metavar="FILE.h5",
-            help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
-        ),
-    ] = None,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream", help="Compute the training gradients on the way, by TRAIN's own run."
-        ),
-    ] = False,
+    train: Train,
+    query: Query,
+    output: Output = None,
+    curvature: Curvature = "auto",
+    damping: Damping = "auto",
+    chain: Chain = None,
+    more: More = None,
+    checkpoints: Checkpoints = None,
+    weights: Weights = None,
+    factors: Factors = None,
+    stream: Stream = False,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
-    refine: Annotated[
-        int,
-        typer.Option(
-            "--refine",
-            metavar="K",
-            min=0,
-            help="Of projections: score the K most helpful and the K most harmful samples of each "
-            "query again with full gradients, by --curvature [ekfac].",
-        ),
-    ] = 0,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
-    ] = None,
-    top: Annotated[
-        int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
-    ] = 3,
+    refine: Refine = 0,
+    memory: Memory = None,
+    top: Top = 3,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where it was stopped.")] = False,
     overwrite: options.Overwrite = False,
     json: options.Json = False,
@@ -117,11 +137,11 @@ def attribute(
     from gradscope.storage.format.files import require_free
 
     asked = Settings(
-        cast("Any", curvature),
-        _damping(damping),
-        None if memory is None else parse_memory(memory),
-        None if factors is None else str(factors),
-        refine,
+        curvature=cast("Any", curvature),
+        damping=_damping(damping),
+        memory=None if memory is None else parse_memory(memory),
+        factors=None if factors is None else str(factors),
+        refine=refine,
     )
     stops.unwinding()
     if more and not checkpoints:

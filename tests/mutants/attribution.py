@@ -76,7 +76,7 @@ scored = partial(mutant, scenario=Scored(), guard="tests", test=_test)
 scored(
     "attribution/scoring.py",
     "sum for mean: scores are not divided by the number of training samples",
-    "found *= self.pair.weight / max(1, int(self.finite.sum()))",
+    "found *= self.pair.weight / max(1, int(finite.sum()))",
     "found *= self.pair.weight",
 )
 scored(
