@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from gradscope.backends import ROWS, Request
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, RowKind
+from gradscope.core.tokens import Tokens
 from gradscope.engine import (
     Auditor,
     Certificate,
@@ -28,6 +29,7 @@ from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
+_TOKEN_BYTES = 2**30  # of dense gradients of tokens, beyond as many
 
 
 class NonFiniteWarning(UserWarning):
@@ -58,6 +60,9 @@ class Scope:
         seed: Of what is drawn at random: samples that are compared, batches, labels.
         compile: Compile gradient and reduction as one program where that can be done; under `auto`
             where it is also measured to be faster. What was done is in `notes`.
+        rows: What has a row: "sample", or "token": each position of a loss (n, t), or of a pair of
+            such losses and booleans (n, t) that say which positions count; `positions` says which
+            row is which, and n of everything else here is their number.
 
     Attributes:
         session: What evaluates and proves.
@@ -78,6 +83,7 @@ class Scope:
         labels: Mode = "data",
         seed: int = 0,
         compile: bool = False,
+        rows: RowKind = "sample",
     ) -> None:
         settings = Settings(
             parameters=parameters,
@@ -88,6 +94,7 @@ class Scope:
             labels=labels,
             seed=seed,
             compile=compile,
+            rows=rows,
         )
         self.session = Session(model, loss, settings)
         self._bound: dict[str, Chain] = {}
@@ -139,8 +146,22 @@ class Scope:
             out: Buffers to write into, as returned by an earlier call.
         """
         self.session.labels.require_one()
-        batch = Batch.of(inputs, targets)
+        batch = self.session.rows_of(Batch.of(inputs, targets))
         return self.session.repeated(lambda: self._rows(batch, out))
+
+    def positions(self, inputs: Any, targets: Any = None) -> tuple[Tensor, Tensor]:
+        """Return of which sample (n,) and which position (n,) of it each row is, rows="token".
+
+        Args:
+            inputs: A tensor, tuple or dict, sample axis first.
+            targets: Likewise, or None.
+        """
+        rows = [self.session.rows_of(part) for part in self.parts(Batch.of(inputs, targets))]
+        found = [row for row in rows if isinstance(row, Tokens)]
+        if not found:
+            raise SpecError("rows of samples have no positions", remedy='Use Scope(rows="token").')
+        sample = torch.cat([row.index // row.positions for row in found])
+        return sample, torch.cat([row.position for row in found])
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, of a batch that was proved with the norms of its proof."""
@@ -216,7 +237,7 @@ class Scope:
                 NonFiniteWarning,
                 stacklevel=5,
             )
-        if found.skipped == len(whole):
+        if found.skipped == sum(map(len, parts)):
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         return [
             chain.result({key: value.to(own[key]) for key, value in state.items()})
@@ -247,7 +268,14 @@ class Scope:
         session = self.session
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
-        return [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
+        first = session.rows_of(batch.select(slice(0, 1)))
+        if isinstance(first, Tokens):
+            size = sum(p.nbytes for p in session.problem.parameters.values())
+            most = max(_STREAMED, _TOKEN_BYTES // size)
+            step = max(1, min(step, most // first.positions))
+        parts = [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
+        rows = [session.rows_of(part) for part in parts]
+        return [part for part in rows if len(part)] or rows[:1]
 
 
 def per_sample_gradients(

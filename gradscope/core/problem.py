@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -23,9 +23,11 @@ from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
+from gradscope.core.tokens import Tokens, token_losses
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 Loss = Callable[..., Tensor]
+RowKind = Literal["sample", "token"]
 Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
 
@@ -79,6 +81,18 @@ def model_loss(fn: Loss) -> BoundLoss:
     return BoundLoss(fn, of_model=True)
 
 
+def _at_position(loss: Loss) -> BoundLoss:
+    """Return the loss of one position each, (..., (targets, position (n,))) -> (n,)."""
+
+    def picked(*given: Any) -> Tensor:
+        *first, (targets, position) = given
+        found = loss(*first, targets)
+        values, _ = token_losses(found, len(position), getattr(loss, "__name__", "loss"))
+        return values.gather(1, position.to(values.device).unsqueeze(1)).squeeze(1)
+
+    return BoundLoss(picked, of_model=is_model_loss(loss))
+
+
 def is_model_loss(loss: Loss) -> bool:
     """Whether `loss` takes `(model, inputs, targets)` rather than `(outputs, targets)`."""
     if isinstance(loss, BoundLoss):
@@ -102,6 +116,8 @@ class Problem:
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
     state: State = None  # type: ignore[assignment]  # made when it is not given
     seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
+    # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
+    rows: RowKind = "sample"
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -154,8 +170,30 @@ class Problem:
         """The device of the first selected parameter."""
         return next(iter(self.parameters.values())).device
 
+    @property
+    def apart(self) -> "Problem":
+        """What gives a token's row as an ordinary sample's, of batches `Tokens.apart`."""
+        return replace(self, loss=_at_position(self.loss), rows="sample")
+
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
-        """Return the losses (n,), with their graph or none; buffers and generators stay alone."""
+        """Return the losses (n,), with their graph or none; buffers and generators stay alone.
+
+        With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
+        """
+        with self._guarded(batch, graph=graph):
+            return self._checked(self._raw(batch, self.seen), batch)
+
+    def counted(self, batch: Batch) -> tuple[Tensor, bool]:
+        """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
+        with self._guarded(batch, graph=False):
+            found = self._raw(batch)
+            values, counted = token_losses(found, len(batch), self._loss_name)
+            if counted is None:
+                return torch.ones(values.shape, dtype=torch.bool), False
+            return counted, True
+
+    @contextmanager
+    def _guarded(self, batch: Batch, *, graph: bool) -> Iterator[None]:
         with (
             self.state.kept(),
             self._scratch_buffers(),
@@ -163,7 +201,7 @@ class Problem:
             torch.set_grad_enabled(graph),
             user_code(self.model, batch),
         ):
-            return self._checked(self._raw(batch, self.seen), len(batch))
+            yield
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the losses (n,) with `values` in the parameters' place, buffers copied.
@@ -182,7 +220,7 @@ class Problem:
             for table, key, own in places:
                 table[key] = given[id(own)]
             with self._frozen_statistics():
-                return self._checked(self._raw(batch), len(batch))
+                return self._checked(self._raw(batch), batch)
         finally:
             for table, key, own in places:
                 table[key] = own
@@ -241,8 +279,14 @@ class Problem:
             seen(self.loss, outputs, batch.targets, losses)
         return losses
 
-    def _checked(self, losses: Any, n: int) -> Tensor:
-        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+    @property
+    def _loss_name(self) -> str:
+        return getattr(self.loss, "__name__", type(self.loss).__name__)
+
+    def _checked(self, losses: Any, batch: Batch) -> Tensor:
+        if self.rows == "token":
+            return self._of_tokens(losses, batch)
+        name, n = self._loss_name, len(batch)
         if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
             if losses.is_floating_point():
                 return losses
@@ -262,9 +306,26 @@ class Problem:
                 "scales every gradient by 1/n. Use reduction='none', and reduce over all axes but "
                 "the first."
                 if scalar
-                else "Reduce over all axes but the first, the sample axis."
+                else "Reduce over all axes but the first, the sample axis. For a row for each "
+                "position of (n, t), use --rows token."
             ),
         )
+
+    def _of_tokens(self, found: Any, batch: Batch) -> Tensor:
+        """Return the losses (m,) of rows; of a batch that is not of tokens, (n, t)."""
+        rows = batch if isinstance(batch, Tokens) else None
+        n = len(batch) if rows is None else int(rows.sample.max()) + 1
+        values, _ = token_losses(found, n, self._loss_name)
+        if rows is None:
+            return values
+        if values.shape[1] != rows.positions:
+            raise SpecError(
+                f"the loss {self._loss_name!r} has {values.shape[1]} positions here, and had "
+                f"{rows.positions} before",
+                where="rows token",
+                remedy="Pad all samples to one length, and let the loss say which positions count.",
+            )
+        return values[rows.sample.to(values.device), rows.position.to(values.device)]
 
     @contextmanager
     def _scratch_buffers(self) -> Iterator[None]:

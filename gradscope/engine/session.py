@@ -13,22 +13,22 @@ from gradscope.backends import (
     ROWS,
     Evaluate,
     Request,
-    backends,
+    backend_of,
     candidates,
-    own_loss_backends,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, tensors
 from gradscope.core.independence import same
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, RowKind
 from gradscope.core.registry import suggestion
 from gradscope.core.state import facts
+from gradscope.core.tokens import Tokens
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.stages.labels import Labels, Mode
-from gradscope.stages.losses import resolve
+from gradscope.stages.losses import of_tokens, resolve
 from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
@@ -55,13 +55,21 @@ class Settings:
     seed: int = 0
     compile: bool = False
     predictions: bool = False
+    rows: RowKind = "sample"
 
     def __post_init__(self) -> None:
-        words = (self.verify, Verify), (self.coupling, Coupling)
+        words = (self.verify, Verify), (self.coupling, Coupling), (self.rows, RowKind)
         for word, kind in (*words, (self.nonfinite, NonFinite), (self.labels, Mode)):
             known = list(get_args(kind))
             if word not in known:
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
+        if self.rows == "token" and (self.labels != "data" or self.coupling == "own-loss"):
+            other = "coupling own-loss" if self.labels == "data" else f"labels {self.labels}"
+            raise SpecError(
+                f"rows of tokens do not go with {other}: that is of whole samples",
+                where="rows token",
+                remedy="Use labels data and coupling refuse or frozen; or rows sample.",
+            )
 
     @property
     def own_loss(self) -> bool:
@@ -105,6 +113,9 @@ class Session:
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
+        if settings.rows == "token":
+            self._loss = of_tokens(self._loss)
+        self._positions: dict[Any, int] = {}  # t by shapes, where all positions count
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
@@ -125,10 +136,11 @@ class Session:
             problem,
             running_statistics=asked.coupling == "frozen",
             seen=None if self.predictions is None else self.predictions.watch,
+            rows=asked.rows,
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         self._compiled = None
-        against = not_compiled(asked.backend, asked.verify, asked.coupling)
+        against = not_compiled(asked.backend, asked.verify, asked.coupling, asked.rows)
         if asked.compile and against is not None:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
@@ -161,6 +173,23 @@ class Session:
         """Whether some batches are answered by a compiled program."""
         return self._compiled is not None and self._compiled.in_use
 
+    def rows_of(self, batch: Batch) -> Batch:
+        """Return samples as the rows that are asked for: themselves, or their tokens that count.
+
+        That takes a forward pass, unless the loss lets every position count.
+        """
+        if self.settings.rows == "sample" or isinstance(batch, Tokens):
+            return batch
+        shapes = tuple((t.shape[1:], t.dtype) for t in tensors((batch.inputs, batch.targets)))
+        t = self._positions.get(shapes)
+        if t is not None:
+            return Tokens.of(batch, torch.ones(len(batch), t, dtype=torch.bool))
+        with torch.inference_mode(False):
+            counted, said = self.problem.counted(batch.detached())
+        if not said:
+            self._positions[shapes] = counted.shape[1]
+        return Tokens.of(batch, counted)
+
     def evaluate(
         self,
         batch: Batch,
@@ -180,6 +209,13 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
+        batch = self.rows_of(batch)
+        if not len(batch):
+            raise SpecError(
+                "no position of these samples counts",
+                where="rows token",
+                remedy="The loss says which positions count: see its mask or ignore_index.",
+            )
         now = facts(self.problem.model)  # what a proof takes for granted
         if self._facts is not None and self._facts != now:
             self.notes.append(
@@ -243,8 +279,8 @@ class Session:
         asked = self.settings
         if self._evaluate is None:
             self.backend = self._waiting.pop(0)
-            registry = own_loss_backends if asked.own_loss else backends
-            self._evaluate = self._stack.enter_context(registry.get(self.backend)(self.problem))
+            backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
+            self._evaluate = self._stack.enter_context(backend(self.problem))
         due = self._due or self._wary or asked.verify == "always"
         if asked.verify == "never" or not due:
             return self._evaluate(batch, request)

@@ -107,7 +107,8 @@ class Analysis:
         if not wanted:
             return found
         marks = Marks.of(batch.losses.detach(), seed)
-        passes = [batch.gradients([*wanted], weights) for weights in marks.weights]
+        alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
+        passes = [batch.gradients([*wanted], weights.view(alike)) for weights in marks.weights]
         for output, once in wanted.items():
             often = (weighted[output] for weighted in passes)
             # no gradient at all is one of zeros
