@@ -29,7 +29,7 @@ from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
-_TOKEN_BYTES = 2**30  # of dense gradients of tokens, beyond as many
+_TOKEN_BYTES = 2**30  # of dense gradients of tokens, unless they are known to have a structure
 
 
 class NonFiniteWarning(UserWarning):
@@ -268,14 +268,15 @@ class Scope:
         session = self.session
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
-        first = session.rows_of(batch.select(slice(0, 1)))
-        if isinstance(first, Tokens):
-            size = sum(p.nbytes for p in session.problem.parameters.values())
-            most = max(_STREAMED, _TOKEN_BYTES // size)
-            step = max(1, min(step, most // first.positions))
         parts = [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
-        rows = [session.rows_of(part) for part in parts]
-        return [part for part in rows if len(part)] or rows[:1]
+        if session.settings.rows == "sample":
+            return parts
+        size = sum(p.nbytes for p in session.problem.parameters.values())
+        found: list[Batch] = []
+        for rows in map(session.rows_of, parts):
+            most = len(rows) if session.keeps_apart else max(1, _TOKEN_BYTES // max(1, size))
+            found += map(rows.select, torch.arange(len(rows)).split(max(1, most)))
+        return [part for part in found if len(part)] or found
 
 
 def per_sample_gradients(

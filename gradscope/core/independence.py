@@ -249,7 +249,7 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
 def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
     """Name the first layer where a sample mixes with others, None when it is not inside a layer."""
     if isinstance(batch, Tokens):
-        batch, sample = batch.whole, int(batch.sample[sample])
+        sample, batch = int(batch.sample[sample]), batch.whole
     alone = torch.full((len(batch),), sample)
     try:
         first, second = (_recorded(problem, b) for b in (batch, batch.select(alone)))

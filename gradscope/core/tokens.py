@@ -28,11 +28,11 @@ class Tokens(Batch):
     positions: int  # t
 
     @classmethod
-    def of(cls, batch: Batch, counted: Tensor) -> "Tokens":
+    def among(cls, batch: Batch, counted: Tensor) -> "Tokens":
         """Return the rows of a batch that count, by a mask (n, t), sample after sample."""
         sample, position = counted.cpu().nonzero().unbind(1)
         t = counted.shape[1]
-        used, own = sample.unique(return_inverse=True)
+        used, own = torch.unique(sample, return_inverse=True)
         held = batch if len(used) == len(batch) else batch.select(used)
         return cls(held.inputs, held.targets, batch.index[sample] * t + position, own, position, t)
 
@@ -45,13 +45,13 @@ class Tokens(Batch):
         return Batch(self.inputs, self.targets, index)
 
     def apart(self) -> Batch:
-        """Return m samples, one a row; targets are (targets, position (m,)), see `Problem.apart`."""
+        """Return m samples, one a row, for `Problem.apart`: targets (targets, position (m,))."""
         many = self.whole.select(self.sample)
         return Batch(many.inputs, (many.targets, self.position), self.index)
 
     def select(self, rows: slice | Tensor) -> "Tokens":
         """Return the rows `rows` of this batch, with the samples that they are of."""
-        used, sample = self.sample[rows].unique(return_inverse=True)
+        used, sample = torch.unique(self.sample[rows], return_inverse=True)
         held = self.whole
         held = held if len(used) == len(held) else held.select(used)
         own = {"index": self.index[rows], "sample": sample, "position": self.position[rows]}
@@ -69,7 +69,7 @@ def whole_of(batch: Batch) -> Batch:
 
 
 def samples_of(batch: Batch) -> Tensor:
-    """Return which of the samples at hand (n,) each row (m,) is of: itself, unless it is a token's."""
+    """Return which of the samples at hand each row is of (m,): itself, unless it is a token's."""
     return batch.sample if isinstance(batch, Tokens) else torch.arange(len(batch))
 
 

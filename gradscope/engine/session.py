@@ -115,6 +115,7 @@ class Session:
         self._model, self._loss = model, resolve(loss)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
+        self.keeps_apart = False  # the last answer about tokens had none in its dense form
         self._positions: dict[Any, int] = {}  # t by shapes, where all positions count
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
@@ -183,12 +184,12 @@ class Session:
         shapes = tuple((t.shape[1:], t.dtype) for t in tensors((batch.inputs, batch.targets)))
         t = self._positions.get(shapes)
         if t is not None:
-            return Tokens.of(batch, torch.ones(len(batch), t, dtype=torch.bool))
+            return Tokens.among(batch, torch.ones(len(batch), t, dtype=torch.bool))
         with torch.inference_mode(False):
             counted, said = self.problem.counted(batch.detached())
         if not said:
             self._positions[shapes] = counted.shape[1]
-        return Tokens.of(batch, counted)
+        return Tokens.among(batch, counted)
 
     def evaluate(
         self,
@@ -250,6 +251,8 @@ class Session:
             self._due = True  # until a proof has passed, nothing more is answered
             raise
         self._facts = now
+        blocks = evaluation.gradients.values()
+        self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         self._unaudited = batch if proof is None else None
         self._doubtful = 0 if proof is not None else self._doubtful + 1
         if request.stored and not request.factors:

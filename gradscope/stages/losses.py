@@ -95,7 +95,7 @@ def of_tokens(loss: Loss) -> Loss:
 def _reduces(loss: Loss) -> bool:
     """Whether a loss sums or averages over positions, as it is told."""
     try:
-        return inspect.signature(loss).parameters["per_sample"].annotation == Normaliser
+        return bool(inspect.signature(loss).parameters["per_sample"].annotation == Normaliser)
     except (KeyError, TypeError, ValueError):
         return False
 

@@ -74,8 +74,8 @@ def hooks(
 # Rules in which an entry of the output gradient adds to its owner's row alone, whoever that is;
 # the second go by axes that lie side by side as well.
 _MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm")
-_APART = ("Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm", "Add", "Sub", "Mul")
-_APART += ("Div", "Expand")
+_NORMS = ("NativeLayerNorm", "NativeBatchNorm")
+_APART = ("Convolution", "Embedding", "Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
 
 
 def row_block(kind: str, site: Site) -> Block:
@@ -89,7 +89,9 @@ def row_block(kind: str, site: Site) -> Block:
     usable = name in _APART or (name in _MERGED and not shared)
     if name == "Embedding":  # by how often the whole sample looks a row up
         usable = not site.saved("scale_grad_by_freq")
-    rule = node_rules.find(kind) if usable and None not in (site.gradients[0], site.axes[0]) else None
+    rule = (
+        node_rules.find(kind) if usable and None not in (site.gradients[0], site.axes[0]) else None
+    )
     block = None if rule is None else rule(site)
     if block is None:
         raise UnsupportedError("positions are not kept apart", where=f"operation {kind}")
@@ -181,6 +183,8 @@ class _Program:
             return Evaluation(own, self._gradients({}, own), new=True)
         recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
         known = self._fitting(recorded)
+        if known is None and single:
+            known = next((a for a in self.singles if a.fits(recorded)), None)
         if known is None and not proved:
             require_independent(self.problem, batch, own)
         find = self._of_single if single else self._analysis
@@ -299,15 +303,16 @@ class _Program:
         marks = Marks.of(recorded.losses.detach()[0], self.evaluations)
         wanted = {k: gradient for k in axes if (gradient := at.get(k)) is not None}
         passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
-        found: dict[Output, Axis] = {}
+        own: dict[Output, Axis] = {}
         for output, once in wanted.items():
-            often = [torch.zeros_like(once) if p[output] is None else p[output] for p in passes]
+            every = (found[output] for found in passes)
+            often = [torch.zeros_like(once) if t is None else t for t in every]
             try:
-                found[output] = row_axis(once, often, axes[output], rows, marks)
+                own[output] = row_axis(once, often, axes[output], rows, marks)
             except ValueError as error:
                 where = f"operation {recorded.kinds[output[0]]}"
                 raise UnsupportedError(str(error), where=where, remedy=OTHERS) from error
-        return found
+        return own
 
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
         rows: dict[str, Block] = {}

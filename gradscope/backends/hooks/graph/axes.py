@@ -255,20 +255,16 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
     once = _entries(gradient, axis)
-    peak = once.abs().argmax(1, keepdim=True)
-    one = once.gather(1, peak)
-    empty = (once == 0).all(1)
+    size = once.abs().amax(1)
+    empty = size == 0
     often = [_entries(t, axis) for t in weighted]
-    ratios = [
-        torch.where(empty, 1, (t.gather(1, peak) / one).real.squeeze(1).to(marks.values.dtype))
-        for t in often
-    ]
+    ratios = [torch.where(empty, 1, t.abs().amax(1) / size).to(marks.values.dtype) for t in often]
     owner, wanted = marks.owners(ratios)
-    size, eps = one.abs().squeeze(1), torch.finfo(gradient.dtype).eps
+    eps = torch.finfo(gradient.dtype).eps
     torn = ~empty & (owner < 0)
     for entries, factor in zip(often, wanted, strict=True):
         own = factor.to(once.dtype).unsqueeze(1)
-        gap = torch.where(empty.unsqueeze(1), entries, entries - own * once).abs().amax(1)
+        gap = torch.addcmul(entries, own, once, value=-1).abs().amax(1)
         torn |= ~(gap <= eps**0.5 * size * factor)
     noise = size <= _NOISE * eps * size.amax() if len(size) else empty
     if bool((torn & ~noise).any()):

@@ -140,7 +140,7 @@ def _pixels(site: Site, axis: SharedAxes, geometry: Geometry) -> Block | None:
     whole = ConvolutionBlock(*given, site.shape, geometry).outer  # (entries, k, pixels, ·)
     space = site.gradient.shape[2:]
     left, right = (
-        axis.first(t.unflatten(2, space), site.n).transpose(1, 2).flatten(2, -2)
+        axis.first(t.reshape(*t.shape[:2], *space, -1), site.n).transpose(1, 2).flatten(2, -2)
         for t in (whole.left, whole.right)
     )
     return OuterBlock(left, right, site.shape)
