@@ -142,10 +142,20 @@ class Section:
     pairs: Sequence[tuple[str, str]] = ()  # short titles, each with a value under it
     histogram: Histogram | None = None  # shown as bars on a terminal
     table: Table | None = None  # one row a parameter, class, sample or step
+    samples: Sequence[Any] = ()  # the rows of the table where it lists samples
     cards: Sequence[tuple[str, Sequence[Card]]] = ()  # samples in rows, each with a heading
     notes: Sequence[Line] = ()  # lines that follow
     # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What fits one screen of a terminal."""
+
+    facts: Sequence[Fact]
+    sections: Sequence[Section]
+    more: str  # how to see the rest
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,11 @@ class Overview:
     pictures: Sequence[Picture]  # in their order
     warnings: Sequence[str] = ()  # what is wrong with them
     records: Mapping[str, Any] | None = None  # documents shown as they are, by title
+    brief: Brief | None = None  # what a terminal shows unless all is asked for
+
+    def overview(self) -> "Overview":
+        """Return itself."""
+        return self
 
 
 class Shown(Protocol):
