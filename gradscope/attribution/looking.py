@@ -7,7 +7,7 @@ from gradscope.attribution.scores import Scores
 from gradscope.attribution.summary import INFLUENCE, QueryRow, Scored, ScoreSummary, queries
 from gradscope.sources.opened import Opened
 from gradscope.stats.looking import Album, label, name_of
-from gradscope.stats.sections import Card, Column, Overview, Section, Table, short
+from gradscope.stats.sections import Card, Column, Overview, Section, Shown, Table, short
 
 QUERIES = 40  # on a page
 _SIDES = {"query": "queries", "train": "training samples"}
@@ -16,7 +16,7 @@ Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, side
 
 
 @dataclass(frozen=True)
-class Looked:
+class Looked(Shown):
     """A summary of scores with its samples, each of them opened."""
 
     summary: ScoreSummary

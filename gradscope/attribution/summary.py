@@ -17,6 +17,7 @@ from gradscope.stats.sections import (
     Overview,
     Picture,
     Section,
+    Shown,
     Table,
     listed,
     numbers,
@@ -52,7 +53,7 @@ class QueryRow(Record):
     sums: tuple[float, ...] = ()  # of its scores with the samples of each group
 
 
-class ScoreSummary(Record):
+class ScoreSummary(Record, Shown):
     """What scores say."""
 
     schema_: Literal["gradscope.attribute"] = "gradscope.attribute"

@@ -15,7 +15,8 @@ from rich.style import Style
 from rich.table import Table as Grid
 from rich.text import Text
 
-from gradscope.report.console import fit_names, visible
+from gradscope.core.markup import visible
+from gradscope.report.console import fit_names
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
     Card,
