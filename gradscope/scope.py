@@ -160,8 +160,7 @@ class Scope:
         found = [row for row in rows if isinstance(row, Tokens)]
         if not found:
             raise SpecError("rows of samples have no positions", remedy='Use Scope(rows="token").')
-        sample = torch.cat([row.index // row.positions for row in found])
-        return sample, torch.cat([row.position for row in found])
+        return torch.cat([row.samples for row in found]), torch.cat([row.position for row in found])
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, of a batch that was proved with the norms of its proof."""
@@ -275,7 +274,7 @@ class Scope:
         found: list[Batch] = []
         for rows in map(session.rows_of, parts):
             most = len(rows) if session.keeps_apart else max(1, _TOKEN_BYTES // max(1, size))
-            found += map(rows.select, torch.arange(len(rows)).split(max(1, most)))
+            found += map(rows.select, torch.split(torch.arange(len(rows)), max(1, most)))
         return [part for part in found if len(part)] or found
 
 

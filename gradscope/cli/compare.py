@@ -26,8 +26,9 @@ def compare(
         list[str] | None,
         typer.Option(
             "--against",
-            metavar="FILE.py:FUNCTION|RESULT.h5",
-            help="Your own implementation, or a stored result, as a further row; repeatable.",
+            metavar="FILE.py:FUNCTION|RESULT.h5|opacus|backpack",
+            help="Your own implementation, a stored result, or what another library computes, as "
+            "a further row; repeatable.",
         ),
     ] = None,
     json: options.Json = False,
@@ -39,6 +40,7 @@ def compare(
 
     The first 32 samples are compared, or all of --samples.
     """
+    from gradscope.comparison import PEERS, peer_version
     from gradscope.report import render_comparison
     from gradscope.run import prepare
     from gradscope.sources import code_digests
@@ -46,7 +48,7 @@ def compare(
     stops.unwinding()
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
-    rows = job.rows if spec.compute.samples else job.rows[:size]
+    rows = job.samples if spec.compute.samples else job.samples[:size]
     others = {name: _loaded(name, rows) for name in against or []}
     if dry_run:
         names = ", ".join(spec.compare.backends)
@@ -56,7 +58,8 @@ def compare(
     found: Any = result
     if json:
         codes = {name: code_digests(name, "implementation") for name in others if ":" in name}
-        found = result.to_json() | {"digests": job.digests | codes}
+        versions = {name: peer_version(name) for name in others if name in PEERS}
+        found = result.to_json() | {"digests": job.digests | codes, "libraries": versions}
     quiet = quiet and result.agrees
     options.show(found, render_comparison, json=json, quiet=quiet, verbose=verbose)
     if not result.agrees:
@@ -81,11 +84,16 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
         backends=job.spec.compare.backends,
         parameters=None if asked.parameters is None else list(asked.parameters),
         against=others,
+        rows=asked.rows,
     )
 
 
 def _loaded(reference: str, rows: range) -> Any:
-    """Return a function of the user's, or the rows of a result's `identity` chain."""
+    """Return a function of the user's or a library's, or the rows of a result's `identity`."""
+    from gradscope.comparison import PEERS, peer
+
+    if reference in PEERS:
+        return peer(reference)
     if ":" in reference:
         from gradscope.sources.code import load_function
 
@@ -102,7 +110,9 @@ def _loaded(reference: str, rows: range) -> Any:
                 where=reference,
                 remedy="Compute it with -t identity.",
             )
-        places = {int(k): row for row, k in enumerate(file.samples["index"])}
+        places: dict[int, list[int]] = {}  # of a run of tokens, a sample has several rows
+        for row, k in enumerate(file.samples.get("sample", file.samples["index"])):
+            places.setdefault(int(k), []).append(row)
         missing = [k for k in rows if k not in places]
         if missing:
             raise SpecError(
@@ -110,7 +120,7 @@ def _loaded(reference: str, rows: range) -> Any:
                 where=reference,
                 remedy="Choose samples that it holds with --samples A:B.",
             )
-        wanted = [places[k] for k in rows]
+        wanted = [row for k in rows for row in places[k]]
         return {
             name: np.stack([array[k : k + 1][0] for k in wanted]) for name, array in chain.items()
         }

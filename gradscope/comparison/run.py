@@ -13,14 +13,16 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from gradscope.backends import Backend, Evaluate, backends
+from gradscope.backends import Backend, Evaluate, backend_of, backends
 from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
+from gradscope.core import markup
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
-from gradscope.core.problem import Loss, Problem, double_precision
+from gradscope.core.problem import Loss, Problem, RowKind, double_precision
 from gradscope.core.stops import is_stop
+from gradscope.core.tokens import Tokens
 from gradscope.engine import Answer, glimpsed
 from gradscope.errors import (
     CertificateError,
@@ -30,7 +32,7 @@ from gradscope.errors import (
     UnsupportedError,
 )
 from gradscope.scope import Scope
-from gradscope.stages.losses import resolve
+from gradscope.stages.losses import of_tokens, resolve
 
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
@@ -81,6 +83,22 @@ class Comparison:
         plain = json.loads(TypeAdapter(Comparison).dump_json(self))
         return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}
 
+    def _repr_html_(self) -> str:
+        """Return a row a backend, for a notebook."""
+        rows = [
+            (
+                row.backend,
+                row.status,
+                "" if row.seconds is None else f"{row.seconds / self.baseline_seconds:.3g}",
+                "" if row.worst is None else f"{row.worst.relative:.1e}",
+                row.reason or "",
+            )
+            for row in self.rows
+        ]
+        heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
+        title = f"{self.samples:,} samples: {'agrees' if self.agrees else 'DISAGREES'}"
+        return markup.document(title, markup.table(heads, rows))
+
 
 @dataclass(frozen=True)
 class _Setting:
@@ -102,6 +120,7 @@ def compare(
     backends: Sequence[str] = ("loop", "hooks", "vmap", "expand"),
     parameters: str | list[str] | None = None,
     against: Mapping[str, Implementation | Mapping[str, Any]] | None = None,
+    rows: RowKind = "sample",
 ) -> Comparison:
     """Hold backends, and implementations of one's own, against the float64 loop.
 
@@ -119,15 +138,19 @@ def compare(
         parameters: Globs that select parameters by name.
         against: By label, a function `(model, loss, inputs, targets) -> {name: (n, *shape)}`,
             called with a float64 copy, or a stored result {name: (n, *shape)}.
+        rows: What has a row, "sample" or "token"; see `Scope`.
 
     Raises:
         SpecError: A name is unknown or used twice, or there is nothing to compare.
         RefusedError: The loop itself has no answer: the model does not run on one sample alone.
     """
     others = dict(against or {})
-    chosen = _chosen(backends, others)
-    problem = Problem.of(model, resolve(loss), parameters)
+    chosen = _chosen(backends, others, rows)
+    own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))
+    problem = replace(Problem.of(model, own, parameters), rows=rows)
     batch = Batch.of(inputs, targets).detached().to(problem.device, None)
+    if rows == "token":
+        batch = Tokens.among(batch, problem.counted(batch)[0])
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
@@ -139,23 +162,23 @@ def compare(
 
     seconds, peak = measure(backward, problem.device)
     with Tuner.remembering().active() as tuner:
-        rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
-    rows += [_other_row(label, other, setting) for label, other in others.items()]
+        found = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
+    found += [_other_row(label, other, setting) for label, other in others.items()]
     return Comparison(
-        agrees=all(row.status in ("agrees", "refused") for row in rows),
+        agrees=all(row.status in ("agrees", "refused") for row in found),
         samples=len(batch),
         dtype=str(problem.dtype).removeprefix("torch."),
         baseline_seconds=seconds,
         baseline_bytes=peak,
         coupled=setting.oracle.coupled,
-        rows=tuple(rows),
+        rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
     )
 
 
-def _chosen(names: Sequence[str], others: Mapping[str, Any]) -> dict[str, Backend]:
+def _chosen(names: Sequence[str], others: Mapping[str, Any], rows: RowKind) -> dict[str, Backend]:
     """Look every name up before anything runs."""
-    chosen = {name: backends.get(name) for name in names}
+    chosen = {name: backend_of(name, rows) for name in names}
     taken = [label for label in others if label in chosen]
     if taken:
         raise SpecError(

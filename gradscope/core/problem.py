@@ -304,7 +304,8 @@ class Problem:
             remedy=(
                 "A scalar loss has already been summed or averaged over the batch, and a mean "
                 "scales every gradient by 1/n. Use reduction='none', and reduce over all axes but "
-                "the first."
+                "the first. A mean over all tokens of a batch: each sample's sum over its tokens, "
+                "divided by a constant."
                 if scalar
                 else "Reduce over all axes but the first, the sample axis. For a row for each "
                 "position of (n, t), use --rows token."
@@ -314,7 +315,7 @@ class Problem:
     def _of_tokens(self, found: Any, batch: Batch) -> Tensor:
         """Return the losses (m,) of rows; of a batch that is not of tokens, (n, t)."""
         rows = batch if isinstance(batch, Tokens) else None
-        n = len(batch) if rows is None else int(rows.sample.max()) + 1
+        n = len(batch) if rows is None else len(rows.held)
         values, _ = token_losses(found, n, self._loss_name)
         if rows is None:
             return values

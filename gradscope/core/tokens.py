@@ -19,10 +19,10 @@ from gradscope.errors import SpecError
 class Tokens(Batch):
     """Some positions of some samples: m rows of n samples, of which each is held once.
 
-    Inputs and targets are those of the samples (n, ...). The index (m,) is the sample's times t,
-    plus the position.
+    Inputs and targets are those of the samples (n, ...); the index (m,) tells rows apart.
     """
 
+    held: Tensor  # (n,) int64, where in the data set each sample is
     sample: Tensor  # (m,) int64, which of the samples at hand each row is of
     position: Tensor  # (m,) int64, and which of its positions
     positions: int  # t
@@ -34,15 +34,18 @@ class Tokens(Batch):
         t = counted.shape[1]
         used, own = torch.unique(sample, return_inverse=True)
         held = batch if len(used) == len(batch) else batch.select(used)
-        return cls(held.inputs, held.targets, batch.index[sample] * t + position, own, position, t)
+        index = batch.index[sample] * t + position
+        return cls(held.inputs, held.targets, index, held.index, own, position, t)
 
     @property
     def whole(self) -> Batch:
-        """The samples (n, ...); their index (n,) says where in the data set each one is."""
-        n = int(self.sample.max()) + 1 if len(self) else 0
-        index = self.index.new_zeros(n)
-        index[self.sample] = self.index // self.positions
-        return Batch(self.inputs, self.targets, index)
+        """The samples (n, ...)."""
+        return Batch(self.inputs, self.targets, self.held)
+
+    @property
+    def samples(self) -> Tensor:
+        """Where in the data set the sample of each row is (m,)."""
+        return self.held[self.sample]
 
     def apart(self) -> Batch:
         """Return m samples, one a row, for `Problem.apart`: targets (targets, position (m,))."""
@@ -55,7 +58,7 @@ class Tokens(Batch):
         held = self.whole
         held = held if len(used) == len(held) else held.select(used)
         own = {"index": self.index[rows], "sample": sample, "position": self.position[rows]}
-        return replace(self, inputs=held.inputs, targets=held.targets, **own)
+        return replace(self, inputs=held.inputs, targets=held.targets, held=held.index, **own)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Tokens":
         """Return the batch with `fn` applied to every tensor among inputs and targets."""

@@ -7,6 +7,7 @@ misspelt word costs nothing.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gradscope.core.problem import Loss
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
+from gradscope.run.tokens import TokenRows
 from gradscope.sources import (
     CheckpointReport,
     Dataset,
@@ -47,8 +49,9 @@ from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
 
-_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"}
+_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions", "rows"}
 _BATCH_SAMPLES = 256  # when the batch size is left to us
+_BATCH_TOKENS = 2048  # at least, and whole samples
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
 
@@ -61,7 +64,7 @@ class Job:
     scope: Session  # model, loss and backend, with the proof of its answers
     checkpoint: CheckpointReport  # what was loaded into the model
     dataset: Dataset
-    rows: range  # the positions of the selected samples in it
+    rows: range  # the positions of the selected samples in it; of tokens, rows of all of them
     whole: range  # those of the run that this is a shard of; `rows` if it is none
     batch_size: int  # samples a batch, if memory allows it
     shard: Shard | None  # which part of a run this is, if it is not the whole
@@ -69,6 +72,7 @@ class Job:
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
     sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
+    tokens: TokenRows | None = None  # what the rows are, if they are of tokens
 
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""
@@ -81,8 +85,14 @@ class Job:
 
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
-        batch = self.dataset.batch(self.rows[start : start + n]).to(None, self.dtype)
-        return to_device(batch, self.scope.problem.device)
+        rows = self.rows[start : start + n]
+        load = partial(loaded, self.dataset, self.scope)
+        return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
+
+    @property
+    def samples(self) -> range:
+        """The positions of the selected samples in the data set."""
+        return self.rows if self.tokens is None else self.tokens.samples
 
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
@@ -99,8 +109,7 @@ class Job:
     @property
     def dtype(self) -> torch.dtype | None:
         """What floating-point inputs are cast to: the parameters' dtype, None if it is complex."""
-        dtype = self.scope.problem.dtype
-        return None if dtype.is_complex else dtype
+        return _dtype(self.scope)
 
     def record(self) -> dict[str, Any]:
         """Return the whole run as plain data, for the result file."""
@@ -117,6 +126,8 @@ class Job:
             "dtype": str(problem.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+        if self.tokens is not None:
+            record["tokens"] = self.tokens.record()
         if self.shard is not None:
             record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
         return record
@@ -131,6 +142,8 @@ class Job:
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
         if self.scope.settings.own_loss:
             parts.append("batch_size")  # else a row is the same in any
+        if self.tokens is not None:
+            parts.append("tokens")
         if self.shard is not None:
             parts.append("shard")
         record = self.record()
@@ -142,6 +155,17 @@ class Job:
             "dataset": data,  # its files are told by their digest
             "parameters": list(self.shapes),
         }
+
+
+def loaded(dataset: Dataset, scope: Session, rows: range) -> Batch:
+    """Return some samples of a data set, on the model's device."""
+    batch = dataset.batch(rows).to(None, _dtype(scope))
+    return to_device(batch, scope.problem.device)
+
+
+def _dtype(scope: Session) -> torch.dtype | None:
+    dtype = scope.problem.dtype
+    return None if dtype.is_complex else dtype
 
 
 def prepare(spec: RunSpec) -> Job:
@@ -168,19 +192,27 @@ def prepare(spec: RunSpec) -> Job:
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
     torch.manual_seed(asked.seed)
-    loaded = load_model(spec.model, spec.checkpoint)
-    model = _placed(loaded.model, asked.device, asked.dtype)
+    found = load_model(spec.model, spec.checkpoint)
+    model = _placed(found.model, asked.device, asked.dtype)
     dataset = open_dataset(spec.dataset)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
+    if asked.rows == "token":
+        settings["predictions"] = False  # there is one of each sample
     scope = Session(model, loss, Settings(**settings))
     name = spec.loss.stage.name
-    batch_size = asked.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
+    tokens = None
+    if asked.rows == "token":
+        tokens = TokenRows.of(scope, partial(loaded, dataset, scope), whole)
+        whole = range(len(tokens))
+    each = 1 if tokens is None else tokens.positions
+    asked_size = (asked.batch_size or 0) * each
+    batch_size = asked_size or _usual_batch(spec, bound, scope, dataset, whole, each)
     return Job(
         spec=spec,
         chains=bound,
         scope=scope,
-        checkpoint=loaded.checkpoint,
+        checkpoint=found.checkpoint,
         dataset=dataset,
         rows=whole if shard is None else shard.rows(whole, batch_size),
         whole=whole,
@@ -188,14 +220,15 @@ def prepare(spec: RunSpec) -> Job:
         shard=shard,
         compression=compression,
         digests={
-            "checkpoint": loaded.checkpoint.sha256,
+            "checkpoint": found.checkpoint.sha256,
             "dataset": dataset.sha256,
             "dataset_code": dataset.code,
-            "model": loaded.digests,
+            "model": found.digests,
             "loss": code.code_digests(name, "loss") if ":" in name else {},
             "stages": stages_digests(bound),
         },
-        notes=(*loaded.notes, *dataset.notes),
+        notes=(*found.notes, *dataset.notes),
+        tokens=tokens,
     )
 
 
@@ -306,9 +339,13 @@ def _usual_batch(
     scope: Session,
     dataset: Dataset,
     rows: range,
+    each: int,
 ) -> int:
-    """Return a batch size by what is asked for alone: shards are cut by it, on any machine."""
-    samples = min(_BATCH_SAMPLES, len(rows))
+    """Return a batch size by what is asked for alone: shards are cut by it, on any machine.
+
+    A sample has `each` rows, if these are of tokens.
+    """
+    samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
     if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, held_densely(scope))
     if scope.labels.mode == "exact":
