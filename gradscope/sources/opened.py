@@ -48,6 +48,8 @@ class Opened:
             spec = RunSpec.model_validate(run.get("spec")).dataset
         except ValueError:
             return cls(None, "the file does not say where the data are")
+        if run.get("tokens"):
+            return cls(None, "its rows are tokens of them: the table has sample and position")
         if spec.factory is not None:
             return cls(None, f"they are made by {spec.factory}, and code is not run to show them")
         if most is not None and _bytes(spec.path) > most:
