@@ -7,8 +7,9 @@ as it may, those with the largest norms and losses first; a server has them for 
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from gradscope.sources.opened import Opened
 from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.records import plain
-from gradscope.stats.sections import Spark
-from gradscope.stats.summary import Data, Summary, summarize
+from gradscope.stats.sections import Fact, Spark
+from gradscope.stats.summary import Data, summary_of
 from gradscope.storage import GradientFile
 from gradscope.view.heat import Heat, heat
 from gradscope.view.neighbours import Neighbours, neighbours
@@ -51,10 +52,8 @@ class View:
     opened: Opened
     other: GradientFile | None = None
     scores: Scores | None = None
-    found: Summary = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "found", summarize(self.file))
         for what, record in (("second file", self.other), ("scores", self.scores)):
             if record is not None and self.digest not in _digests(record):
                 raise SpecError(
@@ -83,27 +82,24 @@ class View:
         Args:
             most: How many samples have details; None for none, which are asked of a server.
         """
-        samples, facts = self.data.samples, FileFacts.of(self.file)
-        places = _chosen(self.data, 0 if most is None else most)
-        names = list(self.file.norms)
+        samples = self.data.samples
         return {
             "version": VERSION,
-            "path": visible(str(self.file.path)),
-            "facts": [[visible(k), visible(v if isinstance(v, str) else v.text)]
-                      for k, v in facts.in_short() if not isinstance(v, Spark)],
-            "warnings": [visible(line) for line in self.found.overview().warnings],
+            "name": visible(Path(self.file.path).name),
+            "facts": self._facts(),
+            "warnings": [visible(line) for line in summary_of(self.data).overview().warnings],
             "samples": samples.n,
             "left_out": samples.total - samples.n,
             "served": most is None,
             "columns": {name: packed(column) for name, column in self._columns().items()},
             "ids": None if samples.id is None else [visible(str(plain(i))) for i in samples.id],
             "classes": self._classes(),
-            "parameters": [visible(name) for name in names],
+            "parameters": [visible(name) for name in self.file.norms],
             "heat": self._heat(),
-            "second": None if self.other is None else visible(str(self.other.path)),
+            "second": None if self.other is None else visible(Path(self.other.path).name),
             "why": self._why(),
-            **self.details(places),
-        }  # fmt: skip
+            **self.details(_chosen(self.data, most or 0)),
+        }
 
     def details(self, places: Places) -> dict[str, Any]:
         """Return the details of the samples at `places` (k,) among the finite ones."""
@@ -127,6 +123,15 @@ class View:
         if self.scores is not None:
             found["scores"] = self._scored(samples.index[places].tolist())
         return found
+
+    def _facts(self) -> list[tuple[str, str]]:
+        rows: list[Fact] = [("file", str(self.file.path)), *FileFacts.of(self.file).in_short()]
+        told = [
+            (key, v if isinstance(v, str) else v.text)
+            for key, v in rows
+            if not isinstance(v, Spark)
+        ]
+        return [(visible(key), visible(text)) for key, text in told]
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples

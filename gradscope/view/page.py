@@ -32,7 +32,7 @@ def page(document: dict[str, Any]) -> str:
     data = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     filled = {
         "POLICY": policy,
-        "TITLE": safe(Path(document["path"]).name),
+        "TITLE": safe(document["name"]),
         "STYLE": _part("view.css"),
         "DATA": data.replace("<", "\\u003c"),
         "CHARTS": scripts[0],

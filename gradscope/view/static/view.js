@@ -192,7 +192,7 @@
   const draw = async (element, spec, renderer) => {
     const compiled = charts.compile({ ...spec, config: config() }).spec;
     const view = new charts.View(charts.parse(compiled, undefined, { ast: true }),
-      { expr: charts.expressionInterpreter, renderer, logLevel: charts.Warn });
+      { expr: charts.expressionInterpreter, renderer, logLevel: charts.Error });
     view.initialize(element);
     await view.runAsync();
     return view;
@@ -397,7 +397,7 @@
     const element = $("bars");
     element.setAttribute("role", "img");
     element.setAttribute("aria-label", `Norm by parameter, the largest ${largest[0].name}`);
-    await draw(element, { width: "container", height: { step: 15 }, autosize: { type: "fit-x", contains: "padding" }, data: { values },
+    await draw(element, { width: "container", height: { step: 15 }, data: { values },
       mark: { type: "bar", color: colour("right") }, encoding: {
         y: { field: "name", type: "nominal", sort: { field: "j" }, title: null, axis: { labelLimit: 200 } },
         x: { field: "norm", type: "quantitative", title: rows.length > BARS ? `norm, the ${BARS} largest of ${rows.length} parameters` : "norm" } } }, "svg");
@@ -439,7 +439,7 @@
   const hide = (id) => { $(id).closest("label").hidden = true; };
   const start = async () => {
     take(data);
-    $("title").textContent = data.second ? `${data.path}, and ${data.second}` : data.path;
+    $("title").textContent = data.second ? `${data.name}, and ${data.second}` : data.name;
     $("warnings").textContent = data.warnings.join("\n");
     for (const [key, value] of data.facts) $("facts").append(make("dt", { textContent: key }), make("dd", { textContent: value }));
     options("sort", SORTS.map(([name]) => name));
