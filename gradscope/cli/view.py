@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gradscope.cli import options
 from gradscope.core import stops, streams
 from gradscope.errors import SpecError
 
@@ -35,12 +36,14 @@ def view(
     port: Annotated[
         int, typer.Option("--port", metavar="N", min=0, max=65535, help="Of --serve [any].")
     ] = 0,
+    json: options.Json = False,
 ) -> None:
     """Show the samples of a result file: each dot of the chart is one, opened by a click."""
     if len(files) > 2:
         raise SpecError(f"{len(files)} files were given", remedy="Give one result file, or two.")
-    if serve and output is not None:
-        raise SpecError("--serve writes no page", remedy="Give --serve or --output.")
+    if serve and (json or output is not None):
+        remedy = "Leave out --output and --json, or --serve."
+        raise SpecError("--serve writes no page", remedy=remedy)
     from gradscope.attribution import open_scores
     from gradscope.stats.sections import size
     from gradscope.storage import open_file
@@ -62,5 +65,10 @@ def view(
             answer(shown, port, lambda address: typer.echo(address, file=streams.out()))
             return
         target = output or files[0].with_suffix(".html")
-        written = write_page(shown.document(), target)
-        typer.echo(f"{target}: {size(written)}, open it in a browser", file=streams.out())
+        document = shown.document()
+        bytes_ = write_page(document, target)
+        made = {"schema": "gradscope.view", "version": 1, "path": str(target), "bytes": bytes_}
+        if json:
+            options.show(made | {"samples": document["samples"]}, print, json=True)
+        else:
+            typer.echo(f"{target}: {size(bytes_)}, open it in a browser", file=streams.out())

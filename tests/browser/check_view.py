@@ -55,9 +55,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, chain in chains.items():
         config = SAMPLES / name / "run.toml"
         some = ["--samples", ":60"] if name == "text_transformer" else []
-        gradscope(
-            "compute", "--config", config, "-t", chain, "-q", *some, "-o", folder / f"{name}.h5"
-        )
+        words = ["compute", "--config", config, "-t", chain, "-q", *some]
+        gradscope(*words, "-o", folder / f"{name}.h5")
     return {name: folder / f"{name}.h5" for name in chains} | {"table": hostile(folder)}
 
 
