@@ -16,6 +16,7 @@ from gradscope.engine import (
     Certificate,
     Coupling,
     NonFinite,
+    Randomness,
     Session,
     Settings,
     Verify,
@@ -56,6 +57,9 @@ class Scope:
         labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
             expectation over all classes.
         seed: Of what is drawn at random: samples that are compared, batches, labels.
+        randomness: What to do when the model draws random numbers (dropout in train mode):
+            "refuse"; "fixed" draws by `seed`, call and sample, so that a sample has the same
+            numbers in any batch and with any backend.
         compile: Compile gradient and reduction as one program where that can be done; under `auto`
             where it is also measured to be faster. What was done is in `notes`.
 
@@ -78,6 +82,7 @@ class Scope:
         labels: Mode = "data",
         seed: int = 0,
         compile: bool = False,
+        randomness: Randomness = "refuse",
     ) -> None:
         settings = Settings(
             parameters=parameters,
@@ -88,6 +93,7 @@ class Scope:
             labels=labels,
             seed=seed,
             compile=compile,
+            randomness=randomness,
         )
         self.session = Session(model, loss, settings)
         self._bound: dict[str, Chain] = {}

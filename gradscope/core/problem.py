@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,7 @@ from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
+T = TypeVar("T")
 Loss = Callable[..., Tensor]
 Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
@@ -156,6 +157,22 @@ class Problem:
 
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
         """Return the losses (n,), with their graph or none; buffers and generators stay alone."""
+        return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
+
+    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
+        """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
+
+        Args:
+            batch: The samples.
+            evaluate: Runs the model on them.
+            apart: The model sees a batch of one, though there are all samples.
+        """
+        fixed = self.state.fixed
+        if fixed is None:
+            return evaluate()
+        return fixed.over(batch, evaluate, replace(self, seen=None)._evaluated, apart=apart)
+
+    def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         with (
             self.state.kept(),
             self._scratch_buffers(),
@@ -208,7 +225,8 @@ class Problem:
             model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
-        return replace(self, model=model, parameters=parameters, state=State(model, self.function))
+        state = State(model, self.function, self.state.fixed)
+        return replace(self, model=model, parameters=parameters, state=state)
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:
