@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradscope.backends import Backend, Evaluate, backends
 from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
+from gradscope.core import markup
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
@@ -80,6 +81,22 @@ class Comparison:
         """Return a document of plain JSON values; what is not finite becomes null."""
         plain = json.loads(TypeAdapter(Comparison).dump_json(self))
         return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}
+
+    def _repr_html_(self) -> str:
+        """Return a row a backend, for a notebook."""
+        rows = [
+            (
+                row.backend,
+                row.status,
+                "" if row.seconds is None else f"{row.seconds / self.baseline_seconds:.3g}",
+                "" if row.worst is None else f"{row.worst.relative:.1e}",
+                row.reason or "",
+            )
+            for row in self.rows
+        ]
+        heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
+        title = f"{self.samples:,} samples: {'agrees' if self.agrees else 'DISAGREES'}"
+        return markup.document(title, markup.table(heads, rows))
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,10 @@ class ModelSpec(_Section):
         ...,
         "--model FILE.py:FACTORY",
         (*_RUNS, "init"),
-        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds",
+        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds; or, of "
+        "an adapter, the folder of its base model",
         f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model that "
-        "the checkpoint itself holds",
+        "the checkpoint itself holds, or, of an adapter, the folder of its base model",
     )
     kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
     mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
