@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
-from gradscope.core.shortage import is_shortage
 from gradscope.core.randomness import random_numbers_kept
+from gradscope.core.shortage import is_shortage
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
+from gradscope.core.randomness import Fixed
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
@@ -133,6 +134,10 @@ class Problem:
             _require_ordinary(name, p)
         return cls(model, loss, chosen)
 
+    def fixed(self, fixed: Fixed | None) -> "Problem":
+        """Return the same problem with its random numbers drawn by `fixed`."""
+        return replace(self, state=State(self.model, self.function, fixed))
+
     @property
     def function(self) -> Loss:
         """What the loss's author wrote, which may hold a state; `BoundLoss` holds none."""
@@ -170,7 +175,8 @@ class Problem:
         fixed = self.state.fixed
         if fixed is None:
             return evaluate()
-        return fixed.over(batch, evaluate, replace(self, seen=None)._evaluated, apart=apart)
+        losses = replace(self, seen=None)._evaluated
+        return fixed.over(self.model, batch, evaluate, losses, apart=apart)
 
     def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         with (

@@ -19,20 +19,22 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.core.batch import Batch
 from gradscope.errors import ModelError, UnsupportedError
 
 T = TypeVar("T")
+_NUMBER = torch.ops.aten._local_scalar_dense.default
 Words = Callable[[Sequence[int], torch.device], Tensor]  # of a shape: int32, every bit random
 Wrap = Callable[[Tensor], Tensor]
 
@@ -77,7 +79,8 @@ class Place:
         """Return numbers of each sample, (n, *shape), as one tensor of the shape for n samples."""
         if self.axis is None:
             return each[0]
-        split = each.unflatten(self.axis + 1, (self.before, -1))
+        shape = (*each.shape[: self.axis + 1], self.before, -1, *self.shape[self.axis + 1 :])
+        split = each.reshape(shape)
         return split.movedim(0, self.axis + 1).reshape(self.at(len(each)))
 
 
@@ -128,14 +131,14 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self, model: nn.Module) -> Iterator[None]:
         """Answer what the body draws, backward passes included; torch's generator is put back."""
         if self._active:
             yield
             return
         self._active = True
         try:
-            with torch.random.fork_rng(devices=[]), random_numbers_kept(), self:
+            with torch.random.fork_rng(devices=[]), random_numbers_kept(), _unfused(model), self:
                 torch.default_generator.manual_seed(_code(0))
                 yield
         finally:
@@ -143,6 +146,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def over(
         self,
+        model: nn.Module,
         batch: Batch,
         evaluate: Callable[[], T],
         losses: Callable[[Batch], Tensor],
@@ -152,6 +156,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what `evaluate` does to a batch, with each sample's own numbers.
 
         Args:
+            model: What draws.
             batch: The samples.
             evaluate: Runs the model on them; again where it draws as it has not done so far.
             losses: Runs it on any samples, and returns their losses (n,).
@@ -160,7 +165,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             UnsupportedError: It cannot be told which numbers are whose.
         """
-        with self.active():
+        with self.active(model):
             try:
                 with self._run(_Run(batch.index, self._plans, apart)):
                     return evaluate()
@@ -194,6 +199,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, or draw in its place."""
         kwargs = kwargs or {}
+        if func is _NUMBER and not isinstance(args[0], Tensor):
+            return args[0]  # what an operation has saved of itself is one already
         if not _is_random(func) or (not self._running and kwargs.get("generator") is not None):
             return func(*args, **kwargs)  # in a proof, for one
         result = self.drawn(func, args, kwargs)
@@ -315,6 +322,23 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
+def _unfused(model: nn.Module) -> Iterator[None]:
+    """Let attention and recurrent layers on a GPU draw by operations of their own.
+
+    Fused kernels draw where nobody sees it.
+    """
+    with ExitStack() as stack:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            yield
+            return
+        if model.training:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(m, nn.RNNBase) and m.training and m.dropout for m in model.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
+
+
+@contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Leave Python's and numpy's global random generators as they are."""
     python, legacy = random.getstate(), np.random.get_state()
@@ -389,7 +413,7 @@ def _numbers(
     steps = _mixed(torch.arange(pairs, device=device).mul_(_GAMMA))
     words = torch.empty(len(starts), pairs, dtype=torch.int64, device=device)
     rows = max(1, _PIECE // max(1, pairs)) if device.type == "cpu" else len(starts)
-    for start, made in zip(starts.split(rows), words.split(rows), strict=True):
+    for start, made in zip(torch.split(starts, rows), torch.split(words, rows), strict=True):
         _mixed(torch.add(start, steps, out=made))
     return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
 
@@ -397,7 +421,8 @@ def _numbers(
 def _unit(w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers from [0, 1): the same in any precision, but for its rounding down."""
     digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
-    return _cast((w >> 32 - digits) & 2**digits - 1, dtype=dtype).mul_(2.0**-digits)
+    whole: Tensor = _cast((w >> 32 - digits) & 2**digits - 1, dtype=dtype)
+    return whole.mul_(2.0**-digits)
 
 
 def _inner(w: Tensor) -> Tensor:
@@ -421,7 +446,8 @@ def _normal(w: Tensor) -> Tensor:
 def _whole(w: Tensor, low: int, high: int) -> Tensor:
     if not 0 < high - low <= 2**31:
         raise UnsupportedError(f"there are no fixed random integers from {low} to {high}")
-    return (((_cast(w, dtype=torch.int64) & 2**32 - 1) * (high - low)) >> 32) + low
+    words: Tensor = _cast(w, dtype=torch.int64) & 2**32 - 1
+    return ((words * (high - low)) >> 32) + low
 
 
 # What operations draw: of words and the operation's arguments, by name.

@@ -109,7 +109,8 @@ class State:
             self._begin()
             yield
             return
-        with as_written(), nullcontext() if self.fixed is None else self.fixed.active():
+        fixed = nullcontext() if self.fixed is None else self.fixed.active(self._model)
+        with as_written(), fixed:
             yield from self._kept()
 
     def _kept(self) -> Iterator[None]:
@@ -229,6 +230,14 @@ def as_written() -> Iterator[None]:
             yield
     finally:
         checkpointing.CheckpointFunction = own  # type: ignore[misc]
+
+
+def compiled_part(model: nn.Module) -> str | None:
+    """Name the first module that `torch.compile` was applied to, None if there is none."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return f"layer {name!r}" if name else "the model"
+    return None
 
 
 class _Checkpoint:

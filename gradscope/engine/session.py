@@ -24,7 +24,7 @@ from gradscope.core.independence import same
 from gradscope.core.problem import Problem
 from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
-from gradscope.core.state import State, facts
+from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
@@ -124,11 +124,10 @@ class Session:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
         self._stack.close()
-        problem = Problem.of(self._model, self._loss, asked.parameters)
+        problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         self.problem = replace(
             problem,
             running_statistics=asked.coupling == "frozen",
-            state=State(self._model, problem.function, self._fixed),
             seen=None if self.predictions is None else self.predictions.watch,
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
@@ -140,6 +139,12 @@ class Session:
             faster, check = asked.backend == AUTO, asked.verify != "never"
             own = (self.problem, self._uncompiled, self.notes)
             self._compiled = Compiled(*own, faster=faster, check=check)
+        part = compiled_part(self._model)
+        if part is not None:
+            self.notes.append(
+                f"{part} runs as it is written, which may take longer: compiled, it records one "
+                "operation, in which samples cannot be told apart"
+            )
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
 
