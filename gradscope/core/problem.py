@@ -284,7 +284,8 @@ class Problem:
             remedy=(
                 "A scalar loss has already been summed or averaged over the batch, and a mean "
                 "scales every gradient by 1/n. Use reduction='none', and reduce over all axes but "
-                "the first."
+                "the first. A mean over all tokens of a batch: each sample's sum over its tokens, "
+                "divided by a constant."
                 if scalar
                 else "Reduce over all axes but the first, the sample axis."
             ),
