@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
+from gradscope.core.randomness import Fixed
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
-from gradscope.core.tokens import Tokens, token_losses
+from gradscope.core.tokens import Tokens, token_losses, whole_of
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
+T = TypeVar("T")
 Loss = Callable[..., Tensor]
 RowKind = Literal["sample", "token"]
 Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
@@ -148,6 +150,10 @@ class Problem:
             _require_ordinary(name, p)
         return cls(model, loss, chosen)
 
+    def fixed(self, fixed: Fixed | None) -> "Problem":
+        """Return the same problem with its random numbers drawn by `fixed`."""
+        return replace(self, state=State(self.model, self.function, fixed))
+
     @property
     def function(self) -> Loss:
         """What the loss's author wrote, which may hold a state; `BoundLoss` holds none."""
@@ -180,14 +186,37 @@ class Problem:
 
         With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
         """
-        with self._guarded(batch, graph=graph):
-            return self._checked(self._raw(batch, self.seen), batch)
+        return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
 
     def counted(self, batch: Batch) -> tuple[Tensor, bool]:
         """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
+        return self.drawn(batch, partial(self._counted, batch))
+
+    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
+        """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
+
+        Args:
+            batch: The samples.
+            evaluate: Runs the model on them.
+            apart: The model sees a batch of one, though there are all samples.
+        """
+        fixed = self.state.fixed
+        if fixed is None:
+            return evaluate()
+        losses = replace(self, seen=None)._of_samples
+        return fixed.over(self.model, whole_of(batch), evaluate, losses, apart=apart)
+
+    def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
+        with self._guarded(batch, graph=graph):
+            return self._checked(self._raw(batch, self.seen), batch)
+
+    def _of_samples(self, batch: Batch) -> Tensor:
+        losses = self._evaluated(batch)
+        return losses if losses.dim() == 1 else losses.sum(1)
+
+    def _counted(self, batch: Batch) -> tuple[Tensor, bool]:
         with self._guarded(batch, graph=False):
-            found = self._raw(batch)
-            values, counted = token_losses(found, len(batch), self._loss_name)
+            values, counted = token_losses(self._raw(batch), len(batch), self._loss_name)
             if counted is None:
                 return torch.ones(values.shape, dtype=torch.bool), False
             return counted, True
@@ -246,7 +275,8 @@ class Problem:
             model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
-        return replace(self, model=model, parameters=parameters, state=State(model, self.function))
+        state = State(model, self.function, self.state.fixed)
+        return replace(self, model=model, parameters=parameters, state=state)
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:

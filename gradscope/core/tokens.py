@@ -50,7 +50,7 @@ class Tokens(Batch):
     def apart(self) -> Batch:
         """Return m samples, one a row, for `Problem.apart`: targets (targets, position (m,))."""
         many = self.whole.select(self.sample)
-        return Batch(many.inputs, (many.targets, self.position), self.index)
+        return Batch(many.inputs, (many.targets, self.position), many.index)
 
     def select(self, rows: slice | Tensor) -> "Tokens":
         """Return the rows `rows` of this batch, with the samples that they are of."""

@@ -21,8 +21,9 @@ from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.independence import same
 from gradscope.core.problem import Problem, RowKind
+from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
-from gradscope.core.state import facts
+from gradscope.core.state import compiled_part, facts
 from gradscope.core.tokens import Tokens
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
@@ -36,6 +37,7 @@ T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
 NonFinite = Literal["skip", "fail", "keep"]
+Randomness = Literal["refuse", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,13 @@ class Settings:
     seed: int = 0
     compile: bool = False
     predictions: bool = False
+    randomness: Randomness = "refuse"
     rows: RowKind = "sample"
 
     def __post_init__(self) -> None:
-        words = (self.verify, Verify), (self.coupling, Coupling), (self.rows, RowKind)
-        for word, kind in (*words, (self.nonfinite, NonFinite), (self.labels, Mode)):
+        words = (self.verify, Verify), (self.coupling, Coupling), (self.randomness, Randomness)
+        more = (self.nonfinite, NonFinite), (self.labels, Mode), (self.rows, RowKind)
+        for word, kind in (*words, *more):
             known = list(get_args(kind))
             if word not in known:
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
@@ -113,6 +117,7 @@ class Session:
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
+        self._fixed = Fixed(settings.seed) if settings.randomness == "fixed" else None
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
         self.keeps_apart = False  # the last answer about tokens had none in its dense form
@@ -132,7 +137,7 @@ class Session:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
         self._stack.close()
-        problem = Problem.of(self._model, self._loss, asked.parameters)
+        problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         self.problem = replace(
             problem,
             running_statistics=asked.coupling == "frozen",
@@ -141,13 +146,20 @@ class Session:
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         self._compiled = None
-        against = not_compiled(asked.backend, asked.verify, asked.coupling, asked.rows)
+        settled = (asked.backend, asked.verify, asked.coupling, asked.randomness, asked.rows)
+        against = not_compiled(*settled)
         if asked.compile and against is not None:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
             faster, check = asked.backend == AUTO, asked.verify != "never"
             own = (self.problem, self._uncompiled, self.notes)
             self._compiled = Compiled(*own, faster=faster, check=check)
+        part = compiled_part(self._model)
+        if part is not None:
+            self.notes.append(
+                f"{part} runs as it is written, which may take longer: compiled, it records one "
+                "operation, in which samples cannot be told apart"
+            )
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
 

@@ -294,6 +294,18 @@ def test_coupled_samples_are_refused_and_named() -> None:
             Scope(model, squares, backend=backend, rows="token").norms(*data("linear"))
 
 
+def test_fixed_random_numbers_are_those_of_the_sample() -> None:
+    """All positions of a sample see the masks that the sample sees as a whole."""
+    model = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.5), nn.Linear(8, 3)).train()
+    x, y = data("linear")
+    given = {"randomness": "fixed", "seed": 3}
+    right = Scope(model, lambda o, y: squares(o, y).sum(1), **given).per_sample_gradients(x, y)
+    for backend in BACKENDS:
+        scope = Scope(model, squares, backend=backend, rows="token", **given)
+        for name, rows in scope.per_sample_gradients(x, y).items():
+            torch.testing.assert_close(rows.unflatten(0, (N, T)).sum(1), right[name])
+
+
 def test_rows_keep_to_their_samples_when_selected() -> None:
     x, y = data("linear")
     rows = Tokens.among(Batch.of(x, y), torch.rand(N, T) > 0.4)
