@@ -5,7 +5,7 @@ sample axis, and when it is a multiple of n it is merged with others. Which slic
 are whose is found from the gradients of single losses, or of losses with weights of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,20 +145,21 @@ class Marks:
     samples: Tensor  # (base ** passes,), the sample with each number, -1 where there is none
 
     @classmethod
-    def of(cls, losses: Tensor, seed: int) -> "Marks":
-        """Return marks for losses (n,)."""
+    def of(cls, losses: Tensor, seed: int, reached: Iterable[torch.dtype] = ()) -> "Marks":
+        """Return marks for losses (n,), whose gradients go through numbers of the dtypes given."""
         n, passes = len(losses), 1
-        base = min(max(n, 2), _DIGITS.get(losses.dtype, 4))
+        digits = (_DIGITS.get(dtype.to_real(), 4) for dtype in (losses.dtype, *reached))
+        base = min(max(n, 2), *digits)
         while base**passes < n:
             passes += 1
         generator = torch.Generator().manual_seed(seed)
         jitter = 0.4 * torch.rand(base, generator=generator, dtype=torch.float64) - 0.2
         values = (torch.arange(1, base + 1) + jitter).to(losses.dtype)
         numbers = torch.randperm(n, generator=generator)
-        digits = [numbers // base**k % base for k in range(passes)]
+        written = [numbers // base**k % base for k in range(passes)]
         samples = torch.full((base**passes,), -1)
         samples[numbers] = torch.arange(n)
-        found = (values[torch.stack(digits)], values, samples)
+        found = (values[torch.stack(written)], values, samples)
         return cls(*(t.to(losses.device) for t in found))
 
     def owners(self, ratios: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
