@@ -257,9 +257,7 @@ class Scope:
     def _lockstep(self) -> Lockstep | None:
         return self.session.lockstep
 
-    def _batch(
-        self, inputs: Any, targets: Any, what: str, ranks: Ranks | None = None
-    ) -> Batch:
+    def _batch(self, inputs: Any, targets: Any, what: str, ranks: Ranks | None = None) -> Batch:
         """Return the samples of a call; those of a divided model have numbers of their own.
 
         Args:

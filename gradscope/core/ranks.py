@@ -9,7 +9,7 @@ taken by all ranks together (`any`), and an error on one rank becomes an error o
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -182,11 +182,19 @@ class Sharding(Ranks):
         super().__init__(group, next(iter(self.sharded.values())).to_local().device)
         self.whole: dict[str, nn.Parameter] = {}
         self._home: dict[int, Any] = {}
+        # of each layer one parameter, the module that holds it and its name there
+        self._first: dict[int, tuple[nn.Module, str]] = {}
+        self._whole_of: dict[int, nn.Parameter] = {}
         for module in self.modules:
             with self._present(module):
                 for name, p in model.named_parameters():
                     if name not in self.whole and p is not named[name]:
                         self.whole[name], self._home[id(p)] = p, module
+                        path, _, last = name.rpartition(".")
+                        self._first.setdefault(id(module), (model.get_submodule(path), last))
+                        self._whole_of.setdefault(id(module), p)
+        # the layers in the order in which a forward pass makes them whole, as far as is known
+        self._order = [m for m in self.modules if id(m) in self._first]
         self.device = next(iter(self.whole.values())).device
         for name, p in self.whole.items():
             if isinstance(p, DTensor):
@@ -232,20 +240,25 @@ class Sharding(Ranks):
         What is left of its collective calls is made up for: those of the layers that did not run.
         """
         self.reshard()  # an earlier pass without a backward one leaves the outermost layer whole
-        begun: set[int] = set()
-        handle = register_module_forward_pre_hook(lambda module, _: begun.add(id(module)))
+        gathered: list[Any] = []
+
+        def note(module: nn.Module, _: Any) -> None:
+            owner, name = self._first.get(id(module), (module, ""))
+            if name and owner._parameters[name] is not self._whole_of[id(module)]:
+                gathered.append(module)
+
+        handle = register_module_forward_pre_hook(note)
         try:
             yield
+            self._order = gathered
         except Exception as error:
             cause = error.__cause__
             if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
                 raise lost(cause) from error
-            with ExitStack() as stack:
-                for module in self.modules:
-                    if id(module) not in begun:
-                        stack.enter_context(self._present(module))
-                        stack.close()
-            reset = getattr(self.modules[0], "reset_iter_state", None)  # since torch 2.12
+            for module in self._order[len(gathered) :]:
+                with self._present(module):
+                    pass
+            reset = getattr(self.modules[0], "reset_iter_state", None)  # not in every torch
             if reset is not None:
                 reset()
             raise

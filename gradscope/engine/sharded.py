@@ -34,7 +34,9 @@ from gradscope.stages.reducers import State, carried_state
 from gradscope.stages.reducers.base import joined, parts
 from gradscope.stages.transforms import TransformScope, transforms
 
-_NOISE = 64.0  # roundings, relative to the whole gradient, that may be all there is of a parameter's
+_NOISE = (
+    64.0  # roundings, relative to the whole gradient, that may be all there is of a parameter's
+)
 _EACH = 512  # samples of a process at a time
 _SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
 
@@ -78,7 +80,11 @@ class Lockstep:
         with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
             if self._evaluate is None:
                 self._evaluate = self._stack.enter_context(backends.get("hooks")(self.problem))
-            found = self._evaluate(whole, replace(request, proved=True))
+            try:
+                found = self._evaluate(whole, replace(request, proved=True))
+            except UnsupportedError as error:
+                error.remedy = "Of a divided model only hooks is to be had: use one process."
+                raise
             due = self.certificate is None or not self.certificate.proves
             proof = None
             if self.verify != "never" and (due or found.new or self.verify == "always"):
@@ -232,7 +238,8 @@ class Lockstep:
             return gradient.new_zeros(()).expand_as(gradient)  # it is let go of
 
         losses = problem.losses(batch.select(rows))
-        handles = [p.register_hook(partial(seen, k)) for k, p in problem.parameters.items()]
+        named: dict[str, Tensor] = {**problem.parameters}
+        handles = [p.register_hook(partial(seen, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
         try:
             torch.autograd.grad(
                 summed(losses, w.to(losses)), [*problem.parameters.values()], allow_unused=True
@@ -246,7 +253,9 @@ class Lockstep:
         for name, size in claim.sizes.items():
             gap = gaps.get(name, size)  # autograd has none: all of it is too much
             errors[name] = gap / size if size else (0.0 if gap == 0 else math.inf)
-        small = tuple(k for k, e in errors.items() if not e <= tolerance and gaps.get(k, math.inf) <= noise)
+        small = tuple(
+            k for k, e in errors.items() if not e <= tolerance and gaps.get(k, math.inf) <= noise
+        )
         told = {k: e for k, e in errors.items() if k not in small}
         worst = max(told, key=lambda k: math.inf if told[k] != told[k] else told[k], default="")
         dtype = str(problem.precision).removeprefix("torch.")

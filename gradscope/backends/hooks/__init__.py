@@ -134,7 +134,7 @@ class _Program:
                 raise
         if self.problem.any(losses is None) or losses is None:
             losses = self.problem.losses(batch)  # raises again where it is the model's fault
-            self.data_paths = self.problem.any(False)  # it set requires_grad on what it made of them
+            self.data_paths = self.problem.any(False)  # it sets requires_grad on what it makes
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
