@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gradscope.attribution import Scores, attribute
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
+    from gradscope.report import plot
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
     from gradscope.stages.declared import reducer, transform
     from gradscope.stages.reducers.base import Reducer
@@ -38,6 +39,7 @@ __all__ = [
     "norms",
     "open",
     "per_sample_gradients",
+    "plot",
     "reducer",
     "transform",
 ]
@@ -55,6 +57,7 @@ _HOMES = {
     "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
+    "plot": ("gradscope.report", "plot"),
     "reducer": ("gradscope.stages.declared", "reducer"),
     "transform": ("gradscope.stages.declared", "transform"),
 }

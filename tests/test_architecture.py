@@ -36,6 +36,8 @@ HOMES = {
     "matplotlib": {"report"},
     "quanda": {"attribution"},
     "safetensors": {"sources"},
+    "opacus": {"comparison"},
+    "backpack": {"comparison"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

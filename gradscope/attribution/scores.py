@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gradscope.attribution.scoring import Scoring
 from gradscope.attribution.sides import Facts, Table
 from gradscope.blocks import DenseBlock, Gradients
+from gradscope.core import markup
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.sources import sha256
 from gradscope.storage import (
@@ -68,6 +69,17 @@ class Scores:
     record: Mapping[str, Any]
     refined: Mapping[str, Any] = field(default_factory=dict)
     file: GradientFile | None = field(default=None, repr=False)
+
+    def _repr_html_(self) -> str:
+        """Return what was chosen, for a notebook; `summarize_scores` says who helped whom."""
+        m, n = self.shape
+        chosen = (self.record.get("checkpoints") or [{}])[0]
+        rows = [
+            ("scores", f"{m:,} queries × {n:,} training samples"),
+            ("curvature", ", ".join(f"{k} = {v}" for k, v in chosen.items())),
+            ("unit", str(self.record.get("unit"))),
+        ]
+        return markup.document("gradscope.Scores", markup.facts(rows))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.attribution.scores import Ranked, Scores
+from gradscope.stats.looking import name_of
 from gradscope.stats.records import Json, Plain, Record, number, plain
 from gradscope.stats.sections import (
     BarPicture,
@@ -16,6 +17,7 @@ from gradscope.stats.sections import (
     Overview,
     Picture,
     Section,
+    Shown,
     Table,
     listed,
     numbers,
@@ -51,7 +53,7 @@ class QueryRow(Record):
     sums: tuple[float, ...] = ()  # of its scores with the samples of each group
 
 
-class ScoreSummary(Record):
+class ScoreSummary(Record, Shown):
     """What scores say."""
 
     schema_: Literal["gradscope.attribute"] = "gradscope.attribute"
@@ -254,23 +256,6 @@ def _sums(summary: ScoreSummary) -> Section:
         ),
     ]
     return Section(f"Sums of scores by {summary.by}", table=Table(columns))
-
-
-class Named(Protocol):
-    """A row about a sample."""
-
-    @property
-    def index(self) -> int:
-        """Its position in the data set."""
-
-    @property
-    def id(self) -> int | str | None:
-        """Its own name."""
-
-
-def name_of(row: Named) -> str:
-    """Return what a sample is called in a table."""
-    return str(row.index if row.id is None else row.id)
 
 
 def _short(value: Any) -> str:

@@ -27,9 +27,10 @@ from gradscope.attribution.retraining import (
 )
 from gradscope.attribution.scores import Scores, open_scores
 from gradscope.attribution.sides import recorded_run
-from gradscope.attribution.summary import described, name_of, queries
+from gradscope.attribution.summary import described, queries
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.sources import open_dataset
+from gradscope.stats.looking import name_of
 from gradscope.stats.records import Floats, Interval, Plain, Record
 from gradscope.stats.sections import (
     Column,

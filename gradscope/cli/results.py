@@ -1,7 +1,7 @@
 """What is done with results: `gradscope stats` and `gradscope export`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gradscope.storage import GradientFile
 
     Found = Summary | Difference | History | ScoreSummary
+
+_LARGE = 2**28  # bytes of data: more are not read for a glance
 
 
 def stats(
@@ -56,6 +58,9 @@ def stats(
         bool,
         typer.Option("--rows/--no-rows", help="Whether to read the stored gradients."),
     ] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="Show all there is, not what fits one screen.")
+    ] = False,
     json: options.Json = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw to a png, svg or pdf.")
@@ -66,8 +71,8 @@ def stats(
 ) -> None:
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
     own = {"nearest": nearest, "learning_rate": lr, "clip": clip or []}
-    scores = {"by": by, "opened": html is not None}
-    found, page = _found(files, own, scores, top=top, rows=rows)
+    looks = None if json and html is None else Looks(every=top is not None or html is not None)
+    found, shown = _found(files, own, by, looks, top=top, rows=rows)
     if plot is not None:
         from gradscope.report import plot_stats
 
@@ -75,21 +80,34 @@ def stats(
     if html is not None:
         from gradscope.report import write_html
 
-        write_html(page, html)
+        write_html(shown, html)
     from gradscope.report import render
 
-    options.show(found, render, json=json)
+    options.show(found if json else shown, render, json=json, full=full)
+
+
+class Looks(NamedTuple):
+    """That samples are to be opened; `every` also where their data are large."""
+
+    every: bool
 
 
 def _found(
-    files: list[Path], own: dict[str, Any], scores: dict[str, Any], *, top: int | None, rows: bool
+    files: list[Path],
+    own: dict[str, Any],
+    by: str | None,
+    looks: Looks | None,
+    *,
+    top: int | None,
+    rows: bool,
 ) -> "tuple[Found, Shown]":
-    """Return what there is to say, and what a page shows of it.
+    """Return what there is to say, and what is shown of it.
 
     Args:
         files: Those that are asked about.
         own: The options that only one result file takes.
-        scores: Those of a score file.
+        by: The column by which scores are summed.
+        looks: Whether samples are to be seen.
         top: How many samples to list, by default as many as suit the kind of file.
         rows: Whether to read stored gradients.
     """
@@ -99,7 +117,7 @@ def _found(
             f"{len(files)} files were given",
             remedy="Give one result file, two to compare, or one history (*.jsonl).",
         )
-    if scores["by"] is not None and (history or len(files) == 2):
+    if by is not None and (history or len(files) == 2):
         raise SpecError("--by is for one score file", remedy="Leave it out.")
     asked = [name for name, value in own.items() if value not in (None, [])]
     if asked and (history or len(files) == 2):
@@ -117,11 +135,17 @@ def _found(
             with open_file(files[1]) as second:
                 found = difference(first, second, top=top or 10, rows=rows)
         elif "attribution" in first.run:
-            return _scores(first, asked, top=top or 5, **scores)
-        elif scores["by"] is not None:
+            return _scores(first, asked, top=top or 5, by=by, opened=bool(looks and looks.every))
+        elif by is not None:
             raise SpecError("--by is for score files", remedy="Leave it out.")
         else:
-            found = summarize(first, top=top or 10, rows=rows, **own)
+            found = summarize(first, top=top, rows=rows, **own)
+            if looks is not None:
+                from gradscope.sources.opened import Opened
+                from gradscope.stats.looking import looked
+
+                most = None if looks.every else _LARGE
+                return found, looked(found, Opened.of(first.run, most))
         return found, found
 
 

@@ -236,6 +236,12 @@ def _reference(value: Any, base: Path) -> Any:
     return f"{base / file}{text[len(file) :]}" if colon and file.endswith(".py") else value
 
 
+def _factory(value: Any, base: Path) -> Any:
+    """Make a file of FILE.py:NAME absolute, or the folder of an adapter's base model."""
+    folder = isinstance(value, str | Path) and value != HELD and (base / value).is_dir()
+    return f"{base / value}" if folder else _reference(value, base)
+
+
 def _chains(value: Any, base: Path) -> Any:
     """Make the files absolute that chains name: a stage of the user's, a stored vector."""
     if not isinstance(value, list):
@@ -244,7 +250,7 @@ def _chains(value: Any, base: Path) -> Any:
 
 
 _ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
-    ("model", "factory"): _reference,
+    ("model", "factory"): _factory,
     ("checkpoint", "path"): _path,
     ("dataset", "path"): _path,
     ("dataset", "spec"): _path,

@@ -5,17 +5,19 @@ wrong value and its line in docs/reference.md follow from that.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from gradscope.config import values
 from gradscope.config.values import HELD, REFERENCE_FORMS, function_of, parse_loss
 from gradscope.core.grammar import Stage
+from gradscope.errors import SpecError
 
 _RUNS = ("compute", "compare", "check")
 _CHAINS = ("compute", "check")
@@ -93,9 +95,10 @@ class ModelSpec(_Section):
         ...,
         "--model FILE.py:FACTORY",
         (*_RUNS, "init"),
-        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds",
+        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds; or, of "
+        "an adapter, the folder of its base model",
         f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model that "
-        "the checkpoint itself holds",
+        "the checkpoint itself holds, or, of an adapter, the folder of its base model",
     )
     kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
     mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
@@ -328,6 +331,12 @@ class ComputeSpec(_Section):
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
         "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
     )
+    randomness: Literal["refuse", "fixed"] = option(
+        "refuse",
+        "--randomness",
+        _RUNS,
+        "Of a model that draws random numbers: refuse it, or fix them by seed and sample",
+    )
     nonfinite: Literal["skip", "fail", "keep"] = option(
         "skip", "--nonfinite", _COMPUTE, "What reducers do with samples that are not finite"
     )
@@ -364,6 +373,17 @@ class RunSpec(_Section):
     compute: ComputeSpec = ComputeSpec()
     compare: CompareSpec = CompareSpec()
     _places: dict[tuple[str, ...], str | None] = PrivateAttr({})
+
+    @model_validator(mode="after")
+    def _with_mask(self) -> "RunSpec":
+        """Let the column that says which tokens count, `causal_lm:mask=COLUMN`, be a target."""
+        with suppress(SpecError):  # which is told when the loss is bound
+            mask = self.loss.stage.arguments.get("mask")
+            own = self.dataset.targets
+            if self.loss.stage.name == "causal_lm" and mask is not None and mask not in own:
+                data = self.dataset.model_copy(update={"targets": (*own, mask)})
+                object.__setattr__(self, "dataset", data)  # the spec is frozen
+        return self
 
     def place(self, section: str, key: str) -> str | None:
         """Return "FILE: section.key" of a setting that a file made, else None."""

@@ -241,7 +241,7 @@ def _path(value: Any) -> Path:
 
 
 def _reference(value: str) -> None:
-    if value != HELD:
+    if value != HELD and not Path(value).is_dir():  # the folder of an adapter's base model
         split_reference(value)
 
 

@@ -77,13 +77,19 @@ class Ranks:
         self._call(lambda: dist.all_gather_object(found, value, group=self.group))
         return found
 
-    def numbered(self, make: Callable[[], Batch], what: str) -> Batch:
-        """Return a batch whose samples are numbered over all ranks, which all ask the same."""
+    def numbered(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
+        """Return a batch whose samples are numbered over all ranks, which all ask the same.
+
+        Args:
+            make: Makes this rank's batch.
+            what: What is asked.
+            given: Its samples have their numbers already.
+        """
         with self.together():
             batch = make()
         self.require_same(what)
         before = sum(self.of_all(len(batch))[: self.rank])
-        return replace(batch, index=batch.index + before)
+        return batch if given else replace(batch, index=batch.index + before)
 
     def require_same(self, what: str) -> None:
         """Refuse where other ranks are asked for something else."""

@@ -4,7 +4,7 @@ from gradscope.engine.audit import Auditor, Audits, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, finite_samples, glimpsed
 from gradscope.engine.fold import Folded, fold, over_ranks, request_of, settled, usable
 from gradscope.engine.judge import LargestError, require_norms
-from gradscope.engine.session import Coupling, NonFinite, Session, Settings, Verify
+from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
 from gradscope.engine.sharded import Lockstep, require_divisible
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LargestError",
     "Lockstep",
     "NonFinite",
+    "Randomness",
     "Session",
     "Settings",
     "Verify",

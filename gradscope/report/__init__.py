@@ -6,7 +6,7 @@ text with unprintable characters made visible, never as markup.
 
 from gradscope.report.console import console, render_error
 from gradscope.report.html import write_html
-from gradscope.report.plots import plot_stats
+from gradscope.report.plots import plot, plot_stats
 from gradscope.report.progress import track
 from gradscope.report.screens import (
     render_comparison,
@@ -21,6 +21,7 @@ from gradscope.report.terminal import print_facts, render
 
 __all__ = [
     "console",
+    "plot",
     "plot_stats",
     "print_facts",
     "render",

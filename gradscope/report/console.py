@@ -1,6 +1,5 @@
 """Consoles and errors as the user sees them; names that are safe to show and never look alike."""
 
-import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -9,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscope.core import streams
+from gradscope.core.markup import visible
 from gradscope.errors import GradscopeError
 
 _LONGEST, _MOST = 5000, 60  # characters of a line of an error, and lines
-_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 class _Console(Console):
@@ -63,16 +62,6 @@ def _cut(text: str) -> str:
     shown = lines if len(lines) <= _MOST else [*lines[: _MOST - 1], "..."]
     half = _LONGEST // 2
     return "\n".join(x if len(x) <= _LONGEST else f"{x[:half]} ... {x[-half:]}" for x in shown)
-
-
-def visible(text: str, keep: str = "") -> str:
-    r"""Replace unprintable characters but those to `keep` by escapes like \x1b."""
-    return "".join(
-        character if character in keep or unicodedata.category(character) not in _UNSAFE
-        # repr's escapes, and no more of its quotes
-        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for character in text
-    )  # fmt: skip
 
 
 def fit_names(names: Sequence[str], width: int) -> list[str]:

@@ -4,13 +4,12 @@ import io
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
+from gradscope.core import markup
 from gradscope.errors import OutputError
 from gradscope.report import plots
-from gradscope.report.console import visible
 from gradscope.report.terminal import bins
 from gradscope.stats.sections import (
     NONE,
@@ -166,7 +165,7 @@ def _page(found: Overview) -> str:
 
 
 def _safe(text: Line, keep: str = "") -> str:
-    return escape(visible(text if isinstance(text, str) else text.text, keep))
+    return markup.safe(text if isinstance(text, str) else text.text, keep)
 
 
 def _titled(title: str, content: str) -> str:

@@ -37,6 +37,36 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
+def plot(result: Any, ink: str = "black") -> "Figure":
+    """Draw a result: a file (its path, or opened), scores, statistics, a comparison of two files.
+
+    Args:
+        result: `gradscope.open(...)`, a path, `Scores`, or whatever `gradscope.stats` returns.
+        ink: The colour of text and axes.
+
+    Returns:
+        A matplotlib figure; `figure.savefig("norms.pdf")` writes it.
+
+    Raises:
+        SpecError: There is nothing to draw, or matplotlib is not installed.
+    """
+    from gradscope.attribution import Scores, summarize_scores
+    from gradscope.stats import summarize
+    from gradscope.storage import GradientFile, open_file
+
+    if isinstance(result, str | Path):
+        with open_file(result) as file:
+            return plot(file, ink)
+    if isinstance(result, GradientFile):
+        result = Scores.of(result) if "attribution" in result.run else summarize(result)
+    if isinstance(result, Scores):
+        result = summarize_scores(result)
+    pictures = result.overview().pictures
+    if not pictures:
+        raise SpecError("there is nothing to draw", remedy="Give a result file or its statistics.")
+    return figure(pictures, ink)
+
+
 def plot_stats(result: Shown, path: str | Path) -> None:
     """Write all pictures of a result as one, in the format that the suffix of `path` says.
 

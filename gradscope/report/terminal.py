@@ -3,17 +3,33 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 from rich import box
 from rich.cells import cell_len
+from rich.color import Color
 from rich.console import Console
+from rich.padding import Padding
+from rich.style import Style
 from rich.table import Table as Grid
 from rich.text import Text
 
-from gradscope.report.console import fit_names, visible
+from gradscope.core.markup import visible
+from gradscope.report.console import fit_names
 from gradscope.stats.records import Histogram
-from gradscope.stats.sections import Column, Fact, Line, Section, Shown, Spark, Table, short
+from gradscope.stats.sections import (
+    Card,
+    Column,
+    Fact,
+    Line,
+    Pixels,
+    Section,
+    Shown,
+    Spark,
+    Table,
+    short,
+)
 
 _GAP = 2
 _NARROW = 40
@@ -24,19 +40,29 @@ _WIDEST_BAR = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = "_.-=+*#@"
+_CARD = 14  # cells of a sample's picture and what is told of it
+_LINES = 3  # of a sample's text
+_HALVES, _HALF = " ▄▀█", 127
 
 
-def render(result: Shown, console: Console) -> None:
-    """Print what a result is about, what is wrong with it, and its sections."""
+def render(result: Shown, console: Console, full: bool = True) -> None:
+    """Print what a result is about, what is wrong with it, and its sections.
+
+    Not `full`: what fits one screen, and how to see the rest, where there is such a choice.
+    """
     found = result.overview()
+    brief = None if full else found.brief
     if len(found.paths) == 1:
         console.print(Text(visible(found.paths[0]), style="bold"), overflow="fold")
-    print_facts(console, found.facts)
+    print_facts(console, brief.facts if brief else found.facts)
     for line in found.warnings:
         console.print()
         console.print(Text(visible(line), style="bold red"))
-    for section in found.sections:
-        _print_section(section, console)
+    for section in brief.sections if brief else found.sections:
+        _print_section(section, console, brief=brief is not None)
+    if brief is not None:
+        console.print()
+        console.print(Text(visible(brief.more), style="dim"), soft_wrap=True)
 
 
 def safe(line: Line) -> Text:
@@ -124,7 +150,7 @@ def _print(console: Console, columns: Sequence[_Ready]) -> None:
     console.print(grid)
 
 
-def _print_section(section: Section, console: Console) -> None:
+def _print_section(section: Section, console: Console, brief: bool = False) -> None:
     heading(console, section.title)
     if section.facts:
         print_facts(console, section.facts)
@@ -139,10 +165,70 @@ def _print_section(section: Section, console: Console) -> None:
                 console.print(Text(line, style=style), soft_wrap=True)
     if section.histogram is not None:
         _print_histogram(section.histogram, console)
-    if section.table is not None:
+    seen = any(print_cards(console, cards) for _, cards in section.cards)
+    if section.table is not None and not (brief and seen):
         print_table(console, section.table)
     for note in section.notes:
         console.print(Text(visible(note), style="dim") if isinstance(note, str) else safe(note))
+
+
+def print_cards(console: Console, cards: Sequence[Card]) -> bool:
+    """Print samples side by side with their pictures, or one below the other with their texts.
+
+    Returns:
+        Whether they could be printed: pictures need a terminal.
+    """
+    if all(isinstance(card.content, str) for card in cards):
+        for card in cards:
+            about = ", ".join([card.title, *card.lines])
+            console.print(Text(visible(about), style="bold"), overflow="fold")
+            text = visible(str(card.content))[: _LINES * console.width]
+            console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, _GAP)))
+        return True
+    if not console.is_terminal or console.options.ascii_only:
+        return False
+    across = max(1, (console.width + _GAP) // (_CARD + _GAP))
+    for start in range(0, len(cards), across):
+        row = cards[start : start + across]
+        grid = Grid.grid(padding=(0, _GAP, 0, 0))
+        for _ in row:
+            grid.add_column(width=_CARD, overflow="fold", vertical="bottom")
+        grid.add_row(*(_card(card, bool(console.color_system)) for card in row))
+        console.print(grid)
+    return True
+
+
+def _card(card: Card, coloured: bool) -> Text:
+    picture = card.content if isinstance(card.content, Pixels) else None
+    lines = [] if picture is None else _blocks(picture.values, coloured)
+    lines.append(Text(visible(card.title), style="bold"))
+    lines += [Text(visible(line.replace(" (wrong)", " ✗"))) for line in card.lines]
+    return Text("\n").join(lines)
+
+
+def _blocks(values: Any, coloured: bool) -> list[Text]:
+    """Draw a picture (h, w) or (h, w, 3) uint8 in half blocks, two rows of it a line."""
+    step = max(1, -(-max(values.shape[:2]) // _CARD))
+    h, w = (size // step * step for size in values.shape[:2])
+    parts = values[:h, :w].reshape(h // step, step, w // step, step, -1)
+    means = parts.mean((1, 3)).round().astype(int)
+    if len(means) % 2:
+        means = np.concatenate([means, np.zeros_like(means[:1])])
+    lines = []
+    for upper, lower in zip(means[::2], means[1::2], strict=True):
+        line = Text()
+        for top, bottom in zip(upper, lower, strict=True):
+            if coloured:
+                colours = (_rgb(top), _rgb(bottom))
+                line.append("▀", Style(color=colours[0], bgcolor=colours[1]))
+            else:
+                line.append(_HALVES[2 * (top.mean() > _HALF) + (bottom.mean() > _HALF)])
+        lines.append(line)
+    return lines
+
+
+def _rgb(pixel: Any) -> Color:
+    return Color.from_rgb(*(pixel if len(pixel) == 3 else [*pixel] * 3))
 
 
 def bins(histogram: Histogram) -> list[tuple[str, int]]:

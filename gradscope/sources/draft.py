@@ -21,6 +21,7 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts
+from gradscope.sources.weights.folders import ADAPTER
 from gradscope.sources.weights.hugging_face import CONFIG
 
 _SHOWN = 6  # tensors named in a comment
@@ -116,8 +117,9 @@ def _model(
     """Return the lines on the factory: the one given, config.json's, or a function of a file."""
     if model is not None:
         return [f"factory = {quoted(_anchored(model, folder))}"]
-    if (checkpoint / CONFIG).exists():
-        value, why = HELD, "the folder's config.json describes it"
+    held = next((name for name in (CONFIG, ADAPTER) if (checkpoint / name).exists()), None)
+    if held is not None:
+        value, why = HELD, f"the folder's {held} describes it"
     else:
         found = [
             (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")

@@ -175,7 +175,7 @@ def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
         raise error(what, where=str(where), remedy=remedy) from failure
 
 
-_EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf"}
+_EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf", "peft": "peft"}
 
 
 def need(module: str, what: str, error: type[InputError] = DatasetError) -> Any:

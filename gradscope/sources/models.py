@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -13,9 +14,11 @@ from gradscope.config import HELD, CheckpointSpec, ModelSpec
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
-from gradscope.sources.formats import located, sha256
+from gradscope.sources.formats import located, sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
+from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
 from gradscope.sources.weights.fit import check_finite
+from gradscope.sources.weights.folders import ADAPTER
 from gradscope.sources.weights.hugging_face import CONFIG, built
 
 _FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
@@ -40,7 +43,12 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
         ModelError: The factory raised, or there is no trainable model.
         CheckpointError: The checkpoint cannot be read or does not fit.
     """
-    if model.factory == HELD:
+    if is_adapter(checkpoint.path):
+        made, report, digests = _adapted(model, checkpoint)
+    elif Path(model.factory).is_dir():
+        what = "CHECKPOINT is no adapter, whose base model a folder could be"
+        raise ModelError(what, where=f"model {model.factory}", remedy=_FACTORY)
+    elif model.factory == HELD:
         made, report, digests = _held(model, checkpoint)
     else:
         made = build(model.factory, model.kwargs, model.mode)
@@ -168,6 +176,32 @@ def _held(
             remedy = "Leave --mode out, or export it again in train mode."
             raise CheckpointError(what, where=str(report.path), remedy=remedy) from error
     return model, replace(report, tensors=len(state)), digests
+
+
+def _adapted(
+    spec: ModelSpec, checkpoint: CheckpointSpec
+) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
+    """Return a base model with an adapter: its folder's or a factory's, the adapter's weights."""
+    state, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
+    folder, files = report.path.parent, (*report.files, report.path.parent / ADAPTER)
+    if spec.factory == HELD or Path(spec.factory).is_dir():
+        place = base_of(folder) if spec.factory == HELD else Path(spec.factory)
+        base, under, digests = _held(spec, checkpoint.model_copy(update={"path": place}))
+        notes = (f"The base model is that of {place.name}.", *under.notes)
+        both = [(each.path.name, each.sha256) for each in (report, under)]
+        report = replace(report, files=files + under.files, sha256=sha256_of_list(both))
+    else:
+        base, notes = build(spec.factory, spec.kwargs, spec.mode), ()
+        digests = code_digests(spec.factory, "model factory")
+        report = replace(report, files=files)
+    with located(report.path):
+        model, told = adapted(base, folder, state)
+        _require_trainable(model, str(report.path))
+        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        check_finite(own, own, set(own))
+    model.train(spec.mode == "train")
+    digests = {ADAPTER: sha256(folder / ADAPTER), **digests}
+    return model, replace(report, notes=report.notes + notes + told, tensors=len(state)), digests
 
 
 def _module(value: Any, key: str | None) -> nn.Module:

@@ -106,6 +106,17 @@ class FileFacts(Record):
             run=file.run,
         )
 
+    def in_short(self) -> list[Fact]:
+        """Return what has to be known of any file: what it is about, and whether it is proved."""
+        sizes = f"{count(self.parameters, 'parameter')} ({self.entries:,} entries)"
+        return [
+            ("samples", f"{self.samples:,}, {sizes}, {size(self.bytes)}"),
+            *listed("certificate", _verdicts(self.certificate, self.proof)),
+            *unused_facts(self.certificate),
+            *([("labels", self.labels)] if self.labels != "data" else []),
+            *listed("chain", [chain.text for chain in self.chains]),
+        ]
+
     def shown(self) -> list[Fact]:
         """Return them as labels with their values."""
         return [

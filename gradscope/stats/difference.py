@@ -32,6 +32,7 @@ from gradscope.stats.sections import (
     Picture,
     ScatterPicture,
     Section,
+    Shown,
     Styled,
     Table,
     count,
@@ -95,7 +96,7 @@ class Moved(Record):
     moved: float
 
 
-class Difference(Record):
+class Difference(Record, Shown):
     """What changed."""
 
     schema_: Literal["gradscope.stats.difference"] = "gradscope.stats.difference"

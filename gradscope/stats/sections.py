@@ -4,10 +4,12 @@ Nothing here is made safe to show: the renderer escapes every string, names from
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
+from gradscope.core import markup
 from gradscope.stats.records import Histogram, Interval
 
 NONE = "-"
@@ -142,6 +144,7 @@ class Section:
     pairs: Sequence[tuple[str, str]] = ()  # short titles, each with a value under it
     histogram: Histogram | None = None  # shown as bars on a terminal
     table: Table | None = None  # one row a parameter, class, sample or step
+    samples: Sequence[Any] = ()  # the rows of the table where it lists samples
     cards: Sequence[tuple[str, Sequence[Card]]] = ()  # samples in rows, each with a heading
     notes: Sequence[Line] = ()  # lines that follow
     # the formulas behind it; docs/statistics.md has them all, with units
@@ -149,7 +152,42 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Overview:
+class Brief:
+    """What fits one screen of a terminal."""
+
+    facts: Sequence[Fact]
+    sections: Sequence[Section]
+    more: str  # how to see the rest
+
+
+class Shown(ABC):
+    """A result that can be shown, in a notebook too."""
+
+    @abstractmethod
+    def overview(self) -> "Overview":
+        """Return all that is shown of it."""
+
+    def _repr_html_(self) -> str:
+        """Return what fits one screen, else all: facts, what is wrong, sections."""
+        found = self.overview()
+        shown = found.brief or found
+        parts = [markup.facts(_written(shown.facts))]
+        parts += [f"<p><em>{markup.safe(line)}</em></p>" for line in found.warnings]
+        for section in shown.sections:
+            parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
+            parts.append(markup.facts([*_written(section.facts), *section.pairs]))
+            if section.table is not None:
+                columns, names = section.table.columns, section.table.names
+                first = [] if names is None else [(section.table.title, names)]
+                every = [*first, *((c.title, [*map(_text, c.cells)]) for c in columns)]
+                heads, cells = zip(*every, strict=True)
+                parts.append(markup.table(heads, zip(*cells, strict=True)))
+            parts += [f"<p>{markup.safe(_text(note))}</p>" for note in section.notes]
+        return markup.document(", ".join(found.paths), *parts)
+
+
+@dataclass(frozen=True)
+class Overview(Shown):
     """All that is shown of a result."""
 
     paths: Sequence[str]  # the files it is about
@@ -158,13 +196,20 @@ class Overview:
     pictures: Sequence[Picture]  # in their order
     warnings: Sequence[str] = ()  # what is wrong with them
     records: Mapping[str, Any] | None = None  # documents shown as they are, by title
+    brief: Brief | None = None  # what a terminal shows unless all is asked for
+
+    def overview(self) -> "Overview":
+        """Return itself."""
+        return self
 
 
-class Shown(Protocol):
-    """A result that can be shown."""
+def _written(facts: Iterable[Fact]) -> list[tuple[str, str]]:
+    """Return the facts that are words."""
+    return [(label, _text(value)) for label, value in facts if not isinstance(value, Spark)]
 
-    def overview(self) -> Overview:
-        """Return all that is shown of it."""
+
+def _text(line: Line) -> str:
+    return line if isinstance(line, str) else line.text
 
 
 def joined(sections: Iterable[Section]) -> list[Section]:

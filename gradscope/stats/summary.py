@@ -18,7 +18,7 @@ from gradscope.errors import SpecError
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Entries, Limits, Tiles, groups, products
 from gradscope.stats.records import Floats, Positions, cosines_of, rounding
-from gradscope.stats.sections import Overview, Picture, Section, joined
+from gradscope.stats.sections import Brief, Overview, Picture, Section, Shown, joined
 from gradscope.stats.source import (
     Samples,
     Source,
@@ -31,6 +31,8 @@ from gradscope.stats.source import (
 # what "In short" answers, in this order; other questions follow
 QUESTIONS = ("who dominates", "where to clip", "batch", "what learns", "broken", "check labels")
 
+TOP = 10  # samples in a list
+
 SCHEMA = {"schema": "gradscope.stats", "version": 1}
 
 
@@ -38,7 +40,7 @@ SCHEMA = {"schema": "gradscope.stats", "version": 1}
 class Options:
     """What is asked for of a file."""
 
-    top: int = 10  # how many samples to list in each list
+    top: int = TOP  # how many samples to list in each list
     learning_rate: float | None = None  # for the batch size of CABS
     clip: Sequence[float] = ()  # clipping norms whose share is wanted
     # a sample, by its position in the data set, whose neighbours are wanted
@@ -133,8 +135,10 @@ class Statistic:
     # say. Its return annotation is how JSON is read back
     compute: Callable[[Data], Any]
     place: int = 900  # where it comes in what is shown; those of the package are at 10, 20, ... 140
-    # (result, summary) -> sections; like the next three, only for a result not None
+    # (result, summary) -> sections; like the next four, only for a result not None
     sections: "Callable[[Any, Summary], Iterable[Section]] | None" = None
+    # likewise, of what is shown where only one screen is
+    brief: "Callable[[Any, Summary], Iterable[Section]] | None" = None
     # (result, summary) -> pairs of a question and its answer, for "In short"
     answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None
     # (result, summary) -> what is wrong, for the first lines
@@ -161,7 +165,7 @@ def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Statis
 
     Args:
         name: Its key.
-        **how: As of `Statistic`: place, sections, answers, warnings, pictures, in_json.
+        **how: As of `Statistic`: place, sections, brief, answers, warnings, pictures, in_json.
 
     Raises:
         SpecError: The name is taken.
@@ -180,7 +184,7 @@ def in_place() -> list[tuple[str, Statistic]]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Shown):
     """The statistics of one result file; each is an attribute: `summary.noise_scale.simple`.
 
     What needs products of gradients is None where the file has none, and `missing` says so.
@@ -189,6 +193,7 @@ class Summary:
 
     file: FileFacts  # facts of the file
     results: Mapping[str, Any]  # by the name of the statistic
+    asked: Sequence[str] = ()  # statistics that options are about
 
     def __getattr__(self, name: str) -> Any:
         results = self.__dict__.get("results", {})
@@ -225,7 +230,8 @@ class Summary:
 
         def told(how: str) -> Iterator[Any]:
             for name, one in in_place():
-                show, found = getattr(one, how), self.results.get(name)
+                asked = how == "brief" and name in self.asked
+                show, found = getattr(one, "sections" if asked else how), self.results.get(name)
                 if show is not None and found is not None:
                     yield from show(found, self)
 
@@ -234,12 +240,16 @@ class Summary:
             answers.setdefault(question, []).append(answer)
         facts = [(question, ", ".join(found)) for question, found in answers.items() if found]
         short = [Section("In short", facts)] if self.finite else []
+        sections = joined([*short, *told("sections")])
+        some = joined([*short, *told("brief")])
+        left = f"{len(sections) - len(some)} more sections: --full"
         records = {"Certificate": self.file.certificate, "Run": self.file.run}
         return Overview(
             paths=[self.file.path],
             facts=self.file.shown(),
             warnings=list(told("warnings")),
-            sections=joined([*short, *told("sections")]),
+            sections=sections,
+            brief=Brief(self.file.in_short(), some, left) if len(some) < len(sections) else None,
             pictures=sorted(told("pictures"), key=lambda picture: picture.place),
             records=records,
         )
@@ -247,7 +257,7 @@ class Summary:
 
 def summarize(
     file: Source,
-    top: int = 10,
+    top: int | None = None,
     learning_rate: float | None = None,
     clip: Sequence[float] = (),
     nearest: int | None = None,
@@ -259,8 +269,17 @@ def summarize(
         SpecError: An argument is out of its range.
         ResultFileError: The file lacks something it must have, or is damaged.
     """
-    options = Options(top=top, learning_rate=learning_rate, clip=clip, nearest=nearest, rows=rows)
+    most = TOP if top is None else top
+    options = Options(top=most, learning_rate=learning_rate, clip=clip, nearest=nearest, rows=rows)
+    asked = {
+        "clipping": bool(clip),
+        "cabs": learning_rate is not None,
+        "nearest": nearest is not None,
+        **dict.fromkeys(("samples", "most_opposed", "largest_losses"), top is not None),
+    }
     with np.errstate(all="ignore"):  # what overflows becomes None
         data = Data(file, options)
         found = {name: data.result(name) for name, _ in in_place()}
-    return Summary(FileFacts.of(file), found)
+    return Summary(
+        FileFacts.of(file), found, [name for name, is_asked in asked.items() if is_asked]
+    )

@@ -25,6 +25,7 @@ from gradscope.stats.sections import (
     Overview,
     Picture,
     Section,
+    Shown,
     Spark,
     Table,
     between,
@@ -164,7 +165,7 @@ CURVES: dict[str, Callable[[Step], float | None]] = {
 }
 
 
-class History(Record):
+class History(Record, Shown):
     """All steps of a run, in the order of their numbers, and where they were read."""
 
     schema_: Literal["gradscope.history"] = "gradscope.history"

@@ -191,7 +191,7 @@ def test_no_code_is_run_to_show_samples(tmp_path: Path) -> None:
             record[side]["spec"]["dataset"] = {"path": f"{tmp_path}/model.py:data"}
         changed = type(opened)(opened.values, opened.queries, opened.samples, record)
         shown = gradscope.attribution.looked(summarize_scores(changed), changed)
-    assert not shown.contents
+    assert not shown.album.contents
     assert "code is not run" in str(shown.overview().facts)
 
 

@@ -381,7 +381,6 @@ def test_the_file_of_a_folder_that_is_meant(tmp_path: Path, names: str, chosen: 
         ("notes.txt config.json", "it holds: config.json, notes.txt"),
         ("a.pt b.pt", "several files may be meant: a.pt, b.pt"),
         (".metadata __0_0.distcp", "a distributed checkpoint"),
-        ("adapter_config.json adapter_model.safetensors", "an adapter, not a model"),
         ("data.pkl version.txt", "an unpacked archive of torch.save"),
     ],
 )

@@ -29,7 +29,7 @@ from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
-from gradscope.core.independence import COUPLED_REMEDY, mixing_layer, require_independent
+from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
@@ -161,8 +161,8 @@ class _Program:
         try:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
-            error.where = mixing_layer(self.problem, batch) or error.where
-            error.remedy = COUPLED_REMEDY
+            layer = mixing_layer(self.problem, batch)
+            error.where, error.remedy = layer or error.where, coupled_remedy(layer)
             raise
         if not analysis.fits(recorded):
             raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)

@@ -17,6 +17,9 @@ from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError
 from gradscope.sources.formats import checkpoint_readers, find_reader, matching, reachable, reading
 
+ADAPTER = "adapter_config.json"  # PEFT's
+ADAPTER_WEIGHTS = "adapter_model"  # with a suffix
+
 _NAMES = (  # Hugging Face's, in the order in which it looks for them
     "model.safetensors",
     "model.safetensors.index.json",
@@ -42,9 +45,8 @@ def weights_in(folder: Path) -> Path:
         what = "this is a distributed checkpoint; its metadata are a pickle, which is never loaded"
         tool = "python -m torch.distributed.checkpoint.format_utils"
         remedy = f"Convert it: {tool} dcp_to_torch FOLDER OUT.pt"
-    elif "adapter_config.json" in names:
-        what = "this folder holds an adapter, not a model"
-        remedy = "Merge it into its model, save that, and give its folder."
+    elif ADAPTER in names and (own := [n for n in files if Path(n).stem == ADAPTER_WEIGHTS]):
+        return folder / own[0]  # of two, .bin and .safetensors, the older form comes first
     elif "data.pkl" in names:
         what = "this is an unpacked archive of torch.save"
         remedy = "Pack it again, or give the file as it was."

@@ -30,6 +30,8 @@ from gradscope.stats.summary import Data, Summary, statistic
 
 _FORMULAS = ("times median = ‖gᵢ‖ / median‖g‖", "most opposed: the most negative ⟨gᵢ, G⟩")
 _ANSWERED = 3  # samples with the largest losses
+_BRIEF = 5  # samples where only one screen is shown
+LARGEST = "Samples with the largest gradients"
 
 
 class SampleRow(Record):
@@ -78,10 +80,13 @@ def _table(rows: Sequence[SampleRow]) -> Table:
     return Table([*columns, *targets(rows)])
 
 
-def _listed(title: str) -> Callable[[Sequence[SampleRow], Summary], Iterator[Section]]:
+def _listed(
+    title: str, most: int | None = None
+) -> Callable[[Sequence[SampleRow], Summary], Iterator[Section]]:
     def sections(rows: Sequence[SampleRow], summary: Summary) -> Iterator[Section]:
         if rows:
-            yield Section(title, table=_table(rows), formulas=_FORMULAS)
+            some = rows[:most]
+            yield Section(title, table=_table(some), samples=some, formulas=_FORMULAS)
 
     return sections
 
@@ -151,7 +156,8 @@ def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[st
 @statistic(
     "samples",
     place=132,
-    sections=_listed("Samples with the largest gradients"),
+    sections=_listed(LARGEST),
+    brief=_listed(LARGEST, _BRIEF),
     answers=_dominates,
 )
 def samples(data: Data) -> tuple[SampleRow, ...]:
@@ -212,7 +218,7 @@ def _neighbours(found: Nearest, summary: Summary) -> Iterator[Section]:
         if rows:
             title = f"{word} aligned with sample {found.index}{about}"
             formulas = ["cosine = ⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖)"]
-            yield Section(title, table=_table(rows), formulas=formulas)
+            yield Section(title, table=_table(rows), samples=rows, formulas=formulas)
 
 
 @statistic("nearest", place=120, sections=_neighbours)

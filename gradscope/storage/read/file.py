@@ -16,6 +16,7 @@ from typing import Self
 import h5py
 import numpy as np
 
+from gradscope.core import markup
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import SOURCES
@@ -126,6 +127,18 @@ class GradientFile:
         for start in range(0, self.n, step):
             rows = slice(start, start + step)
             yield {name: array[rows] for name, array in stored.items()}
+
+    def _repr_html_(self) -> str:
+        """Return what the file holds, for a notebook."""
+        entries = sum(map(prod, self.parameters.values()))
+        rows = [
+            ("samples", f"{self.n:,}"),
+            ("parameters", f"{len(self.parameters):,} ({entries:,} entries)"),
+            ("sample table", ", ".join(self.samples)),
+            ("certificate", str(self.certificate.get("verdict", "not recorded"))),
+            *((f"chain {k}", chain.text) for k, chain in enumerate(self.chains)),
+        ]
+        return markup.document(str(self.path), markup.facts(rows))
 
     def close(self) -> None:
         """Close the file; what was read stays valid."""

@@ -1,0 +1,148 @@
+"""Samples as they are: pictures, texts and rows of numbers, from the data that a run recorded.
+
+The data are opened again where the recorded run had them, and must be the same by their digest. A
+data set that the user's own code makes is not: a file is not to say what code is run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradscope.config import RunSpec
+from gradscope.errors import GradscopeError
+from gradscope.sources.data import Dataset, open_dataset, words
+
+_LEAST_SIDE = 4  # pixels: narrower arrays are tables of numbers
+_SQUARE = 64  # numbers of the shortest row that is taken for a picture
+_LETTERS, _NUMBERS = 1000, 64  # of a sample that are shown
+_TOGETHER = 256  # samples that are read together
+
+Decode = Callable[[list[int]], str]
+Content = NDArray[Any] | str | dict[str, float]  # pixels (h, w) or (h, w, 3), a text, numbers
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The data of a run, to be looked at."""
+
+    dataset: Dataset | None
+    why: str = ""  # they cannot be shown
+    texts: Mapping[str, Decode] = field(default_factory=dict)  # of arrays that stand for texts
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any], most: int | None = None) -> "Opened":
+        """Open the data set of a run as a file records it, with its spec and its digests.
+
+        Args:
+            run: The record.
+            most: More bytes than this are not read, which takes time; None for any number.
+        """
+        try:
+            spec = RunSpec.model_validate(run.get("spec")).dataset
+        except ValueError:
+            return cls(None, "the file does not say where the data are")
+        if spec.factory is not None:
+            return cls(None, f"they are made by {spec.factory}, and code is not run to show them")
+        if most is not None and _bytes(spec.path) > most:
+            return cls(None, "the data are large: --top or --html reads them")
+        try:
+            found = open_dataset(spec)
+            if found.sha256 != (run.get("digests") or {}).get("dataset"):
+                return cls(None, f"{spec.path} has changed since")
+            texts = {name: words(spec, name) for name in spec.arrays}
+        except GradscopeError as error:
+            return cls(None, f"{error}".partition("\n")[0])
+        return cls(found, texts={k: v for k, v in texts.items() if v is not None})
+
+    def contents(self, indexes: Sequence[int]) -> list[Content | None]:
+        """Return, for each sample, its first input that can be shown; None where there is none."""
+        found: dict[int, Content | None] = {}
+        for rows in _runs(sorted(set(indexes))):
+            try:
+                found |= self._read(rows)
+            except GradscopeError:  # one of them cannot be read
+                for k in rows if len(rows) > 1 else ():
+                    found |= dict(zip([k], self.contents([k]), strict=True))
+        return [found.get(k) for k in indexes]
+
+    def class_name(self, target: Any) -> str | None:
+        """Return the name that the data have for a class, if they have one."""
+        named = () if self.dataset is None else self.dataset.spec.targets[:1]
+        names = [*self.dataset.spec.classes.get(named[0], ())] if self.dataset and named else []
+        known = isinstance(target, int) and 0 <= target < len(names)
+        return names[target] if known else None
+
+    def _read(self, rows: range) -> dict[int, Content | None]:
+        if self.dataset is None:
+            return {}
+        inputs, names = self.dataset.batch(rows).inputs, self.dataset.spec.inputs
+        if isinstance(names, dict):
+            pairs = [(name, inputs[keyword]) for keyword, name in names.items()]
+        else:
+            pairs = [*zip(names, inputs if isinstance(inputs, tuple) else (inputs,), strict=False)]
+        return {row: next(self._shown(pairs, k), None) for k, row in enumerate(rows)}
+
+    def _shown(self, pairs: Sequence[tuple[str, Any]], k: int) -> Iterator[Content]:
+        """Yield what can be shown of the k-th sample's inputs."""
+        assert self.dataset is not None
+        for name, value in pairs:
+            if isinstance(value, Tensor) and value.dim() and not value.is_complex():
+                whole = not value.is_floating_point() and value.dim() == 2
+                text = _text(value[k], self.texts.get(name)) if whole else None
+                row = value[k].detach().cpu().double().numpy()
+                yield _content(self.dataset.headings(name), row) if text is None else text
+
+
+def _bytes(path: Path) -> int:
+    """Return the bytes of a file, or of all in a folder; none where there is nothing."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _runs(indexes: Sequence[int]) -> Iterator[range]:
+    """Yield the ranges, of at most so many samples, that rising positions are made of."""
+    start = 0
+    for k in range(1, len(indexes) + 1):
+        ends = k == len(indexes) or indexes[k] != indexes[k - 1] + 1
+        if ends or k - start == _TOGETHER:
+            yield range(indexes[start], indexes[k - 1] + 1)
+            start = k
+
+
+def _text(row: Tensor, decode: Decode | None) -> str | None:
+    """Return the text that whole numbers (t,) stand for; many that stand for none as they are."""
+    numbers = row.tolist()
+    if decode is not None:
+        return decode(numbers)[:_LETTERS]
+    if row.dtype == torch.uint8:
+        text = bytes(numbers).rstrip(b"\0").decode("utf-8", "replace")
+        if "\ufffd" not in text and all(c.isprintable() or c in "\t\r\n" for c in text):
+            return text[:_LETTERS]
+    return " ".join(map(str, numbers))[:_LETTERS] if len(numbers) > _NUMBERS else None
+
+
+def _content(names: Sequence[str], row: NDArray[Any]) -> Content:
+    """Return a sample's array as a picture, or as numbers with the names of its columns.
+
+    A long row of numbers without names that fills a square, or three, is the picture it makes.
+    """
+    square = [(c, s, s) for c in (1, 3) if (s := isqrt(row.size // c)) ** 2 * c == row.size]
+    if row.ndim == 1 and len(names) != row.size and square and row.size >= _SQUARE:
+        row = row.reshape(square[0])
+    picture = row[0] if row.ndim == 3 and row.shape[0] == 1 else row
+    if picture.ndim == 3 and picture.shape[0] == 3:
+        picture = np.moveaxis(picture, 0, 2)
+    coloured = picture.ndim == 3 and picture.shape[2] == 3
+    if (coloured or picture.ndim == 2) and min(picture.shape[:2]) >= _LEAST_SIDE:
+        return picture
+    flat = row.reshape(-1)[:_NUMBERS]
+    if len(names) != row.size:
+        names = [*map(str, range(row.size))]
+    return dict(zip(names, map(float, flat), strict=False))

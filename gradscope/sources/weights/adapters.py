@@ -1,0 +1,140 @@
+"""A PEFT adapter: adapter_config.json, and the weights that it adds to a base model. Local only.
+
+The weights are read by our own readers; peft puts them onto the base model, whose own parameters
+are frozen. Parameters have the names that they have in peft's model.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradscope.core.locate import first_line
+from gradscope.core.texts import listed
+from gradscope.errors import CheckpointError, ModelError
+from gradscope.sources.formats import located, need, reachable
+from gradscope.sources.weights.folders import ADAPTER, ADAPTER_WEIGHTS, weights_in
+
+_GIVE = "Give its folder, --model FOLDER, or a factory that returns it, --model FILE.py:FACTORY."
+_AGAIN = "Save the adapter again with save_pretrained."
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a checkpoint, a folder or the file in it, is what PEFT writes of an adapter."""
+    with reachable(path, CheckpointError):
+        folder = path if path.is_dir() else path.parent
+        found = (folder / ADAPTER).is_file()
+        return found and (weights_in(path) if path.is_dir() else path).stem == ADAPTER_WEIGHTS
+
+
+def base_of(folder: Path) -> Path:
+    """Return the folder of an adapter's base model, which is looked for on this machine alone.
+
+    It is what `base_model_name_or_path` names as a path from the folder, from the one above it or
+    from the working directory, a folder of the same last name beside it, or in the cache of
+    huggingface_hub.
+
+    Raises:
+        CheckpointError: It is in none of these places.
+    """
+    content = _content(folder / ADAPTER)
+    name = content.get("base_model_name_or_path")
+    if isinstance(name, str) and name and "\0" not in name:
+        last = Path(name).name
+        places = (folder / name, folder.parent / name, Path(name), folder.parent / last)
+        with reachable(folder, CheckpointError):
+            # an empty last name, as of "..", would be the adapter's own folder
+            found = [p for p in places if p.is_dir() and not p.samefile(folder)]
+        cached = None if found else _cached(name, content.get("revision"))
+        if found or cached:
+            return found[0] if found else cached  # type: ignore[return-value]
+    what = f"its base model, {name!r}, is not on this machine, and nothing is downloaded"
+    if not name:
+        what = "it does not say what its base model is"
+    raise CheckpointError(what, where=str(folder / ADAPTER), remedy=_GIVE)
+
+
+def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return peft's model of a base model and an adapter with the weights `state`, and notes.
+
+    Only what the adapter trains can be trained: all else is frozen.
+
+    Raises:
+        ModelError: peft is missing, cannot build the adapter, or one of its kind is refused.
+        CheckpointError: The weights are not all that the adapter trains.
+    """
+    path = folder / ADAPTER
+    content = _content(path)
+    peft = need("peft", "this adapter", ModelError)
+    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise CheckpointError("it holds something other than named tensors", remedy=_AGAIN)
+    with located(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, to who trains an adapter
+        try:
+            config = peft.PeftConfig.from_peft_type(
+                **{k: v for k, v in content.items() if k != "runtime_config"}
+            )
+            _require_kind(config)
+            config.inference_mode = False  # or nothing could be trained
+            held = isinstance(base, peft.PeftModel)  # a factory may have put it there
+            model: nn.Module = base if held else peft.PeftModel(base, config)
+            told = peft.set_peft_model_state_dict(model, dict(state), model.active_adapter)
+        except (ModelError, MemoryError):
+            raise
+        except Exception as error:  # whatever peft makes of a config, and of weights
+            what = f"peft cannot put the adapter onto its base model: {first_line(error)}"
+            raise ModelError(what, remedy=f"Is it the adapter's base model? {_GIVE}") from error
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        missing = sorted(trained & set(told.missing_keys))
+        unknown = sorted(told.unexpected_keys)
+    what = ""
+    if missing:
+        what = f"{len(missing)} parameters that the adapter trains are not in it: {listed(missing)}"
+    elif unknown:
+        what = f"{len(unknown)} tensors have no place in the model: {listed(unknown)}"
+    if what:
+        raise CheckpointError(what, remedy=f"{_AGAIN} Or is it another base model's?")
+    return model, (f"An adapter ({content['peft_type']}): its parameters alone are trained.",)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    with reachable(path, CheckpointError):
+        text = path.read_bytes()
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as failure:
+        what = f"is no JSON: {first_line(failure)}"
+        raise CheckpointError(what, where=str(path), remedy=_AGAIN) from failure
+    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+        what = "is no table of settings with a `peft_type`"
+        raise CheckpointError(what, where=str(path), remedy=_AGAIN)
+    return content
+
+
+def _require_kind(config: Any) -> None:
+    """Refuse adapters that are more than modules within the model, or not the same twice."""
+    kind = config.peft_type.value
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ModelError(
+            f"{kind} adds positions to the inputs, not modules to the model",
+            remedy="Write a factory that returns the whole model, and a loss for its outputs.",
+        )
+    drawn = str(getattr(config, "init_lora_weights", ""))
+    if "niter" in drawn:
+        raise ModelError(
+            f"with init_lora_weights={drawn!r} the base model's weights are changed by random "
+            "numbers whenever the adapter is opened",
+            remedy="Convert it to LoRA: save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...).",
+        )
+
+
+def _cached(name: str, revision: Any) -> Path | None:
+    hub = need("huggingface_hub", "this adapter", ModelError)
+    try:
+        return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # no such name, or it is not there
+        return None

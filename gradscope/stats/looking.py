@@ -1,0 +1,123 @@
+"""Samples beside what is known of them: cards with a picture or a text, label and prediction."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradscope.sources.opened import Content, Opened
+from gradscope.stats.records import Plain
+from gradscope.stats.sections import Card, Overview, Pixels, Section, Shown, short
+
+
+class Named(Protocol):
+    """A row about a sample."""
+
+    @property
+    def index(self) -> int:
+        """Its position in the data set."""
+
+    @property
+    def id(self) -> int | str | None:
+        """Its own name."""
+
+
+class Known(Named, Protocol):
+    """A row that says what is known of a sample."""
+
+    @property
+    def target(self) -> Plain:
+        """Its target."""
+
+    @property
+    def prediction(self) -> Plain:
+        """What the model makes of it."""
+
+
+def name_of(row: Named) -> str:
+    """Return what a sample is called: its own name, else its position in the data set."""
+    return str(row.index if row.id is None else row.id)
+
+
+def label(opened: Opened, target: Any) -> str:
+    """Return a target, with the name that the data have for its class."""
+    name = opened.class_name(target)
+    if name is not None:
+        return f"{name} ({target})"
+    return short(target) if target is None or isinstance(target, float) else str(target)
+
+
+class Album:
+    """Samples opened, those of several data sets side by side.
+
+    Attributes:
+        sides: The data sets.
+        contents: What the samples are, by side and index, where they can be shown.
+    """
+
+    def __init__(self, sides: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
+        self.sides = sides
+        self.contents: dict[tuple[str, int], Content] = {}
+        for side, indexes in wanted.items():
+            found = zip(indexes, sides[side].contents(indexes), strict=True)
+            self.contents |= {(side, k): content for k, content in found if content is not None}
+
+    def card(self, side: str, row: Known, lines: Sequence[str] = (), kind: str = "sample") -> Card:
+        """Return a sample with its label and the model's prediction, and what else is told."""
+        opened, told = self.sides[side], []
+        if row.target is not None:
+            told.append(f"target {label(opened, row.target)}")
+        wrong = isinstance(row.prediction, int) and row.prediction != row.target
+        if row.prediction is not None:
+            told.append(f"predicted {label(opened, row.prediction)}{' (wrong)' * wrong}")
+        shown = self._shown(self.contents.get((side, row.index)))
+        return Card(f"{kind} {name_of(row)}", [*told, *lines], shown, marked=wrong)
+
+    def _shown(self, content: Content | None) -> Pixels | str | None:
+        if isinstance(content, np.ndarray):
+            return self._pixels(content)
+        if isinstance(content, dict):
+            return ", ".join(f"{k} {short(v)}" for k, v in content.items())
+        return content
+
+    def _pixels(self, values: NDArray[Any]) -> Pixels:
+        """Scale pictures of one shape by their common range, which is of all that are shown."""
+        every = self.contents.values()
+        return scaled(values, [c for c in every if isinstance(c, np.ndarray)])
+
+
+def scaled(values: NDArray[Any], others: Sequence[NDArray[Any]]) -> Pixels:
+    """Return a picture in bytes, black and white the extremes of all others of its shape."""
+    finite = [c[np.isfinite(c)] for c in others if c.shape == values.shape]
+    low = min((float(c.min()) for c in finite if c.size), default=0.0)
+    high = max((float(c.max()) for c in finite if c.size), default=1.0)
+    levels = (np.nan_to_num(values, nan=low) - low) * (255 / (high - low or 1.0))
+    return Pixels(np.clip(np.rint(levels), 0, 255).astype(np.uint8))
+
+
+def looked(result: Shown, opened: Opened) -> Overview:
+    """Return what is shown of a result, each sample that it lists as it is.
+
+    Rows of numbers are left out: they are no easier to see than the file.
+    """
+    found = result.overview()
+    every = [*found.sections, *(found.brief.sections if found.brief else ())]
+    wanted = sorted({row.index for section in every for row in section.samples})
+    album = Album({"": opened}, {"": wanted})
+    seen = {k for k, c in album.contents.items() if not isinstance(c, dict)}
+
+    def opened_(section: Section) -> Section:
+        rows = [row for row in section.samples if ("", row.index) in seen]
+        cards = [
+            album.card("", r, [f"norm {short(r.norm)}", f"loss {short(r.loss)}"]) for r in rows
+        ]
+        return replace(section, cards=[*section.cards, ("", cards)]) if cards else section
+
+    brief = found.brief
+    if brief is not None:
+        brief = replace(brief, sections=[*map(opened_, brief.sections)])
+    facts = [*found.facts, ("samples not shown", opened.why)] if opened.why else found.facts
+    sections = [*map(opened_, found.sections)]
+    return replace(found, facts=facts, sections=sections, brief=brief)

@@ -1,0 +1,240 @@
+"""PEFT's adapters as checkpoints: peft's own model and its loop in float64 say what is right."""
+
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import gradscope
+from gradscope.cli.app import run as command_line
+from gradscope.config import CheckpointSpec, ModelSpec
+from gradscope.errors import CheckpointError, InputError, ModelError
+from gradscope.sources import LoadedModel, load_model
+from tests import oracle
+from tests.sources.test_checkpoints_hugging_face import TOKENS, saved
+
+BLOCK = ["c_attn", "c_proj"]
+LORA = {"r": 2, "target_modules": BLOCK, "fan_in_fan_out": True}
+KINDS = {
+    "lora": peft.LoraConfig(**LORA),
+    "rslora": peft.LoraConfig(**LORA, use_rslora=True, lora_alpha=3),
+    "dora": peft.LoraConfig(**LORA, use_dora=True),
+    "biases": peft.LoraConfig(**LORA, bias="all"),
+    "its biases": peft.LoraConfig(**LORA, bias="lora_only"),
+    "embedding": peft.LoraConfig(r=2, target_modules=["wte", "c_fc"], fan_in_fan_out=True),
+    "head": peft.LoraConfig(**LORA, modules_to_save=["lm_head", "ln_f"]),
+    "tokens": peft.LoraConfig(**LORA, trainable_token_indices=[1, 4]),
+    "pissa": peft.LoraConfig(**LORA, init_lora_weights="pissa"),
+    "ia3": peft.IA3Config(
+        target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True
+    ),
+    "vera": peft.VeraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    "loha": peft.LoHaConfig(r=2, target_modules=["lm_head"]),
+}
+
+
+def adapter(folder: Path, config: Any) -> Any:
+    """Save a base model and beside it an adapter as after some steps; return peft's own of it."""
+    base = saved(folder / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel(base, config)
+        for p in model.parameters():
+            if p.requires_grad:  # one begins with zeros, which have no gradients
+                p.data += 0.1 * torch.randn_like(p)
+        config.base_model_name_or_path = "base"
+        model.save_pretrained(str(folder / "tuned"), save_embedding_layers=False)
+    return model.eval()
+
+
+def held(folder: Path, factory: str = "checkpoint", **kwargs: Any) -> LoadedModel:
+    return load_model(
+        ModelSpec(factory=factory, kwargs=kwargs), CheckpointSpec(path=folder / "tuned")
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_the_adapter_alone_are_those_of_pefts_own_model(
+    tmp_path: Path, kind: str
+) -> None:
+    own = adapter(tmp_path, KINDS[kind])
+    loaded = held(tmp_path)
+    torch.testing.assert_close(
+        loaded.model(TOKENS), own(TOKENS).logits, rtol=1e-5, atol=1e-6, msg="not the same model"
+    )
+    trained = {name for name, p in own.named_parameters() if p.requires_grad}
+    assert trained and all("base_model.model" in name for name in trained)
+    inputs = {"input_ids": TOKENS}
+    found = gradscope.per_sample_gradients(loaded.model, "causal_lm", inputs, TOKENS)
+
+    def loss(answer: Any, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(answer.logits[0, :-1], tokens[0, 1:])[None]
+
+    _, expected = oracle.per_sample_gradients(own, loss, inputs, TOKENS)
+    assert found.keys() == trained == expected.keys()
+    assert all(g.abs().max() > 0 for g in expected.values())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+
+
+def configured(folder: Path, **changes: Any) -> None:
+    path = folder / "tuned" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_where_the_base_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = adapter(tmp_path, KINDS["lora"])
+    expected = own(TOKENS).logits
+    digests = {held(tmp_path).checkpoint.sha256}
+    for name in (str(tmp_path / "base"), "../base", "somebody/base"):  # as trained elsewhere
+        configured(tmp_path, base_model_name_or_path=name)
+        torch.testing.assert_close(held(tmp_path).model(TOKENS), expected)
+        digests.add(held(tmp_path).checkpoint.sha256)
+    assert len(digests) == 1  # of the weights, both files'
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="'somebody/base', is not on this machine") as raised:
+        held(tmp_path)
+    assert "--model FOLDER" in (raised.value.remedy or "")
+    loaded = held(tmp_path, str(tmp_path / "moved"))
+    torch.testing.assert_close(loaded.model(TOKENS), expected)
+    assert loaded.digests.keys() == {"adapter_config.json", "config.json"}
+    file = tmp_path / "tuned" / "adapter_model.safetensors"
+    again = load_model(ModelSpec(factory=str(tmp_path / "moved")), CheckpointSpec(path=file))
+    assert again.checkpoint.sha256 == loaded.checkpoint.sha256
+    hub = tmp_path / "hub" / "models--somebody--base"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("abc")
+    shutil.copytree(tmp_path / "moved", hub / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    torch.testing.assert_close(held(tmp_path).model(TOKENS), expected)
+
+
+def test_from_the_command_line_with_some_of_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter(tmp_path, KINDS["lora"])
+    np.savez(tmp_path / "data.npz", inputs=TOKENS.numpy(), targets=TOKENS.numpy())
+    out = str(tmp_path / "o.h5")
+    words = ["compute", "tuned", "data.npz", "--model", "base", "--loss", "causal_lm", "-o", out]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gradscope", *words, "--parameters", "*h.0*lora_B*"])
+    assert command_line() == 0
+    with gradscope.open(out) as file:
+        assert set(file.parameters) == {
+            f"base_model.model.transformer.h.0.{place}.lora_B.default.weight"
+            for place in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")
+        }
+        expected = gradscope.per_sample_gradients(held(tmp_path).model, "causal_lm", TOKENS, TOKENS)
+        rows = {name: torch.from_numpy(file.chains[0][name][:]) for name in file.parameters}
+    torch.testing.assert_close(rows, {k: expected[k] for k in rows}, rtol=1e-5, atol=1e-7)
+
+
+def test_a_factory_builds_the_base_model(tmp_path: Path) -> None:
+    """Any module of torch: the adapter knows its layers by name."""
+    code = (
+        "import torch\n"
+        "def build():\n"
+        "    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))\n"
+    )
+    (tmp_path / "model.py").write_text(code)
+    factory = f"{tmp_path / 'model.py'}:build"
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    own = peft.PeftModel(scope["build"](), peft.LoraConfig(r=1, target_modules=["0"]))
+    for p in own.parameters():
+        p.data += 0.1 if p.requires_grad else 0
+    own.save_pretrained(str(tmp_path / "tuned"))
+    loaded = held(tmp_path, factory)
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    found = gradscope.per_sample_gradients(loaded.model, "mse", x, y)
+    _, expected = oracle.per_sample_gradients(
+        own, lambda out, target: (out - target).square().mean(1), x, y
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+    with pytest.raises(CheckpointError, match="does not say what its base model is"):
+        held(tmp_path)
+
+
+def test_weights_that_are_pickled(tmp_path: Path) -> None:
+    own = adapter(tmp_path, KINDS["lora"])
+    path = tmp_path / "tuned" / "adapter_model.safetensors"
+    torch.save(safetensors.torch.load_file(path), path.with_suffix(".bin"))
+    path.unlink()
+    torch.testing.assert_close(held(tmp_path).model(TOKENS), own(TOKENS).logits)
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    path = folder / "tuned" / "adapter_model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(path)), path)
+
+
+def without(content: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v for k, v in content.items() if "h.1.attn.c_proj.lora_A" not in k}
+
+
+def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v * torch.nan for k, v in content.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "error"),
+    [
+        (lambda f: rewritten(f, without), "1 parameters that the adapter trains", CheckpointError),
+        (
+            lambda f: rewritten(f, lambda c: c | {"base_model.model.x.lora_A.weight": TOKENS}),
+            "1 tensors have no place in the model: base_model.model.x",
+            CheckpointError,
+        ),
+        (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
+        (lambda f: configured(f, r=3), "peft cannot put the adapter onto its base", ModelError),
+        (lambda f: configured(f, target_modules=["no"]), "peft cannot put the ada", ModelError),
+        (lambda f: configured(f, peft_type="NEW"), "peft cannot put the adapter", ModelError),
+        (lambda f: configured(f, peft_type=None), "no table of settings with a", CheckpointError),
+        (
+            lambda f: configured(f, init_lora_weights="pissa_niter_4"),
+            "changed by random numbers whenever the adapter is opened",
+            ModelError,
+        ),
+        (
+            lambda f: configured(f, peft_type="PROMPT_TUNING", num_virtual_tokens=2),
+            "PROMPT_TUNING adds positions to the inputs",
+            ModelError,
+        ),
+        (
+            lambda f: (f / "tuned" / "adapter_model.safetensors").unlink(),
+            "no weights are in this folder; it holds: README.md, adapter_config.json",
+            CheckpointError,
+        ),
+    ],
+)
+def test_an_adapter_that_is_refused(
+    tmp_path: Path, change: Any, expected: str, error: type[InputError]
+) -> None:
+    adapter(tmp_path, KINDS["lora"])
+    change(tmp_path)
+    with pytest.raises(error, match=expected) as raised:
+        held(tmp_path)
+    assert str(tmp_path) in str(raised.value.where)
+
+
+def test_a_folder_as_the_base_model_of_what_is_no_adapter(tmp_path: Path) -> None:
+    saved(tmp_path / "tuned")
+    with pytest.raises(ModelError, match="CHECKPOINT is no adapter"):
+        held(tmp_path, str(tmp_path))
+
+
+def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter(tmp_path, KINDS["lora"])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match="this adapter needs peft, which is not") as raised:
+        held(tmp_path)
+    assert raised.value.remedy == "pip install 'torch-gradscope[peft]'"
