@@ -43,6 +43,7 @@ from gradscope.sources import (
     open_dataset,
     sha256,
 )
+from gradscope.sources.opened import Previews
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
@@ -51,7 +52,7 @@ from gradscope.storage import ChainPlan, FilePlan, require_compression
 
 _SAME = {
     *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
-    *("randomness", "rows"),
+    *("previews", "randomness", "rows"),
 }
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _BATCH_TOKENS = 2048  # at least, and whole samples
@@ -74,6 +75,7 @@ class Job:
     compression: Compression | None  # of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
+    previews: Previews | None = None  # what is kept of the samples themselves
     sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
     tokens: TokenRows | None = None  # what the rows are, if they are of tokens
 
@@ -131,6 +133,8 @@ class Job:
         }
         if self.tokens is not None:
             record["tokens"] = self.tokens.record()
+        if self.previews is not None:
+            record["previews"] = self.previews.record
         if self.shard is not None:
             record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
         return record
@@ -208,6 +212,7 @@ def prepare(spec: RunSpec) -> Job:
     if asked.rows == "token":
         tokens = TokenRows.of(scope, partial(loaded, dataset, scope), whole)
         whole = range(len(tokens))
+    size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
     batch_size = asked_size or _usual_batch(spec, bound, scope, dataset, whole, each)
@@ -231,6 +236,7 @@ def prepare(spec: RunSpec) -> Job:
             "stages": stages_digests(bound),
         },
         notes=(*found.notes, *dataset.notes),
+        previews=Previews(dataset, size, whole[0]) if size else None,
         tokens=tokens,
     )
 

@@ -76,6 +76,7 @@ class Rows:
     # (n,) int64 each, of rows of tokens: the sample's position in the data set, and its own there
     sample: Tensor | None = None
     position: Tensor | None = None
+    preview: Tensor | None = None  # UTF-8 (n, w) likewise: what a sample looks like
     # {parameter: (n,)}, the raw gradient's L2 norm
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     # the transformed rows of each chain; None for a reduced chain
@@ -92,6 +93,8 @@ class Rows:
         table |= self.predicted
         if self.id is not None:
             table["id"] = self.id
+        if self.preview is not None:
+            table["preview"] = self.preview
         return table
 
 
