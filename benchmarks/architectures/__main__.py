@@ -32,18 +32,14 @@ _HEAD = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; 1 if a command failed, or an answer is further off than float32."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
-    parser.add_argument("--scratch", type=Path, help="where models are written for a while")
-    parser.add_argument("--json", type=Path, help="also write what was found there")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     unknown = [name for name in options.names if name not in ARCHITECTURES]
     if unknown:
-        parser.error(f"there is no {unknown[0]!r}; there are {', '.join(ARCHITECTURES)}")
+        parser().error(f"there is no {unknown[0]!r}; there are {', '.join(ARCHITECTURES)}")
     names = options.names or list(ARCHITECTURES)
     absent = {p for name in names for p in ARCHITECTURES[name].needs if find_spec(p) is None}
     if absent:
-        parser.error(f"these need {', '.join(sorted(absent))}: pip install them")
+        parser().error(f"these need {', '.join(sorted(absent))}: pip install them")
     scratch = Path(mkdtemp(dir=options.scratch))
     found = {}
     try:
@@ -58,6 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
     return int(not all(right(each) for each in found.values()))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
+    made.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
+    made.add_argument("--scratch", type=Path, help="where models are written for a while")
+    made.add_argument("--json", type=Path, help="also write what was found there")
+    return made
 
 
 def right(found: Found) -> bool:
