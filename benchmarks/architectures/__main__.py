@@ -111,7 +111,7 @@ def answered(name: str, folder: Path, rows: list[str], *how: str) -> Found:
     if "failed" in found:
         return found
     chosen = [word for p in rows for word in ("--parameters", p)]
-    more = command(name, folder, folder / "rows.h5", "--no-predictions", *chosen, *how)
+    more = command(name, folder, folder / "rows.h5", "--verify", "never", *chosen, *how)
     return more if "failed" in more else found
 
 
