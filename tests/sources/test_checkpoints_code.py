@@ -45,7 +45,7 @@ MODULES: dict[str, Callable[[Any, Path], None]] = {
     "exported": exported,
 }
 quiet = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore:`isinstance.treespec:FutureWarning"
+    "ignore:`torch.jit", "ignore:`isinstance.treespec:FutureWarning"
 )
 
 
