@@ -2,6 +2,7 @@
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
 # And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
+# `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
 # `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
 # runs the tests of the engine, and the demo, with another release of torch, in build/compat/2.15.0
 # (5 to 7 GB: torch comes with CUDA's libraries; delete it when you are done).
@@ -16,7 +17,7 @@ TORCH ?= 2.15.0
 COMPAT := build/compat/$(TORCH)
 COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test bench drill compat lint format types check install install-dev install-bench clean
+.PHONY: demo test bench browser charts drill compat lint format types check install install-dev install-bench clean
 
 define demonstrate
 	mkdir -p $(2)
@@ -42,6 +43,13 @@ compat: $(COMPAT)/installed
 	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core \
 		tests/test_scope.py $(COMPAT_OPTIONS)
 	$(call demonstrate,$(COMPAT)/bin,$(COMPAT)/demo)
+
+browser: install-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest tests/browser/check_view.py
+
+charts:
+	cd charts && npm install --silent && node build.mjs
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from gradscope.engine import (
     Certificate,
     Coupling,
     NonFinite,
+    Randomness,
     Session,
     Settings,
     Verify,
@@ -56,6 +57,9 @@ class Scope:
         labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
             expectation over all classes.
         seed: Of what is drawn at random: samples that are compared, batches, labels.
+        randomness: What to do when the model draws random numbers (dropout in train mode):
+            "refuse"; "fixed" draws by `seed`, call and sample, so that a sample has the same
+            numbers in any batch and with any backend.
         compile: Compile gradient and reduction as one program where that can be done; under `auto`
             where it is also measured to be faster. What was done is in `notes`.
 
@@ -78,6 +82,7 @@ class Scope:
         labels: Mode = "data",
         seed: int = 0,
         compile: bool = False,
+        randomness: Randomness = "refuse",
     ) -> None:
         settings = Settings(
             parameters=parameters,
@@ -88,6 +93,7 @@ class Scope:
             labels=labels,
             seed=seed,
             compile=compile,
+            randomness=randomness,
         )
         self.session = Session(model, loss, settings)
         self._bound: dict[str, Chain] = {}
@@ -129,7 +135,12 @@ class Scope:
         return self.session.evaluate(batch, request, ordinal=ordinal, last=last)
 
     def per_sample_gradients(
-        self, inputs: Any, targets: Any = None, out: Mapping[str, Tensor] | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        out: Mapping[str, Tensor] | None = None,
+        *,
+        index: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, each row the gradient of one sample's own loss.
 
@@ -137,9 +148,11 @@ class Scope:
             inputs: A tensor, tuple or dict, sample axis first.
             targets: Likewise, or None.
             out: Buffers to write into, as returned by an earlier call.
+            index: (n,) int64, which samples these are, 0 to n-1 when None: labels that are sampled
+                and random numbers that are fixed are drawn by it.
         """
         self.session.labels.require_one()
-        batch = Batch.of(inputs, targets)
+        batch = Batch.of(inputs, targets, index)
         return self.session.repeated(lambda: self._rows(batch, out))
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -156,7 +169,12 @@ class Scope:
         return rows
 
     def norms(
-        self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"
+        self,
+        inputs: Any,
+        targets: Any = None,
+        per: Literal["sample", "parameter"] = "sample",
+        *,
+        index: Tensor | None = None,
     ) -> Any:
         """Return the L2 norms of the per-sample gradients; no gradient need be formed.
 
@@ -164,6 +182,7 @@ class Scope:
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
             per: "sample" or "parameter".
+            index: (n,), which samples these are; see `per_sample_gradients`.
 
         Returns:
             (n,) over all parameters together, or {name: (n,)} with `per="parameter"`.
@@ -171,7 +190,7 @@ class Scope:
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
-        batch = Batch.of(inputs, targets)
+        batch = Batch.of(inputs, targets, index)
         parts, request = self.parts(batch), Request(rows=False)
         found = self.session.repeated(
             lambda: [
@@ -186,7 +205,9 @@ class Scope:
             for name in self.problem.parameters
         }
 
-    def expectation(self, chain: str, inputs: Any, targets: Any = None) -> dict[str, Tensor]:
+    def expectation(
+        self, chain: str, inputs: Any, targets: Any = None, *, index: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
 
         Samples without a finite gradient are left out, with a `NonFiniteWarning`.
@@ -195,14 +216,20 @@ class Scope:
             chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer means `mean`.
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
+            index: (n,), which samples these are; see `per_sample_gradients`.
         """
-        return self.expectations([chain], inputs, targets)[0]
+        return self.expectations([chain], inputs, targets, index=index)[0]
 
     def expectations(
-        self, texts: Sequence[str], inputs: Any, targets: Any = None
+        self,
+        texts: Sequence[str],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        index: Tensor | None = None,
     ) -> list[dict[str, Tensor]]:
         """Return what `expectation` does for several chains, in one pass over the samples."""
-        whole = Batch.of(inputs, targets)
+        whole = Batch.of(inputs, targets, index)
         return self.session.repeated(lambda: self._expectations(texts, whole))
 
     def _expectations(self, texts: Sequence[str], whole: Batch) -> list[dict[str, Tensor]]:

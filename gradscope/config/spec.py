@@ -331,6 +331,12 @@ class ComputeSpec(_Section):
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
         "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
     )
+    randomness: Literal["refuse", "fixed"] = option(
+        "refuse",
+        "--randomness",
+        _RUNS,
+        "Of a model that draws random numbers: refuse it, or fix them by seed and sample",
+    )
     nonfinite: Literal["skip", "fail", "keep"] = option(
         "skip", "--nonfinite", _COMPUTE, "What reducers do with samples that are not finite"
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
+from gradscope.core.randomness import Fixed
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
+T = TypeVar("T")
 Loss = Callable[..., Tensor]
 Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
@@ -132,6 +134,10 @@ class Problem:
             _require_ordinary(name, p)
         return cls(model, loss, chosen)
 
+    def fixed(self, fixed: Fixed | None) -> "Problem":
+        """Return the same problem with its random numbers drawn by `fixed`."""
+        return replace(self, state=State(self.model, self.function, fixed))
+
     @property
     def function(self) -> Loss:
         """What the loss's author wrote, which may hold a state; `BoundLoss` holds none."""
@@ -156,6 +162,23 @@ class Problem:
 
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
         """Return the losses (n,), with their graph or none; buffers and generators stay alone."""
+        return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
+
+    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
+        """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
+
+        Args:
+            batch: The samples.
+            evaluate: Runs the model on them.
+            apart: The model sees a batch of one, though there are all samples.
+        """
+        fixed = self.state.fixed
+        if fixed is None:
+            return evaluate()
+        losses = replace(self, seen=None)._evaluated
+        return fixed.over(self.model, batch, evaluate, losses, apart=apart)
+
+    def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         with (
             self.state.kept(),
             self._scratch_buffers(),
@@ -208,7 +231,8 @@ class Problem:
             model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
-        return replace(self, model=model, parameters=parameters, state=State(model, self.function))
+        state = State(model, self.function, self.state.fixed)
+        return replace(self, model=model, parameters=parameters, state=state)
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from gradscope.engine.audit import Auditor, Audits, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, finite_samples, glimpsed
 from gradscope.engine.fold import Folded, fold, request_of, settled, usable
 from gradscope.engine.judge import LargestError, require_norms
-from gradscope.engine.session import Coupling, NonFinite, Session, Settings, Verify
+from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
 
 __all__ = [
     "Answer",
@@ -15,6 +15,7 @@ __all__ = [
     "Folded",
     "LargestError",
     "NonFinite",
+    "Randomness",
     "Session",
     "Settings",
     "Verify",

@@ -22,9 +22,10 @@ from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch
 from gradscope.core.independence import same
 from gradscope.core.problem import Problem
+from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
 from gradscope.core.releases import untested
-from gradscope.core.state import facts
+from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
@@ -37,6 +38,7 @@ T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
 NonFinite = Literal["skip", "fail", "keep"]
+Randomness = Literal["refuse", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,10 @@ class Settings:
     seed: int = 0
     compile: bool = False
     predictions: bool = False
+    randomness: Randomness = "refuse"
 
     def __post_init__(self) -> None:
-        words = (self.verify, Verify), (self.coupling, Coupling)
+        words = (self.verify, Verify), (self.coupling, Coupling), (self.randomness, Randomness)
         for word, kind in (*words, (self.nonfinite, NonFinite), (self.labels, Mode)):
             known = list(get_args(kind))
             if word not in known:
@@ -106,6 +109,7 @@ class Session:
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
+        self._fixed = Fixed(settings.seed) if settings.randomness == "fixed" else None
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
@@ -121,7 +125,7 @@ class Session:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
         self._stack.close()
-        problem = Problem.of(self._model, self._loss, asked.parameters)
+        problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         self.problem = replace(
             problem,
             running_statistics=asked.coupling == "frozen",
@@ -129,13 +133,19 @@ class Session:
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         self._compiled = None
-        against = not_compiled(asked.backend, asked.verify, asked.coupling)
+        against = not_compiled(asked.backend, asked.verify, asked.coupling, asked.randomness)
         if asked.compile and against is not None:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
             faster, check = asked.backend == AUTO, asked.verify != "never"
             own = (self.problem, self._uncompiled, self.notes)
             self._compiled = Compiled(*own, faster=faster, check=check)
+        part = compiled_part(self._model)
+        if part is not None:
+            self.notes.append(
+                f"{part} runs as it is written, which may take longer: compiled, it records one "
+                "operation, in which samples cannot be told apart"
+            )
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
 

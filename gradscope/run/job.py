@@ -47,7 +47,10 @@ from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
 
-_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"}
+_SAME = {
+    *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
+    "randomness",
+}
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
