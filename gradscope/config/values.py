@@ -305,6 +305,9 @@ Count = Annotated[int, Field(description="an integer of at least 1", strict=True
 Seed = Annotated[
     int, Field(description="an integer from 0 to 2^63 - 1", strict=True, ge=0, lt=2**63)
 ]
+Preview = Annotated[
+    int, Field(description="bytes, from 32 to 65,536", strict=True, ge=32, le=65_536)
+]
 Position = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]

@@ -239,4 +239,4 @@ def look(
     Raises:
         SpecError: They are about other data.
     """
-    return View(file, Opened.of(file.run), other, scores)
+    return View(file, Opened.of(file.run, file.samples), other, scores)

@@ -23,7 +23,7 @@ class Album:
     """Samples of a data set, by their positions there."""
 
     def __init__(self, opened: Opened, indexes: Sequence[int]) -> None:
-        self.contents = opened.contents(indexes) if opened.dataset is not None else []
+        self.contents = opened.contents(indexes)
 
     def document(self) -> dict[str, Any]:
         """Return the sheet, the texts and the numbers, with one entry a sample or None."""
