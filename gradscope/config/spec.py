@@ -328,6 +328,12 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "Keep what the model predicts of each sample, and the margin of its class",
     )
+    previews: values.Preview | None = option(
+        None,
+        "--previews BYTES",
+        _COMPUTE,
+        "Keep a small picture of each sample, or the beginning of its text, in so many bytes",
+    )
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
         "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
     )

@@ -27,6 +27,7 @@ from gradscope.core.registry import suggestion
 from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
+from gradscope.engine.sharded import Lockstep
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import resolve
@@ -66,6 +67,22 @@ class Settings:
             if word not in known:
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
 
+    def require_divisible(self) -> None:
+        """Refuse what is not to be had of a model that is divided over processes."""
+        only = {
+            "backend": (self.backend, (AUTO, "hooks")),
+            "coupling": (self.coupling, ("refuse", "frozen")),
+            "labels": (self.labels, ("data",)),
+            "compile": (self.compile, (False,)),
+            "randomness": (self.randomness, ("refuse",)),
+        }
+        for name, (word, accepted) in only.items():
+            if word not in accepted:
+                raise SpecError(
+                    f"{name} {word!r} is not to be had of a model that fully_shard has divided",
+                    remedy=f"Accepted: {', '.join(map(str, accepted))}; or use one process.",
+                )
+
     @property
     def own_loss(self) -> bool:
         """Whether coupled samples get the gradients of their own losses."""
@@ -90,6 +107,7 @@ class Session:
         notes: What was chosen and why.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
+        lockstep: Evaluates a model that is divided over processes; None of any other.
         predictions: What the model predicts of the samples of the last batch, if it is asked for.
 
     Raises:
@@ -123,6 +141,7 @@ class Session:
     def _bind(self) -> None:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
+        self.lockstep: Lockstep | None = None
         self._stack.close()
         problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         self.problem = replace(
@@ -147,6 +166,10 @@ class Session:
             )
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
+        if self.problem.sharding is not None:
+            asked.require_divisible()
+            self.backend = "hooks"
+            self.lockstep = Lockstep(self.problem, asked.verify, asked.seed, self._told)
 
     def rehearsal(self, verify: Verify | None = None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -190,12 +213,9 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        now = facts(self.problem.model)  # what a proof takes for granted
-        if self._facts is not None and self._facts != now:
-            self.notes.append(
-                "the model was changed between two calls: it is bound and proved anew"
-            )
-            self._bind()
+        now = self.bound_anew()
+        if self.lockstep is not None:
+            return self.lockstep.evaluate(batch.detached(), request)
         batch = self.labels.of(batch).detached()
         if self.predictions is not None:
             self.predictions.forget()
@@ -229,6 +249,26 @@ class Session:
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
+
+    def bound_anew(self) -> list[Any]:
+        """Bind the model again if it was changed; return what a proof takes for granted of it."""
+        if self.problem.sharding is not None:
+            self.problem.sharding.reshard()
+        now = facts(self.problem.model)
+        if self.problem.any(self._facts is not None and self._facts != now):
+            self.notes.append(
+                "the model was changed between two calls: it is bound and proved anew"
+            )
+            self._bind()
+        self._facts = now if self.lockstep is not None else self._facts
+        return now
+
+    def _told(self, proof: Certificate | None) -> None:
+        """Take note of a batch that was evaluated in step with other processes."""
+        audits = replace(self.auditor.audits, batches=self.auditor.audits.batches + 1)
+        if proof is not None:
+            self.certificate, audits = proof, audits.with_proof(proof)
+        self.auditor.audits = audits
 
     def predicted(self, batch: Batch, evaluation: Evaluation) -> Columns:
         """Return what the model predicts of the batch that was evaluated last, if that is kept."""
@@ -350,6 +390,8 @@ class Session:
         self._waiting = self._candidates()
         if self._compiled is not None:
             self._compiled.forget()
+        if self.lockstep is not None:
+            self.lockstep.close()
 
     def __enter__(self) -> Self:
         return self
