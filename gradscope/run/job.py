@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradscope
@@ -30,6 +31,7 @@ from gradscope.config import (
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
+from gradscope.core.ranks import Ranks, divided
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
@@ -37,6 +39,7 @@ from gradscope.run.tokens import TokenRows
 from gradscope.sources import (
     CheckpointReport,
     Dataset,
+    LoadedModel,
     code,
     load_function,
     load_model,
@@ -91,7 +94,7 @@ class Job:
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
         rows = self.rows[start : start + n]
-        load = partial(loaded, self.dataset, self.scope)
+        load = partial(read, self.dataset, self.scope)
         return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
 
     @property
@@ -164,7 +167,7 @@ class Job:
         }
 
 
-def loaded(dataset: Dataset, scope: Session, rows: range) -> Batch:
+def read(dataset: Dataset, scope: Session, rows: range) -> Batch:
     """Return some samples of a data set, on the model's device."""
     batch = dataset.batch(rows).to(None, _dtype(scope))
     return to_device(batch, scope.problem.device)
@@ -199,8 +202,8 @@ def prepare(spec: RunSpec) -> Job:
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
     torch.manual_seed(asked.seed)
-    found = load_model(spec.model, spec.checkpoint)
-    model = _placed(found.model, asked.device, asked.dtype)
+    together = asked.sharded and dist.is_available() and dist.is_initialized()
+    loaded, model = _in_turn(spec) if together else _built(spec)
     dataset = open_dataset(spec.dataset)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
@@ -210,17 +213,19 @@ def prepare(spec: RunSpec) -> Job:
     name = spec.loss.stage.name
     tokens = None
     if asked.rows == "token":
-        tokens = TokenRows.of(scope, partial(loaded, dataset, scope), whole)
+        tokens = TokenRows.of(scope, partial(read, dataset, scope), whole)
         whole = range(len(tokens))
     size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
     batch_size = asked_size or _usual_batch(spec, bound, scope, dataset, whole, each)
+    if asked.sharded and shard is not None and not asked.batch_size:
+        batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
     return Job(
         spec=spec,
         chains=bound,
         scope=scope,
-        checkpoint=found.checkpoint,
+        checkpoint=loaded.checkpoint,
         dataset=dataset,
         rows=whole if shard is None else shard.rows(whole, batch_size),
         whole=whole,
@@ -228,17 +233,36 @@ def prepare(spec: RunSpec) -> Job:
         shard=shard,
         compression=compression,
         digests={
-            "checkpoint": found.checkpoint.sha256,
+            "checkpoint": loaded.checkpoint.sha256,
             "dataset": dataset.sha256,
             "dataset_code": dataset.code,
-            "model": found.digests,
+            "model": loaded.digests,
             "loss": code.code_digests(name, "loss") if ":" in name else {},
             "stages": stages_digests(bound),
         },
-        notes=(*found.notes, *dataset.notes),
+        notes=(*loaded.notes, *dataset.notes),
         previews=Previews(dataset, size, whole[0]) if size else None,
         tokens=tokens,
     )
+
+
+def _built(spec: RunSpec, device: str | None = None) -> tuple[LoadedModel, nn.Module]:
+    """Return a model with its weights, on `device` or where the run is to be."""
+    loaded = load_model(spec.model, spec.checkpoint)
+    return loaded, _placed(loaded.model, device or spec.compute.device, spec.compute.dtype)
+
+
+def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
+    """Let one process after the other build the model and keep its part: one is whole at a time."""
+    device = torch.device(spec.compute.device or "cpu")
+    ranks = Ranks(dist.group.WORLD, device)
+    mine: list[tuple[LoadedModel, nn.Module]] = []
+    for turn in range(ranks.size):
+        with ranks.together():
+            if turn == ranks.rank:
+                loaded, model = _built(spec, "cpu")
+                mine.append((loaded, divided(model, device.type)))
+    return mine[0]
 
 
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
