@@ -10,6 +10,7 @@ the weights in the batch, which makes a sample's gradient depend on its neighbou
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import update_wrapper
 from math import inf
 from typing import Any, Literal, NewType
@@ -22,13 +23,14 @@ from gradscope.config import parse_loss
 from gradscope.core.grammar import Stage
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
-from gradscope.errors import SpecError
+from gradscope.errors import ModelError, SpecError
 
 Normaliser = Literal["mean", "sum"]
 Fraction = NewType("Fraction", float)
 Positive = NewType("Positive", float)
 
 IGNORED = -100  # torch's own word for a position that does not count
+_WORDS = {"reduction": "per_sample"}  # torch's word for it
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
 
@@ -61,6 +63,9 @@ def bound(loss: Loss, stage: Stage) -> Loss:
     """Return `loss` with the stage's arguments as its options."""
     if not stage.arguments:
         return loss
+    given = {_WORDS.get(key, key): value for key, value in stage.arguments.items()}
+    if len(given) < len(stage.arguments):
+        raise SpecError("reduction and per_sample are the same option", where="loss")
     whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
 
     def factory(**options: Any) -> BoundLoss:
@@ -68,7 +73,7 @@ def bound(loss: Loss, stage: Stage) -> Loss:
 
     update_wrapper(factory, loss)  # whose signature says which options there are
     try:
-        return stage.bind(factory, _CONVERTERS, _leading(loss))
+        return replace(stage, arguments=given).bind(factory, _CONVERTERS, _leading(loss))
     except SpecError as error:
         error.where = "loss"
         raise
@@ -148,6 +153,16 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def _require_tensors(outputs: Any, targets: Any) -> None:
+    for what, value in (("what the model returns is", outputs), ("the targets are", targets)):
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"{what} no tensor, which the loss takes, but {type(value).__name__}",
+                where="loss",
+                remedy="Give a loss (outputs, targets) -> (n,) of your own that takes these.",
+            )
+
+
 def _entrywise(
     fn: Callable[..., Tensor],
     outputs: Tensor,
@@ -156,6 +171,7 @@ def _entrywise(
     **options: Any,
 ) -> Tensor:
     """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
+    _require_tensors(outputs, targets)
     if outputs.shape != targets.shape:
         raise SpecError(
             f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
@@ -177,8 +193,10 @@ def _as_classes(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor
     return torch.where(targets == settings["ignore_index"], targets, drawn)
 
 
-def _as_tokens(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
-    """The first token has no prediction: it stays."""
+def _as_tokens(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Any:
+    """The first token has no prediction: it stays, and so does a mask."""
+    if isinstance(targets, tuple):
+        return (_as_tokens(drawn, targets[0], settings), *targets[1:])
     if not isinstance(targets, Tensor):
         return torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1)
     return torch.cat([targets[:, :1], _as_classes(drawn, targets[:, 1:], settings)], 1)
@@ -209,6 +227,7 @@ def cross_entropy(
     by its class's factor. Entries of the class `ignore_index` count for nothing: `per_sample` is
     the mean over those that count, or their sum, and 0 where none is left.
     """
+    _require_tensors(outputs, targets)
     values = F.cross_entropy(
         outputs,
         targets,
@@ -234,6 +253,7 @@ def nll(
 
     The options are those of `cross_entropy`.
     """
+    _require_tensors(outputs, targets)
     values = F.nll_loss(
         outputs,
         targets,
@@ -257,6 +277,7 @@ def bce_with_logits(
     Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
     for each entry of the last axis.
     """
+    _require_tensors(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -307,19 +328,32 @@ def poisson_nll(
 @loss("causal_lm", _TOKENS)
 def causal_lm(
     outputs: Tensor,
-    targets: Tensor,
+    targets: Any,
     *,
     label_smoothing: Fraction = NO_SMOOTHING,
     weight: tuple[float, ...] | None = None,
     ignore_index: int = IGNORED,
+    mask: str | None = None,
     per_sample: Normaliser = "mean",
 ) -> Tensor:
     """Next-token cross-entropy of logits (n, t, v) with the token ids (n, t) they were fed.
 
     The logits at position t are held against token t + 1; the last logits and the first token have
-    no partner. Padding is marked by `ignore_index`. The options are those of `cross_entropy`: a
-    sample's mean is over its own counted tokens, which is not the mean over a batch's tokens.
+    no partner. Which tokens count (those of a completion, not its prompt; no padding) is said by
+    labels `ignore_index` in the place of the others, or by a mask: targets are (tokens, mask), a
+    token counts where the mask (n, t) of whole numbers or booleans is above 0. `mask` is the name
+    of the data's column with it, which a run adds to its targets. The other options are those of
+    `cross_entropy`: a sample's mean is over its own counted tokens, not over those of a batch.
     """
+    if isinstance(targets, tuple) and len(targets) == 2:
+        targets = _masked(targets[0], targets[1], ignore_index)
+    elif mask is not None:
+        raise SpecError(
+            f"there is no mask {mask!r} beside the targets",
+            where="loss causal_lm",
+            remedy="Give targets as (tokens, mask).",
+        )
+    _require_tensors(outputs, targets)
     if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
         raise SpecError(
             f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
@@ -334,6 +368,17 @@ def causal_lm(
         ignore_index=ignore_index,
         per_sample=per_sample,
     )
+
+
+def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
+    _require_tensors(tokens, mask)
+    if mask.shape != tokens.shape or mask.is_floating_point():
+        raise SpecError(
+            f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
+            where="loss causal_lm",
+            remedy="A mask has a whole number or a boolean for each token: 1 where it counts.",
+        )
+    return tokens.masked_fill(mask <= 0, ignored)
 
 
 @loss("ctc")
@@ -353,6 +398,8 @@ def ctc(
     gradient are zero where the labels cannot fit into the positions. `per_sample` is the negative
     log-likelihood ("sum"), or that over the number of labels, as torch's mean has it.
     """
+    labels = targets[0] if isinstance(targets, tuple) and len(targets) == 3 else targets
+    _require_tensors(outputs, labels)
     n, t = outputs.shape[:2]
     if isinstance(targets, Tensor):
         inside = targets >= 0
