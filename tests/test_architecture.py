@@ -21,7 +21,7 @@ LAYERS = (
     ("scope",),
     ("comparison", "stats"),
     ("extend",),
-    ("run",),
+    ("run", "training"),
     ("attribution",),
     ("report",),
     ("cli",),
@@ -36,6 +36,7 @@ HOMES = {
     "matplotlib": {"report"},
     "quanda": {"attribution"},
     "safetensors": {"sources"},
+    "lightning": {"training"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

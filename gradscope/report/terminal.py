@@ -85,7 +85,10 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
         if isinstance(value, Spark):
             width = min(_SPARK, max(8, console.width - 24))
             line = sparkline(value.values, width, console.options.ascii_only)
-            grid.add_row(safe(label), Text(line, style="cyan"))
+            shown = Text(line, style="cyan")
+            if value.text:
+                shown.append(f"  {visible(value.text)}", style="default")
+            grid.add_row(safe(label), shown)
         else:
             grid.add_row(safe(label), safe(value))
     console.print(grid)
