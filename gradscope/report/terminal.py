@@ -85,10 +85,8 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
         if isinstance(value, Spark):
             width = min(_SPARK, max(8, console.width - 24))
             line = sparkline(value.values, width, console.options.ascii_only)
-            shown = Text(line, style="cyan")
-            if value.text:
-                shown.append(f"  {visible(value.text)}", style="default")
-            grid.add_row(safe(label), shown)
+            after = f"  {visible(value.text)}" if value.text else ""
+            grid.add_row(safe(label), Text.assemble((line, "cyan"), after))
         else:
             grid.add_row(safe(label), safe(value))
     console.print(grid)
