@@ -2,6 +2,7 @@
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
 # And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
+# `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
 # `make drill` kills runs, fills disks and damages files for 20 minutes.
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ BENCH ?= build/bench
 BENCH_OPTIONS ?=
 DRILL_OPTIONS ?=
 
-.PHONY: demo test bench drill lint format types check install install-dev install-bench clean
+.PHONY: demo test bench browser charts drill lint format types check install install-dev install-bench clean
 
 demo: install
 	mkdir -p $(DEMO)
@@ -28,6 +29,13 @@ bench: install-bench
 
 drill: install-dev
 	$(BIN)/python -m tests.drill $(DRILL_OPTIONS)
+
+browser: install-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest tests/browser/check_view.py
+
+charts:
+	cd charts && npm install --silent && node build.mjs
 
 lint: install-dev
 	$(BIN)/ruff check .

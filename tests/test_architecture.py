@@ -23,7 +23,7 @@ LAYERS = (
     ("extend",),
     ("run", "training"),
     ("attribution",),
-    ("report",),
+    ("report", "view"),
     ("cli",),
     ("__main__",),
 )
@@ -37,6 +37,8 @@ HOMES = {
     "quanda": {"attribution"},
     "safetensors": {"sources"},
     "lightning": {"training"},
+    "opacus": {"comparison"},
+    "backpack": {"comparison"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

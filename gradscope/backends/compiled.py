@@ -110,6 +110,7 @@ def _quiet() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.enter_context(torch.compiler.set_stance("default"))
         stack.enter_context(inductor.patch(compile_threads=1))
         # a hook that is attached later must be noticed
         stack.enter_context(dynamo.patch(skip_nnmodule_hook_guards=False, suppress_errors=False))
@@ -309,12 +310,14 @@ def _bounds(t: Tensor) -> Tensor:
     )
 
 
-def not_compiled(backend: str, verify: str, coupling: str) -> str | None:
+def not_compiled(backend: str, verify: str, coupling: str, randomness: str) -> str | None:
     """Return why nothing can be compiled under these settings, or None."""
     if backend not in (AUTO, "vmap"):
         return f"{backend} has no compiled form; auto and vmap have"
     if coupling == "own-loss":
         return "own losses need one joint forward pass"
+    if randomness == "fixed":
+        return "fixed random numbers are drawn one call at a time"
     if verify == "always":
         return "to prove every batch takes the uncompiled way"
     return None

@@ -26,8 +26,9 @@ def compare(
         list[str] | None,
         typer.Option(
             "--against",
-            metavar="FILE.py:FUNCTION|RESULT.h5",
-            help="Your own implementation, or a stored result, as a further row; repeatable.",
+            metavar="FILE.py:FUNCTION|RESULT.h5|opacus|backpack",
+            help="Your own implementation, a stored result, or what another library computes, as "
+            "a further row; repeatable.",
         ),
     ] = None,
     json: options.Json = False,
@@ -39,6 +40,7 @@ def compare(
 
     The first 32 samples are compared, or all of --samples.
     """
+    from gradscope.comparison import PEERS, peer_version
     from gradscope.report import render_comparison
     from gradscope.run import prepare
     from gradscope.sources import code_digests
@@ -56,7 +58,8 @@ def compare(
     found: Any = result
     if json:
         codes = {name: code_digests(name, "implementation") for name in others if ":" in name}
-        found = result.to_json() | {"digests": job.digests | codes}
+        versions = {name: peer_version(name) for name in others if name in PEERS}
+        found = result.to_json() | {"digests": job.digests | codes, "libraries": versions}
     quiet = quiet and result.agrees
     options.show(found, render_comparison, json=json, quiet=quiet, verbose=verbose)
     if not result.agrees:
@@ -81,11 +84,18 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
         backends=job.spec.compare.backends,
         parameters=None if asked.parameters is None else list(asked.parameters),
         against=others,
+        randomness=asked.randomness,
+        seed=asked.seed,
+        index=batch.index,
     )
 
 
 def _loaded(reference: str, rows: range) -> Any:
-    """Return a function of the user's, or the rows of a result's `identity` chain."""
+    """Return a function of the user's or a library's, or the rows of a result's `identity`."""
+    from gradscope.comparison import PEERS, peer
+
+    if reference in PEERS:
+        return peer(reference)
     if ":" in reference:
         from gradscope.sources.code import load_function
 

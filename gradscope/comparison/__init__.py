@@ -1,6 +1,17 @@
-"""Every backend, and any implementation of the user's, against the float64 loop."""
+"""Every backend, implementations of the user's and other libraries, against the float64 loop."""
 
 from gradscope.comparison.agreement import ParameterAgreement
+from gradscope.comparison.peers import PEERS, peer, peer_version
 from gradscope.comparison.run import COMPILED, BackendRow, Comparison, compare, compiled
 
-__all__ = ["COMPILED", "BackendRow", "Comparison", "ParameterAgreement", "compare", "compiled"]
+__all__ = [
+    "COMPILED",
+    "PEERS",
+    "BackendRow",
+    "Comparison",
+    "ParameterAgreement",
+    "compare",
+    "compiled",
+    "peer",
+    "peer_version",
+]

@@ -5,17 +5,19 @@ wrong value and its line in docs/reference.md follow from that.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from gradscope.config import values
 from gradscope.config.values import HELD, REFERENCE_FORMS, function_of, parse_loss
 from gradscope.core.grammar import Stage
+from gradscope.errors import SpecError
 
 _RUNS = ("compute", "compare", "check")
 _CHAINS = ("compute", "check")
@@ -326,8 +328,20 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "Keep what the model predicts of each sample, and the margin of its class",
     )
+    previews: values.Preview | None = option(
+        None,
+        "--previews BYTES",
+        _COMPUTE,
+        "Keep a small picture of each sample, or the beginning of its text, in so many bytes",
+    )
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
         "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
+    )
+    randomness: Literal["refuse", "fixed"] = option(
+        "refuse",
+        "--randomness",
+        _RUNS,
+        "Of a model that draws random numbers: refuse it, or fix them by seed and sample",
     )
     nonfinite: Literal["skip", "fail", "keep"] = option(
         "skip", "--nonfinite", _COMPUTE, "What reducers do with samples that are not finite"
@@ -365,6 +379,17 @@ class RunSpec(_Section):
     compute: ComputeSpec = ComputeSpec()
     compare: CompareSpec = CompareSpec()
     _places: dict[tuple[str, ...], str | None] = PrivateAttr({})
+
+    @model_validator(mode="after")
+    def _with_mask(self) -> "RunSpec":
+        """Let the column that says which tokens count, `causal_lm:mask=COLUMN`, be a target."""
+        with suppress(SpecError):  # which is told when the loss is bound
+            mask = self.loss.stage.arguments.get("mask")
+            own = self.dataset.targets
+            if self.loss.stage.name == "causal_lm" and mask is not None and mask not in own:
+                data = self.dataset.model_copy(update={"targets": (*own, mask)})
+                object.__setattr__(self, "dataset", data)  # the spec is frozen
+        return self
 
     def place(self, section: str, key: str) -> str | None:
         """Return "FILE: section.key" of a setting that a file made, else None."""

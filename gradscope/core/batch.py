@@ -76,7 +76,14 @@ class Batch:
                 f"inputs and targets have different numbers of samples: {sizes}",
                 remedy=f"Their first axis must be the sample axis; the shapes are {shapes}.",
             )
-        return cls(inputs, targets, torch.arange(sizes[0]) if index is None else index)
+        index = torch.arange(sizes[0]) if index is None else index.cpu()
+        if tuple(index.shape) != (sizes[0],) or index.dtype != torch.int64:
+            raise DatasetError(
+                f"the index is {tuple(index.shape)} of {index.dtype}, and there are {sizes[0]} "
+                "samples",
+                remedy="Give one number of dtype int64 for each sample: its position in the data.",
+            )
+        return cls(inputs, targets, index)
 
     def __len__(self) -> int:
         return int(self.index.shape[0])

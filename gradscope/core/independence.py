@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
+from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.shortage import is_shortage
-from gradscope.core.state import random_numbers_kept
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")
@@ -29,6 +29,12 @@ COUPLED_REMEDY = (
     "on their running statistics; GroupNorm and LayerNorm never couple."
 )
 
+_IN_LOSS = "the loss, or the code after the last layer"
+_LOSS_REMEDY = (
+    "A loss that divides by what the whole batch holds (a mean over all its tokens, a sum of "
+    "weights) couples them by that number: return each sample's sum, and divide by a constant."
+)
+
 _FEW = 3  # samples that are evaluated alone
 _OUTSTANDING = 4  # samples, at most, that are alone where others are in company
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
@@ -36,6 +42,11 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # what is more in float3
 _UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
 
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
+
+
+def coupled_remedy(where: str | None) -> str:
+    """Return what to do where samples mix in what `mixing_layer` has named."""
+    return f"{_LOSS_REMEDY}\n{COUPLED_REMEDY}" if where == _IN_LOSS else COUPLED_REMEDY
 
 
 def require_independent(
@@ -117,12 +128,13 @@ def _require_same(
         if not _is_rounding(problem, batch, rows, here, apart):
             worst = int((here - apart).abs().nan_to_num().argmax())
             company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
+            where = mixing_layer(problem, batch, int(rows[worst]))
             raise CoupledSamplesError(
                 f"the loss of sample {int(batch.index[rows[worst]])} is {float(apart[worst]):.6g} "
                 f"{company} but {float(here[worst]):.6g} in a batch of {len(batch)}: it depends "
                 "on other samples",
-                where=mixing_layer(problem, batch, int(rows[worst])),
-                remedy=COUPLED_REMEDY,
+                where=where,
+                remedy=coupled_remedy(where),
             )
 
 
@@ -208,11 +220,12 @@ def _require_own(
         others[k] = 0
         left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
+            where = mixing_layer(problem, batch, k)
             raise CoupledSamplesError(
                 "the loss of another sample has a gradient by the inputs of sample "
                 f"{int(batch.index[k])}",
-                where=mixing_layer(problem, batch, k),
-                remedy=COUPLED_REMEDY,
+                where=where,
+                remedy=coupled_remedy(where),
             )
 
 
@@ -237,7 +250,8 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
         raise UnsupportedError(
             "the forward pass is random: the same samples give other losses the second time",
             where=_first(problem, *twice(_recorded), same),
-            remedy="Use mode eval, or set the dropout probabilities to zero.",
+            remedy="Use mode eval, or set the dropout probabilities to zero. Or use --randomness "
+            "fixed: numbers of each sample's own, by seed and position in the data.",
         )
 
 
@@ -255,7 +269,7 @@ def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
 def other_random_numbers() -> Iterator[None]:
     """Let the body draw other random numbers than the caller would."""
     with torch.random.fork_rng(), random_numbers_kept():
-        seed = int(torch.randint(2**31, ()).item()) ^ 1
+        seed = int(torch.randint(2**31, (), generator=torch.default_generator).item()) ^ 1
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(seed)
@@ -296,7 +310,7 @@ def _first(
             return layer
         if kept[0] is False:
             return f"the code before {layer}"
-    return "the loss, or the code after the last layer" if first else None
+    return _IN_LOSS if first else None
 
 
 def _row_kept(a: Tensor, b: Tensor, n: int, sample: int) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, tensors
+from gradscope.core.randomness import Unplanned
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
@@ -132,7 +133,7 @@ def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
 def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[None]:
     try:
         yield
-    except GradscopeError:
+    except (GradscopeError, Unplanned):
         raise
     except BaseException as error:
         if is_stop(error) or is_shortage(error):

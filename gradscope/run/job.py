@@ -41,13 +41,17 @@ from gradscope.sources import (
     open_dataset,
     sha256,
 )
+from gradscope.sources.opened import Previews
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
 
-_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"}
+_SAME = {
+    *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
+    *("previews", "randomness"),
+}
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
@@ -68,6 +72,7 @@ class Job:
     compression: Compression | None  # of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
+    previews: Previews | None = None  # what is kept of the samples themselves
     sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
 
     def place(self, output: Path) -> Path:
@@ -117,6 +122,8 @@ class Job:
             "dtype": str(problem.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+        if self.previews is not None:
+            record["previews"] = self.previews.record
         if self.shard is not None:
             record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
         return record
@@ -196,6 +203,7 @@ def prepare(spec: RunSpec) -> Job:
             "stages": stages_digests(bound),
         },
         notes=(*loaded.notes, *dataset.notes),
+        previews=Previews(dataset, asked.previews, whole[0]) if asked.previews else None,
     )
 
 

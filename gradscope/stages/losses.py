@@ -10,6 +10,7 @@ the weights in the batch, which makes a sample's gradient depend on its neighbou
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import update_wrapper
 from math import inf
 from typing import Any, Literal, NewType
@@ -29,6 +30,7 @@ Fraction = NewType("Fraction", float)
 Positive = NewType("Positive", float)
 
 IGNORED = -100  # torch's own word for a position that does not count
+_WORDS = {"reduction": "per_sample"}  # torch's word for it
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
 
@@ -61,6 +63,9 @@ def bound(loss: Loss, stage: Stage) -> Loss:
     """Return `loss` with the stage's arguments as its options."""
     if not stage.arguments:
         return loss
+    given = {_WORDS.get(key, key): value for key, value in stage.arguments.items()}
+    if len(given) < len(stage.arguments):
+        raise SpecError("reduction and per_sample are the same option", where="loss")
     whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
 
     def factory(**options: Any) -> BoundLoss:
@@ -68,7 +73,7 @@ def bound(loss: Loss, stage: Stage) -> Loss:
 
     update_wrapper(factory, loss)  # whose signature says which options there are
     try:
-        return stage.bind(factory, _CONVERTERS, _leading(loss))
+        return replace(stage, arguments=given).bind(factory, _CONVERTERS, _leading(loss))
     except SpecError as error:
         error.where = "loss"
         raise
@@ -177,8 +182,10 @@ def _as_classes(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor
     return torch.where(targets == settings["ignore_index"], targets, drawn)
 
 
-def _as_tokens(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
-    """The first token has no prediction: it stays."""
+def _as_tokens(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Any:
+    """The first token has no prediction: it stays, and so does a mask."""
+    if isinstance(targets, tuple):
+        return (_as_tokens(drawn, targets[0], settings), *targets[1:])
     if not isinstance(targets, Tensor):
         return torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1)
     return torch.cat([targets[:, :1], _as_classes(drawn, targets[:, 1:], settings)], 1)
@@ -307,19 +314,31 @@ def poisson_nll(
 @loss("causal_lm", _TOKENS)
 def causal_lm(
     outputs: Tensor,
-    targets: Tensor,
+    targets: Any,
     *,
     label_smoothing: Fraction = NO_SMOOTHING,
     weight: tuple[float, ...] | None = None,
     ignore_index: int = IGNORED,
+    mask: str | None = None,
     per_sample: Normaliser = "mean",
 ) -> Tensor:
     """Next-token cross-entropy of logits (n, t, v) with the token ids (n, t) they were fed.
 
     The logits at position t are held against token t + 1; the last logits and the first token have
-    no partner. Padding is marked by `ignore_index`. The options are those of `cross_entropy`: a
-    sample's mean is over its own counted tokens, which is not the mean over a batch's tokens.
+    no partner. Which tokens count (those of a completion, not its prompt; no padding) is said by
+    labels `ignore_index` in the place of the others, or by a mask: targets are (tokens, mask), a
+    token counts where the mask (n, t) of whole numbers or booleans is above 0. `mask` is the name
+    of the data's column with it, which a run adds to its targets. The other options are those of
+    `cross_entropy`: a sample's mean is over its own counted tokens, not over those of a batch.
     """
+    if isinstance(targets, tuple) and len(targets) == 2:
+        targets = _masked(targets[0], targets[1], ignore_index)
+    elif mask is not None:
+        raise SpecError(
+            f"there is no mask {mask!r} beside the targets",
+            where="loss causal_lm",
+            remedy="Give targets as (tokens, mask).",
+        )
     if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
         raise SpecError(
             f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
@@ -334,6 +353,16 @@ def causal_lm(
         ignore_index=ignore_index,
         per_sample=per_sample,
     )
+
+
+def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
+    if mask.shape != tokens.shape or mask.is_floating_point():
+        raise SpecError(
+            f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
+            where="loss causal_lm",
+            remedy="A mask has a whole number or a boolean for each token: 1 where it counts.",
+        )
+    return tokens.masked_fill(mask <= 0, ignored)
 
 
 @loss("ctc")

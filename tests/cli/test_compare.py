@@ -63,6 +63,15 @@ def test_a_stored_result_is_judged(gradscope: Gradscope, digits: Path, tmp_path:
     assert {r["status"] for r in json.loads(done.out)["rows"]} == {"agrees"}
 
 
+def test_another_library_is_judged(gradscope: Gradscope, digits: Path) -> None:
+    words = ["--config", digits, "--samples", ":12", "--backends", "hooks"]
+    done = gradscope("compare", *words, "--against", "opacus", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert {r["backend"]: r["status"] for r in document["rows"]}["opacus"] == "agrees"
+    assert set(document["libraries"]) == {"opacus"}
+
+
 def test_compare_speaks_to_people_and_names_kernels_when_asked(
     gradscope: Gradscope, digits: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Every loss against torch's own, one sample at a time, and against numpy where torch has none."""
 
 import itertools
+import sys
 from functools import partial
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import gradscope
+from gradscope.cli.app import run as command_line
 from gradscope.config import parse_loss
 from gradscope.core.problem import model_loss
-from gradscope.errors import SpecError
+from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.stages.losses import bound, losses, options, resolve
+from tests import oracle
 from tests.oracle import per_sample_gradients
 
 N, C, T = 5, 4, 3
@@ -123,6 +126,91 @@ def test_causal_lm_is_shifted_and_counts_tokens():
             assert values[i].item() == pytest.approx(right, rel=1e-12)
         (gradient,) = torch.autograd.grad(values.sum(), logits)
         assert gradient.isfinite().all() and not gradient[1].any() and not gradient[:, -1].any()
+
+
+def test_a_mask_says_which_tokens_count():
+    """Against labels of -100 in the place of the others, and a loop in float64."""
+    logits, tokens = draw(N, T + 2, C, seed=12), whole(C, N, T + 2, seed=13)
+    mask = whole(2, N, T + 2, seed=14)
+    mask[1] = 0  # nothing to say
+    for reduction in ("mean", "sum"):
+        expected = torch.stack(
+            [
+                F.cross_entropy(o[:-1][m[1:] == 1], t[1:][m[1:] == 1], reduction=reduction)
+                if m[1:].any()
+                else torch.zeros((), dtype=o.dtype)
+                for o, t, m in zip(logits, tokens, mask, strict=True)
+            ]
+        )
+        for kind in (mask, mask.bool(), mask.to(torch.uint8)):
+            found = resolve(f"causal_lm:mask=said,reduction={reduction}")(logits, (tokens, kind))
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    labels = resolve("causal_lm")(logits, tokens.masked_fill(mask == 0, -100))
+    assert torch.equal(resolve("causal_lm")(logits, (tokens, mask)), labels)
+    for targets, said in (
+        (tokens, "no mask 'said' beside the targets"),
+        ((tokens, mask.double()), "the mask is"),
+        ((tokens, mask[:, 1:]), "the mask is"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            resolve("causal_lm:mask=said")(logits, targets)
+    with pytest.raises(SpecError, match="the same option"):
+        resolve("mse:reduction=sum,per_sample=sum")
+
+
+def test_the_column_of_a_mask_comes_from_the_data(tmp_path, monkeypatch):
+    """`causal_lm:mask=COLUMN` from the command line, with labels of the data and drawn ones."""
+    model = nn.Sequential(nn.Embedding(C, 3), nn.Linear(3, C))
+    tokens, mask = whole(C, N, T, seed=13), whole(2, N, T, seed=14)
+    np.savez(tmp_path / "d.npz", inputs=tokens, targets=tokens, said=mask)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    code = f"from torch import nn\ndef build(): return nn.Sequential(nn.Embedding({C}, 3), "
+    (tmp_path / "m.py").write_text(f"{code}nn.Linear(3, {C}))\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["compute", "w.pt", "d.npz", "--model", "m.py:build", "-o", "o.h5", "--overwrite"]
+    words += ["--loss", "causal_lm:mask=said,reduction=sum"]
+    for labels in ("data", "sampled"):
+        monkeypatch.setattr(sys, "argv", ["gradscope", *words, "--labels", labels])
+        assert command_line() == 0
+        with gradscope.open("o.h5") as file:
+            assert file.run["loss"]["mask"] == "said" and file.run["loss"]["per_sample"] == "sum"
+            assert file.run["spec"]["dataset"]["targets"] == ["targets", "said"]
+            found = torch.from_numpy(file.chains[0]["1.weight"][:])
+        if labels == "data":
+            _, expected = oracle.per_sample_gradients(
+                model,
+                lambda o, y: F.cross_entropy(o[0, :-1], y[0][0, 1:], reduction="none")[
+                    y[1][0, 1:] == 1
+                ].sum()[None],
+                tokens,
+                (tokens, mask),
+            )
+            torch.testing.assert_close(found.double(), expected["1.weight"], rtol=1e-4, atol=1e-6)
+        else:  # the mask stays where labels are drawn
+            assert not found[mask[:, 1:].sum(1) == 0].any() and found.abs().sum() > 0
+    monkeypatch.setattr(sys, "argv", ["gradscope", *words[:-1], "causal_lm:mask=sayd"])
+    assert command_line() == 3
+
+
+def test_a_loss_that_divides_by_the_tokens_of_the_batch_is_told():
+    """The same for samples of one length, so that only other company shows it."""
+    tokens = gaps(whole(C, N, T, seed=13))
+    model = nn.Sequential(nn.Embedding(C, 3), nn.Linear(3, C))
+
+    def over_all(outputs, targets):
+        values = F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
+        return values.sum(1) / (targets != -100).sum()
+
+    with pytest.raises(CoupledSamplesError) as coupled:
+        gradscope.norms(model, over_all, tokens.clamp(min=0), tokens)
+    assert "divide by a constant" in str(coupled.value.remedy)
+
+    def scalar(outputs, targets):
+        return F.cross_entropy(outputs.transpose(1, 2), targets)
+
+    with pytest.raises(SpecError) as refused:
+        gradscope.norms(model, scalar, tokens.clamp(min=0), tokens)
+    assert "divided by a constant" in str(refused.value.remedy)
 
 
 def test_the_options_of_causal_lm_are_those_of_cross_entropy():

@@ -12,7 +12,7 @@ alike run together. Nothing here uses torch.func's transforms or reads the graph
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         nonlocal own
         while True:
             try:
-                return _evaluated(problem, batch, own)
+                run = partial(_evaluated, problem, batch, own)
+                return problem.drawn(batch, run, apart=True)
             except SharedWrite as write:
                 own = write.needed
             except Differ as difference:
@@ -98,7 +99,7 @@ def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
         problem.state.kept(),
         torch.random.fork_rng(devices=devices),
         torch.enable_grad(),
-        Interpreter(n, own) as mode,
+        Interpreter(n, own, problem.state.fixed) as mode,
     ):
         losses = bound.functional_losses(dict(params), Batch(inputs, targets, batch.index[:1]))
     if mode.refusal is not None:  # the model's code caught it

@@ -21,6 +21,7 @@ from gradscope.backends.expand.tensor import (
     same_as,
     tensors_of,
 )
+from gradscope.core.randomness import Fixed
 from gradscope.errors import UnsupportedError
 
 _INTEGERS = frozenset((torch.int64, torch.int32))
@@ -32,12 +33,13 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         n: The number of samples.
         own: What is each sample's own; writing to what is shared raises `SharedWrite`.
+        fixed: Draws each sample's random numbers.
     """
 
-    def __init__(self, n: int, own: Own) -> None:
+    def __init__(self, n: int, own: Own, fixed: Fixed | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Expansion(n)
-        self.own = own
+        self.own, self.fixed = own, fixed
         self.refusal: UnsupportedError | None = None  # kept, should the model's code catch it
 
     def __torch_dispatch__(
@@ -48,6 +50,11 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if not facts.random:
                 return self._run(facts, func, args, kwargs)
+            if self.fixed is not None:
+                with self:
+                    result = self.fixed.drawn(func, args, kwargs, PerSample)
+                if result is not NotImplemented:
+                    return result
             devices = {t.device for t in tensors_of(args, kwargs)} | {torch.device("cpu")}
             if kwargs.get("device") is not None:
                 devices.add(torch.device(kwargs["device"]))
@@ -57,8 +64,8 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 refuse(
                     f"it draws random numbers ({facts.name}), which are not the same for each "
                     "sample",
-                    "Put the model in eval mode, or draw the numbers outside and pass them as "
-                    "inputs.",
+                    "Put the model in eval mode, fix the numbers for each sample (--randomness "
+                    "fixed), or draw them outside and pass them as inputs.",
                 )
             return result
         except UnsupportedError as error:

@@ -1,0 +1,1 @@
+"""Architectures that people train, at their real sizes, through the command line."""

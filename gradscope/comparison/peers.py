@@ -1,0 +1,139 @@
+"""Other libraries' per-sample gradients, to be held against the loop: presets of `--against`."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.comparison.run import Implementation
+from gradscope.core.batch import call
+from gradscope.core.locate import layer_of
+from gradscope.core.problem import Loss, is_model_loss
+from gradscope.errors import SpecError, UnsupportedError
+
+
+class Peer(NamedTuple):
+    """A library that computes per-sample gradients."""
+
+    package: str  # what pip calls it
+    module: str  # what Python imports
+    make: Callable[[], Implementation]  # an implementation that prepares each model once
+
+
+def peer(name: str) -> Implementation:
+    """Return the implementation called `name`, one of `PEERS`, prepared anew.
+
+    Raises:
+        SpecError: The library is not installed.
+    """
+    found = PEERS[name]
+    if find_spec(found.module) is None:
+        raise SpecError(
+            f"{found.package} is not installed",
+            where=f"against {name}",
+            remedy=f"Install it: pip install {found.package}.",
+        )
+    return found.make()
+
+
+def peer_version(name: str) -> str:
+    """Return the version of the library called `name`."""
+    return version(PEERS[name].package)
+
+
+def _opacus() -> Implementation:
+    """Opacus' GradSampleModule, which keeps a layer's rows where the layer is in train mode."""
+    from opacus.grad_sample import GradSampleModule
+    from opacus.validators import ModuleValidator
+
+    known: dict[int, Any] = {}  # by the model, which its entry keeps
+
+    def rows(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        try:
+            if id(model) not in known:
+                _train_layers(model, loss, inputs, targets)
+                known[id(model)] = GradSampleModule(model, loss_reduction="sum")
+            _backward(model, loss, inputs, targets, "grad_sample")
+        except Exception as error:
+            reasons: dict[str, list[str]] = {}  # by its first sentence: the layers
+            for name, layer in model.train().named_modules():
+                if _trains(layer):
+                    for reason in ModuleValidator.validate(layer, strict=False):
+                        reasons.setdefault(str(reason).partition(". ")[0], []).append(name)
+            if not reasons:
+                raise
+            what = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
+            remedy = "opacus.validators.ModuleValidator.fix puts other layers in their place."
+            raise UnsupportedError(what, remedy=remedy) from error
+        # lists where a layer ran after its rows were complete; DP-SGD joins them so
+        found = _saved(model, "grad_sample")
+        return {k: torch.cat(g) if isinstance(g, list) else g for k, g in found.items()}
+
+    return rows
+
+
+def _train_layers(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> None:
+    """Put the layers that have trainable parameters in train mode, unless the losses change."""
+    with torch.no_grad():
+        before = _losses(model, loss, inputs, targets)
+        for layer in model.modules():
+            layer.training |= _trains(layer)
+        after = _losses(model, loss, inputs, targets)
+    if not torch.allclose(before, after, equal_nan=True):
+        raise UnsupportedError(
+            "it works in train mode only, where this model has other losses than in eval mode",
+            remedy="Compare a model without dropout and batch statistics, or with --mode train.",
+        )
+
+
+def _trains(layer: nn.Module) -> bool:
+    return any(p.requires_grad for p in layer.parameters(recurse=False))
+
+
+def _backpack() -> Implementation:
+    """BackPACK's BatchGrad, by rules for modules."""
+    from backpack import backpack, extend
+    from backpack.extensions import BatchGrad
+
+    def rows(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        with backpack(BatchGrad()):
+            try:
+                _backward(extend(model), loss, inputs, targets, "grad_batch")
+            except NotImplementedError as error:
+                where = layer_of(error, model)
+                raise UnsupportedError(" ".join(str(error).split()), where=where) from error
+        return _saved(model, "grad_batch")
+
+    return rows
+
+
+def _losses(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> Tensor:
+    own = (model, inputs, targets) if is_model_loss(loss) else (call(model, inputs), targets)
+    return loss(*own)
+
+
+def _backward(model: nn.Module, loss: Loss, inputs: Any, targets: Any, field: str) -> None:
+    """Run the backward pass of the sum of the losses, with nothing kept of an earlier one."""
+    for p in model.parameters():
+        p.grad = None
+        if hasattr(p, field):
+            setattr(p, field, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch remarks on hooks of layers whose inputs are data
+        _losses(model, loss, inputs, targets).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _saved(model: nn.Module, field: str) -> dict[str, Any]:
+    """Return what the library has put on the parameters; one that it passed over is left out."""
+    found = {k: getattr(p, field, None) for k, p in model.named_parameters()}
+    return {k: g for k, g in found.items() if g is not None}
+
+
+PEERS: Mapping[str, Peer] = {
+    "opacus": Peer("opacus", "opacus", _opacus),
+    "backpack": Peer("backpack-for-pytorch", "backpack", _backpack),
+}
