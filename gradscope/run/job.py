@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradscope
@@ -29,12 +30,14 @@ from gradscope.config import (
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
+from gradscope.core.ranks import Ranks, divided
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
 from gradscope.sources import (
     CheckpointReport,
     Dataset,
+    LoadedModel,
     code,
     load_function,
     load_model,
@@ -175,14 +178,16 @@ def prepare(spec: RunSpec) -> Job:
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
     torch.manual_seed(asked.seed)
-    loaded = load_model(spec.model, spec.checkpoint)
-    model = _placed(loaded.model, asked.device, asked.dtype)
+    together = asked.sharded and dist.is_available() and dist.is_initialized()
+    loaded, model = _in_turn(spec) if together else _built(spec)
     dataset = open_dataset(spec.dataset)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
     scope = Session(model, loss, Settings(**settings))
     name = spec.loss.stage.name
     batch_size = asked.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
+    if asked.sharded and shard is not None and not asked.batch_size:
+        batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
     return Job(
         spec=spec,
         chains=bound,
@@ -205,6 +210,25 @@ def prepare(spec: RunSpec) -> Job:
         notes=(*loaded.notes, *dataset.notes),
         previews=Previews(dataset, asked.previews, whole[0]) if asked.previews else None,
     )
+
+
+def _built(spec: RunSpec, device: str | None = None) -> tuple[LoadedModel, nn.Module]:
+    """Return a model with its weights, on `device` or where the run is to be."""
+    loaded = load_model(spec.model, spec.checkpoint)
+    return loaded, _placed(loaded.model, device or spec.compute.device, spec.compute.dtype)
+
+
+def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
+    """Let one process after the other build the model and keep its part: one is whole at a time."""
+    device = torch.device(spec.compute.device or "cpu")
+    ranks = Ranks(dist.group.WORLD, device)
+    mine: list[tuple[LoadedModel, nn.Module]] = []
+    for turn in range(ranks.size):
+        with ranks.together():
+            if turn == ranks.rank:
+                loaded, model = _built(spec, "cpu")
+                mine.append((loaded, divided(model, device.type)))
+    return mine[0]
 
 
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
