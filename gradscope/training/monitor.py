@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch
-from gradscope.core.state import random_numbers_kept
+from gradscope.core.randomness import random_numbers_kept
 from gradscope.errors import GradscopeError, SpecError, UnsupportedError
 from gradscope.scope import Scope
 from gradscope.stats.training import Cost, End, Step, append, measure

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from gradscope.core.state import random_numbers_kept
+from gradscope.core.randomness import random_numbers_kept
 from gradscope.errors import SpecError
 from gradscope.stages.losses import resolve
 from gradscope.training.monitor import Monitor
