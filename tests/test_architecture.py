@@ -36,7 +36,6 @@ HOMES = {
     "matplotlib": {"report"},
     "quanda": {"attribution"},
     "safetensors": {"sources"},
-    "lightning": {"training"},
     "opacus": {"comparison"},
     "backpack": {"comparison"},
 }

@@ -25,19 +25,25 @@ __all__ = [
     "to_wandb",
 ]
 
-_HOMES = {
-    "LightningMonitor": ("lightning", "lightning"),
-    "TrainerMonitor": ("trainer", "transformers accelerate"),
+# our own part, the libraries that may have the class of a callback, and the name of that class
+_CALLBACKS = {
+    "LightningMonitor": ("lightning", ("lightning.pytorch", "pytorch_lightning"), "Callback"),
+    "TrainerMonitor": ("trainer", ("transformers",), "TrainerCallback"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, packages = _HOMES[name]
-    try:
-        return getattr(import_module(f"{__name__}.{module}"), name)
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"{error.name} is not installed", where=name, remedy=f"pip install {packages}"
-        ) from error
+    home, libraries, kind = _CALLBACKS[name]
+    own = getattr(import_module(f"{__name__}.{home}"), name)
+    for library in libraries:
+        try:
+            base = getattr(import_module(library), kind)
+        except ModuleNotFoundError:
+            continue
+        made = type(name, (own, base), {"__doc__": own.__doc__, "__module__": __name__})
+        globals()[name] = made
+        return made
+    package = libraries[0].partition(".")[0]
+    raise SpecError(f"{package} is not installed", where=name, remedy=f"pip install {package}")

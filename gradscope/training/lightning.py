@@ -1,4 +1,4 @@
-"""`LightningMonitor`: a callback of Lightning's Trainer."""
+"""`LightningMonitor`: a callback of Lightning's Trainer, whose class is added on import."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,8 @@ from torch import Tensor
 
 from gradscope.training.monitor import Monitor
 
-try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError:  # under its earlier name
-    from pytorch_lightning import Callback, LightningModule, Trainer
 
-
-class LightningMonitor(Callback):  # type: ignore[misc]
+class LightningMonitor:
     """Measures a LightningModule while it is trained; `Monitor` says what and how.
 
     The first `samples` samples of the step's batch are measured, by the module's `forward`. The
@@ -45,7 +40,7 @@ class LightningMonitor(Callback):  # type: ignore[misc]
         self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
         self.monitor: Monitor | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin."""
 
         def log(step: int, values: Any) -> None:
@@ -58,8 +53,8 @@ class LightningMonitor(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(
         self,
-        trainer: Trainer,
-        pl_module: LightningModule,
+        trainer: Any,
+        pl_module: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -69,14 +64,12 @@ class LightningMonitor(Callback):  # type: ignore[misc]
             inputs, targets = self._split(batch)
             self.monitor.step(inputs, targets, step=trainer.global_step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say that the training has ended."""
         if self.monitor is not None:
             self.monitor.close()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say that the training was stopped."""
         if self.monitor is not None:
             self.monitor.close(f"stopped by {type(exception).__name__}")

@@ -1,11 +1,10 @@
-"""`TrainerMonitor`: a callback of transformers' Trainer."""
+"""`TrainerMonitor`: a callback of transformers' Trainer, whose class is added on import."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gradscope.core.randomness import random_numbers_kept
 from gradscope.errors import SpecError
@@ -15,7 +14,7 @@ from gradscope.training.monitor import Monitor
 _LABELS = "labels"
 
 
-class TrainerMonitor(TrainerCallback):
+class TrainerMonitor:
     """Measures the model of a Trainer; `Monitor` says what and how.
 
     The Trainer tells its callbacks no batch. So `samples` samples are drawn once, by `seed`, from
@@ -60,9 +59,9 @@ class TrainerMonitor(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
+        args: Any,
+        state: Any,
+        control: Any,
         **known: Any,
     ) -> None:
         """Draw the samples, and begin."""
@@ -85,9 +84,9 @@ class TrainerMonitor(TrainerCallback):
 
     def on_step_end(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
+        args: Any,
+        state: Any,
+        control: Any,
         **known: Any,
     ) -> None:
         """Measure if it is time."""
@@ -96,9 +95,9 @@ class TrainerMonitor(TrainerCallback):
 
     def on_train_end(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
+        args: Any,
+        state: Any,
+        control: Any,
         **known: Any,
     ) -> None:
         """Say that the training has ended."""
