@@ -351,6 +351,22 @@ def test_without_it_randomness_is_refused_and_the_way_out_named() -> None:
     assert "--randomness fixed" in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+def test_low_precision_does_not_hide_a_random_forward_pass(backend: str) -> None:
+    model, x, y = built(between(lambda h: F.dropout(h, 0.02) + torch.randn_like(h) * 1e-3))
+    with pytest.raises(UnsupportedError, match="the forward pass is random"):
+        gradscope.norms(
+            model.bfloat16(), "cross_entropy", x.bfloat16(), y, backend=backend, verify="first"
+        )
+
+
+def test_numbers_that_are_drawn_and_change_nothing_are_no_matter() -> None:
+    model, x, y = built(between(lambda h: h + 0 * torch.rand_like(h)))
+    plain, _, _ = built(between(lambda h: h))
+    found, wanted = (gradscope.norms(m, "cross_entropy", x, y) for m in (model, plain))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_numbers_that_a_model_seeds_itself_are_its_own() -> None:
     def fn(h: Tensor) -> Tensor:
         with torch.random.fork_rng():
@@ -366,6 +382,35 @@ def test_numbers_that_a_model_seeds_itself_are_its_own() -> None:
     for backend in ("loop", "hooks"):
         found = scope(model, backend).norms(x, y)
         torch.testing.assert_close(found, scope(fixed, backend).norms(x, y))
+
+
+def test_numbers_that_are_drawn_twice_are_the_same_ones() -> None:
+    """By a state that is put back, and in a gradient within the loss that computes anew."""
+
+    def again(h: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            first = torch.rand(len(h), O, dtype=h.dtype)
+        second = torch.rand(len(h), O, dtype=h.dtype)
+        assert torch.equal(first, second)
+        return F.dropout(h + first, 0.3)
+
+    @gradscope.model_loss
+    def steep(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slopes,) = torch.autograd.grad(model(x).logsumexp(1).sum(), x, create_graph=True)
+        return slopes.square().sum((1, 2))
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = checkpoint(lambda x: F.dropout(net.a(x).tanh(), 0.3), x, use_reentrant=False)
+        return net.b(F.dropout(h, 0.3).mean(1))
+
+    for make, loss in ((between(again), "cross_entropy"), (lambda: Net(body), steep)):
+        model, x, y = built(make)
+        options = {"randomness": "fixed", "seed": 2}
+        alone = gradscope.per_sample_gradients(model, loss, x, y, backend="loop", **options)
+        found = gradscope.per_sample_gradients(model, loss, x, y, backend="hooks", **options)
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-12)
+        assert float(alone["a.weight"].abs().amax()) > 0
 
 
 @pytest.mark.parametrize("backend", ["auto", "hooks", "loop", "expand"])

@@ -23,7 +23,7 @@ from gradscope.config import parse_loss
 from gradscope.core.grammar import Stage
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
-from gradscope.errors import SpecError
+from gradscope.errors import ModelError, SpecError
 
 Normaliser = Literal["mean", "sum"]
 Fraction = NewType("Fraction", float)
@@ -79,6 +79,32 @@ def bound(loss: Loss, stage: Stage) -> Loss:
         raise
 
 
+def of_tokens(loss: Loss) -> Loss:
+    """Return the form of a loss of ours that keeps positions apart, (n, t); others as they are.
+
+    Raises:
+        SpecError: A mean over positions is asked for.
+    """
+    if not isinstance(loss, BoundLoss) or not _reduces(loss):
+        return loss
+    if loss.options.get("per_sample") == "mean":
+        raise SpecError(
+            "a token's loss is divided by nothing, so there is no mean over positions",
+            where="loss per_sample",
+            remedy="Leave it out: with per_sample sum, a sample's row is the sum of its tokens'.",
+        )
+    kept = loss.options | {"per_sample": "none"}
+    return BoundLoss(loss.function, kept, loss.predictive, of_model=loss.of_model)
+
+
+def _reduces(loss: Loss) -> bool:
+    """Whether a loss sums or averages over positions, as it is told."""
+    try:
+        return bool(inspect.signature(loss).parameters["per_sample"].annotation == Normaliser)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 def options(loss: Loss) -> dict[str, Any]:
     """Return a loss's options by name, with the values in force, as plain data."""
     try:
@@ -92,15 +118,18 @@ def options(loss: Loss) -> dict[str, Any]:
 
 
 def per_sample_loss(
-    values: Tensor, per_sample: Normaliser, counted: Tensor | None = None
+    values: Tensor, per_sample: Normaliser | Literal["none"], counted: Tensor | None = None
 ) -> Tensor:
     """Reduce the losses of entries (n, ...) to (n,): their sum, or the mean of those that count.
 
     Entries outside of `counted` (n, ...) are zero; a sample of which none counts has loss 0.
+    With "none" the entries (n, t) are returned as they are, and which of them count.
     """
     if values.dim() == 1:
         return values
     rows = values.flatten(1)
+    if per_sample == "none":
+        return rows, None if counted is None else counted.flatten(1)  # type: ignore[return-value]
     if per_sample == "sum":
         return rows.sum(1)
     if counted is None:
@@ -153,6 +182,16 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def _require_tensors(outputs: Any, targets: Any) -> None:
+    for what, value in (("what the model returns is", outputs), ("the targets are", targets)):
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"{what} no tensor, which the loss takes, but {type(value).__name__}",
+                where="loss",
+                remedy="Give a loss (outputs, targets) -> (n,) of your own that takes these.",
+            )
+
+
 def _entrywise(
     fn: Callable[..., Tensor],
     outputs: Tensor,
@@ -161,6 +200,7 @@ def _entrywise(
     **options: Any,
 ) -> Tensor:
     """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
+    _require_tensors(outputs, targets)
     if outputs.shape != targets.shape:
         raise SpecError(
             f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
@@ -216,6 +256,7 @@ def cross_entropy(
     by its class's factor. Entries of the class `ignore_index` count for nothing: `per_sample` is
     the mean over those that count, or their sum, and 0 where none is left.
     """
+    _require_tensors(outputs, targets)
     values = F.cross_entropy(
         outputs,
         targets,
@@ -241,6 +282,7 @@ def nll(
 
     The options are those of `cross_entropy`.
     """
+    _require_tensors(outputs, targets)
     values = F.nll_loss(
         outputs,
         targets,
@@ -264,6 +306,7 @@ def bce_with_logits(
     Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
     for each entry of the last axis.
     """
+    _require_tensors(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -339,6 +382,7 @@ def causal_lm(
             where="loss causal_lm",
             remedy="Give targets as (tokens, mask).",
         )
+    _require_tensors(outputs, targets)
     if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
         raise SpecError(
             f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
@@ -356,6 +400,7 @@ def causal_lm(
 
 
 def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
+    _require_tensors(tokens, mask)
     if mask.shape != tokens.shape or mask.is_floating_point():
         raise SpecError(
             f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
@@ -382,6 +427,8 @@ def ctc(
     gradient are zero where the labels cannot fit into the positions. `per_sample` is the negative
     log-likelihood ("sum"), or that over the number of labels, as torch's mean has it.
     """
+    labels = targets[0] if isinstance(targets, tuple) and len(targets) == 3 else targets
+    _require_tensors(outputs, labels)
     n, t = outputs.shape[:2]
     if isinstance(targets, Tensor):
         inside = targets >= 0
