@@ -167,7 +167,8 @@ class Monitor:
             reason = (
                 f"no measurement: the first is taken to last {self._expected(trained):.2g} s, and "
                 f"of {trained:.2g} s of training {(self.overhead or 0) * trained:.2g} s may go "
-                f"into measuring, and {self._spent:.2g} s have; train longer, allow more overhead, or take fewer samples or steps"
+                f"into measuring, and {self._spent:.2g} s have; train longer, "
+                "allow more overhead, or take fewer samples"
             )
             warnings.warn(reason, MonitorWarning, stacklevel=2)
         if self.path is not None:
