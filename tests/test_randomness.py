@@ -368,6 +368,35 @@ def test_numbers_that_a_model_seeds_itself_are_its_own() -> None:
         torch.testing.assert_close(found, scope(fixed, backend).norms(x, y))
 
 
+def test_numbers_that_are_drawn_twice_are_the_same_ones() -> None:
+    """By a state that is put back, and in a gradient within the loss that computes anew."""
+
+    def again(h: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            first = torch.rand(len(h), O, dtype=h.dtype)
+        second = torch.rand(len(h), O, dtype=h.dtype)
+        assert torch.equal(first, second)
+        return F.dropout(h + first, 0.3)
+
+    @gradscope.model_loss
+    def steep(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slopes,) = torch.autograd.grad(model(x).logsumexp(1).sum(), x, create_graph=True)
+        return slopes.square().sum((1, 2))
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = checkpoint(lambda x: F.dropout(net.a(x).tanh(), 0.3), x, use_reentrant=False)
+        return net.b(F.dropout(h, 0.3).mean(1))
+
+    for make, loss in ((between(again), "cross_entropy"), (lambda: Net(body), steep)):
+        model, x, y = built(make)
+        options = {"randomness": "fixed", "seed": 2}
+        alone = gradscope.per_sample_gradients(model, loss, x, y, backend="loop", **options)
+        found = gradscope.per_sample_gradients(model, loss, x, y, backend="hooks", **options)
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-12)
+        assert float(alone["a.weight"].abs().amax()) > 0
+
+
 @pytest.mark.parametrize("backend", ["auto", "hooks", "loop", "expand"])
 @pytest.mark.parametrize("name", ["checkpointed", "checkpointed_reentrant", "compiled"])
 def test_checkpointed_and_compiled_models_run_as_they_are_written(name: str, backend: str) -> None:

@@ -193,6 +193,14 @@ def function_of(loss: str) -> str | None:
     return None if match is None else match["function"]
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a model is given by a folder, that of an adapter's base model."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long, or not to be looked into
+        return False
+
+
 def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
     """Return the loss's name and its arguments: those of the text and those of a table.
 
@@ -241,7 +249,7 @@ def _path(value: Any) -> Path:
 
 
 def _reference(value: str) -> None:
-    if value != HELD and not Path(value).is_dir():  # the folder of an adapter's base model
+    if value != HELD and not is_folder(Path(value)):
         split_reference(value)
 
 

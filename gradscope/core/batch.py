@@ -21,7 +21,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
         return fn(tree)
     if isinstance(tree, dict):
         return {key: map_tensors(fn, value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, (tuple, list)):  # torch.compile of 2.8 traces no A | B
         items = [map_tensors(fn, value) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
@@ -50,7 +50,7 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
     """Call the model as the form of `inputs` says: one argument, positional, or by keyword."""
     if isinstance(inputs, dict):
         return model(**inputs)
-    if isinstance(inputs, tuple | list):
+    if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     return model(inputs)
 

@@ -84,7 +84,10 @@ class Place:
         return split.movedim(0, self.axis + 1).reshape(self.at(len(each)))
 
 
-Plan = tuple[Place, ...]  # by the number of the call
+# By the number of the call; what is computed anew, or draws from a state that the model has put
+# back, draws the same numbers again, maybe in another shape.
+Plan = dict[int, tuple[Place, ...]]
+Call = tuple[int, str, tuple[int, ...]]  # number, kind and shape
 
 
 @dataclass
@@ -94,7 +97,7 @@ class _Run:
     index: Tensor  # (n,) int64, of its samples
     plans: list[Plan]  # that fit it so far
     apart: bool = False  # to the model it looks like a batch of one
-    recorded: list[tuple[str, tuple[int, ...]]] | None = None  # kinds and shapes, where looked for
+    recorded: list[Call] | None = None  # all of them, where they are looked for
     # the calls in which the sample at position 1 draws others, and the number of the trial
     other: tuple[frozenset[int], int] = (frozenset(), 0)
 
@@ -105,12 +108,14 @@ class _Run:
             Unplanned: No plan says so, or plans differ.
         """
         n = 1 if self.apart else len(self.index)
-        self.plans = [
-            plan
+        fitting = [
+            (plan, place)
             for plan in self.plans
-            if call < len(plan) and plan[call].kind == kind and plan[call].at(n) == shape
+            for place in plan.get(call, ())
+            if place.kind == kind and place.at(n) == shape
         ]
-        found = {plan[call] for plan in self.plans}
+        self.plans = [plan for plan, _ in fitting]
+        found = {place for _, place in fitting}
         if len(found) != 1:
             raise Unplanned
         return found.pop()
@@ -243,7 +248,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return _numbers(self.seed, call, index, one, device, trial)
 
         if run.recorded is not None:
-            run.recorded.append((kind, full))
+            run.recorded.append((call, kind, full))
             return made(None, full)[0]
         stacked = run.apart and wrap is None  # vmap has the samples in front
         place = run.place(call, kind, full[1:] if stacked else full)
@@ -262,22 +267,21 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Find out where the samples are in what a model draws; keep it, and return it."""
         try:
             first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
-            if [kind for kind, _ in first] != [kind for kind, _ in second]:
+            if [call[:2] for call in first] != [call[:2] for call in second]:
                 raise _unclear("it draws others for another number of samples")
-            plan = tuple(
-                _place(kind, a, b) for (kind, a), (_, b) in zip(first, second, strict=True)
-            )
+            plan: Plan = {}
+            for (call, kind, two), (_, _, three) in zip(first, second, strict=True):
+                known = plan.get(call, ())
+                plan[call] = tuple(dict.fromkeys((*known, _place(kind, two, three))))
             plan = self._settled(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(f"it does not run on two or three samples: {error.what}") from error
-        self._plans = [*self._plans[-_PLANS:], plan]
+        self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
-    def _recorded(
-        self, batch: Batch, losses: Callable[[Batch], Tensor]
-    ) -> list[tuple[str, tuple[int, ...]]]:
-        """Return kinds and shapes of what a model draws for a batch."""
-        found: list[tuple[str, tuple[int, ...]]] = []
+    def _recorded(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
+        """Return what a model draws for a batch, in order."""
+        found: list[Call] = []
         with self._run(_Run(batch.index, [], recorded=found)):
             losses(batch)
         return found
@@ -287,17 +291,17 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Whether all have them in front is seen at once; otherwise each is looked at by itself.
         """
-        merged = [k for k, place in enumerate(plan) if place.merged > 1]
-        if not merged or self._own(plan, merged, three, losses):
+        merged = [(k, place) for k, places in plan.items() for place in places if place.merged > 1]
+        if not merged or self._own(plan, [k for k, _ in merged], three, losses):
             return plan
-        for k in merged:
-            size = plan[k].merged
-            ways = [d for d in (1, size, *range(2, size)) if size % d == 0]
-            tried = ((*plan[:k], replace(plan[k], before=d), *plan[k + 1 :]) for d in ways)
+        for k, place in merged:
+            ways = [d for d in (1, place.merged, *range(2, place.merged)) if place.merged % d == 0]
+            others = tuple(other for other in plan[k] if other != place)
+            tried = (plan | {k: (*others, replace(place, before=d))} for d in ways)
             found = next((way for way in tried if self._own(way, [k], three, losses)), None)
             if found is None:
                 raise _unclear(
-                    f"those of {plan[k].kind}, of shape {plan[k].at(3)} for three samples, change "
+                    f"those of {place.kind}, of shape {place.at(3)} for three samples, change "
                     "several losses"
                 )
             plan = found

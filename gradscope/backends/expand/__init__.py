@@ -33,12 +33,13 @@ from gradscope.backends.base import (
 )
 from gradscope.backends.expand import axes, indexing, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
-from gradscope.backends.expand.mode import Interpreter
+from gradscope.backends.expand.mode import Interpreter, probe
 from gradscope.backends.expand.tensor import REMEDY, Differ, Own, PerSample, SharedWrite
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import layer_of
 from gradscope.core.problem import Problem, is_model_loss, model_loss
+from gradscope.core.releases import require
 from gradscope.errors import UnsupportedError
 
 __all__ = ["expand", "rules"]
@@ -69,6 +70,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         return in_parts(problem, batch, [torch.tensor(group) for group in groups.values()], attempt)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        require("expand", probe)
         require_unhooked("expand", problem)
         try:
             with refusing("expand", problem.model, REMEDY):

@@ -22,6 +22,7 @@ from gradscope.backends.expand.tensor import (
     tensors_of,
 )
 from gradscope.core.randomness import Fixed
+from gradscope.core.releases import expect
 from gradscope.errors import UnsupportedError
 
 _INTEGERS = frozenset((torch.int64, torch.int32))
@@ -259,3 +260,25 @@ def _stacked(results: list[Any]) -> Any:
         return type(first)(_stacked(list(parts)) for parts in zip(*results, strict=True))
     same_as([repr(r) for r in results])
     return first
+
+
+def probe() -> None:
+    """Do to a tensor of two samples what needs torch's own ways to make and mark subclasses.
+
+    Raises:
+        Exception: This torch has other ways.
+    """
+    raw = torch.zeros(2, 3, 4, dtype=torch.complex64, device="cpu")
+    with Interpreter(2, Own.NOTHING) as mode:
+        x = PerSample(raw, requires_grad=True)
+        y = (x + 1).t_().conj()
+        (gradient,) = torch.autograd.grad(y.real.sum(), x)
+        expect(
+            {
+                "the shape of a sample's tensor": (y.shape, (4, 3)),
+                "its memory": (mode.samples.of(y).shape, (2, 4, 3)),
+                "its mark as a conjugate": (y.is_conj(), True),
+                "its gradient": (mode.samples.of(gradient).shape, raw.shape),
+                "what operators write": (facts_of(aten.add_.Tensor).returns_written, ("self",)),
+            }
+        )

@@ -31,6 +31,7 @@ from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
 from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
+from gradscope.core.releases import require
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
@@ -57,6 +58,7 @@ def hooks(
     program = _Program(problem, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        require("hooks", internals.probe)
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) > 1:
