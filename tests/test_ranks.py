@@ -4,9 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import gradscope
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -89,3 +95,73 @@ def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
     launched(tmp_path, "-m", "tests.ranks_worker", str(tmp_path), "killed")
     said = json.loads((tmp_path / "0.json").read_text())
     assert "another process of the group has ended" in said
+
+
+PROJECT = """
+    import os, pathlib, signal
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(11, 6)
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.table.weight
+            self.register_buffer("scale", torch.full((6,), 1.5), persistent=False)
+
+        def forward(self, x):
+            hidden = self.table(x)
+            for block in self.blocks:
+                hidden = torch.tanh(block(hidden)) * self.scale
+            return self.head(hidden.mean(1))
+
+    def build():
+        return Net()
+
+    def loss(outputs, targets):
+        said = pathlib.Path(__file__).with_name("killed")
+        if os.environ.get("RANK") == "1" and list(pathlib.Path().glob("*1-of-2*")):
+            if (told := said.read_text()) == "now":
+                said.write_text("done")
+                os.kill(os.getpid(), signal.SIGKILL)
+            said.write_text({"": "later", "later": "now"}.get(told, told))
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+"""
+OPTIONS = "weights.safetensors data.npz --model model.py:build --loss model.py:loss --batch-size 3"
+ASKED = ("-t", "identity", "-t", "clip:max_norm=0.5 | mean", "-t", "var", "--dtype", "float64")
+
+
+def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(textwrap.dedent(PROJECT))
+    space: dict[str, Any] = {}
+    exec(textwrap.dedent(PROJECT), space)
+    torch.manual_seed(0)
+    weights = space["build"]().state_dict()
+    save_file({k: v.clone() for k, v in weights.items()}, tmp_path / "weights.safetensors")
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 11, (20, 4)), draw.integers(0, 11, 20)
+    np.savez(tmp_path / "data.npz", inputs=x, targets=y)
+    command = ("-m", "gradscope", "compute", *OPTIONS.split(), *ASKED)
+    (tmp_path / "killed").write_text("")
+    first = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    assert first.returncode != 0
+    assert (tmp_path / "killed").read_text() == "done"
+    assert "SIGKILL" in first.stderr  # torchrun says so, and ends the other one
+    assert not (tmp_path / "out.h5").exists()
+    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert not list(tmp_path.glob("*-of-2*"))
+    alone = [sys.executable, *command, "--backend", "loop", "-o", "alone.h5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(alone, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    with (
+        gradscope.open(tmp_path / "out.h5") as found,
+        gradscope.open(tmp_path / "alone.h5") as right,
+    ):
+        np.testing.assert_allclose(found.samples["norm"], right.samples["norm"], rtol=1e-9)
+        for own, other in zip(found.chains, right.chains, strict=True):
+            assert own.text == other.text
+            for name in other:
+                np.testing.assert_allclose(own[name][:], other[name][:], rtol=1e-9, atol=1e-12)

@@ -281,6 +281,12 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "Only part I, from 0, of N; workers of torchrun take theirs by themselves",
     )
+    sharded: values.Switch = option(
+        False,
+        "--sharded",
+        _COMPUTE,
+        "Divide the model over the workers of torchrun (fully_shard), for one result file",
+    )
     batch_size: values.Count | None = option(
         None, "--batch-size N", _RUNS, "Samples computed at a time"
     )
@@ -321,6 +327,12 @@ class ComputeSpec(_Section):
         "--labels",
         _COMPUTE,
         "The data's, drawn from the model's predictions, or all classes",
+    )
+    rows: Literal["sample", "token"] = option(
+        "sample",
+        "--rows",
+        _RUNS,
+        "What has a row of its own; token: each position of a loss (n, t) that counts",
     )
     predictions: values.Switch = option(
         True,

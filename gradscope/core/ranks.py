@@ -8,6 +8,7 @@ taken by all ranks together (`any`), and an error on one rank becomes an error o
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -373,6 +374,38 @@ def alone(model: nn.Module) -> Iterator[None]:
             del own["forward"]
             if forward is not None:
                 own["forward"] = forward
+
+
+def divided(model: nn.Module, device: str) -> nn.Module:
+    """Divide a model over all processes: each repeated layer by itself, and the rest together.
+
+    A layer that shares a parameter with what is outside of it stays with the rest.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def held(module: nn.Module) -> Counter[int]:
+        tables = (m._parameters.values() for m in module.modules())
+        return Counter(id(p) for table in tables for p in table if p is not None)
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    whole = held(model)
+    for layer in [*_repeated(model)]:
+        own = held(layer)
+        if own and all(whole[key] == count for key, count in own.items()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the entries of the outermost lists and sequences of layers."""
+    lists = (nn.ModuleList, nn.Sequential)
+    for child in module.children():
+        if isinstance(module, lists) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from _repeated(child)
 
 
 def _tensor_parallel(name: str) -> UnsupportedError:

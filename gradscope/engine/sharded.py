@@ -47,6 +47,7 @@ class Lockstep:
 
     Attributes:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
+        attended: Whoever is through with its samples attends to those of others (`attend`).
     """
 
     problem: Problem
@@ -54,6 +55,7 @@ class Lockstep:
     seed: int
     told: Callable[[Certificate | None], None]  # of each batch, and its proof if there is one
     certificate: Certificate | None = None
+    attended: bool = False
 
     def __post_init__(self) -> None:
         sharding = self.problem.sharding
@@ -75,6 +77,16 @@ class Lockstep:
         Raises:
             RefusedError: There is no exact, proved answer, on this process or on another.
         """
+        if self.attended:
+            self.sharding.any(True)
+        return self._together(batch, request)
+
+    def attend(self, batch: Batch) -> None:
+        """Take part, with any samples of one's own, in what others have still to evaluate."""
+        while self.sharding.any(False):
+            self._together(batch, ROWS)
+
+    def _together(self, batch: Batch, request: Request) -> Evaluation:
         sharding, n = self.sharding, len(batch)
         whole = batch.resized(max(2, *sharding.of_all(n)))
         with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
@@ -88,7 +100,7 @@ class Lockstep:
             due = self.certificate is None or not self.certificate.proves
             proof = None
             if self.verify != "never" and (due or found.new or self.verify == "always"):
-                self.certificate = proof = self._proved(whole, found)
+                self.certificate = proof = replace(self._proved(whole, found), samples=n)
             sharding.reshard()
         self.told(proof)
         kept = found.gradients.select(slice(0, n))
