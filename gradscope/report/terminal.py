@@ -62,7 +62,7 @@ def render(result: Shown, console: Console, full: bool = True) -> None:
         _print_section(section, console, brief=brief is not None)
     if brief is not None:
         console.print()
-        console.print(Text(visible(brief.more), style="dim"), soft_wrap=True)
+        console.print(Text(visible(brief.more), style="dim"), overflow="fold")
 
 
 def safe(line: Line) -> Text:
