@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "standin"
@@ -32,6 +33,7 @@ _TAKES_HOST_INDICES = {
     _aten.index_put_.default,
     _aten._index_put_impl_.default,
     _aten._unsafe_index.Tensor,
+    _aten._pack_padded_sequence.default,
 }
 _MAKES = [  # which torch itself would make empty and fill by an operation that resizes
     *(f"aten::arange{end}" for end in ("", ".start", ".start_step")),
@@ -132,7 +134,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     _require_one_device(func, given, kwargs)
     seen.operations[name] += 1
-    if name in _WAITS and own or _reads_mask(func, args):
+    if (name in _WAITS and own) or _reads_mask(func, args):
         seen.waits[name] += 1
     if func in _ACROSS and own:
         host = not stays or (name == "copy_" and not isinstance(args[0], OnDevice))
@@ -143,8 +145,13 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         stays = False
     inner, options = tree_map(_within, (args, kwargs))
     found = _ONLY_THERE.get(name, func)(*inner, **options)
+    if torch.Tag.inplace_view in func.tags:  # the shape is the outer tensor's own
+        with no_dispatch():
+            func(*args, **kwargs)
     for t in own.values():
         assert t.shape == t.held.shape, f"{func} changes the size of a tensor of the device"
+    if name == "_pack_padded_sequence":
+        return _there(found[0]), found[1]  # torch wants the second on the CPU, always
     return tree_map(lambda t: own[id(t)] if id(t) in own else _there(t), found) if stays else found
 
 
@@ -164,7 +171,12 @@ def _lstm_cell(gates: Tensor, more: Tensor, cell: Tensor, *biases: Tensor | None
 
 
 def _lstm_cell_backward(
-    by_h: Tensor | None, by_c: Tensor | None, before: Tensor, after: Tensor, gates: Tensor, bias: Any
+    by_h: Tensor | None,
+    by_c: Tensor | None,
+    before: Tensor,
+    after: Tensor,
+    gates: Tensor,
+    bias: Any,
 ) -> Any:
     """Its derivative: by the gates (n, 4d), by the cell before, and by each bias."""
     i, f, g, o = gates.chunk(4, 1)
@@ -178,7 +190,10 @@ def _lstm_cell_backward(
 
 def _gru_cell(gates: Tensor, more: Tensor, state: Tensor, *biases: Tensor | None) -> Any:
     """The same of a GRU: h and what its derivative needs (n, 5d)."""
-    a, b = (x if y is None else x + y for x, y in zip((gates, more), biases or (None,) * 2))
+    a, b = (
+        x if y is None else x + y
+        for x, y in zip((gates, more), biases or (None, None), strict=True)
+    )
     (r, z, n), (hr, hz, hn) = a.chunk(3, 1), b.chunk(3, 1)
     r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
     n = (n + r * hn).tanh()
@@ -223,7 +238,7 @@ def _reads_mask(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether rows are taken by a mask on the device, whose number the host has to know."""
     if func not in _TAKES_HOST_INDICES:
         return False
-    masks = (t for t in args[1] if isinstance(t, OnDevice))
+    masks = (t for t in args[1] if isinstance(args[1], list | tuple) and isinstance(t, OnDevice))
     return any(t.dtype in (torch.bool, torch.uint8) for t in masks)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block
 from gradscope.blocks.base import as_rows
+from gradscope.core.precision import doubled
 from gradscope.stages.reducers.base import (
     Part,
     Reducer,
@@ -51,7 +52,7 @@ def nonfinite() -> Reducer:
         return {"entries": bad.sum(), "samples": (bad > 0).sum()}
 
     return for_each_parameter(
-        start, None, lambda part, _: {key: value.double() for key, value in part.items()}
+        start, None, lambda part, _: {key: doubled(value) for key, value in part.items()}
     )
 
 
@@ -166,7 +167,7 @@ def _reducer(
         return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
 
     def result(part: Part, _: Tensor) -> dict[str, Tensor]:
-        inside, outside = part["inside"].double(), part["outside"].double()
+        inside, outside = doubled(part["inside"]), doubled(part["outside"])
         own = edges(part["reach"]).to(inside.device)
         return {"": inside, "edges": own, "outside": outside}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, Layer, OuterBlock, layer_of, wide
 from gradscope.blocks.base import precise
 from gradscope.core.grammar import Stage
+from gradscope.core.precision import double
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -226,7 +227,7 @@ def _moments(gradients: Gradients, layer: Layer, basis: Basis) -> Tensor:
     by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
     size = (factored if by_factors else k * r * c) * dtype.itemsize
     step = max(1, TILE_BYTES // max(1, size))
-    found = torch.zeros(layer.sizes, dtype=torch.float64, device=weight.device)
+    found = torch.zeros(layer.sizes, dtype=double(weight.device), device=weight.device)
     for start in range(0, gradients.n, step):
         some = gradients.select(slice(start, start + step))
         block = _rotated(some, layer, basis, by_factors)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients, RandomBlock
 from gradscope.blocks.base import as_rows
+from gradscope.core.precision import doubled
 from gradscope.stages.transforms.base import Transform, TransformScope, by_parts, transform, widened
 
 _STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
@@ -57,10 +58,10 @@ def quantize(bits: int, seed: int = 0) -> Transform:
 
     def draw(use: str, name: str, values: Tensor, keys: Tensor) -> Tensor:
         def rounded(parts: Tensor) -> Tensor:
-            largest = as_rows(parts).abs().amax(1).double()
+            largest = doubled(as_rows(parts).abs().amax(1))
             largest = largest.reshape(-1, *[1] * (parts.dim() - 1))
             unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
-            exact = parts.double().abs() / unit * steps
+            exact = doubled(parts).abs() / unit * steps
             below = exact.floor()  # and up in magnitude where the draw is below what that cuts off
             level = below + (uniform(seed, use, name, keys, parts) < exact - below)
             found: Tensor = parts.sgn() * (level / steps * largest)
