@@ -2,16 +2,19 @@
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
 # And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
-# `make drill` kills runs, fills disks and damages files for 20 minutes.
+# `make drill` kills runs, fills disks and damages files for 20 minutes;
+# `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= build/demo
 BENCH ?= build/bench
 BENCH_OPTIONS ?=
+GPU ?= build/gpu.json
+GPU_OPTIONS ?=
 DRILL_OPTIONS ?=
 
-.PHONY: demo test bench drill lint format types check install install-dev install-bench clean
+.PHONY: demo test bench drill gpu lint format types check install install-dev install-bench clean
 
 demo: install
 	mkdir -p $(DEMO)
@@ -28,6 +31,9 @@ bench: install-bench
 
 drill: install-dev
 	$(BIN)/python -m tests.drill $(DRILL_OPTIONS)
+
+gpu: install-bench
+	$(BIN)/python -m tests.gpu --json $(GPU) $(GPU_OPTIONS)
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -109,6 +109,12 @@ class OnDevice(Tensor):
         """Make a tensor here; torch's own way goes past what is registered."""
         return _tensor(data, **{"dtype": self.dtype, "device": self.device} | options)
 
+    def __getitem__(self, index: Any) -> Tensor:
+        """Take rows; a list of positions is made a tensor first, as in `new_tensor`."""
+        given = index if isinstance(index, tuple) else (index,)
+        given = tuple(self.new_tensor(i, dtype=None) if isinstance(i, list) else i for i in given)
+        return super().__getitem__(given)
+
     def tolist(self) -> Any:
         """Bring the numbers to the host; torch's own way knows no tensors but its own."""
         seen.operations["tolist"] += 1

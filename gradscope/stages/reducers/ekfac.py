@@ -252,6 +252,7 @@ def _rotated(gradients: Gradients, layer: Layer, basis: Basis, by_factors: bool)
 def _mark(basis: Basis) -> Tensor:
     """Return a number () that tells eigenvectors from others, bit by bit."""
     bits = [torch.view_as_real(s) if s.is_complex() else s for s in basis]
-    sums = [t.contiguous().view(torch.int64).flatten() for t in bits]
+    whole = {8: torch.int64, 4: torch.int32}
+    sums = [t.contiguous().view(whole[t.dtype.itemsize]).flatten() for t in bits]
     weights = [torch.arange(1, 2 * len(s), 2, device=s.device) for s in sums]
     return torch.stack([(s * w).sum() for s, w in zip(sums, weights, strict=True)]).sum()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients, RandomBlock
 from gradscope.blocks.base import as_rows
-from gradscope.core.precision import doubled
+from gradscope.core.precision import double, doubled
 from gradscope.stages.transforms.base import Transform, TransformScope, by_parts, transform, widened
 
 _STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
@@ -113,15 +113,16 @@ def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor
     """Return standard normal numbers (n, ...) like `like`, a row for each key; complex in parts."""
     shape = (*like.shape[1:], 2) if like.is_complex() else tuple(like.shape[1:])
     rows = [generator(seed, use, name, int(k)).standard_normal(shape) for k in keys]
-    values = _stacked(rows, (len(keys), *shape)).to(like.device)
-    return (torch.view_as_complex(values) if like.is_complex() else values).to(like.dtype)
+    values = _stacked(rows, (len(keys), *shape))
+    return (torch.view_as_complex(values) if like.is_complex() else values).to(like)
 
 
 def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
     """Return float64 numbers from [0, 1), (n, ...) as `like`, a row for each key."""
     shape = tuple(like.shape[1:])
     rows = [generator(seed, use, name, int(k)).random(shape) for k in keys]
-    return _stacked(rows, (len(keys), *shape)).to(like.device)
+    drawn = _stacked(rows, (len(keys), *shape))
+    return drawn.to(double(like.device)).to(like.device)
 
 
 def _hash(*parts: str | int) -> int:
