@@ -80,8 +80,8 @@ def table(
 
     Returns:
         How many are `right` (and the `largest` error of these), `wrong` ones with their error,
-        those `refused` on the CPU as well with the reason, and `broken` ones with what was raised, which is never to
-        happen; coupled cases that are answered are wrong.
+        those `refused` on the CPU as well with the reason, and `broken` ones with what was raised,
+        which is never to happen; coupled cases that are answered are wrong.
     """
     found: dict[str, Any] = {"right": 0, "largest": 0.0, "wrong": {}, "refused": {}, "broken": {}}
     known = {case.name for case in INDEPENDENT}
