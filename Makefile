@@ -2,8 +2,11 @@
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
 # And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
-# `make drill` kills runs, fills disks and damages files for 20 minutes;
-# `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none.
+# `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
+# `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
+# `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
+# runs the tests of the engine, and the demo, with another release of torch, in build/compat/2.15.0
+# (5 to 7 GB: torch comes with CUDA's libraries; delete it when you are done).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,13 +16,20 @@ BENCH_OPTIONS ?=
 GPU ?= build/gpu.json
 GPU_OPTIONS ?=
 DRILL_OPTIONS ?=
+TORCH ?= 2.15.0
+COMPAT := build/compat/$(TORCH)
+COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test bench drill gpu lint format types check install install-dev install-bench clean
+.PHONY: demo test bench browser charts drill gpu compat lint format types check install install-dev install-bench clean
+
+define demonstrate
+	mkdir -p $(2)
+	$(1)/gradscope compute --config sample_models/digits_mlp/run.toml --overwrite -o $(2)/digits.h5
+	$(1)/gradscope stats $(2)/digits.h5
+endef
 
 demo: install
-	mkdir -p $(DEMO)
-	$(BIN)/gradscope compute --config sample_models/digits_mlp/run.toml --overwrite -o $(DEMO)/digits.h5
-	$(BIN)/gradscope stats $(DEMO)/digits.h5
+	$(call demonstrate,$(BIN),$(DEMO))
 
 test: install-dev
 	$(BIN)/python -m pytest -n auto
@@ -34,6 +44,18 @@ drill: install-dev
 
 gpu: install-bench
 	$(BIN)/python -m tests.gpu --json $(GPU) $(GPU_OPTIONS)
+
+compat: $(COMPAT)/installed
+	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core \
+		tests/test_scope.py $(COMPAT_OPTIONS)
+	$(call demonstrate,$(COMPAT)/bin,$(COMPAT)/demo)
+
+browser: install-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest tests/browser/check_view.py
+
+charts:
+	cd charts && npm install --silent && node build.mjs
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -53,6 +75,12 @@ install: $(VENV)/installed
 install-dev: $(VENV)/installed-dev
 
 install-bench: $(VENV)/installed-bench
+
+build/compat/%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[dev]'
+	touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -2,24 +2,29 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from gradscope.backends import ROWS, Request
-from gradscope.blocks import Evaluation
+from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
+from gradscope.core.ranks import Ranks
 from gradscope.engine import (
     Auditor,
     Certificate,
     Coupling,
     NonFinite,
+    Randomness,
     Session,
     Settings,
     Verify,
     fold,
+    over_ranks,
+    require_divisible,
     require_norms,
     settled,
 )
@@ -56,6 +61,9 @@ class Scope:
         labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
             expectation over all classes.
         seed: Of what is drawn at random: samples that are compared, batches, labels.
+        randomness: What to do when the model draws random numbers (dropout in train mode):
+            "refuse"; "fixed" draws by `seed`, call and sample, so that a sample has the same
+            numbers in any batch and with any backend.
         compile: Compile gradient and reduction as one program where that can be done; under `auto`
             where it is also measured to be faster. What was done is in `notes`.
 
@@ -78,6 +86,7 @@ class Scope:
         labels: Mode = "data",
         seed: int = 0,
         compile: bool = False,
+        randomness: Randomness = "refuse",
     ) -> None:
         settings = Settings(
             parameters=parameters,
@@ -88,6 +97,7 @@ class Scope:
             labels=labels,
             seed=seed,
             compile=compile,
+            randomness=randomness,
         )
         self.session = Session(model, loss, settings)
         self._bound: dict[str, Chain] = {}
@@ -129,7 +139,12 @@ class Scope:
         return self.session.evaluate(batch, request, ordinal=ordinal, last=last)
 
     def per_sample_gradients(
-        self, inputs: Any, targets: Any = None, out: Mapping[str, Tensor] | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        out: Mapping[str, Tensor] | None = None,
+        *,
+        index: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, each row the gradient of one sample's own loss.
 
@@ -137,9 +152,16 @@ class Scope:
             inputs: A tensor, tuple or dict, sample axis first.
             targets: Likewise, or None.
             out: Buffers to write into, as returned by an earlier call.
+            index: (n,) int64, which samples these are, 0 to n-1 when None: labels that are sampled
+                and random numbers that are fixed are drawn by it.
         """
         self.session.labels.require_one()
-        batch = Batch.of(inputs, targets)
+        batch = self._batch(inputs, targets, index, "per_sample_gradients")
+        lockstep = self.session.lockstep
+        if lockstep is not None:
+            if out is not None:
+                raise SpecError("gradients of a divided model cannot be written into buffers")
+            return self.session.repeated(lambda: lockstep.rows(batch))
         return self.session.repeated(lambda: self._rows(batch, out))
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -156,7 +178,12 @@ class Scope:
         return rows
 
     def norms(
-        self, inputs: Any, targets: Any = None, per: Literal["sample", "parameter"] = "sample"
+        self,
+        inputs: Any,
+        targets: Any = None,
+        per: Literal["sample", "parameter"] = "sample",
+        *,
+        index: Tensor | None = None,
     ) -> Any:
         """Return the L2 norms of the per-sample gradients; no gradient need be formed.
 
@@ -164,6 +191,7 @@ class Scope:
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
             per: "sample" or "parameter".
+            index: (n,), which samples these are; see `per_sample_gradients`.
 
         Returns:
             (n,) over all parameters together, or {name: (n,)} with `per="parameter"`.
@@ -171,14 +199,20 @@ class Scope:
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
-        batch = Batch.of(inputs, targets)
+        batch = self._batch(inputs, targets, index, "norms")
+        lockstep = self.session.lockstep
         parts, request = self.parts(batch), Request(rows=False)
-        found = self.session.repeated(
-            lambda: [
+
+        def evaluated() -> list[Gradients]:
+            if lockstep is not None:
+                every = lockstep.evaluations(batch)
+                return [evaluation.gradients for _, evaluation, own in every if own]
+            return [
                 self.evaluate(part, request, last=k == len(parts) > 1).gradients
                 for k, part in enumerate(parts, start=1)  # of several, the last is audited
             ]
-        )
+
+        found = self.session.repeated(evaluated)
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
         return {
@@ -186,7 +220,9 @@ class Scope:
             for name in self.problem.parameters
         }
 
-    def expectation(self, chain: str, inputs: Any, targets: Any = None) -> dict[str, Tensor]:
+    def expectation(
+        self, chain: str, inputs: Any, targets: Any = None, *, index: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
 
         Samples without a finite gradient are left out, with a `NonFiniteWarning`.
@@ -195,34 +231,80 @@ class Scope:
             chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer means `mean`.
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
+            index: (n,), which samples these are; see `per_sample_gradients`.
         """
-        return self.expectations([chain], inputs, targets)[0]
+        return self.expectations([chain], inputs, targets, index=index)[0]
 
     def expectations(
-        self, texts: Sequence[str], inputs: Any, targets: Any = None
+        self,
+        texts: Sequence[str],
+        inputs: Any,
+        targets: Any = None,
+        *,
+        index: Tensor | None = None,
     ) -> list[dict[str, Tensor]]:
         """Return what `expectation` does for several chains, in one pass over the samples."""
-        whole = Batch.of(inputs, targets)
-        return self.session.repeated(lambda: self._expectations(texts, whole))
+        ranks, chains = self.problem.ranks, [*map(self._chain, texts)]
+        whole = self._batch(inputs, targets, index, f"expectations {list(texts)}", ranks)
+        lockstep, ranks = self.session.lockstep, self.problem.ranks
 
-    def _expectations(self, texts: Sequence[str], whole: Batch) -> list[dict[str, Tensor]]:
-        parts = self.parts(whole)
-        chains = settled(self.session, [*map(self._chain, texts)], lambda: self.parts(whole))
-        count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
-        found = fold(self.session, parts, chains, count=count)
-        if found.skipped:
+        def summed() -> tuple[list[dict[str, Tensor]], int]:
+            if lockstep is not None:
+                for chain in chains:
+                    require_divisible(chain)
+                return lockstep.expectations(chains, whole, self.session.settings.nonfinite)
+            return self._expectations(chains, whole)
+
+        with nullcontext() if ranks is None else ranks.together():
+            found, skipped = self.session.repeated(summed)
+        if skipped:
             warnings.warn(
-                f"{found.skipped} samples have no finite gradient and were left out",
+                f"{skipped} samples have no finite gradient and were left out",
                 NonFiniteWarning,
-                stacklevel=5,
+                stacklevel=3,
             )
-        if found.skipped == len(whole):
-            raise SpecError("no sample has a finite gradient, so there is no expectation")
-        return [
-            chain.result({key: value.to(own[key]) for key, value in state.items()})
-            for chain, state, own in zip(chains, found.states, found.dtypes, strict=True)
-            if state is not None
-        ]
+        return found
+
+    def _expectations(
+        self, chains: Sequence[Chain], whole: Batch
+    ) -> tuple[list[dict[str, Tensor]], int]:
+        """Return each chain's result, and how many samples of this process were left out."""
+        parts = self.parts(whole)
+        chains = settled(self.session, chains, lambda: self.parts(whole))
+        count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
+        folded = fold(self.session, parts, chains, count=count)
+        found = []
+        for chain, own, dtypes in zip(chains, folded.states, folded.dtypes, strict=True):
+            state = over_ranks(self.problem, chain, own)
+            if state is None:
+                raise SpecError("no sample has a finite gradient, so there is no expectation")
+            found.append(chain.result({k: v.to(dtypes.get(k, v.dtype)) for k, v in state.items()}))
+        return found, folded.skipped
+
+    def _batch(
+        self,
+        inputs: Any,
+        targets: Any,
+        index: Tensor | None,
+        what: str,
+        ranks: Ranks | None = None,
+    ) -> Batch:
+        """Return the samples of a call, numbered over all processes that share its answer.
+
+        Args:
+            inputs: As they were given.
+            targets: Likewise.
+            index: Likewise.
+            what: What is asked; it has to be the same on every process.
+            ranks: These processes; if None, those that the model is divided over.
+        """
+        ranks = ranks or self.problem.sharding
+        if ranks is None:
+            return Batch.of(inputs, targets, index)
+        self.session.bound_anew()
+        return ranks.numbered(
+            lambda: Batch.of(inputs, targets, index), what, given=index is not None
+        )
 
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""

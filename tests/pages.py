@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import parser
+from benchmarks.architectures.__main__ import parser as architectures
 from benchmarks.attribution.__main__ import parser as attributions
 from gradscope.cli.app import run as command_line
 from tests.drill.__main__ import parser as drills
@@ -32,6 +33,7 @@ FENCE = re.compile(
 )
 SLOW: dict[str, Callable[[], ArgumentParser]] = {
     "python -m benchmarks": parser,
+    "python -m benchmarks.architectures": architectures,
     "python -m benchmarks.attribution": attributions,
     "python -m tests.drill": drills,
 }

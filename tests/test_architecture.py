@@ -23,7 +23,7 @@ LAYERS = (
     ("extend",),
     ("run",),
     ("attribution",),
-    ("report",),
+    ("report", "view"),
     ("cli",),
     ("__main__",),
 )

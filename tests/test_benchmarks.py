@@ -2,6 +2,7 @@
 
 import gc
 import json
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from benchmarks import marks, scaling
 from benchmarks.__main__ import main
+from benchmarks.architectures import __main__ as architectures
+from benchmarks.architectures.cases import ARCHITECTURES, tokens
 from benchmarks.measure import OutOfTimeError, Timing, measured, time_limit
 from benchmarks.methods import METHODS, Call, DeclinedError, Method, Setting
 from benchmarks.methods.dense import Projection, clipped, moments, norms, read, write
@@ -33,6 +36,7 @@ from benchmarks.workloads import (
     clear_of_kinks,
     workload,
 )
+from gradscope.cli.app import run as command_line
 
 CPU = torch.device("cpu")
 OURS = [m for m in METHODS.values() if m.ours and not m.compiled]
@@ -516,3 +520,29 @@ def test_a_run_to_a_file_is_long_enough(width: int, batches: int) -> None:
     model = torch.nn.Linear(width, width, device="meta")
     one = Workload("wide", {}, model, torch.empty(10, 1), torch.empty(10))
     assert one.file_batches == batches
+
+
+def test_an_architecture_is_held_against_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the table of architectures does, in one process, with a model of two layers."""
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    small = replace(ARCHITECTURES["gpt2"], config=sizes, data=tokens(3, 5, 11))
+    monkeypatch.setitem(ARCHITECTURES, "gpt2", small)
+    monkeypatch.setattr(architectures, "apart", lambda function, *given: function(*given))
+
+    def command(name: str, folder: Path, output: Path, *more: str) -> dict[str, Any]:
+        words = [folder, folder / "data.toml", "--loss", small.loss, "--model", small.model]
+        words = ["gradscope", "compute", *map(str, words), "-o", str(output), "-q", *more]
+        monkeypatch.setattr(sys, "argv", words)
+        assert command_line() == 0
+        return {"seconds": 0.0, "gigabytes": 0.0, "backend": "hooks"}
+
+    monkeypatch.setattr(architectures, "command", command)
+    assert architectures.main(["gpt2", "--scratch", str(tmp_path)]) == 0
+    assert "| 0.0M | 3 | hooks |" in capsys.readouterr().out and not any(tmp_path.iterdir())
+    wrong = replace(small, alone=lambda *given: 1.01 * small.alone(*given))
+    monkeypatch.setitem(ARCHITECTURES, "gpt2", wrong)
+    assert architectures.main(["gpt2", "--scratch", str(tmp_path)]) == 1
+    assert "WRONG at" in capsys.readouterr().out

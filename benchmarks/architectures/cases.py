@@ -46,6 +46,9 @@ class Architecture:
             for module in averages:
                 module.momentum = 1.0
             with torch.no_grad():
+                for module in model.modules():  # the ends of ResNet's branches, likewise
+                    if hasattr(module, "shortcut") and hasattr(module, "layer"):
+                        module.layer[-1].normalization.weight.fill_(0.2)  # type: ignore[union-attr, index, operator]
                 model.train()(*self.data()[0].values())
         return model.eval()
 
@@ -169,7 +172,7 @@ _EXPERTS = {
     "vocab_size": 50_304,
     "hidden_size": 1024,
     "intermediate_size": 512,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_experts": 64,
     "num_experts_per_tok": 8,
@@ -256,7 +259,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "experts": Architecture(
         "OLMoE, 64 experts of which 8, narrower, T = 64",
-        data=tokens(3, 64, 50_304),
+        data=tokens(2, 64, 50_304),
         kind="Olmoe",
         config=_EXPERTS,
         **_LM,

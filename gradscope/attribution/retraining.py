@@ -124,7 +124,9 @@ class Queries:
         """
         own, job = self._job.scope.problem, self._job
         _require_alike(own.model, model)
-        problem = Problem(model, own.loss, dict(model.named_parameters()), own.running_statistics)
+        parameters = dict(model.named_parameters())
+        problem = Problem(model, own.loss, parameters, own.running_statistics)
+        problem = problem.fixed(own.state.fixed)
         size = BatchSize(job.batch_size, fixed=job.scope.settings.own_loss)
         losses = np.empty(0)
         while (done := len(losses)) < len(job.rows):

@@ -67,11 +67,11 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
     values, all of which torch guards. Where one of them is another, it raises `NotCompiledError`
     rather than compile again. Nothing is printed, and no process is left behind.
     """
-    from torch._dynamo.utils import counters
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    before = counters["stats"]["unique_graphs"]
     with _quiet():
+        from torch._dynamo.utils import counters
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        before = counters["stats"]["unique_graphs"]
         get_cpp_compiler()  # before minutes are spent on a graph
         call = torch.compile(_copied(fn), fullgraph=True, dynamic=False)
         call(*arguments)
@@ -102,27 +102,27 @@ def _quiet() -> Iterator[None]:
 
     What torch, or the code that it traces, raises is a `NotCompiledError`.
     """
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
+    try:
+        import torch._dynamo.config as dynamo
+        import torch._inductor.config as inductor
 
-    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
-    loggers = [logging.getLogger(name) for name in ("torch", *names)]
-    levels = [logger.level for logger in loggers]
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(inductor.patch(compile_threads=1))
-        # a hook that is attached later must be noticed
-        stack.enter_context(dynamo.patch(skip_nnmodule_hook_guards=False, suppress_errors=False))
-        try:
-            for logger in loggers:
+        names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+        loggers = [logging.getLogger(name) for name in ("torch", *names)]
+        levels = [logger.level for logger in loggers]
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.compiler.set_stance("default"))
+            stack.enter_context(inductor.patch(compile_threads=1))
+            # a hook that is attached later must be noticed
+            noticing = dynamo.patch(skip_nnmodule_hook_guards=False, suppress_errors=False)
+            stack.enter_context(noticing)
+            for logger, level in zip(loggers, levels, strict=True):
+                stack.callback(logger.setLevel, level)
                 logger.setLevel(logging.CRITICAL)
             yield
-        except Exception as error:
-            raise NotCompiledError(first_line(error)) from error
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    except Exception as error:
+        raise NotCompiledError(first_line(error)) from error
 
 
 class Program:
@@ -310,12 +310,14 @@ def _bounds(t: Tensor) -> Tensor:
     )
 
 
-def not_compiled(backend: str, verify: str, coupling: str) -> str | None:
+def not_compiled(backend: str, verify: str, coupling: str, randomness: str) -> str | None:
     """Return why nothing can be compiled under these settings, or None."""
     if backend not in (AUTO, "vmap"):
         return f"{backend} has no compiled form; auto and vmap have"
     if coupling == "own-loss":
         return "own losses need one joint forward pass"
+    if randomness == "fixed":
+        return "fixed random numbers are drawn one call at a time"
     if verify == "always":
         return "to prove every batch takes the uncompiled way"
     return None

@@ -40,7 +40,10 @@ from gradscope.errors import UnsupportedError
 Step = Callable[..., tuple[Tensor, ...]]
 
 _REMEDIES = {  # a word of torch's message, and what helps
-    "randomness": "The model draws random numbers: put it in eval mode, or set dropout to 0.",
+    "inplace randomness": "It fills a tensor that all samples share with random numbers: make it "
+    "by torch.rand, randn or bernoulli, or use hooks, expand or loop.",
+    "randomness": "The model draws random numbers: put it in eval mode, set dropout to 0, or fix "
+    "them for each sample: --randomness fixed.",
     ".item()": "The model branches on the data or reads a number of them; hooks and loop can.",
     "dynamic shape": "A mask or nonzero gives every sample another shape; hooks and loop can.",
     "nplace": "Write it out of place, or use hooks or loop.",
@@ -95,7 +98,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
 
         each = iter([own(t, constant) for t, constant in zip(sample, shared, strict=True)])
         inputs, targets = map_tensors(lambda _: next(each), (batch.inputs, batch.targets))
-        with _Rewrites(zero):
+        with _Rewrites(zero, None if problem.state.fixed is None else index):
             one = Batch(inputs, targets, index.unsqueeze(0))
             value = problem.functional_losses(values, one)[0]
         return value, value
@@ -103,9 +106,11 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
     over = (None, None, [None if s else 0 for s in shared], 0)
     gradient = torch.func.grad(loss, argnums=(0, 1), has_aux=True)
     zero = torch.zeros((), device=problem.device)
+    drawing = "error" if problem.state.fixed is None else "different"
+    every = torch.func.vmap(gradient, in_dims=over, randomness=drawing)
     with torch.no_grad():  # what torch.func differentiates needs no graph outside it
-        (gradients, _), losses = torch.func.vmap(gradient, in_dims=over)(
-            values, zero, leaves, batch.index
+        (gradients, _), losses = problem.drawn(
+            batch, lambda: every(values, zero, leaves, batch.index), apart=True
         )
     return losses, gradients
 
@@ -124,11 +129,16 @@ def untouched() -> Iterator[None]:
 
 
 class _Rewrites(TorchFunctionMode):
-    """The replacements; `zero` () is one that the surrounding transform differentiates by."""
+    """The replacements.
 
-    def __init__(self, zero: Tensor) -> None:
+    Args:
+        zero: (), one that the surrounding transform differentiates by.
+        own: Any tensor of each sample's own, if random numbers may be written to new memory.
+    """
+
+    def __init__(self, zero: Tensor, own: Tensor | None) -> None:
         super().__init__()
-        self._zero = zero
+        self._zero, self._own = zero, own
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -140,6 +150,9 @@ class _Rewrites(TorchFunctionMode):
         if func is _SET_REQUIRES_GRAD and args[1] is True:
             self._require_gradient(args[0])
             return None
+        if func is torch.empty and self._own is not None:
+            made = func(*args, **kwargs)
+            return self._own.new_empty(made.shape, dtype=made.dtype, device=made.device)
         if func in STEPS:
             return recurrent(STEPS[func], *args, **kwargs)
         return func(*args, **kwargs)

@@ -20,6 +20,7 @@ from gradscope.cli.compute import compute
 from gradscope.cli.merge import merge
 from gradscope.cli.results import export, stats
 from gradscope.cli.validate import validate
+from gradscope.cli.view import view
 from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped
 from gradscope.errors import GradscopeError
@@ -50,7 +51,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (init, check, compute, merge, compare, attribute, validate, stats, export):
+for command in (init, check, compute, merge, compare, attribute, validate, stats, view, export):
     app.command(cls=Command)(command)
 app.command("list", cls=Command)(list_)
 

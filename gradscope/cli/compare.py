@@ -84,6 +84,9 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
         backends=job.spec.compare.backends,
         parameters=None if asked.parameters is None else list(asked.parameters),
         against=others,
+        randomness=asked.randomness,
+        seed=asked.seed,
+        index=batch.index,
     )
 
 

@@ -39,11 +39,20 @@ def compute(
         device = worker.device(spec.compute.device)
         spec = spec.computing(shard=str(worker.shard), device=device)
         resume, quiet = resume or worker.restarted, quiet or worker.shard.index > 0
-    from gradscope.report import console, render_plan, render_room, render_run
-    from gradscope.run import estimate, preflight, prepare
+    from gradscope.report import console, render_merge, render_plan, render_room, render_run
+    from gradscope.run import compute_divided, estimate, preflight, prepare
     from gradscope.storage import LONGEST, require_place
 
     stops.unwinding()
+    if spec.compute.sharded and output is not None and not dry_run:
+        with stops.told(lambda: "stopped; nothing was written"):
+            merged = compute_divided(spec, output, overwrite=overwrite)
+            if merged is None:
+                return
+            options.show(merged, render_merge, json=json, quiet=quiet)
+        if merged.nonfinite or any(merged.chains_nonfinite):
+            raise typer.Exit(options.NONFINITE)
+        return
     with stops.told(lambda: _nothing_new(resume)):
         here = Path.cwd()
         job, place = prepare(spec), None

@@ -145,7 +145,7 @@ def _found(
                 from gradscope.stats.looking import looked
 
                 most = None if looks.every else _LARGE
-                return found, looked(found, Opened.of(first.run, most))
+                return found, looked(found, Opened.of(first.run, first.samples, most))
         return found, found
 
 

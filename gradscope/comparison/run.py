@@ -21,8 +21,9 @@ from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
 from gradscope.core.problem import Loss, Problem, double_precision
+from gradscope.core.randomness import Fixed
 from gradscope.core.stops import is_stop
-from gradscope.engine import Answer, glimpsed
+from gradscope.engine import Answer, Randomness, glimpsed
 from gradscope.errors import (
     CertificateError,
     GradscopeError,
@@ -119,6 +120,9 @@ def compare(
     backends: Sequence[str] = ("loop", "hooks", "vmap", "expand"),
     parameters: str | list[str] | None = None,
     against: Mapping[str, Implementation | Mapping[str, Any]] | None = None,
+    randomness: Randomness = "refuse",
+    seed: int = 0,
+    index: Tensor | None = None,
 ) -> Comparison:
     """Hold backends, and implementations of one's own, against the float64 loop.
 
@@ -136,6 +140,9 @@ def compare(
         parameters: Globs that select parameters by name.
         against: By label, a function `(model, loss, inputs, targets) -> {name: (n, *shape)}`,
             called with a float64 copy, or a stored result {name: (n, *shape)}.
+        randomness: "fixed" for a model that draws random numbers; see `Scope`.
+        seed: Of these.
+        index: (n,) int64, the samples' positions in their data set, by which they are drawn.
 
     Raises:
         SpecError: A name is unknown or used twice, or there is nothing to compare.
@@ -144,9 +151,11 @@ def compare(
     others = dict(against or {})
     chosen = _chosen(backends, others)
     problem = Problem.of(model, resolve(loss), parameters)
-    batch = Batch.of(inputs, targets).detached().to(problem.device, None)
+    if randomness == "fixed":
+        problem = problem.fixed(Fixed(seed))
+    batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
-    with double_precision():
+    with double_precision(), exact.state.kept():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
 
     def backward() -> None:  # what training does
@@ -213,16 +222,19 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
     """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = setting.problem, setting.batch
     try:
-        with double_precision(), backend(setting.exact) as evaluate:
+        with (
+            double_precision(),
+            setting.exact.state.kept(),
+            backend(setting.exact) as evaluate,
+        ):
             row = _in_every_order(name, evaluate, setting)
     except Exception as error:
         return _stopped(name, error, setting.exact.model)
     if row.status == "disagrees":
         return row
     try:
-        with backend(problem) as evaluate:
-            with problem.state.kept():
-                evaluation = evaluate(batch)
+        with problem.state.kept(), backend(problem) as evaluate:
+            evaluation = evaluate(batch)
             if name != REFERENCE:
                 glimpsed(Answer(problem, name, batch, evaluation, alone=len(batch)))
             del evaluation

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gradscope.config.spec import RunSpec, settings
-from gradscope.config.values import HELD, function_of
+from gradscope.config.values import HELD, function_of, is_folder
 from gradscope.core.grammar import anchored
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
@@ -238,7 +238,7 @@ def _reference(value: Any, base: Path) -> Any:
 
 def _factory(value: Any, base: Path) -> Any:
     """Make a file of FILE.py:NAME absolute, or the folder of an adapter's base model."""
-    folder = isinstance(value, str | Path) and value != HELD and (base / value).is_dir()
+    folder = isinstance(value, str | Path) and value != HELD and is_folder(base / value)
     return f"{base / value}" if folder else _reference(value, base)
 
 

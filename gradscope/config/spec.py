@@ -281,6 +281,12 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "Only part I, from 0, of N; workers of torchrun take theirs by themselves",
     )
+    sharded: values.Switch = option(
+        False,
+        "--sharded",
+        _COMPUTE,
+        "Divide the model over the workers of torchrun (fully_shard), for one result file",
+    )
     batch_size: values.Count | None = option(
         None, "--batch-size N", _RUNS, "Samples computed at a time"
     )
@@ -328,8 +334,20 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "Keep what the model predicts of each sample, and the margin of its class",
     )
+    previews: values.Preview | None = option(
+        None,
+        "--previews BYTES",
+        _COMPUTE,
+        "Keep a small picture of each sample, or the beginning of its text, in so many bytes",
+    )
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
         "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
+    )
+    randomness: Literal["refuse", "fixed"] = option(
+        "refuse",
+        "--randomness",
+        _RUNS,
+        "Of a model that draws random numbers: refuse it, or fix them by seed and sample",
     )
     nonfinite: Literal["skip", "fail", "keep"] = option(
         "skip", "--nonfinite", _COMPUTE, "What reducers do with samples that are not finite"

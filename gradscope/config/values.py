@@ -193,6 +193,14 @@ def function_of(loss: str) -> str | None:
     return None if match is None else match["function"]
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a model is given by a folder, that of an adapter's base model."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long, or not to be looked into
+        return False
+
+
 def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
     """Return the loss's name and its arguments: those of the text and those of a table.
 
@@ -241,7 +249,7 @@ def _path(value: Any) -> Path:
 
 
 def _reference(value: str) -> None:
-    if value != HELD and not Path(value).is_dir():  # the folder of an adapter's base model
+    if value != HELD and not is_folder(Path(value)):
         split_reference(value)
 
 
@@ -304,6 +312,9 @@ Device = Annotated[
 Count = Annotated[int, Field(description="an integer of at least 1", strict=True, ge=1, lt=2**40)]
 Seed = Annotated[
     int, Field(description="an integer from 0 to 2^63 - 1", strict=True, ge=0, lt=2**63)
+]
+Preview = Annotated[
+    int, Field(description="bytes, from 32 to 65,536", strict=True, ge=32, le=65_536)
 ]
 Position = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -22,7 +22,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
         return fn(tree)
     if isinstance(tree, dict):
         return {key: map_tensors(fn, value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, (tuple, list)):  # torch.compile of 2.8 traces no A | B
         items = [map_tensors(fn, value) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
@@ -51,7 +51,7 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
     """Call the model as the form of `inputs` says: one argument, positional, or by keyword."""
     if isinstance(inputs, dict):
         return model(**inputs)
-    if isinstance(inputs, tuple | list):
+    if isinstance(inputs, (tuple, list)):
         return model(*inputs)
     return model(inputs)
 
@@ -77,7 +77,14 @@ class Batch:
                 f"inputs and targets have different numbers of samples: {sizes}",
                 remedy=f"Their first axis must be the sample axis; the shapes are {shapes}.",
             )
-        return cls(inputs, targets, torch.arange(sizes[0]) if index is None else index)
+        index = torch.arange(sizes[0]) if index is None else index.cpu()
+        if tuple(index.shape) != (sizes[0],) or index.dtype != torch.int64:
+            raise DatasetError(
+                f"the index is {tuple(index.shape)} of {index.dtype}, and there are {sizes[0]} "
+                "samples",
+                remedy="Give one number of dtype int64 for each sample: its position in the data.",
+            )
+        return cls(inputs, targets, index)
 
     def __len__(self) -> int:
         return int(self.index.shape[0])

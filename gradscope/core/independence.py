@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
+from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.shortage import is_shortage
-from gradscope.core.state import random_numbers_kept
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")
@@ -255,7 +255,8 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
         raise UnsupportedError(
             "the forward pass is random: the same samples give other losses the second time",
             where=_first(problem, *twice(_recorded), same),
-            remedy="Use mode eval, or set the dropout probabilities to zero.",
+            remedy="Use mode eval, or set the dropout probabilities to zero. Or use --randomness "
+            "fixed: numbers of each sample's own, by seed and position in the data.",
         )
 
 
@@ -273,7 +274,7 @@ def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
 def other_random_numbers() -> Iterator[None]:
     """Let the body draw other random numbers than the caller would."""
     with torch.random.fork_rng(), random_numbers_kept():
-        seed = int(torch.randint(2**31, ()).item()) ^ 1
+        seed = int(torch.randint(2**31, (), generator=torch.default_generator).item()) ^ 1
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(seed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, tensors
+from gradscope.core.randomness import Unplanned
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
@@ -78,6 +79,18 @@ def is_users(error: BaseException) -> bool:
     return False
 
 
+def is_bug(error: BaseException) -> bool:
+    """Whether an exception is a mistake of ours: a name that is not there, asked for by our files.
+
+    That is neither a refusal nor the model's fault; another torch may no longer have the name.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and frames[-1].name in ("__getattr__", "__getattribute__"):
+        frames.pop()  # who asked?
+    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(_OURS)
+    return isinstance(error, AttributeError) and ours
+
+
 def raised(error: BaseException) -> str:
     """Return what the user's code did."""
     if isinstance(error, SystemExit):
@@ -90,7 +103,7 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
 
     sys.exit is as good as an error, and so is a `KeyboardInterrupt` that is no Ctrl-C. Running out
-    of memory is not the model's fault and passes through unchanged.
+    of memory and bugs of ours are not the model's fault and pass through unchanged.
     """
 
     def translated(error: BaseException) -> ModelError:
@@ -113,14 +126,14 @@ def own_stage(what: str) -> Iterator[None]:
 def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
     """Turn what torch raises into an `UnsupportedError` that names the layer.
 
-    Errors of gradscope and running out of memory pass through unchanged.
+    Errors of gradscope, its bugs, and running out of memory pass through unchanged.
     """
     try:
         yield
     except GradscopeError:
         raise
     except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error):
+        if is_shortage(error) or is_bug(error):
             raise
         where = layer_of(error, model)
         raise UnsupportedError(
@@ -132,10 +145,10 @@ def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
 def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[None]:
     try:
         yield
-    except GradscopeError:
+    except (GradscopeError, Unplanned):
         raise
     except BaseException as error:
-        if is_stop(error) or is_shortage(error):
+        if is_stop(error) or is_shortage(error) or is_bug(error):
             raise
         found, lines = translated(error), own_lines(error, 3)
         if lines:

@@ -9,11 +9,11 @@ import copy
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
 from gradscope.core.precision import double
+from gradscope.core.randomness import Fixed
+from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
+T = TypeVar("T")
 Loss = Callable[..., Tensor]
 Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
@@ -103,6 +106,7 @@ class Problem:
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
     state: State = None  # type: ignore[assignment]  # made when it is not given
     seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
+    ranks: Ranks | None = None  # the processes that train the model together, if there are several
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -131,7 +135,23 @@ class Problem:
         }
         for name, p in chosen.items():
             _require_ordinary(name, p)
-        return cls(model, loss, chosen)
+        ranks = ranks_of(model)
+        if isinstance(ranks, Sharding):  # the graph knows them as the forward pass uses them
+            chosen = {k: ranks.whole.get(k, p) for k, p in chosen.items()}
+        return cls(model, loss, chosen, ranks=ranks)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How the model's parameters are divided over processes, None where they are not."""
+        return self.ranks if isinstance(self.ranks, Sharding) else None
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any of the processes that a model is divided over."""
+        return flag if self.sharding is None else self.sharding.any(flag)
+
+    def fixed(self, fixed: Fixed | None) -> "Problem":
+        """Return the same problem with its random numbers drawn by `fixed`."""
+        return replace(self, state=State(self.model, self.function, fixed))
 
     @property
     def function(self) -> Loss:
@@ -157,11 +177,29 @@ class Problem:
 
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
         """Return the losses (n,), with their graph or none; buffers and generators stay alone."""
+        return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
+
+    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
+        """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
+
+        Args:
+            batch: The samples.
+            evaluate: Runs the model on them.
+            apart: The model sees a batch of one, though there are all samples.
+        """
+        fixed = self.state.fixed
+        if fixed is None:
+            return evaluate()
+        losses = replace(self, seen=None)._evaluated
+        return fixed.over(self.model, batch, evaluate, losses, apart=apart)
+
+    def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         with (
             self.state.kept(),
             self._scratch_buffers(),
             self._frozen_statistics(),
             torch.set_grad_enabled(graph),
+            nullcontext() if self.sharding is None else self.sharding.forward(),
             user_code(self.model, batch),
         ):
             return self._checked(self._raw(batch, self.seen), len(batch))
@@ -213,7 +251,8 @@ class Problem:
             model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
-        return replace(self, model=model, parameters=parameters, state=State(model, self.function))
+        state = State(model, self.function, self.state.fixed)
+        return replace(self, model=model, parameters=parameters, state=state)
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:
@@ -235,6 +274,10 @@ class Problem:
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
+        with alone(self.model):
+            return self._of_copies(own, batch, seen)
+
+    def _of_copies(self, own: Batch, batch: Batch, seen: Seen | None) -> Any:
         if is_model_loss(self.loss):
             return self.loss(self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)

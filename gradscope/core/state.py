@@ -11,20 +11,21 @@ get copies.
 import copy
 import itertools
 import operator
-import random
 import sys
 import types
 import warnings
 import zlib
-from collections.abc import Container, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
 
+from gradscope.core.randomness import Fixed, random_numbers_kept
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.errors import GradscopeError, UnsupportedError
 
@@ -80,10 +81,13 @@ class _Taken:
 
 
 class State:
-    """The state of a model and its loss; `latest` is the name of what was last seen to change."""
+    """The state of a model and its loss; `latest` is the name of what was last seen to change.
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
-        self._model, self._loss = model, loss
+    `fixed` draws its random numbers, where these are fixed for each sample.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, fixed: Fixed | None = None) -> None:
+        self._model, self._loss, self.fixed = model, loss, fixed
         self.latest = ""
         # tables, each with its keys that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
@@ -96,11 +100,20 @@ class State:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put back what the body changes; one within another begins with the outer one's state."""
+        """Put back what the body changes; one within another begins with the outer one's state.
+
+        Backward passes belong into the body, for what they compute anew. There, and in the forward
+        passes, the model runs as it is written; see `as_written`.
+        """
         if self._before is not None:
             self._begin()
             yield
             return
+        fixed = nullcontext() if self.fixed is None else self.fixed.active(self._model)
+        with as_written(), fixed:
+            yield from self._kept()
+
+    def _kept(self) -> Iterator[None]:
         held = [(table, table.copy()) for table in _held(self._model)]
         self._before = held, [_take(*found) for found in self._known.values()]
         try:
@@ -201,14 +214,41 @@ def _changed(lost: list[str]) -> UnsupportedError:
 
 
 @contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Leave Python's and numpy's global random generators as they are."""
-    python, legacy = random.getstate(), np.random.get_state()
+def as_written() -> Iterator[None]:
+    """Let what is compiled, or checkpointed by a custom function, record its own operations.
+
+    A part compiled by `torch.compile` runs as it is written: compiled, it records a single
+    operation, in which the samples cannot be told apart. Reentrant activation checkpointing, of
+    which torch takes no gradient by a chosen tensor, becomes the other kind: the same values,
+    computed anew in the same way.
+    """
+    own = checkpointing.CheckpointFunction
+    loaded = "torch._dynamo" in sys.modules  # otherwise nothing has been compiled
     try:
-        yield
+        checkpointing.CheckpointFunction = _Checkpoint  # type: ignore[misc,assignment]
+        with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
+            yield
     finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
+        checkpointing.CheckpointFunction = own  # type: ignore[misc]
+
+
+def compiled_part(model: nn.Module) -> str | None:
+    """Name the first module that `torch.compile` was applied to, None if there is none."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return f"layer {name!r}" if name else "the model"
+    return None
+
+
+class _Checkpoint:
+    """Stands for torch's function of the same name."""
+
+    @staticmethod
+    def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Return what `run` returns; it is run again in the backward pass."""
+        return checkpointing.checkpoint(
+            run, *args, use_reentrant=False, preserve_rng_state=preserve
+        )
 
 
 def facts(model: nn.Module) -> list[Any]:

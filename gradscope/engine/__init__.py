@@ -2,9 +2,10 @@
 
 from gradscope.engine.audit import Auditor, Audits, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, finite_samples, glimpsed
-from gradscope.engine.fold import Folded, fold, request_of, settled, usable
+from gradscope.engine.fold import Folded, fold, over_ranks, request_of, settled, usable
 from gradscope.engine.judge import LargestError, require_norms
-from gradscope.engine.session import Coupling, NonFinite, Session, Settings, Verify
+from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
+from gradscope.engine.sharded import Lockstep, require_divisible
 
 __all__ = [
     "Answer",
@@ -14,7 +15,9 @@ __all__ = [
     "Coupling",
     "Folded",
     "LargestError",
+    "Lockstep",
     "NonFinite",
+    "Randomness",
     "Session",
     "Settings",
     "Verify",
@@ -23,7 +26,9 @@ __all__ = [
     "finite_samples",
     "fold",
     "glimpsed",
+    "over_ranks",
     "request_of",
+    "require_divisible",
     "require_norms",
     "settled",
     "usable",

@@ -322,6 +322,7 @@ def _apart(
                 checks.append(_alone(answer, int(rows), objective.weights[k], own))
             found.append(loss)
             total = added(total, own)
+            del own
     rows, right = torch.cat([*groups]), torch.cat(found)
     here = losses[rows.to(losses.device)]
     if not same(here, right, precision=problem.precision):

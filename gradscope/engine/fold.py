@@ -119,7 +119,8 @@ def settled(
         states = [*fold(session, batches(), passes, request=asked).states]
         means: dict[str, dict[str, Tensor]] = {}
         for text, chain in first.items():
-            state = states.pop(0)  # and let go of: it may be as large as its result
+            # let go of: it may be as large as its result
+            state = over_ranks(session.problem, chain, states.pop(0))
             if state is not None:
                 means[text] = chain.result(carried_state(state))
         if not means:
@@ -133,6 +134,18 @@ def settled(
     notes = (chain.reducer.note for chain in ready if chain.reducer is not None)
     session.notes += [note for note in notes if note and note not in session.notes]
     return ready
+
+
+def over_ranks(problem: Problem, chain: Chain, state: State | None) -> State | None:
+    """Return a chain's state over the samples of all processes that train a model together."""
+    if problem.ranks is None:
+        return state
+    assert chain.reducer is not None
+    found: State | None = None
+    for other in problem.ranks.states(None if state is None else carried_state(state)):
+        if other is not None:
+            found = other if found is None else carried_state(chain.reducer.merge(found, other))
+    return found
 
 
 def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:

@@ -131,7 +131,9 @@ class Objective:
             rows = dict(zip(problem.parameters, map(dense, own), strict=True))
             losses = losses.detach()
             del own
-            yield losses, rows
+            held = [rows]  # by the caller alone, while the next is computed: each is a model more
+            del rows
+            yield losses, held.pop()
 
 
 Other = Callable[[], Mapping[str, Tensor]]

@@ -23,10 +23,13 @@ from gradscope.core.batch import Batch
 from gradscope.core.independence import same
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem
+from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
-from gradscope.core.state import facts
+from gradscope.core.releases import untested
+from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
+from gradscope.engine.sharded import Lockstep
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import resolve
@@ -37,6 +40,7 @@ T = TypeVar("T")
 Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
 NonFinite = Literal["skip", "fail", "keep"]
+Randomness = Literal["refuse", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +60,30 @@ class Settings:
     seed: int = 0
     compile: bool = False
     predictions: bool = False
+    randomness: Randomness = "refuse"
 
     def __post_init__(self) -> None:
-        words = (self.verify, Verify), (self.coupling, Coupling)
+        words = (self.verify, Verify), (self.coupling, Coupling), (self.randomness, Randomness)
         for word, kind in (*words, (self.nonfinite, NonFinite), (self.labels, Mode)):
             known = list(get_args(kind))
             if word not in known:
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
+
+    def require_divisible(self) -> None:
+        """Refuse what is not to be had of a model that is divided over processes."""
+        only = {
+            "backend": (self.backend, (AUTO, "hooks")),
+            "coupling": (self.coupling, ("refuse", "frozen")),
+            "labels": (self.labels, ("data",)),
+            "compile": (self.compile, (False,)),
+            "randomness": (self.randomness, ("refuse",)),
+        }
+        for name, (word, accepted) in only.items():
+            if word not in accepted:
+                raise SpecError(
+                    f"{name} {word!r} is not to be had of a model that fully_shard has divided",
+                    remedy=f"Accepted: {', '.join(map(str, accepted))}; or use one process.",
+                )
 
     @property
     def own_loss(self) -> bool:
@@ -88,6 +109,7 @@ class Session:
         notes: What was chosen and why.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
+        lockstep: Evaluates a model that is divided over processes; None of any other.
         predictions: What the model predicts of the samples of the last batch, if it is asked for.
 
     Raises:
@@ -99,13 +121,14 @@ class Session:
     ) -> None:
         self.settings, self.backend = settings, settings.backend
         self.certificate: Certificate | None = None
-        self.notes: list[str] = []
+        self.notes: list[str] = [*filter(None, [untested()])]
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
         self.tried: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
+        self._fixed = Fixed(settings.seed) if settings.randomness == "fixed" else None
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
@@ -120,8 +143,9 @@ class Session:
     def _bind(self) -> None:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
+        self.lockstep: Lockstep | None = None
         self._stack.close()
-        problem = Problem.of(self._model, self._loss, asked.parameters)
+        problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         if double(problem.device) != torch.float64:
             self.notes.append(
                 f"the device {problem.device} has no float64: sums are taken in float32, and what "
@@ -134,15 +158,25 @@ class Session:
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         self._compiled = None
-        against = not_compiled(asked.backend, asked.verify, asked.coupling)
+        against = not_compiled(asked.backend, asked.verify, asked.coupling, asked.randomness)
         if asked.compile and against is not None:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
             faster, check = asked.backend == AUTO, asked.verify != "never"
             own = (self.problem, self._uncompiled, self.notes)
             self._compiled = Compiled(*own, faster=faster, check=check)
+        part = compiled_part(self._model)
+        if part is not None:
+            self.notes.append(
+                f"{part} runs as it is written, which may take longer: compiled, it records one "
+                "operation, in which samples cannot be told apart"
+            )
         self._facts, self._wary, self._doubtful = None, False, 0
         self.close()
+        if self.problem.sharding is not None:
+            asked.require_divisible()
+            self.backend = "hooks"
+            self.lockstep = Lockstep(self.problem, asked.verify, asked.seed, self._told)
 
     def rehearsal(self, verify: Verify | None = None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -186,12 +220,9 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        now = facts(self.problem.model)  # what a proof takes for granted
-        if self._facts is not None and self._facts != now:
-            self.notes.append(
-                "the model was changed between two calls: it is bound and proved anew"
-            )
-            self._bind()
+        now = self.bound_anew()
+        if self.lockstep is not None:
+            return self.lockstep.evaluate(batch.detached(), request)
         batch = self.labels.of(batch).detached()
         if self.predictions is not None:
             self.predictions.forget()
@@ -225,6 +256,26 @@ class Session:
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
+
+    def bound_anew(self) -> list[Any]:
+        """Bind the model again if it was changed; return what a proof takes for granted of it."""
+        if self.problem.sharding is not None:
+            self.problem.sharding.reshard()
+        now = facts(self.problem.model)
+        if self.problem.any(self._facts is not None and self._facts != now):
+            self.notes.append(
+                "the model was changed between two calls: it is bound and proved anew"
+            )
+            self._bind()
+        self._facts = now if self.lockstep is not None else self._facts
+        return now
+
+    def _told(self, proof: Certificate | None) -> None:
+        """Take note of a batch that was evaluated in step with other processes."""
+        audits = replace(self.auditor.audits, batches=self.auditor.audits.batches + 1)
+        if proof is not None:
+            self.certificate, audits = proof, audits.with_proof(proof)
+        self.auditor.audits = audits
 
     def predicted(self, batch: Batch, evaluation: Evaluation) -> Columns:
         """Return what the model predicts of the batch that was evaluated last, if that is kept."""
@@ -346,6 +397,8 @@ class Session:
         self._waiting = self._candidates()
         if self._compiled is not None:
             self._compiled.forget()
+        if self.lockstep is not None:
+            self.lockstep.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """From a run spec to a result file: prepare a job, plan its cost, run it, merge files."""
 
 from gradscope.run.budget import Budget, plan
+from gradscope.run.divided import compute_divided
 from gradscope.run.execute import Run
 from gradscope.run.inspection import (
     Estimate,
@@ -27,6 +28,7 @@ __all__ = [
     "Run",
     "RunReport",
     "compute",
+    "compute_divided",
     "estimate",
     "inspect",
     "merge",

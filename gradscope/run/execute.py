@@ -337,7 +337,8 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
         for chain in chains
     )
     table = table_of(job.scope, batch, evaluation)
-    return replace(table, id=job.dataset.ids(batch.index), chains=tuple(rows))
+    kept = None if job.previews is None else job.previews.of(batch.index.tolist())
+    return replace(table, id=job.dataset.ids(batch.index), preview=kept, chains=tuple(rows))
 
 
 def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:

@@ -202,7 +202,8 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
     problem, labelled = job.scope.problem, job.scope.labels.of(batch)
 
     def plain() -> tuple[Tensor, ...]:
-        return slopes(problem.losses(labelled), problem.parameters.values())
+        with problem.state.kept():
+            return slopes(problem.losses(labelled), problem.parameters.values())
 
     once = min(timed(plain, problem.device)[0] for _ in range(2))
     return tuple(Phase(name, seconds, seconds / once) for name, seconds in took.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradscope
@@ -29,25 +30,31 @@ from gradscope.config import (
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
+from gradscope.core.ranks import Ranks, divided
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
 from gradscope.sources import (
     CheckpointReport,
     Dataset,
+    LoadedModel,
     code,
     load_function,
     load_model,
     open_dataset,
     sha256,
 )
+from gradscope.sources.opened import Previews
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
 
-_SAME = {"backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"}
+_SAME = {
+    *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
+    *("previews", "randomness"),
+}
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
@@ -68,6 +75,7 @@ class Job:
     compression: Compression | None  # of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
+    previews: Previews | None = None  # what is kept of the samples themselves
     sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
 
     def place(self, output: Path) -> Path:
@@ -117,6 +125,8 @@ class Job:
             "dtype": str(problem.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+        if self.previews is not None:
+            record["previews"] = self.previews.record
         if self.shard is not None:
             record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
         return record
@@ -168,14 +178,16 @@ def prepare(spec: RunSpec) -> Job:
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
     torch.manual_seed(asked.seed)
-    loaded = load_model(spec.model, spec.checkpoint)
-    model = _placed(loaded.model, asked.device, asked.dtype)
+    together = asked.sharded and dist.is_available() and dist.is_initialized()
+    loaded, model = _in_turn(spec) if together else _built(spec)
     dataset = open_dataset(spec.dataset)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
     scope = Session(model, loss, Settings(**settings))
     name = spec.loss.stage.name
     batch_size = asked.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
+    if asked.sharded and shard is not None and not asked.batch_size:
+        batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
     return Job(
         spec=spec,
         chains=bound,
@@ -196,7 +208,27 @@ def prepare(spec: RunSpec) -> Job:
             "stages": stages_digests(bound),
         },
         notes=(*loaded.notes, *dataset.notes),
+        previews=Previews(dataset, asked.previews, whole[0]) if asked.previews else None,
     )
+
+
+def _built(spec: RunSpec, device: str | None = None) -> tuple[LoadedModel, nn.Module]:
+    """Return a model with its weights, on `device` or where the run is to be."""
+    loaded = load_model(spec.model, spec.checkpoint)
+    return loaded, _placed(loaded.model, device or spec.compute.device, spec.compute.dtype)
+
+
+def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
+    """Let one process after the other build the model and keep its part: one is whole at a time."""
+    device = torch.device(spec.compute.device or "cpu")
+    ranks = Ranks(dist.group.WORLD, device)
+    mine: list[tuple[LoadedModel, nn.Module]] = []
+    for turn in range(ranks.size):
+        with ranks.together():
+            if turn == ranks.rank:
+                loaded, model = _built(spec, "cpu")
+                mine.append((loaded, divided(model, device.type)))
+    return mine[0]
 
 
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:

@@ -336,7 +336,8 @@ def _recompute(
 def _as_they_were(parts: Parts, spec: RunSpec) -> RunSpec:
     """Return a run of single samples on what `spec` names, with the files' own settings."""
     kept: Any = parts.run.get("spec", {}).get("compute", {})
-    own = {key: kept.get(key) for key in ("parameters", "dtype", "seed", "labels", "coupling")}
+    settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
+    own = {key: kept[key] for key in settings if key in kept}
     more = {"backend": "loop", "transform": ["mean"], "batch_size": 1, "verify": "never"}
     try:
         compute = ComputeSpec.model_validate(own | more | {"device": spec.compute.device})

@@ -62,6 +62,8 @@ def start(
             budget = Budget(1)
         elif before.batch_size and not (asked.batch_size or asked.memory):
             budget = Budget(before.batch_size)  # that of the stopped run
+        elif asked.sharded:  # no process tries anything without the others
+            budget = Budget(job.batch_size)
         else:
             budget = plan(job)
         layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch

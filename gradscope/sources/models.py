@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gradscope.config import HELD, CheckpointSpec, ModelSpec
+from gradscope.config import HELD, CheckpointSpec, ModelSpec, is_folder
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
@@ -45,7 +45,7 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
     """
     if is_adapter(checkpoint.path):
         made, report, digests = _adapted(model, checkpoint)
-    elif Path(model.factory).is_dir():
+    elif is_folder(Path(model.factory)):
         what = "CHECKPOINT is no adapter, whose base model a folder could be"
         raise ModelError(what, where=f"model {model.factory}", remedy=_FACTORY)
     elif model.factory == HELD:
@@ -184,7 +184,7 @@ def _adapted(
     """Return a base model with an adapter: its folder's or a factory's, the adapter's weights."""
     state, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
     folder, files = report.path.parent, (*report.files, report.path.parent / ADAPTER)
-    if spec.factory == HELD or Path(spec.factory).is_dir():
+    if spec.factory == HELD or is_folder(Path(spec.factory)):
         place = base_of(folder) if spec.factory == HELD else Path(spec.factory)
         base, under, digests = _held(spec, checkpoint.model_copy(update={"path": place}))
         notes = (f"The base model is that of {place.name}.", *under.notes)

@@ -4,6 +4,7 @@ The data are opened again where the recorded run had them, and must be the same 
 data set that the user's own code makes is not: a file is not to say what code is run.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.config import RunSpec
+from gradscope.config import DatasetSpec, RunSpec
 from gradscope.errors import GradscopeError
 from gradscope.sources.data import Dataset, open_dataset, words
 
@@ -35,34 +36,55 @@ class Opened:
     dataset: Dataset | None
     why: str = ""  # they cannot be shown
     texts: Mapping[str, Decode] = field(default_factory=dict)  # of arrays that stand for texts
+    spec: DatasetSpec | None = None
+    kept: Mapping[int, Content] = field(default_factory=dict)  # previews, where the data are gone
 
     @classmethod
-    def of(cls, run: Mapping[str, Any], most: int | None = None) -> "Opened":
+    def of(
+        cls,
+        run: Mapping[str, Any],
+        samples: Mapping[str, NDArray[Any]] | None = None,
+        most: int | None = None,
+    ) -> "Opened":
         """Open the data set of a run as a file records it, with its spec and its digests.
 
         Args:
             run: The record.
+            samples: The file's sample table {column: (N,)}, whose previews are taken where the
+                data cannot be opened.
             most: More bytes than this are not read, which takes time; None for any number.
         """
         try:
             spec = RunSpec.model_validate(run.get("spec")).dataset
         except ValueError:
             return cls(None, "the file does not say where the data are")
+        why = ""
         if spec.factory is not None:
-            return cls(None, f"they are made by {spec.factory}, and code is not run to show them")
-        if most is not None and _bytes(spec.path) > most:
-            return cls(None, "the data are large: --top or --html reads them")
-        try:
-            found = open_dataset(spec)
-            if found.sha256 != (run.get("digests") or {}).get("dataset"):
-                return cls(None, f"{spec.path} has changed since")
-            texts = {name: words(spec, name) for name in spec.arrays}
-        except GradscopeError as error:
-            return cls(None, f"{error}".partition("\n")[0])
-        return cls(found, texts={k: v for k, v in texts.items() if v is not None})
+            why = f"they are made by {spec.factory}, and code is not run to show them"
+        elif most is not None and _bytes(spec.path) > most:
+            why = "the data are large: --top or --html reads them"
+        else:
+            try:
+                found = open_dataset(spec)
+                if found.sha256 == (run.get("digests") or {}).get("dataset"):
+                    return cls.made(found)
+                why = f"{spec.path} has changed since"
+            except GradscopeError as error:
+                why = f"{error}".partition("\n")[0]
+        kept = previews_of(run, samples or {})
+        return cls(None, "" if kept else why, spec=spec, kept=kept)
+
+    @classmethod
+    def made(cls, dataset: Dataset) -> "Opened":
+        """Return the samples of a data set that is open."""
+        texts = {name: words(dataset.spec, name) for name in dataset.spec.arrays}
+        known = {k: v for k, v in texts.items() if v is not None}
+        return cls(dataset, texts=known, spec=dataset.spec)
 
     def contents(self, indexes: Sequence[int]) -> list[Content | None]:
         """Return, for each sample, its first input that can be shown; None where there is none."""
+        if self.dataset is None:
+            return [self.kept.get(k) for k in indexes]
         found: dict[int, Content | None] = {}
         for rows in _runs(sorted(set(indexes))):
             try:
@@ -74,14 +96,13 @@ class Opened:
 
     def class_name(self, target: Any) -> str | None:
         """Return the name that the data have for a class, if they have one."""
-        named = () if self.dataset is None else self.dataset.spec.targets[:1]
-        names = [*self.dataset.spec.classes.get(named[0], ())] if self.dataset and named else []
+        named = () if self.spec is None else self.spec.targets[:1]
+        names = [*self.spec.classes.get(named[0], ())] if self.spec and named else []
         known = isinstance(target, int) and 0 <= target < len(names)
         return names[target] if known else None
 
     def _read(self, rows: range) -> dict[int, Content | None]:
-        if self.dataset is None:
-            return {}
+        assert self.dataset is not None
         inputs, names = self.dataset.batch(rows).inputs, self.dataset.spec.inputs
         if isinstance(names, dict):
             pairs = [(name, inputs[keyword]) for keyword, name in names.items()]
@@ -98,6 +119,76 @@ class Opened:
                 text = _text(value[k], self.texts.get(name)) if whole else None
                 row = value[k].detach().cpu().double().numpy()
                 yield _content(self.dataset.headings(name), row) if text is None else text
+
+
+class Previews:
+    """Small forms of a data set's samples, to be kept in a result file.
+
+    A picture becomes whole blocks' means in bytes, black its least number and white its largest,
+    in base64; anything else the beginning of its text. What it is at first it is for all.
+
+    Attributes:
+        record: What the file says of them: `kind`, `picture` or `text`; of pictures `shape`.
+    """
+
+    def __init__(self, dataset: Dataset, most: int, first: int) -> None:
+        self._opened, self._most = Opened.made(dataset), most
+        (content,) = self._opened.contents([first])
+        self.record: dict[str, Any] = {"kind": "text"}
+        if isinstance(content, np.ndarray):
+            self.record = {"kind": "picture", "shape": [*self._small(content).shape]}
+
+    def of(self, indexes: Sequence[int]) -> Tensor:
+        """Return the previews (n, w) uint8 of some samples, with zeros behind each."""
+        found = np.zeros((len(indexes), self._most), np.uint8)
+        for row, content in zip(found, self._opened.contents(indexes), strict=True):
+            text = np.frombuffer(self._text(content), np.uint8)
+            row[: len(text)] = text
+        return torch.from_numpy(found)
+
+    def _text(self, content: Content | None) -> bytes:
+        if isinstance(content, np.ndarray):
+            small = self._small(content)
+            return b64encode(small.tobytes()) if [*small.shape] == self.record.get("shape") else b""
+        if self.record["kind"] == "picture" or content is None:
+            return b""
+        if isinstance(content, dict):
+            content = ", ".join(f"{name} {value:.4g}" for name, value in content.items())
+        whole = content.replace("\0", "").encode("utf-8", "replace")[: self._most]
+        return whole.decode("utf-8", "ignore").encode()  # without half a letter
+
+    def _small(self, picture: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return the means of as large blocks as it takes, in 3/4 of the bytes there are."""
+        step = 1
+        while 4 * -(-picture.size // step**2 // 3) > self._most:
+            step += 1
+        h, w = (size // step * step for size in picture.shape[:2])
+        blocks = picture[:h, :w].reshape(h // step, step, w // step, step, *picture.shape[2:])
+        means = np.nan_to_num(blocks.mean((1, 3)))
+        low, high = means.min(initial=np.inf), means.max(initial=-np.inf)
+        levels = np.rint((means - low) * (255 / (high - low or 1.0)))
+        small: NDArray[np.uint8] = levels.astype(np.uint8)
+        return small
+
+
+def previews_of(run: Mapping[str, Any], samples: Mapping[str, NDArray[Any]]) -> dict[int, Content]:
+    """Return the previews that a file keeps, by position; what is none is left out."""
+    told, texts = run.get("previews"), samples.get("preview")
+    if not isinstance(told, Mapping) or texts is None:
+        return {}
+    shape, found = told.get("shape"), {}
+    for index, text in zip(samples["index"].tolist(), texts.tolist(), strict=True):
+        content: Content | None = str(text)
+        if told.get("kind") == "picture":
+            try:
+                pixels = np.frombuffer(b64decode(str(text), validate=True), np.uint8)
+                picture = pixels.reshape(shape).astype(np.float64)
+                content = picture if picture.ndim in (2, 3) and picture.size else None
+            except (ValueError, TypeError):
+                content = None
+        if content is not None:
+            found[int(index)] = content
+    return found
 
 
 def _bytes(path: Path) -> int:

@@ -24,7 +24,7 @@ from gradscope.core.grammar import Stage
 from gradscope.core.precision import doubled
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
-from gradscope.errors import SpecError
+from gradscope.errors import ModelError, SpecError
 
 Normaliser = Literal["mean", "sum"]
 Fraction = NewType("Fraction", float)
@@ -154,6 +154,16 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def _require_tensors(outputs: Any, targets: Any) -> None:
+    for what, value in (("what the model returns is", outputs), ("the targets are", targets)):
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"{what} no tensor, which the loss takes, but {type(value).__name__}",
+                where="loss",
+                remedy="Give a loss (outputs, targets) -> (n,) of your own that takes these.",
+            )
+
+
 def _entrywise(
     fn: Callable[..., Tensor],
     outputs: Tensor,
@@ -162,6 +172,7 @@ def _entrywise(
     **options: Any,
 ) -> Tensor:
     """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
+    _require_tensors(outputs, targets)
     if outputs.shape != targets.shape:
         raise SpecError(
             f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
@@ -217,6 +228,7 @@ def cross_entropy(
     by its class's factor. Entries of the class `ignore_index` count for nothing: `per_sample` is
     the mean over those that count, or their sum, and 0 where none is left.
     """
+    _require_tensors(outputs, targets)
     values = F.cross_entropy(
         outputs,
         targets,
@@ -242,6 +254,7 @@ def nll(
 
     The options are those of `cross_entropy`.
     """
+    _require_tensors(outputs, targets)
     values = F.nll_loss(
         outputs,
         targets,
@@ -265,6 +278,7 @@ def bce_with_logits(
     Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
     for each entry of the last axis.
     """
+    _require_tensors(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -340,6 +354,7 @@ def causal_lm(
             where="loss causal_lm",
             remedy="Give targets as (tokens, mask).",
         )
+    _require_tensors(outputs, targets)
     if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
         raise SpecError(
             f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
@@ -357,6 +372,7 @@ def causal_lm(
 
 
 def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
+    _require_tensors(tokens, mask)
     if mask.shape != tokens.shape or mask.is_floating_point():
         raise SpecError(
             f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
@@ -383,6 +399,8 @@ def ctc(
     gradient are zero where the labels cannot fit into the positions. `per_sample` is the negative
     log-likelihood ("sum"), or that over the number of labels, as torch's mean has it.
     """
+    labels = targets[0] if isinstance(targets, tuple) and len(targets) == 3 else targets
+    _require_tensors(outputs, labels)
     n, t = outputs.shape[:2]
     if isinstance(targets, Tensor):
         inside = targets >= 0

@@ -1,6 +1,6 @@
 """Samples beside what is known of them: cards with a picture or a text, label and prediction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -84,17 +84,22 @@ class Album:
 
     def _pixels(self, values: NDArray[Any]) -> Pixels:
         """Scale pictures of one shape by their common range, which is of all that are shown."""
-        every = self.contents.values()
-        return scaled(values, [c for c in every if isinstance(c, np.ndarray)])
+        every = (c for c in self.contents.values() if isinstance(c, np.ndarray))
+        return Pixels(scale([c for c in every if c.shape == values.shape])(values))
 
 
-def scaled(values: NDArray[Any], others: Sequence[NDArray[Any]]) -> Pixels:
-    """Return a picture in bytes, black and white the extremes of all others of its shape."""
-    finite = [c[np.isfinite(c)] for c in others if c.shape == values.shape]
-    low = min((float(c.min()) for c in finite if c.size), default=0.0)
-    high = max((float(c.max()) for c in finite if c.size), default=1.0)
-    levels = (np.nan_to_num(values, nan=low) - low) * (255 / (high - low or 1.0))
-    return Pixels(np.clip(np.rint(levels), 0, 255).astype(np.uint8))
+def scale(pictures: Sequence[NDArray[Any]]) -> Callable[[NDArray[Any]], NDArray[np.uint8]]:
+    """Return what makes bytes of pictures: 0 is the least number of any, 255 the largest."""
+    finite = [p[np.isfinite(p)] for p in pictures]
+    low = min((float(p.min()) for p in finite if p.size), default=0.0)
+    high = max((float(p.max()) for p in finite if p.size), default=1.0)
+
+    def in_bytes(picture: NDArray[Any]) -> NDArray[np.uint8]:
+        levels = (np.nan_to_num(picture, nan=low) - low) * (255 / (high - low or 1.0))
+        found: NDArray[np.uint8] = np.clip(np.rint(levels), 0, 255).astype(np.uint8)
+        return found
+
+    return in_bytes
 
 
 def looked(result: Shown, opened: Opened) -> Overview:

@@ -279,7 +279,11 @@ def summarize(
     }
     with np.errstate(all="ignore"):  # what overflows becomes None
         data = Data(file, options)
+    return summary_of(data, [name for name, known in asked.items() if known])
+
+
+def summary_of(data: Data, asked: Sequence[str] = ()) -> Summary:
+    """Return all statistics of a file's data; options were about those that are `asked` for."""
+    with np.errstate(all="ignore"):
         found = {name: data.result(name) for name, _ in in_place()}
-    return Summary(
-        FileFacts.of(file), found, [name for name, is_asked in asked.items() if is_asked]
-    )
+    return Summary(FileFacts.of(data.file), found, asked)

@@ -291,7 +291,7 @@ def _arrays(
 
 def _table(file: GradientFile, globs: Sequence[str], samples: slice | None, path: Path) -> Made:
     """Return how to write the sample table, with norms as `norm:NAME` where they match a glob."""
-    columns = dict(file.samples)
+    columns = {name: column for name, column in file.samples.items() if name != "preview"}
     if globs:
         names = _matching([*file.norms], globs)
         columns |= {f"norm:{printable(name)}": file.norms[name] for name in names}

@@ -73,6 +73,7 @@ class Rows:
     # the samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with zeros
     # behind a name, w the same for all batches
     id: Tensor | None = None
+    preview: Tensor | None = None  # UTF-8 (n, w) likewise: what a sample looks like
     # {parameter: (n,)}, the raw gradient's L2 norm
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     # the transformed rows of each chain; None for a reduced chain
@@ -87,6 +88,8 @@ class Rows:
         table |= self.predicted
         if self.id is not None:
             table["id"] = self.id
+        if self.preview is not None:
+            table["preview"] = self.preview
         return table
 
 

@@ -77,6 +77,16 @@ def test_paths_of_a_file_are_relative_to_it(
     assert Path(spec.compute.transform[0].partition(":")[0]).is_absolute()
 
 
+def test_a_folder_as_the_model_is_relative_to_the_run_file(tmp_path: Path) -> None:
+    """That of an adapter's base model; what is too long for a path is a wrong setting."""
+    (tmp_path / "base").mkdir()
+    run = write(tmp_path, RUN.replace("model.py:build", "base"))
+    assert load(run).model.factory == str(tmp_path / "base")
+    assert resolve(run, {"model": {"factory": "checkpoint"}}).model.factory == "checkpoint"
+    for wrong in ("gone", "x" * 9000):
+        assert "a function that returns the model" in message(run, {"model": {"factory": wrong}})
+
+
 def test_files_named_in_chains_are_relative_to_the_run_file(tmp_path: Path) -> None:
     text = 'mine.py:soft:level=0.1 | dot:with="out.h5:clip:max_norm=1 | mean" | mean'
     found = anchored(text, tmp_path)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.cli.app import run as command_line
-from gradscope.config import CheckpointSpec, ModelSpec
+from gradscope.config import CheckpointSpec, ModelSpec, load
 from gradscope.errors import CheckpointError, InputError, ModelError
 from gradscope.sources import LoadedModel, load_model
 from tests import oracle
@@ -127,6 +127,9 @@ def test_from_the_command_line_with_some_of_its_parameters(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gradscope", *words, "--parameters", "*h.0*lora_B*"])
     assert command_line() == 0
+    monkeypatch.setattr(sys, "argv", ["gradscope", "init", "tuned", "data.npz", "-o", "run.toml"])
+    assert command_line() == 0
+    assert load(tmp_path / "run.toml").model.factory == "checkpoint"
     with gradscope.open(out) as file:
         assert set(file.parameters) == {
             f"base_model.model.transformer.h.0.{place}.lora_B.default.weight"

@@ -44,9 +44,7 @@ MODULES: dict[str, Callable[[Any, Path], None]] = {
     "traced": traced,
     "exported": exported,
 }
-quiet = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore:`isinstance.treespec:FutureWarning"
-)
+quiet = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:`isinstance.treespec:FutureWarning")
 
 
 def held(path: Path, mode: str = "eval", **kwargs: Any) -> LoadedModel:

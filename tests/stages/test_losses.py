@@ -14,7 +14,7 @@ import gradscope
 from gradscope.cli.app import run as command_line
 from gradscope.config import parse_loss
 from gradscope.core.problem import model_loss
-from gradscope.errors import CoupledSamplesError, SpecError
+from gradscope.errors import CoupledSamplesError, ModelError, SpecError
 from gradscope.stages.losses import bound, losses, options, resolve
 from tests import oracle
 from tests.oracle import per_sample_gradients
@@ -307,6 +307,13 @@ def test_shapes_that_do_not_fit(name, outputs, targets, words):
     with pytest.raises(SpecError) as caught:
         resolve(name)(outputs, targets)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(losses.names()))
+def test_what_is_no_tensor(name):
+    for outputs, targets, words in (({}, ANY, "no tensor"), (WIDE, None, "targets are no tensor")):
+        with pytest.raises(ModelError, match=words):
+            resolve(name)(outputs, targets)
 
 
 WEIGHT = 'weight="1,2,0.5,1,3,1"'

@@ -12,7 +12,7 @@ alike run together. Nothing here uses torch.func's transforms or reads the graph
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,12 +33,13 @@ from gradscope.backends.base import (
 )
 from gradscope.backends.expand import axes, indexing, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
-from gradscope.backends.expand.mode import Interpreter
+from gradscope.backends.expand.mode import Interpreter, probe
 from gradscope.backends.expand.tensor import REMEDY, Differ, Own, PerSample, SharedWrite
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import layer_of
 from gradscope.core.problem import Problem, is_model_loss, model_loss
+from gradscope.core.releases import require
 from gradscope.errors import UnsupportedError
 
 __all__ = ["expand", "rules"]
@@ -57,7 +58,8 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         nonlocal own
         while True:
             try:
-                return _evaluated(problem, batch, own)
+                run = partial(_evaluated, problem, batch, own)
+                return problem.drawn(batch, run, apart=True)
             except SharedWrite as write:
                 own = write.needed
             except Differ as difference:
@@ -68,6 +70,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         return in_parts(problem, batch, [torch.tensor(group) for group in groups.values()], attempt)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        require("expand", probe)
         require_unhooked("expand", problem)
         try:
             with refusing("expand", problem.model, REMEDY):
@@ -98,7 +101,7 @@ def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
         problem.state.kept(),
         torch.random.fork_rng(devices=devices),
         torch.enable_grad(),
-        Interpreter(n, own) as mode,
+        Interpreter(n, own, problem.state.fixed) as mode,
     ):
         losses = bound.functional_losses(dict(params), Batch(inputs, targets, batch.index[:1]))
     if mode.refusal is not None:  # the model's code caught it

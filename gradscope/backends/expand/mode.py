@@ -21,6 +21,8 @@ from gradscope.backends.expand.tensor import (
     same_as,
     tensors_of,
 )
+from gradscope.core.randomness import Fixed
+from gradscope.core.releases import expect
 from gradscope.errors import UnsupportedError
 
 _INTEGERS = frozenset((torch.int64, torch.int32))
@@ -32,12 +34,13 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         n: The number of samples.
         own: What is each sample's own; writing to what is shared raises `SharedWrite`.
+        fixed: Draws each sample's random numbers.
     """
 
-    def __init__(self, n: int, own: Own) -> None:
+    def __init__(self, n: int, own: Own, fixed: Fixed | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Expansion(n)
-        self.own = own
+        self.own, self.fixed = own, fixed
         self.refusal: UnsupportedError | None = None  # kept, should the model's code catch it
 
     def __torch_dispatch__(
@@ -48,6 +51,11 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if not facts.random:
                 return self._run(facts, func, args, kwargs)
+            if self.fixed is not None:
+                with self:
+                    result = self.fixed.drawn(func, args, kwargs, PerSample)
+                if result is not NotImplemented:
+                    return result
             devices = {t.device for t in tensors_of(args, kwargs)} | {torch.device("cpu")}
             if kwargs.get("device") is not None:
                 devices.add(torch.device(kwargs["device"]))
@@ -57,8 +65,8 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 refuse(
                     f"it draws random numbers ({facts.name}), which are not the same for each "
                     "sample",
-                    "Put the model in eval mode, or draw the numbers outside and pass them as "
-                    "inputs.",
+                    "Put the model in eval mode, fix the numbers for each sample (--randomness "
+                    "fixed), or draw them outside and pass them as inputs.",
                 )
             return result
         except UnsupportedError as error:
@@ -252,3 +260,25 @@ def _stacked(results: list[Any]) -> Any:
         return type(first)(_stacked(list(parts)) for parts in zip(*results, strict=True))
     same_as([repr(r) for r in results])
     return first
+
+
+def probe() -> None:
+    """Do to a tensor of two samples what needs torch's own ways to make and mark subclasses.
+
+    Raises:
+        Exception: This torch has other ways.
+    """
+    raw = torch.zeros(2, 3, 4, dtype=torch.complex64, device="cpu")
+    with Interpreter(2, Own.NOTHING) as mode:
+        x = PerSample(raw, requires_grad=True)
+        y = (x + 1).t_().conj()
+        (gradient,) = torch.autograd.grad(y.real.sum(), x)
+        expect(
+            {
+                "the shape of a sample's tensor": (y.shape, (4, 3)),
+                "its memory": (mode.samples.of(y).shape, (2, 4, 3)),
+                "its mark as a conjugate": (y.is_conj(), True),
+                "its gradient": (mode.samples.of(gradient).shape, raw.shape),
+                "what operators write": (facts_of(aten.add_.Tensor).returns_written, ("self",)),
+            }
+        )

@@ -4,7 +4,7 @@ One forward pass, one backward pass to the frontier between operations on sample
 parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,8 +22,8 @@ from gradscope.backends.base import (
     require_unhooked,
 )
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, analyse
-from gradscope.backends.hooks.graph.trace import Output, Trace, trace
+from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
+from gradscope.backends.hooks.graph.trace import Trace, trace
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
@@ -31,6 +31,7 @@ from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch
 from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
+from gradscope.core.releases import require
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
@@ -57,6 +58,7 @@ def hooks(
     program = _Program(problem, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        require("hooks", internals.probe)
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) > 1:
@@ -79,14 +81,17 @@ class _Program:
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
         losses, recorded = self._record(batch)
+        if recorded is None and self.problem.sharding is not None:
+            raise ModelError("the losses have no graph", remedy="Look for detach or no_grad.")
         if recorded is None:
             return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
         known = self._fitting(recorded)
-        if known is None and not proved:  # by who asks
+        new = self.problem.any(known is None)  # what one process looks into, all do
+        if new and not proved:  # by who asks
             require_independent(self.problem, batch, recorded.losses.detach())
-        analysis = self._analysis(recorded, batch) if known is None else known
+        analysis = self._analysis(recorded, batch) if new or known is None else known
         gradients = self._gradients(self._parts(recorded, analysis), losses)
-        return Evaluation(losses.detach(), gradients, new=known is None)
+        return Evaluation(losses.detach(), gradients, new=new)
 
     def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
@@ -123,14 +128,15 @@ class _Program:
             return self._forward(batch)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Trace | None]:
-        given = differentiable_inputs(batch) if self.data_paths else batch
+        given, losses = differentiable_inputs(batch) if self.data_paths else batch, None
         try:
             losses = self.problem.losses(given)
         except ModelError:
             if not self.data_paths:
                 raise
+        if self.problem.any(losses is None) or losses is None:
             losses = self.problem.losses(batch)  # raises again where it is the model's fault
-            self.data_paths = False  # it sets requires_grad on what it made of the inputs
+            self.data_paths = self.problem.any(False)  # it sets requires_grad on what it makes
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
@@ -141,9 +147,12 @@ class _Program:
         finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
+        found = None
         with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
             other = recorded if recorded.n != _SMALL else self._record(batch.resized(_SMALLER))[1]
-            return self._analysed(recorded, spread, other)
+            found = self._analysed(recorded, spread, other)
+        if not self.problem.any(found is None) and found is not None:
+            return found
         other = self._record(batch.resized(2 * len(batch)))[1]
         return self._analysed(recorded, batch, other)
 
@@ -171,26 +180,46 @@ class _Program:
         every = [output for found in outputs.values() for output in found]
         at = recorded.gradients(every, torch.ones_like(recorded.losses))
         self.evaluations += 1
-        axes = analysis.located(recorded, at, seed=self.evaluations)
-        arrived: list[tuple[Output, Block]] = []
+        sharding = self.problem.sharding
+        agree = None if sharding is None else sharding.any
+        axes = analysis.located(recorded, at, seed=self.evaluations, agree=agree)
         shared: dict[Node, Any] = {}
+
+        def site(edge: FrontierEdge) -> Site:
+            source, output = edge.source
+            own = outputs[edge.node]
+            return Site(
+                node=recorded.nodes[edge.node],
+                slot=edge.slot,
+                n=recorded.n,
+                shape=recorded.shapes[source][output],
+                gradients=tuple(at[k] for k in own),
+                axes=tuple(axes.get(k) for k in own),
+                shared=shared,
+            )
+
+        parts: dict[str, list[Block]] = {}
         with torch.no_grad():  # what was saved still has its graph
-            for edge in analysis.frontier:
-                own, (source, output) = outputs[edge.node], edge.source
-                gradients = tuple(at[k] for k in own)
-                if all(g is None for g in gradients):
-                    continue
-                site = Site(
-                    node=recorded.nodes[edge.node],
-                    slot=edge.slot,
-                    n=recorded.n,
-                    shape=recorded.shapes[source][output],
-                    gradients=gradients,
-                    axes=tuple(axes.get(k) for k in own),
-                    shared=shared,
-                )
-                arrived.append((edge.source, self.contract(recorded.kinds[edge.node], site)))
-            return pull_back(recorded, arrived, self.problem.parameters)
+            for edges in self._windows(recorded, analysis):
+                sites = [(edge, site(edge)) for edge in edges]
+                arrived = [
+                    (edge.source, self.contract(recorded.kinds[edge.node], at_edge))
+                    for edge, at_edge in sites
+                    if any(g is not None for g in at_edge.gradients)
+                ]
+                for name, blocks in pull_back(recorded, arrived, self.problem.parameters).items():
+                    parts.setdefault(name, []).extend(blocks)
+        return parts
+
+    def _windows(self, recorded: Trace, analysis: Analysis) -> Iterator[Sequence[FrontierEdge]]:
+        """Yield the frontier, in parts whose parameters are there while they are worked on."""
+        sharding, frontier = self.problem.sharding, analysis.frontier
+        if sharding is None:
+            yield frontier
+            return
+        leaves = [recorded.leaves(edge.source[0]) for edge in frontier]
+        for chosen in sharding.windows(leaves):
+            yield [frontier[k] for k in chosen]
 
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
         rows: dict[str, Block] = {}

@@ -107,7 +107,12 @@ def _torch_load(path: Path) -> Any:
     try:
         # weights_only must be given: its default obeys an environment variable. An open file must
         # be given: by a path, torch goes by the suffix.
-        with path.open("rb") as file, torch.serialization.safe_globals(_HARMLESS):
+        with (
+            path.open("rb") as file,
+            torch.serialization.safe_globals(_HARMLESS),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "Validating sparse")  # that it does is as well
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         refused = _REFUSED.search(str(error))
@@ -171,7 +176,8 @@ def read_trusted(path: Path, name: str) -> Any:
             importable(Path.cwd()),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's own
+            for deprecated in (DeprecationWarning, FutureWarning):  # torch.jit, by release
+                warnings.simplefilter("ignore", deprecated)
             if kind == "TorchScript":
                 return torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
             if kind == "torch.export":

@@ -217,7 +217,7 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
             return found  # its file says that rows are in others
     if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
         raise _refused(dataset, "takes its data from other files")
-    is_text = path == "/samples/id" and dtype.kind == "S"
+    is_text = path in ("/samples/id", "/samples/preview") and dtype.kind == "S"
     if not (is_text or dtype.kind in _KINDS) or shape is None:
         raise _refused(dataset, f"holds {dtype}, not numbers")
     if not parts or (len(parts) == _DEPTH - 1 and parts[-1] not in AXES):

@@ -5,7 +5,7 @@ parameter-only, and the frontier between the two. From the gradients of single l
 merged axes, and whether samples are coupled. What is left open, each batch tells itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,14 +78,19 @@ class Analysis:
         return self.program.same_constants(other)
 
     def located(
-        self, batch: Trace, at: Mapping[Output, Tensor | None], seed: int
+        self,
+        batch: Trace,
+        at: Mapping[Output, Tensor | None],
+        seed: int,
+        agree: Callable[[bool], bool] | None = None,
     ) -> dict[Output, Axis]:
         """Return the sample axes of a batch, given the gradient `at` each output of Σᵢ Lᵢ.
 
         A layout that was found on other samples holds only where nothing moves samples after it.
         Elsewhere the batch's own indices tell whose entries are whose. Where they do not, it is
         found by one more backward pass (few, in half): with each loss weighted by a mark of its
-        own, a gradient shows the mark of its owner.
+        own, a gradient shows the mark of its owner. Where the layers are divided over processes,
+        `agree` says whether any of them needs such passes: then all make them, and whole ones.
 
         Raises:
             UnsupportedError: An entry belongs to no single sample.
@@ -104,10 +109,12 @@ class Analysis:
             elif output in self.axes or output in self.open:
                 unknown[output] = self._axis(output)
         wanted = {k: gradient for k in unknown if (gradient := at.get(k)) is not None}
-        if not wanted:
+        if not (bool(wanted) if agree is None else agree(bool(wanted))):
             return found
-        marks = Marks.of(batch.losses.detach(), seed)
-        passes = [batch.gradients([*wanted], weights) for weights in marks.weights]
+        reached = [t.dtype for t in at.values() if t is not None]
+        marks = Marks.of(batch.losses.detach(), seed, reached)
+        asked = [*(wanted if agree is None else at)]
+        passes = [batch.gradients(asked, weights) for weights in marks.weights]
         for output, once in wanted.items():
             often = (weighted[output] for weighted in passes)
             # no gradient at all is one of zeros

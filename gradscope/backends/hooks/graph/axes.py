@@ -5,7 +5,7 @@ sample axis, and when it is a multiple of n it is merged with others. Which slic
 are whose is found from the gradients of single losses, or of losses with weights of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,23 +143,26 @@ class Marks:
     weights: Tensor  # (passes, n), of each sample's loss
     values: Tensor  # (base,) increasing, the weight that stands for each digit
     samples: Tensor  # (base ** passes,), the sample with each number, -1 where there is none
+    eps: float = 0.0  # of the narrowest numbers that gradients go through
 
     @classmethod
-    def of(cls, losses: Tensor, seed: int) -> "Marks":
-        """Return marks for losses (n,)."""
+    def of(cls, losses: Tensor, seed: int, reached: Iterable[torch.dtype] = ()) -> "Marks":
+        """Return marks for losses (n,), whose gradients go through numbers of the dtypes given."""
         n, passes = len(losses), 1
-        base = min(max(n, 2), _DIGITS.get(losses.dtype, 4))
+        dtypes = {dtype.to_real() for dtype in (losses.dtype, *reached)}
+        base = min(max(n, 2), *(_DIGITS.get(dtype, 4) for dtype in dtypes))
         while base**passes < n:
             passes += 1
         generator = torch.Generator().manual_seed(seed)
         jitter = 0.4 * torch.rand(base, generator=generator, dtype=torch.float64) - 0.2
         values = (torch.arange(1, base + 1) + jitter).to(losses.dtype)
         numbers = torch.randperm(n, generator=generator)
-        digits = [numbers // base**k % base for k in range(passes)]
+        written = [numbers // base**k % base for k in range(passes)]
         samples = torch.full((base**passes,), -1)
         samples[numbers] = torch.arange(n)
-        found = (values[torch.stack(digits)], values, samples)
-        return cls(*(t.to(losses.device) for t in found))
+        found = [t.to(losses.device) for t in (values[torch.stack(written)], values, samples)]
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return cls(found[0], found[1], found[2], eps)
 
     def owners(self, ratios: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the sample (m,) that each entry's ratios (m,) stand for, and what they should be.
@@ -199,7 +202,7 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         for t in often
     ]
     owner, wanted = marks.owners(ratios)
-    size, eps = one.abs().squeeze(1), torch.finfo(gradient.dtype).eps
+    size, eps = one.abs().squeeze(1), max(torch.finfo(gradient.dtype).eps, marks.eps)
     torn = ~empty & (owner < 0)
     for entries, factor in zip(often, wanted, strict=True):
         own = factor.to(once.dtype).unsqueeze(1)

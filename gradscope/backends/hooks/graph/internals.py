@@ -1,8 +1,9 @@
 """Everything that torch documents for inspection but does not promise, in this one module.
 
 `Node.next_functions`, `Node._input_metadata`, `Node._saved_*`, `AccumulateGrad.variable`, calling a
-Node, `GradientEdge`, and what the engine is about to do. A torch release that changes them breaks
-this file and its test, loudly.
+Node, `GradientEdge`, and what the engine is about to do. `probe` uses all of them before a graph is
+first read: a torch release that changes them makes the backend refuse, which says so. Whatever is
+read of a graph in future is read here, and tried there.
 """
 
 import re
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+
+from gradscope.core.releases import expect
 
 FUSED_RECURRENT = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"})
 
@@ -123,3 +126,56 @@ def pull(node: Node, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
     with torch.no_grad():
         result = call(*gradients)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+class _Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+def probe() -> None:
+    """Read a few graphs by every function here, down to shapes and types.
+
+    Values are the certificate's to judge; there are none under torch's fake tensors.
+
+    Raises:
+        Exception: This torch records, names or runs graphs in another way.
+    """
+
+    def made(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device="cpu", requires_grad=True)
+
+    bias, inputs, weight = made(2), made(4, 3), made(3, 2)
+    index = torch.zeros(4, dtype=torch.int64, device="cpu")
+    out = torch.addmm(bias, inputs, weight)
+    node, custom = root(out), root(_Negated.apply(out))  # type: ignore[no-untyped-call]
+    table = root(torch.nn.functional.embedding(index, weight))
+    total, ones = out.sum(), torch.ones_like(out)
+    (gradient,) = torch.autograd.grad(total, [edge(node, 0)], retain_graph=True)
+    leaves = [leaf(source) for source, _ in edges(node) if source is not None]
+    expect(
+        {
+            "the name of addmm's Node": (kind(node), "AddmmBackward0"),
+            "_input_metadata's shapes": (output_shapes(node), ((4, 2),)),
+            "_input_metadata's dtypes": (output_dtypes(node), (torch.float32,)),
+            "next_functions": (edges(root(total)), ((node, 0),)),
+            "AccumulateGrad's first variable": (leaves[0] is bias, True),
+            "the leaves next to addmm's Node": (len(leaves), 3),
+            "an operation's variable": (leaf(node), None),
+            "_saved_mat1": (saved(node, "mat1").shape, inputs.shape),
+            "_saved_alpha": (constant(node, "_saved_alpha"), 1),
+            "_saved_padding_idx": (saved(table, "padding_idx"), -1),
+            "the attributes _saved_*": ("_saved_beta" in constants(node), True),
+            "what is not saved": (found(node, "nothing"), None),
+            "the gradient by a GradientEdge": (gradient.shape, out.shape),
+            "a Node's call": ([g is not None for g in pull(node, (ones,))], [True] * 3),
+            "a Function's saved_tensors": ([t.shape for t in saved_tensors(custom)], [out.shape]),
+            "a Function's apply": ([g is not None for g in pull(custom, (ones,))], [True]),
+        }
+    )

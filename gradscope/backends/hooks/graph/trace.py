@@ -36,6 +36,18 @@ class Trace:
         """Whether both passes recorded the same operations, connected in the same way."""
         return self.kinds == other.kinds and self.edges == other.edges
 
+    def leaves(self, node: int) -> list[Tensor]:
+        """Return the leaves that a node's outputs are computed from."""
+        stack, seen, found = [node], {node}, []
+        while stack:
+            k = stack.pop()
+            leaf = internals.leaf(self.nodes[k])
+            found += [] if leaf is None else [leaf]
+            new = {source for source, _ in self.edges[k] if source >= 0} - seen
+            stack += sorted(new)
+            seen |= new
+        return found
+
     def gradients(
         self, outputs: Sequence[Output], weights: Tensor | None = None
     ) -> dict[Output, Tensor | None]:

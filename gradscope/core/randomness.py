@@ -1,0 +1,563 @@
+"""Random numbers of a forward pass, fixed: they belong to a seed, a call and a sample.
+
+In train mode a model draws numbers (dropout, stochastic depth, noise). `Fixed` answers every such
+call below autograd, and with the same numbers for a sample whatever batch it is in, wherever it
+stands there, and whoever evaluates it: a batch of one, a batch, `vmap` or `expand`. So there is one
+mask for each sample, and its gradient under that mask is as well defined as without any.
+
+The numbers of call k for sample i are a hash of (seed, k, i, entry), in the order of the entries
+that a batch of one has. Which axis of a tensor of numbers holds the samples is found by comparing
+batches of two and of three; one without such an axis is the same for all samples. Where the axis is
+merged with others, the losses tell: other numbers for one sample change its own loss alone.
+
+The number of the call is kept where torch keeps its own state, as the seed of the CPU's generator:
+activation checkpointing restores that, and what it recomputes draws the same numbers again.
+"""
+
+import hashlib
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradscope.core.batch import Batch
+from gradscope.errors import ModelError, UnsupportedError
+
+T = TypeVar("T")
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+Words = Callable[[Sequence[int], torch.device], Tensor]  # of a shape: int32, every bit random
+Wrap = Callable[[Tensor], Tensor]
+
+_MARK, _RUNS, _CALLS = 0x6773, 28, 20  # a mark, and bits for the number of the run and of the call
+_KEPT = 1024  # runs whose graphs may still be differentiated
+_PLANS = 256  # programs: sequences of so many lengths, for example
+_TRIALS = 4  # other numbers for a sample, until one of them changes its loss
+_CLEAR = 1e-3  # of the change of a sample's own loss: others change by less, that is by rounding
+_PIECE = 2**16  # words made at a time, which fit in a cache
+_EVAL = "Use mode eval, or set the dropout probabilities to zero."
+
+
+class Unplanned(BaseException):
+    """A call of which it is not known where its samples are; a signal, not for `except Exception`.
+
+    What evaluates is to find out, and to begin anew.
+    """
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the samples are in a tensor of random numbers."""
+
+    kind: str  # the operation's name
+    shape: tuple[int, ...]  # for a single sample
+    axis: int | None  # that holds the samples, None where they share all numbers
+    before: int = 1  # entries of other axes merged in front of the samples (time-major: T)
+
+    def at(self, n: int) -> tuple[int, ...]:
+        """Return the shape for n samples."""
+        if self.axis is None:
+            return self.shape
+        k = self.axis
+        return (*self.shape[:k], self.shape[k] * n, *self.shape[k + 1 :])
+
+    @property
+    def merged(self) -> int:
+        """How many entries of its axis a sample has."""
+        return 1 if self.axis is None else self.shape[self.axis]
+
+    def arranged(self, each: Tensor) -> Tensor:
+        """Return numbers of each sample, (n, *shape), as one tensor of the shape for n samples."""
+        if self.axis is None:
+            return each[0]
+        shape = (*each.shape[: self.axis + 1], self.before, -1, *self.shape[self.axis + 1 :])
+        split = each.reshape(shape)
+        return split.movedim(0, self.axis + 1).reshape(self.at(len(each)))
+
+
+# By the number of the call; what is computed anew, or draws from a state that the model has put
+# back, draws the same numbers again, maybe in another shape.
+Plan = dict[int, tuple[Place, ...]]
+Call = tuple[int, str, tuple[int, ...]]  # number, kind and shape
+
+
+@dataclass
+class _Run:
+    """One forward pass, and what recomputes parts of it."""
+
+    index: Tensor  # (n,) int64, of its samples
+    plans: list[Plan]  # that fit it so far
+    apart: bool = False  # to the model it looks like a batch of one
+    recorded: list[Call] | None = None  # all of them, where they are looked for
+    # the calls in which the sample at position 1 draws others, and the number of the trial
+    other: tuple[frozenset[int], int] = (frozenset(), 0)
+
+    def place(self, call: int, kind: str, shape: tuple[int, ...]) -> Place:
+        """Return where the samples are in the numbers of a call.
+
+        Raises:
+            Unplanned: No plan says so, or plans differ.
+        """
+        n = 1 if self.apart else len(self.index)
+        fitting = [
+            (plan, place)
+            for plan in self.plans
+            for place in plan.get(call, ())
+            if place.kind == kind and place.at(n) == shape
+        ]
+        self.plans = [plan for plan, _ in fitting]
+        found = {place for _, place in fitting}
+        if len(found) != 1:
+            raise Unplanned
+        return found.pop()
+
+
+@dataclass(eq=False)
+class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws every random number of a model by `seed`, the number of the call, and the sample."""
+
+    seed: int
+    _plans: list[Plan] = field(default_factory=list)
+    _runs: OrderedDict[int, _Run] = field(default_factory=OrderedDict)
+    _begun: int = 0
+    _active: bool = False
+    _running: int = 0  # forward passes, one within another
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def active(self, model: nn.Module) -> Iterator[None]:
+        """Answer what the body draws, backward passes included; torch's generator is put back."""
+        if self._active:
+            yield
+            return
+        self._active = True
+        try:
+            with torch.random.fork_rng(devices=[]), random_numbers_kept(), _unfused(model), self:
+                torch.default_generator.manual_seed(_code(0))
+                yield
+        finally:
+            self._active = False
+
+    def over(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        evaluate: Callable[[], T],
+        losses: Callable[[Batch], Tensor],
+        *,
+        apart: bool = False,
+    ) -> T:
+        """Return what `evaluate` does to a batch, with each sample's own numbers.
+
+        Args:
+            model: What draws.
+            batch: The samples.
+            evaluate: Runs the model on them; again where it draws as it has not done so far.
+            losses: Runs it on any samples, and returns their losses (n,).
+            apart: The model sees a batch of one, though there are all samples.
+
+        Raises:
+            UnsupportedError: It cannot be told which numbers are whose.
+        """
+        with self.active(model):
+            try:
+                with self._run(_Run(batch.index, self._plans, apart)):
+                    return evaluate()
+            except Unplanned:
+                plan = self._learnt(batch, losses)
+            try:
+                with self._run(_Run(batch.index, [plan], apart)):
+                    return evaluate()
+            except Unplanned:
+                raise _unclear("it draws others for these samples than for some of them") from None
+
+    @contextmanager
+    def _run(self, run: _Run) -> Iterator[None]:
+        before = torch.default_generator.initial_seed()
+        self._begun = (self._begun + 1) % 2**_RUNS or 1
+        self._runs[self._begun] = run
+        if len(self._runs) > _KEPT:
+            self._runs.popitem(last=False)
+        torch.default_generator.manual_seed(_code(self._begun))
+        self._running += 1
+        random.seed(self.seed)  # what is drawn of these two is the same for all samples
+        np.random.seed(self.seed % 2**32)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            torch.default_generator.manual_seed(before)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or draw in its place."""
+        kwargs = kwargs or {}
+        if func is _NUMBER and not isinstance(args[0], Tensor):
+            return args[0]  # what an operation has saved of itself is one already
+        if not _is_random(func) or (not self._running and kwargs.get("generator") is not None):
+            return func(*args, **kwargs)  # in a proof, for one
+        result = self.drawn(func, args, kwargs)
+        return _undrawn(func, args, kwargs) if result is NotImplemented else result
+
+    def drawn(self, func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap | None = None) -> Any:
+        """Return an operation's result by fixed numbers; NotImplemented where there are none.
+
+        Args:
+            func: An operation that may draw.
+            args: Of it.
+            kwargs: Of it.
+            wrap: Makes the tensor that the operation takes of each sample's numbers (n, ...).
+        """
+        rule = _RULES.get(_kind(func))
+        given = None if rule is None else _bound(func, args, kwargs)
+        code = torch.default_generator.initial_seed()
+        ours = code >> (_RUNS + _CALLS) == _MARK
+        if rule is None or given is None or not ours:  # numbers the model has seeded are its own
+            return NotImplemented if rule is None or given is None else func(*args, **kwargs)
+        return rule(func, given, partial(self._words, _kind(func), code, wrap))
+
+    def _words(
+        self, kind: str, code: int, wrap: Wrap | None, shape: Sequence[int], device: torch.device
+    ) -> Tensor:
+        """Return what a call draws, in the form in which the operation takes it."""
+        run, call = self._runs.get(code >> _CALLS & 2**_RUNS - 1), code & 2**_CALLS - 1
+        if run is None:
+            raise UnsupportedError(
+                f"{kind} draws random numbers in the backward pass, and not those of the forward "
+                "pass",
+                remedy="Let checkpoint(..., preserve_rng_state=True) keep them, as it does by "
+                "itself.",
+            )
+        torch.default_generator.manual_seed(code + 1)
+        full = tuple(shape)
+
+        def made(index: Tensor | None, one: tuple[int, ...], trial: int = 0) -> Tensor:
+            with torch._C._DisableTorchDispatch():  # they are no part of the model
+                return _numbers(self.seed, call, index, one, device, trial)
+
+        if run.recorded is not None:
+            run.recorded.append((call, kind, full))
+            return made(None, full)[0]
+        stacked = run.apart and wrap is None  # vmap has the samples in front
+        place = run.place(call, kind, full[1:] if stacked else full)
+        if place.axis is None:
+            shared = made(None, place.shape)[0]
+            return shared.expand(full) if stacked else shared
+        each = made(run.index, place.shape)
+        calls, trial = run.other
+        if call in calls:
+            each[1] = made(run.index[1:2], place.shape, trial)[0]
+        if stacked:
+            return each
+        return place.arranged(each) if wrap is None else wrap(each)
+
+    def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> Plan:
+        """Find out where the samples are in what a model draws; keep it, and return it."""
+        try:
+            first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
+            if [call[:2] for call in first] != [call[:2] for call in second]:
+                raise _unclear("it draws others for another number of samples")
+            plan: Plan = {}
+            for (call, kind, two), (_, _, three) in zip(first, second, strict=True):
+                known = plan.get(call, ())
+                plan[call] = tuple(dict.fromkeys((*known, _place(kind, two, three))))
+            plan = self._settled(plan, batch.resized(3), losses)
+        except ModelError as error:
+            raise _unclear(f"it does not run on two or three samples: {error.what}") from error
+        self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
+        return plan
+
+    def _recorded(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
+        """Return what a model draws for a batch, in order."""
+        found: list[Call] = []
+        with self._run(_Run(batch.index, [], recorded=found)):
+            losses(batch)
+        return found
+
+    def _settled(self, plan: Plan, three: Batch, losses: Callable[[Batch], Tensor]) -> Plan:
+        """Return the plan with samples in front of the axes they are merged with, or behind.
+
+        Whether all have them in front is seen at once; otherwise each is looked at by itself.
+        """
+        merged = [(k, place) for k, places in plan.items() for place in places if place.merged > 1]
+        if not merged or self._own(plan, [k for k, _ in merged], three, losses):
+            return plan
+        for k, place in merged:
+            ways = [d for d in (1, place.merged, *range(2, place.merged)) if place.merged % d == 0]
+            others = tuple(other for other in plan[k] if other != place)
+            tried = (plan | {k: (*others, replace(place, before=d))} for d in ways)
+            found = next((way for way in tried if self._own(way, [k], three, losses)), None)
+            if found is None:
+                raise _unclear(
+                    f"those of {place.kind}, of shape {place.at(3)} for three samples, change "
+                    "several losses"
+                )
+            plan = found
+        return plan
+
+    def _own(
+        self, plan: Plan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
+    ) -> bool:
+        """Whether other numbers for one of three samples, in some calls, change no other's loss."""
+
+        def found(trial: int) -> Tensor:
+            other = (frozenset(calls if trial else ()), trial)
+            with self._run(_Run(three.index, [plan], other=other)):
+                return losses(three).detach().double().nan_to_num()
+
+        before = found(0)
+        for trial in range(1, _TRIALS + 1):
+            change = (found(trial) - before).abs().cpu()
+            if bool(change.any()):
+                return bool(change[0] + change[2] <= _CLEAR * change[1])
+        return True  # nothing depends on them here
+
+
+@contextmanager
+def _unfused(model: nn.Module) -> Iterator[None]:
+    """Let attention and recurrent layers on a GPU draw by operations of their own.
+
+    Fused kernels draw where nobody sees it.
+    """
+    with ExitStack() as stack:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            yield
+            return
+        if model.training:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(m, nn.RNNBase) and m.training and m.dropout for m in model.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Leave Python's and numpy's global random generators as they are."""
+    python, legacy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+def _code(run: int) -> int:
+    """Return the seed that stands for a run's first call; run 0 is none."""
+    return (_MARK << _RUNS | run) << _CALLS
+
+
+def _unclear(why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"which of the model's random numbers are whose cannot be told: {why}", remedy=_EVAL
+    )
+
+
+def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> Place:
+    """Return where the samples are, by the shapes that a call draws for two and for three."""
+    changed = [k for k, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
+    if not changed and len(two) == len(three):
+        return Place(kind, two, None)
+    k = changed[0] if changed else 0
+    even = len(two) == len(three) and len(changed) == 1 and two[k] * 3 == three[k] * 2
+    if not even or two[k] % 2 or kind == "randperm":
+        raise _unclear(
+            f"{kind} draws numbers of shape {two} for two samples, {three} for three, of which "
+            "not as many belong to each"
+        )
+    return Place(kind, (*two[:k], two[k] // 2, *two[k + 1 :]), k)
+
+
+# Numbers.
+
+_GAMMA, _FIRST, _SECOND = (  # of SplitMix64 (Steele, Lea and Flood 2014), as signed integers
+    value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+_cast = torch.ops.aten._to_copy.default  # as `Tensor.to`, of which nothing is made below autograd
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """Mix 64-bit words in place, and return them."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        if factor != 1:
+            z *= factor
+    return z
+
+
+def _numbers(
+    seed: int,
+    call: int,
+    index: Tensor | None,
+    shape: Sequence[int],
+    device: torch.device,
+    trial: int,
+) -> Tensor:
+    """Return the words (n, *shape), int32, of samples (n,), or (1, *shape) that all share."""
+    text = f"{seed}\0{call}\0{trial}\0{'all' if index is None else 'each'}".encode()
+    key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    if index is None:
+        index = torch.zeros(1, dtype=torch.int64)
+    starts = _mixed(index.to(device).mul(_GAMMA).add_(key)).unsqueeze(1)
+    count = math.prod(shape)
+    pairs = (count + 1) // 2
+    steps = _mixed(torch.arange(pairs, device=device).mul_(_GAMMA))
+    words = torch.empty(len(starts), pairs, dtype=torch.int64, device=device)
+    rows = max(1, _PIECE // max(1, pairs)) if device.type == "cpu" else len(starts)
+    for start, made in zip(torch.split(starts, rows), torch.split(words, rows), strict=True):
+        _mixed(torch.add(start, steps, out=made))
+    return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
+
+
+def _unit(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers from [0, 1): the same in any precision, but for its rounding down."""
+    digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
+    whole: Tensor = _cast((w >> 32 - digits) & 2**digits - 1, dtype=dtype)
+    return whole.mul_(2.0**-digits)
+
+
+def _inner(w: Tensor) -> Tensor:
+    """Return numbers from (0, 1), in the precision that the device has."""
+    dtype = torch.float32 if w.device.type == "mps" else torch.float64
+    return _unit(w, dtype).add_(2.0**-25)
+
+
+def _chance(w: Tensor, p: Any) -> Tensor:
+    """Return where an event of probability p happens."""
+    if isinstance(p, Tensor):
+        return _unit(w, torch.promote_types(p.dtype, torch.float32)) < p
+    level = round(float(p) * 2**32) - 2**31
+    return (w >> 31) <= 0 if level >= 2**31 else w < level
+
+
+def _normal(w: Tensor) -> Tensor:
+    return torch.erfinv(_inner(w).mul_(2).sub_(1)).mul_(2**0.5)
+
+
+def _whole(w: Tensor, low: int, high: int) -> Tensor:
+    if not 0 < high - low <= 2**31:
+        raise UnsupportedError(f"there are no fixed random integers from {low} to {high}")
+    words: Tensor = _cast(w, dtype=torch.int64) & 2**32 - 1
+    return ((words * (high - low)) >> 32) + low
+
+
+# What operations draw: of words and the operation's arguments, by name.
+_DRAWS: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
+    "bernoulli": lambda w, g: _chance(w, g["self"] if g.get("p") is None else g["p"]),
+    "rand": lambda w, g: _unit(w, g["dtype"]),
+    "rand_like": lambda w, g: _unit(w, g["dtype"]),
+    "uniform": lambda w, g: _unit(w, g["dtype"]) * (g["to"] - g["from"]) + g["from"],
+    "randn": lambda w, g: _normal(w),
+    "randn_like": lambda w, g: _normal(w),
+    "normal": lambda w, g: _normal(w) * g["std"] + g["mean"],
+    "log_normal": lambda w, g: (_normal(w) * g["std"] + g["mean"]).exp(),
+    "exponential": lambda w, g: _inner(w).log() / -g["lambd"],
+    "cauchy": lambda w, g: (_inner(w).sub(0.5) * math.pi).tan() * g["sigma"] + g["median"],
+    "geometric": lambda w, g: (_inner(w).log() / math.log1p(-g["p"])).ceil(),
+    "randint": lambda w, g: _whole(w, g.get("low", 0), g["high"]),
+    "randint_like": lambda w, g: _whole(w, g.get("low", 0), g["high"]),
+    "randperm": lambda w, g: w.argsort(stable=True),
+}
+
+
+def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
+    """Draw in the place of an operation that makes a tensor of random numbers, or fills one."""
+    found = [t for t in given.values() if isinstance(t, Tensor)]
+    if "size" in given:
+        shape = given["size"]
+    elif "n" in given:
+        shape = [given["n"]]
+    elif "self" in given:
+        shape = given["self"].shape
+    else:
+        shape = torch.broadcast_shapes(*(t.shape for t in found))  # type: ignore[no-untyped-call]
+    place = found[0].device if found else given.get("device")
+    kind = _kind(func)
+    whole = torch.int64 if kind in ("randint", "randperm") else torch.get_default_dtype()
+    dtype = given.get("dtype")
+    if not isinstance(dtype, torch.dtype):  # a number, where it is the schema's own default
+        dtype = found[0].dtype if found else whole
+    if dtype.is_complex or (kind == "uniform" and not dtype.is_floating_point):
+        raise UnsupportedError(f"there are no fixed random numbers {dtype}", remedy=_EVAL)
+    drawn = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
+    if func._schema.name.endswith("_"):
+        return given["self"].copy_(drawn)
+    return _cast(drawn, dtype=dtype)
+
+
+def _dropout(func: Any, given: dict[str, Any], words: Words) -> Any:
+    """`native_dropout`: what is kept, scaled, and the mask."""
+    x, p = given["input"], given["p"]
+    if given["train"] is False:
+        return NotImplemented
+    kept = _chance(words(x.shape, x.device), 1 - p)
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _rrelu(func: Any, given: dict[str, Any], words: Words) -> Any:
+    """`rrelu_with_noise`: random slopes below zero, which are left in `noise`."""
+    x, low, high = given["self"], given["lower"], given["upper"]
+    if not given["training"]:
+        return NotImplemented
+    slopes = _unit(words(x.shape, x.device), x.dtype) * (high - low) + low
+    given["noise"].copy_(torch.where(x <= 0, slopes, torch.ones_like(x)))
+    found = x * given["noise"]
+    return x.copy_(found) if func._schema.name.endswith("_") else found
+
+
+_RULES = {
+    **dict.fromkeys(_DRAWS, _made),
+    "native_dropout": _dropout,
+    "rrelu_with_noise": _rrelu,
+}
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _kind(func: Any) -> str:
+    """Return an operation's name, whether it writes in place or not."""
+    name: str = func._schema.name
+    return name.partition("::")[2].rstrip("_")
+
+
+def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return all arguments by name, defaults filled in; None of an operation with out=."""
+    arguments = func._schema.arguments
+    if any(a.is_out for a in arguments):
+        return None
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given.update({a.name: value for a, value in zip(arguments, args, strict=False)})
+    return given | kwargs
+
+
+def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation that may draw, and refuse it if it does."""
+    generators = [torch.default_generator, *torch.cuda.default_generators]
+    before = [g.get_state() for g in generators]
+    result = func(*args, **kwargs)
+    if all(torch.equal(a, g.get_state()) for a, g in zip(before, generators, strict=True)):
+        return result
+    for generator, state in zip(generators, before, strict=True):
+        generator.set_state(state)
+    raise UnsupportedError(
+        f"{_kind(func)} draws random numbers that cannot be fixed for each sample",
+        remedy="Draw them by torch.rand, randn, bernoulli and the like, or outside the model, and "
+        f"pass them as inputs. Otherwise: {_EVAL}",
+    )

@@ -1,0 +1,424 @@
+"""Processes that train one model together: what they agree on, and how its parameters lie on them.
+
+Each process (rank) has samples of its own. Under DistributedDataParallel it has the whole model;
+under fully_shard (FSDP2) a part of every parameter, and a layer is whole only while it is used.
+
+Whoever takes part in a collective call waits for all others. So decisions that lead to one are
+taken by all ranks together (`any`), and an error on one rank becomes an error on every rank.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from gradscope.core.batch import Batch
+from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
+
+T = TypeVar("T")
+
+_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|caused pair closure")
+
+
+class Ranks:
+    """The processes of a group, each with the whole model.
+
+    Args:
+        group: What they talk through.
+        device: Where the model is.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._failed: BaseException | None = None  # what all ranks know of
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank.
+
+        Raises:
+            RefusedError: Another rank has failed.
+        """
+        return self._most(int(flag)) > 0
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Raise if any rank has an error: its own there, a `RefusedError` on the others."""
+        if error is not None and error is self._failed:
+            raise error
+        self._most(0 if error is None else 2, error)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let an error that the body raises on one rank be one on all of them."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(error)
+            raise
+        self.agree()
+
+    def of_all(self, value: T) -> list[T]:
+        """Return what each rank gives.
+
+        Raises:
+            RefusedError: Another rank has failed.
+        """
+        self.agree()
+        return self._gathered(value)
+
+    def _gathered(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        self._call(lambda: dist.all_gather_object(found, value, group=self.group))
+        return found
+
+    def numbered(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
+        """Return a batch whose samples are numbered over all ranks, which all ask the same.
+
+        Args:
+            make: Makes this rank's batch.
+            what: What is asked.
+            given: Its samples have their numbers already.
+        """
+        with self.together():
+            batch = make()
+        self.require_same(what)
+        before = sum(self.of_all(len(batch))[: self.rank])
+        return batch if given else replace(batch, index=batch.index + before)
+
+    def require_same(self, what: str) -> None:
+        """Refuse where other ranks are asked for something else."""
+        told = self.of_all(what)
+        if len({*told}) > 1:
+            raise SpecError(
+                f"the processes are asked for different things: {', '.join(map(repr, told))}",
+                remedy="Make the same calls, in the same order, on every process.",
+            )
+
+    def states(self, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
+        """Yield what each rank gives, one after the other: tensors by name, or None."""
+        shapes = self.of_all(
+            None if state is None else {k: (v.shape, v.dtype) for k, v in state.items()}
+        )
+        for rank, wanted in enumerate(shapes):
+            if wanted is None:
+                yield None
+                continue
+            own = state if rank == self.rank else None
+            found = {
+                key: torch.empty(shape, dtype=dtype, device=self.device)
+                if own is None
+                else own[key].to(self.device).contiguous()
+                for key, (shape, dtype) in wanted.items()
+            }
+            for value in found.values():
+                self._broadcast(value, rank)
+            yield found
+
+    def _broadcast(self, value: Tensor, rank: int) -> None:
+        source = dist.get_global_rank(self.group, rank)
+        self._call(lambda: dist.broadcast(value, source, group=self.group))
+
+    def _most(self, number: int, error: BaseException | None = None) -> int:
+        """Return the largest number of all ranks; 2 is an error, which all raise."""
+        told = torch.tensor([number], device=self.device)
+        self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
+        if int(told) < 2:
+            return int(told)
+        texts = self._gathered(None if error is None else str(error))
+        if error is None:
+            rank = next(k for k, text in enumerate(texts) if text is not None)
+            error = RefusedError(
+                f"process {rank} could not go on: {texts[rank]}",
+                remedy="This process had no error; no process has a result.",
+            )
+        self._failed = error
+        raise error
+
+    def _call(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:  # torch has no class of its own for what gloo finds
+            raise lost(error) from error
+
+
+def lost(error: BaseException) -> GradscopeError:
+    """Return what a collective call that failed is told as."""
+    return RefusedError(
+        "another process of the group has ended, or does not answer: "
+        f"{str(error).strip().partition(chr(10))[0]}",
+        remedy="Start all processes again. Each must make the same calls in the same order.",
+    )
+
+
+class Sharding(Ranks):
+    """The processes of a model that fully_shard has divided.
+
+    Args:
+        model: The model; every process binds it at the same time.
+        modules: Those that fully_shard was applied to.
+
+    Attributes:
+        sharded: The parameters as the optimiser knows them, by name: a part on each process.
+        whole: The same as the forward pass uses them; their memory is there only meanwhile.
+
+    Raises:
+        UnsupportedError: Tensor parallel, or several meshes.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[Any]) -> None:
+        from torch.distributed.tensor import DTensor
+
+        self.model, self.modules = model, list(modules)
+        self.reshard()
+        named = dict(model.named_parameters())
+        self.sharded = {k: p for k, p in named.items() if isinstance(p, DTensor)}
+        meshes = {p.device_mesh for p in self.sharded.values()}
+        if len(meshes) != 1:
+            raise _unsupported(f"its parameters are divided over {len(meshes)} device meshes")
+        (self.mesh,) = meshes
+        if self.mesh.ndim > 1 and self.mesh.size() != dist.get_world_size():
+            raise _unsupported("its device mesh has several axes and is a part of all processes")
+        group = self.mesh.get_group() if self.mesh.ndim == 1 else dist.group.WORLD
+        super().__init__(group, next(iter(self.sharded.values())).to_local().device)
+        self.whole: dict[str, nn.Parameter] = {}
+        self._home: dict[int, Any] = {}
+        # of each layer one parameter, the module that holds it and its name there
+        self._first: dict[int, tuple[nn.Module, str]] = {}
+        self._whole_of: dict[int, nn.Parameter] = {}
+        for module in self.modules:
+            with self._present(module):
+                for name, p in model.named_parameters():
+                    if name not in self.whole and p is not named[name]:
+                        self.whole[name], self._home[id(p)] = p, module
+                        path, _, last = name.rpartition(".")
+                        self._first.setdefault(id(module), (model.get_submodule(path), last))
+                        self._whole_of.setdefault(id(module), p)
+        # the layers in the order in which a forward pass makes them whole, as far as is known
+        self._order = [m for m in self.modules if id(m) in self._first]
+        self.device = next(iter(self.whole.values())).device
+        for name, p in self.whole.items():
+            if isinstance(p, DTensor):
+                raise _tensor_parallel(name)
+
+    def reshard(self) -> None:
+        """Let go of every layer's whole parameters: an evaluation may have left some."""
+        for module in self.modules:
+            module.reshard()
+
+    @contextmanager
+    def _present(self, module: Any) -> Iterator[None]:
+        try:
+            module.unshard()
+        except RuntimeError as error:
+            raise lost(error) from error
+        try:
+            yield
+        finally:
+            module.reshard()
+
+    def windows(self, leaves: Iterable[Iterable[Tensor]]) -> Iterator[list[int]]:
+        """Yield which of several things to do, while the parameters that each needs are whole.
+
+        Each process goes through all layers, in one order, whatever it has to do there.
+
+        Args:
+            leaves: The parameters that each thing needs.
+        """
+        homes = [{id(h): h for p in own if (h := self._home.get(id(p)))} for own in leaves]
+        yield [k for k, home in enumerate(homes) if not home]
+        several = [k for k, home in enumerate(homes) if len(home) > 1]
+        for module in self.modules:
+            with self._present(module):
+                yield [k for k, home in enumerate(homes) if [*home] == [id(module)]]
+        if self.any(bool(several)):
+            raise _unsupported("a value is computed from the parameters of several of its layers")
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run the body, a forward pass; where it fails on this process, let no other wait for it.
+
+        What is left of its collective calls is made up for: those of the layers that did not run.
+        """
+        self.reshard()  # an earlier pass without a backward one leaves the outermost layer whole
+        gathered: list[Any] = []
+
+        def note(module: nn.Module, _: Any) -> None:
+            owner, name = self._first.get(id(module), (module, ""))
+            if name and owner._parameters[name] is not self._whole_of[id(module)]:
+                gathered.append(module)
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield
+            self._order = gathered
+        except Exception as error:
+            cause = error.__cause__
+            if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
+                raise lost(cause) from error
+            for module in self._order[len(gathered) :]:
+                with self._present(module):
+                    pass
+            reset = getattr(self.modules[0], "reset_iter_state", None)  # not in every torch
+            if reset is not None:
+                reset()
+            raise
+        finally:
+            handle.remove()
+
+    def spread(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """From rows of all ranks, each whole on one, to a part of all rows on each rank.
+
+        Args:
+            name: Of a parameter.
+            rows: (counts[rank], *shape), this rank's.
+            counts: How many rows each rank has.
+
+        Returns:
+            (Σ counts, *part), in the order of the ranks; the part is that of the parameter.
+        """
+        pieces = [self._part(name, rows, rank) for rank in range(self.size)]
+        one = pieces[self.rank][:0].shape[1:]
+        sizes = [n * one.numel() for n in counts]
+        found = rows.new_empty(sum(sizes))
+        sent, cut = torch.cat([t.flatten() for t in pieces]), [t.numel() for t in pieces]
+        self._call(lambda: dist.all_to_all_single(found, sent, sizes, cut, group=self.group))
+        return found.reshape(sum(counts), *one)
+
+    def _part(self, name: str, rows: Tensor, rank: int) -> Tensor:
+        """Return what a rank has of rows (m, *shape) of a parameter: as `torch.chunk` divides."""
+        place = (self.mesh.mesh == dist.get_global_rank(self.group, rank)).nonzero()[0]
+        for axis, placement in enumerate(self._placements(name, 1)):
+            if placement.is_shard():
+                whole = rows.shape[placement.dim]
+                each = -(-whole // self.mesh.size(axis))
+                start = min(int(place[axis]) * each, whole)
+                rows = rows.narrow(placement.dim, start, min(each, whole - start))
+        return rows
+
+    def wrapped(self, name: str, part: Tensor, *lead: int) -> Tensor:
+        """Return this rank's part (*lead, *part) as a DTensor (*lead, *shape)."""
+        from torch.distributed.tensor import DTensor
+
+        if name not in self.sharded:
+            return part
+        shape = torch.Size((*lead, *self.sharded[name].shape))
+        return DTensor.from_local(
+            part,
+            self.mesh,
+            self._placements(name, len(lead)),
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    def _placements(self, name: str, lead: int) -> list[Any]:
+        """Return a parameter's placements, with so many axes in front of its own."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        if name not in self.sharded:
+            return [Replicate()] * self.mesh.ndim
+        own: Any = self.sharded[name]
+        return [Shard(k.dim + lead) if k.is_shard() else k for k in own.placements]
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """Return the processes that a model is trained by, None where this is the only one.
+
+    Raises:
+        UnsupportedError: It is divided in a way whose gradients are not to be had exactly.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    modules = list(model.modules())
+    if sharded := [m for m in modules if isinstance(m, FSDPModule)]:
+        return Sharding(model, sharded)
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise _tensor_parallel(name)
+    if any(isinstance(m, FullyShardedDataParallel) for m in modules):
+        raise _unsupported("it is wrapped in the older FullyShardedDataParallel")
+    wrapped = parallel(model)
+    if len({id(m.process_group) for m in wrapped}) > 1:
+        raise _unsupported("its parts are trained by different groups of processes")
+    if any(m.mixed_precision is not None for m in wrapped):
+        raise _unsupported("DistributedDataParallel casts its parameters (mixed_precision)")
+    return Ranks(wrapped[0].process_group, wrapped[0].device) if wrapped else None
+
+
+def parallel(model: nn.Module) -> list[Any]:
+    """Return the modules that are wrapped in DistributedDataParallel."""
+    kind = nn.parallel.DistributedDataParallel
+    return [m for m in model.modules() if isinstance(m, kind)]
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Let forward passes of a model under DistributedDataParallel wait for no other process."""
+    before = [(vars(m), vars(m).get("forward")) for m in parallel(model)]
+    try:
+        for own, _ in before:
+            own["forward"] = own["_modules"]["module"]
+        yield
+    finally:
+        for own, forward in before:
+            del own["forward"]
+            if forward is not None:
+                own["forward"] = forward
+
+
+def divided(model: nn.Module, device: str) -> nn.Module:
+    """Divide a model over all processes: each repeated layer by itself, and the rest together.
+
+    A layer that shares a parameter with what is outside of it stays with the rest.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def held(module: nn.Module) -> Counter[int]:
+        tables = (m._parameters.values() for m in module.modules())
+        return Counter(id(p) for table in tables for p in table if p is not None)
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    whole = held(model)
+    for layer in [*_repeated(model)]:
+        own = held(layer)
+        if own and all(whole[key] == count for key, count in own.items()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the entries of the outermost lists and sequences of layers."""
+    lists = (nn.ModuleList, nn.Sequential)
+    for child in module.children():
+        if isinstance(module, lists) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _tensor_parallel(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the parameter is divided within its layer (tensor parallel): each process computes a part "
+        "of every sample, and no sample's gradient is on any of them",
+        where=f"parameter {name!r}",
+        remedy="Divide the model by fully_shard (FSDP2), or gather it: full_tensor().",
+    )
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model is divided over processes in a way that is not supported: {what}",
+        remedy="Use fully_shard (FSDP2) on one mesh, or DistributedDataParallel.",
+    )

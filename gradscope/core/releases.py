@@ -1,0 +1,70 @@
+"""Releases of torch: which were tested, and what one must be like before it is relied on.
+
+Some of what gradscope reads torch documents for inspection but does not promise. A backend that
+reads such things has a probe: a function that uses each of them once, on a few numbers, and raises
+where it is not what it was. It runs when the backend is first used; where it fails, the backend
+refuses, and `auto` goes on with the next one, which says so in its notes.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from gradscope.core.locate import first_line
+from gradscope.core.shortage import is_shortage
+from gradscope.errors import UnsupportedError
+
+OLDEST, NEWEST = (2, 8), (2, 15)
+TESTED = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST))
+
+
+def untested() -> str | None:
+    """Return a notice where this torch is older or newer than those that were tested."""
+    release = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if OLDEST <= release <= NEWEST:
+        return None
+    return (
+        f"gradscope was tested with torch {TESTED}, not with {torch.__version__}: what it needs of "
+        "it is tried first, and what it answers is proved as ever"
+    )
+
+
+def require(backend: str, probe: Callable[[], None]) -> None:
+    """Refuse a backend whose probe fails with this torch; each probe runs once.
+
+    Raises:
+        UnsupportedError: It fails.
+    """
+    reason = _failure(probe)
+    if reason is not None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} is not as the {backend} backend knows it ({reason}); "
+            f"gradscope was tested with torch {TESTED}",
+            remedy="Install one of these, or use another backend, as auto does.",
+        )
+
+
+def expect(read: Mapping[str, tuple[Any, Any]]) -> None:
+    """Compare what a probe has read of torch, by name, with what it should have: (found, wanted).
+
+    Raises:
+        NotImplementedError: One is different.
+    """
+    for name, (found, wanted) in read.items():
+        if found != wanted:
+            raise NotImplementedError(f"{name} is {found!r}, not {wanted!r}")
+
+
+@cache
+def _failure(probe: Callable[[], None]) -> str | None:
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            probe()
+    except Exception as error:  # whatever another torch raises
+        if is_shortage(error):
+            raise
+        return first_line(error)
+    return None

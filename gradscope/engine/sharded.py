@@ -1,0 +1,344 @@
+"""A model that fully_shard has divided over processes, evaluated by all of them in step.
+
+Each process has its own samples, whose gradients it keeps as blocks: activations, and no gradient
+of a whole model. What is handed out of a parameter is divided as the parameter is. Every process
+makes the same passes, whatever its samples: where one has to look into something, all do; who has
+fewer samples repeats some, and drops what comes of them.
+
+The proof compares every parameter's gradient with ordinary autograd's as that passes by, in batches
+that are put together in another way.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradscope.backends import ROWS, Evaluate, Request, backends
+from gradscope.blocks import Evaluation, Gradients, unmeasured
+from gradscope.core.batch import Batch
+from gradscope.core.independence import other_random_numbers, same
+from gradscope.core.problem import Problem, summed
+from gradscope.core.ranks import Sharding
+from gradscope.engine.certificate import Certificate, finite_samples, span
+from gradscope.engine.judge import TOLERANCES, Claim, LargestError, require_consistent
+from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.sources.code import load_function
+from gradscope.stages.chain import Chain
+from gradscope.stages.reducers import State, carried_state
+from gradscope.stages.reducers.base import joined, parts
+from gradscope.stages.transforms import TransformScope, transforms
+
+_NOISE = (
+    64.0  # roundings, relative to the whole gradient, that may be all there is of a parameter's
+)
+_EACH = 512  # samples of a process at a time
+_SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
+
+
+@dataclass
+class Lockstep:
+    """The backend of a divided model, and its proof.
+
+    Attributes:
+        certificate: The proof of the first batch (the last proof, if every batch has one), or None.
+        attended: Whoever is through with its samples attends to those of others (`attend`).
+    """
+
+    problem: Problem
+    verify: str
+    seed: int
+    told: Callable[[Certificate | None], None]  # of each batch, and its proof if there is one
+    certificate: Certificate | None = None
+    attended: bool = False
+
+    def __post_init__(self) -> None:
+        sharding = self.problem.sharding
+        assert sharding is not None
+        self.sharding: Sharding = sharding
+        self._stack = ExitStack()
+        self._evaluate: Evaluate | None = None
+
+    def close(self) -> None:
+        """Let go of what the backend holds; it can be used again afterwards."""
+        self._stack.close()
+        self._evaluate = None
+
+    def evaluate(self, batch: Batch, request: Request = ROWS) -> Evaluation:
+        """Return the losses (n,) and the gradients of this process's samples, as blocks.
+
+        Every process calls this at the same time, each with at least one sample.
+
+        Raises:
+            RefusedError: There is no exact, proved answer, on this process or on another.
+        """
+        if self.attended:
+            self.sharding.any(True)
+        return self._together(batch, request)
+
+    def attend(self, batch: Batch) -> None:
+        """Take part, with any samples of one's own, in what others have still to evaluate."""
+        while self.sharding.any(False):
+            self._together(batch, ROWS)
+
+    def _together(self, batch: Batch, request: Request) -> Evaluation:
+        sharding, n = self.sharding, len(batch)
+        whole = batch.resized(max(2, *sharding.of_all(n)))
+        with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
+            if self._evaluate is None:
+                self._evaluate = self._stack.enter_context(backends.get("hooks")(self.problem))
+            try:
+                found = self._evaluate(whole, replace(request, proved=True))
+            except UnsupportedError as error:
+                error.remedy = "Of a divided model only hooks is to be had: use one process."
+                raise
+            due = self.certificate is None or not self.certificate.proves
+            proof = None
+            if self.verify != "never" and (due or found.new or self.verify == "always"):
+                self.certificate = proof = replace(self._proved(whole, found), samples=n)
+            sharding.reshard()
+        self.told(proof)
+        kept = found.gradients.select(slice(0, n))
+        return replace(found, losses=found.losses[:n], gradients=Gradients(kept, batch.index))
+
+    def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
+        """Yield a batch in parts, with their evaluations, and whether they are this process's turn.
+
+        It is not where other processes have more samples than this one.
+        """
+        cut = [batch.select(slice(k, k + _EACH)) for k in range(0, len(batch), _EACH)]
+        for k in range(max(self.sharding.of_all(len(cut)))):
+            part = cut[min(k, len(cut) - 1)]
+            yield part, self.evaluate(part, Request(rows=False)), k < len(cut)
+
+    def rows(self, batch: Batch) -> dict[str, Tensor]:
+        """Return {name: (N, *shape)} of all processes' samples, divided as the parameters are."""
+        counts = self.sharding.of_all(len(batch))
+        gradients, found = self.evaluate(batch).gradients, {}
+        with torch.no_grad():
+            for name, block in gradients.items():
+                own = self._as_optimised(name, block.dense())
+                part = self.sharding.spread(name, own, counts)
+                found[name] = self.sharding.wrapped(name, part, sum(counts))
+        return found
+
+    def _as_optimised(self, name: str, values: Tensor) -> Tensor:
+        """Cast to the dtype of the parameter as the optimiser knows it."""
+        p = self.sharding.sharded.get(name)
+        return values if p is None else values.to(p.dtype)
+
+    def expectations(
+        self, chains: Sequence[Chain], whole: Batch, nonfinite: str
+    ) -> tuple[list[dict[str, Tensor]], int]:
+        """Return each chain's result over all processes' samples, divided as the parameters are.
+
+        And how many samples of this process were left out, which have no finite gradient.
+        """
+        states: list[State | None] = [None] * len(chains)
+        skipped = 0
+        with torch.no_grad():
+            for part, evaluation, own in self.evaluations(whole):
+                chosen = torch.ones(len(part), dtype=torch.bool)
+                if nonfinite != "keep":
+                    chosen = finite_samples(evaluation).cpu()
+                skipped += int((~chosen).sum()) if own else 0
+                for k, chain in enumerate(chains):
+                    usable = chosen if bool(chosen.any()) else ~chosen
+                    gradients = evaluation.gradients.select(usable)
+                    count = int(chosen.sum()) if own else 0
+                    states[k] = self._added(chain, states[k], gradients, count)
+            return [self._result(*pair) for pair in zip(chains, states, strict=True)], skipped
+
+    def _added(
+        self, chain: Chain, state: State | None, gradients: Gradients, count: int
+    ) -> State | None:
+        """Add all processes' samples of a part, of which `count` are this one's, to a state.
+
+        What a reducer makes of a parameter is exchanged before the next one's turn comes.
+        """
+        assert chain.reducer is not None
+        counts = self.sharding.of_all(count)
+        with self.sharding.together():
+            rows = chain.rows(gradients)
+        states: list[State] = [{} for _ in counts]
+        for name, block in rows.items():
+            with self.sharding.together():
+                one = rows.of({name: block}).asked(chain.reducer.powers)
+                made = parts(carried_state(chain.reducer.start(one)))[name]
+            for kind, value in made.items():
+                if value.shape != block.shape:
+                    raise SpecError(
+                        f"{chain.text!r} makes {tuple(value.shape)} of a parameter "
+                        f"{tuple(block.shape)}, which cannot be divided as the parameter is",
+                        where="chain",
+                        remedy="Use mean, sum, second_moment, moment, var or std, or one process.",
+                    )
+                every = self.sharding.spread(name, value[None], [1] * len(counts))
+                for own, of_rank in zip(states, every, strict=True):
+                    own |= joined(own.get("n", of_rank.new_zeros(())), {name: {kind: of_rank}})
+        for n, own in zip(counts, states, strict=True):
+            if n:
+                own["n"] = torch.tensor(float(n), dtype=torch.float64, device=own["n"].device)
+                state = own if state is None else chain.reducer.merge(state, own)
+        return state
+
+    def _result(self, chain: Chain, state: State | None) -> dict[str, Tensor]:
+        if state is None:
+            raise SpecError("no sample has a finite gradient, so there is no expectation")
+        found = {}
+        for key, value in chain.result(state).items():
+            name = key if key in self.problem.parameters else key.rpartition(".")[0]
+            found[key] = self.sharding.wrapped(name, self._as_optimised(name, value))
+        return found
+
+    def _proved(self, batch: Batch, found: Evaluation) -> Certificate:
+        """Prove an answer, or raise; every process makes the same passes in any case."""
+        begun = time.perf_counter()
+        found = replace(found, gradients=found.gradients.of(found.gradients))
+        n, draw = len(batch), torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(n, generator=draw)
+        with other_random_numbers():
+            again = self.problem.losses(batch).detach()
+        wrong: list[Exception] = []
+        if not same(again, found.losses, precision=self.problem.precision):
+            wrong.append(
+                UnsupportedError(
+                    "the forward pass is random, or is another one the second time",
+                    where=span(batch),
+                    remedy="Use mode eval, or set the dropout probabilities to zero.",
+                )
+            )
+        checks = []
+        finite = finite_samples(found).cpu()
+        with unmeasured():
+            for rows in (order[:1], order[1:2], order[: n // 2], order[n // 2 :]):
+                weights = (torch.randint(0, 2, (len(rows),), generator=draw) * 2 - 1) * (
+                    0.5 + torch.rand(len(rows), generator=draw, dtype=torch.float64)
+                )
+                usable = rows[finite[rows]]
+                own = usable if len(usable) else rows
+                losses, check = self._compared(batch, found, own, weights[: len(own)])
+                if not same(found.losses[own], losses, found.losses, self.problem.precision):
+                    wrong.append(_coupled(batch, own))
+                if len(usable):
+                    checks.append(check)
+            require_consistent("hooks", found.gradients, order[:2][finite[order[:2]]])
+        failed = [check for check in checks if not check.passed]
+        if wrong or failed:
+            raise wrong[0] if wrong else _failed(failed[0], batch)
+        return self._certificate(batch, found, checks, order, begun)
+
+    def _compared(
+        self, batch: Batch, found: Evaluation, rows: Tensor, weights: Tensor
+    ) -> tuple[Tensor, LargestError]:
+        """Return the losses of some samples (m,), and how far Σ wᵢ gᵢ is from autograd's."""
+        problem = self.problem
+        some = found.gradients.select(rows)
+        norms = some.squared_norms
+        w = weights.to(next(iter(norms.values())))
+        claim, gaps = Claim.of(some, w), {}
+        tolerance = TOLERANCES[problem.precision]
+
+        def seen(name: str, gradient: Tensor) -> Tensor:
+            gap = claim.value(name) - gradient
+            gaps[name] = float(torch.linalg.vector_norm(gap.double()))
+            return gradient.new_zeros(()).expand_as(gradient)  # it is let go of
+
+        losses = problem.losses(batch.select(rows))
+        named: dict[str, Tensor] = {**problem.parameters}
+        handles = [p.register_hook(partial(seen, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.grad(
+                summed(losses, w.to(losses)), [*problem.parameters.values()], allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        whole = math.sqrt(sum(size**2 for size in claim.sizes.values()))
+        noise = _NOISE * torch.finfo(problem.precision).eps * whole
+        errors = {}
+        for name, size in claim.sizes.items():
+            gap = gaps.get(name, size)  # autograd has none: all of it is too much
+            errors[name] = gap / size if size else (0.0 if gap == 0 else math.inf)
+        small = tuple(
+            k for k, e in errors.items() if not e <= tolerance and gaps.get(k, math.inf) <= noise
+        )
+        told = {k: e for k, e in errors.items() if k not in small}
+        worst = max(told, key=lambda k: math.inf if told[k] != told[k] else told[k], default="")
+        dtype = str(problem.precision).removeprefix("torch.")
+        return losses.detach(), LargestError(
+            told.get(worst, 0.0), worst, tolerance, dtype=dtype, small=small
+        )
+
+    def _certificate(
+        self,
+        batch: Batch,
+        found: Evaluation,
+        checks: Sequence[LargestError],
+        order: Tensor,
+        begun: float,
+    ) -> Certificate:
+        squared = found.gradients.squared_norms
+        unused = tuple(name for name, value in squared.items() if not bool(value.any()))
+        worst = max(checks, key=lambda check: check.rank, default=LargestError(0.0, "", 0.0))
+        proves = self.sharding.any(len(unused) < len(squared) and bool(checks))
+        seconds = time.perf_counter() - begun
+        return Certificate(
+            backend="hooks",
+            dtype=worst.dtype,
+            samples=len(batch),
+            positions=(int(batch.index.min()), int(batch.index.max())),
+            nonfinite=len(batch) - int(finite_samples(found).sum()),
+            completeness=worst,
+            agreement=max(checks[:2], key=lambda check: check.rank, default=worst),
+            compared=tuple(sorted({*batch.index[order[:2]].tolist()})),
+            unused=unused,
+            unproved=tuple(sorted({name for check in checks for name in check.small})),
+            proves=proves,
+            seconds=seconds,
+            phases={"proof": seconds},
+        )
+
+
+def require_divisible(chain: Chain) -> None:
+    """Refuse a chain that needs whole gradients, which no process has."""
+    reducer = chain.reducer
+    assert reducer is not None
+    at = len(chain.before)
+    for k, stage in enumerate(chain.stages):
+        if k == at:
+            refused = reducer.raw or reducer.earlier is not None or ".py:" in stage.name
+        else:
+            made = transforms.get(stage.name) if stage.name in transforms else None
+            scope = getattr(made or load_function(stage.name, "stage"), "scope", None)
+            elementwise = scope is TransformScope.ELEMENTWISE
+            refused = not (scope in _SAMPLES if k < at else elementwise)
+        if refused:
+            raise stage.error(
+                f"{stage.name!r} needs whole gradients, and each process has a part of every one",
+                "Before the reducer use transforms that are elementwise or one factor a sample, "
+                "after it elementwise ones; or one process.",
+            )
+
+
+def _coupled(batch: Batch, rows: Tensor) -> Exception:
+    return CoupledSamplesError(
+        "the losses are others in other company: they depend on other samples",
+        where=span(batch.select(rows)),
+        remedy="Mode eval puts normalisation layers on their running statistics; GroupNorm and "
+        "LayerNorm never couple.",
+    )
+
+
+def _failed(check: LargestError, batch: Batch) -> Exception:
+    return CertificateError(
+        f"the hooks backend failed the proof: relative error {check.error:.2e} against autograd's "
+        f"gradient ({check.dtype}, tolerance {check.tolerance:.0e})",
+        where=f"parameter {check.parameter!r}, {span(batch)}",
+        remedy="Evaluate the model in float64, or on one process.",
+    )

@@ -1,0 +1,118 @@
+"""Other releases of torch: what is said, what is refused, and what is a bug of ours."""
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradscope
+from gradscope.backends.hooks.graph import internals
+from gradscope.core import releases
+from gradscope.errors import ModelError, UnsupportedError
+from gradscope.sources.code import blamed
+from tests import oracle
+
+INPUTS = torch.linspace(-1, 1, 12).reshape(4, 3)
+TARGETS = torch.linspace(0, 1, 8).reshape(4, 2)
+READERS = [
+    name
+    for name, value in vars(internals).items()
+    if inspect.isfunction(value) and value.__module__ == internals.__name__ and name[0] != "_"
+]
+
+
+@pytest.fixture(autouse=True)
+def _probed_anew() -> Iterator[None]:
+    releases._failure.cache_clear()
+    yield
+    releases._failure.cache_clear()
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean(1)
+
+
+def lost(*given: object) -> None:
+    raise AttributeError("'AddmmBackward0' object has no attribute '_input_metadata'")
+
+
+def scope(model: nn.Module | None = None, backend: str = "auto") -> gradscope.Scope:
+    return gradscope.Scope(nn.Linear(3, 2) if model is None else model, "mse", backend=backend)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.0+cpu", "2.15.1"])
+def test_nothing_is_said_of_a_release_that_was_tested(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert scope().notes == []
+
+
+@pytest.mark.parametrize("version", ["2.7.1", "2.16.0a0+git12", "3.0.0"])
+def test_another_release_is_told(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    (note,) = scope().notes
+    assert "torch 2.8 to 2.15" in note and version in note
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name != "probe"])
+def test_the_probe_uses_all_that_reads_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    internals.probe()
+    monkeypatch.setattr(internals, name, lost)
+    with pytest.raises(AttributeError, match="_input_metadata"):
+        internals.probe()
+
+
+def test_a_probe_that_fails_goes_to_the_next_backend_loudly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(internals, "output_shapes", lost)
+    model = nn.Linear(3, 2)
+    with scope(model) as one:
+        found = one.per_sample_gradients(INPUTS, TARGETS)
+        assert one.backend == "vmap"
+        (note,) = one.notes
+    assert "hooks refused" in note and "_input_metadata" in note and "2.8 to 2.15" in note
+    _, wanted = oracle.per_sample_gradients(model, mse, INPUTS, TARGETS)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedError, match=r"tested with torch 2\.8 to 2\.15"):
+        scope(model, "hooks").per_sample_gradients(INPUTS, TARGETS)
+
+
+def test_expand_has_a_probe_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope(backend="expand").per_sample_gradients(INPUTS, TARGETS)
+    releases._failure.cache_clear()
+    monkeypatch.delattr(torch._C, "_DisableTorchDispatch")
+    with pytest.raises(UnsupportedError, match="_DisableTorchDispatch"):
+        scope(backend="expand").per_sample_gradients(INPUTS, TARGETS)
+
+
+def test_a_name_that_our_files_miss_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(internals, "FUSED_RECURRENT")
+    with pytest.raises(AttributeError, match="FUSED_RECURRENT") as caught:
+        scope().per_sample_gradients(INPUTS, TARGETS)
+    assert blamed(caught.value) is None  # the command line ends with exit code 1
+
+
+class Asking(nn.Module):
+    """Asks for what is not there."""
+
+    def __init__(self, whom: str) -> None:
+        super().__init__()
+        self.layer, self.whom = nn.Linear(3, 2), whom
+
+    def forward(self, x: Tensor) -> object:
+        if self.whom == "model":
+            return self.missing
+        return gradscope.missing if self.whom == "gradscope" else self.layer(x).missing
+
+
+@pytest.mark.parametrize("whom", ["model", "gradscope", "tensor"])
+@pytest.mark.parametrize("backend", ["auto", "hooks", "vmap", "expand", "loop"])
+def test_a_name_that_the_model_misses_is_the_users(whom: str, backend: str) -> None:
+    with pytest.raises(ModelError, match="raised AttributeError") as caught:
+        scope(Asking(whom), backend).per_sample_gradients(INPUTS, TARGETS)
+    assert __file__ in str(caught.value.remedy)

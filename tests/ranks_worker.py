@@ -1,0 +1,246 @@
+"""What each of two processes does for tests/test_ranks.py; it writes what it found as JSON."""
+
+import copy
+import datetime
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import gradscope
+from gradscope import blocks
+from gradscope.engine import sharded
+from tests import oracle
+
+CHAINS = ("mean", "clip:max_norm=0.3 | mean", "sign | sum", "var", "mean:standard_error=true")
+OWN = (5, 4)  # samples of each process
+
+
+class Net(nn.Module):
+    """An embedding, a layer that is used twice, and a parameter of no layer's."""
+
+    def __init__(self, width: int = 7, depth: int = 1) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, width)
+        self.first = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.last = nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 3) of x (n, t)."""
+        hidden = self.table(x)
+        for layer in (*self.first, *self.first):
+            hidden = torch.tanh(self.norm(layer(hidden)))
+        out: Tensor = self.last((hidden * self.scale).mean(1))
+        return out
+
+
+def divided(model: Net, **how: Any) -> Net:
+    """Return a copy, divided over the processes layer by layer."""
+    model = copy.deepcopy(model)
+    for layer in (*model.first, model.norm, model.last):
+        fully_shard(layer, **how)
+    return fully_shard(model, **how)
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses (n,)."""
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def gap(found: dict[str, Tensor], right: dict[str, Tensor], head: str = "") -> float:
+    """Return the largest difference, of divided tensors when they are put together."""
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in found.items()}
+    assert whole.keys() == {head + k for k in right}
+    return max(float((whole[head + k] - v).abs().max()) for k, v in right.items())
+
+
+def told(call: Callable[[], Any]) -> str:
+    """Return the error that a call ends with."""
+    try:
+        call()
+    except gradscope.GradscopeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main(place: Path, kind: str) -> None:
+    """Do what is asked, and write what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net().double()
+    x, y = torch.randint(0, 11, (sum(OWN), 4)), torch.randint(0, 3, (sum(OWN),))
+    own = slice(0, OWN[0]) if rank == 0 else slice(OWN[0], None)
+    found = {"killed": killed, "errors": errors, "numbers": numbers, "parallel": parallel}[kind](
+        model, x, y, own
+    )
+    (place / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
+    """Hold a divided model against the undivided one."""
+    _, rows = oracle.per_sample_gradients(model, cross_entropy, x, y)
+    norms = torch.stack([v.flatten(1).square().sum(1) for v in rows.values()]).sum(0).sqrt()
+    found: dict[str, Any] = {}
+    for name, how in {"kept": {"reshard_after_forward": False}, "": {}}.items():
+        parts = divided(model, **how)
+        scope = gradscope.Scope(parts, "cross_entropy")
+        found[f"norms {name}"] = float((scope.norms(x[own], y[own]) - norms[own]).abs().max())
+        sharded._EACH = 2  # samples at a time: the processes have 3 and 2 parts
+        for chain in CHAINS[: None if name == "" else 2]:
+            right = gradscope.expectation(model, "cross_entropy", chain, x, y, backend="loop")
+            found[f"{chain} {name}"] = gap(scope.expectation(chain, x[own], y[own]), right)
+        gradients = scope.per_sample_gradients(x[own], y[own])
+        found[f"rows {name}"] = gap(gradients, rows)
+        shards = dict(parts.named_parameters())
+        found[f"places {name}"] = [
+            [k.dim for k in shards[key].placements] + [k.dim for k in value.placements]
+            for key, value in gradients.items()
+        ]
+        found[f"parts {name}"] = sum(v.to_local().numel() for v in gradients.values())
+        found[f"whole {name}"] = sum(v.numel() for v in gradients.values())
+    found["lengths"] = float(
+        (
+            scope.norms(x[own, : 3 + dist.get_rank()], y[own])
+            - gradscope.norms(model, "cross_entropy", x[own, : 3 + dist.get_rank()], y[own])
+        )
+        .abs()
+        .max()
+    )
+    assert scope.certificate is not None
+    found["proof"] = scope.certificate.verdict
+    found["training"] = trained(model, x[own], y[own])
+    found["alive"] = largest_at_once(x, y, own)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    narrow = divided(model.float(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    mean = gradscope.expectation(narrow, "cross_entropy", "mean", x[own], y[own])
+    right = gradscope.expectation(
+        copy.deepcopy(model).bfloat16(), "cross_entropy", "mean", x, y, backend="loop"
+    )
+    found["bfloat16"] = gap(mean, right)
+    found["dtypes"] = [str(v.dtype) for v in mean.values()]
+    wide = gradscope.Scope(divided(model, mp_policy=policy), "cross_entropy")
+    wide.norms(x[own], y[own])
+    assert wide.certificate is not None
+    found["policy"] = wide.certificate.dtype
+    return found
+
+
+def trained(model: Net, x: Tensor, y: Tensor) -> float:
+    """Return how far apart parameters are after training with and without a scope."""
+    ends = []
+    for watched in (True, False):
+        parts = divided(model)
+        optimiser = torch.optim.SGD(parts.parameters(), lr=0.1, momentum=0.9)
+        scope = gradscope.Scope(parts, "cross_entropy")
+        for _ in range(3):
+            if watched:
+                scope.expectation("clip:max_norm=1 | mean", x, y)
+            nn.functional.cross_entropy(parts(x), y).backward()
+            if watched:  # between backward and step
+                scope.norms(x, y)
+            optimiser.step()
+            optimiser.zero_grad()
+        ends.append(dict(parts.named_parameters()))
+    return gap(ends[0], {k: v.full_tensor() for k, v in ends[1].items()})
+
+
+def largest_at_once(x: Tensor, y: Tensor, own: slice) -> int:
+    """Return how many tensors of a layer's size are in memory at once; there are 8 layers."""
+    sharded._EACH, width, most = 512, 61, 0
+    blocks.gradients.FORMED_BYTES = 0  # of dense gradients that are held where that is faster
+    scope = gradscope.Scope(divided(Net(width, 8)), "cross_entropy")
+    spread = scope.problem.sharding.spread  # type: ignore[union-attr]
+
+    def counted(name: str, rows: Tensor, counts: list[int]) -> Tensor:
+        nonlocal most
+        found = spread(name, rows, counts)
+        live = {
+            t.untyped_storage().data_ptr()
+            for t in gc.get_objects()
+            if type(t) in (Tensor, nn.Parameter)
+            and t.numel() == width**2
+            and t.untyped_storage().size()
+        }
+        most = max(most, len(live))
+        return found
+
+    scope.problem.sharding.spread = counted  # type: ignore[method-assign, union-attr]
+    scope.expectation("clip:max_norm=1 | mean", x[own], y[own])
+    return most
+
+
+def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
+    """Let one process fail in several ways; both are to say so, and to go on."""
+    x, y, second = x[own], y[own], dist.get_rank() == 1
+    scope = gradscope.Scope(divided(model), "cross_entropy")
+    right = scope.norms(x, y)
+    target, index = y.clone(), x.clone()
+    if second:
+        target[1], index[1, 1] = 7, 77
+    sides = nn.Sequential(nn.Linear(4, 4))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    dist.tensor.parallel.parallelize_module(
+        sides, mesh, {"0": dist.tensor.parallel.ColwiseParallel()}
+    )
+    whole = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    batch_norm = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    inputs = torch.randn(4, 4)
+    calls: dict[str, Callable[[], Any]] = {
+        "target": lambda: scope.norms(x, target),
+        "index": lambda: scope.norms(index, y),
+        "empty": lambda: scope.norms(x[: 0 if second else 5], y[: 0 if second else 5]),
+        "other": lambda: scope.norms(x, y) if second else scope.expectation("mean", x, y),
+        "after": lambda: scope.expectation("mean | clip:max_norm=1", x, y),
+        "quantile": lambda: scope.expectation("quantile:q=0.5", x, y),
+        "vmap": lambda: gradscope.norms(divided(model), "cross_entropy", x, y, backend="vmap"),
+        "coupled": lambda: gradscope.norms(batch_norm, "cross_entropy", inputs, y[:4]),
+        "tensor parallel": lambda: gradscope.norms(sides, "cross_entropy", inputs, y[:4]),
+        "parallel": lambda: gradscope.expectation(whole, "cross_entropy", "mean", x, target),
+    }
+    found = {name: told(call) for name, call in calls.items()}
+    return found | {"right": bool((scope.norms(x, y) == right).all())}
+
+
+def parallel(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
+    """Hold DistributedDataParallel against the model by itself."""
+    found: dict[str, Any] = {}
+    whole = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    whole.register_buffer("calls", torch.zeros(1))  # which torch would broadcast
+    scope = gradscope.Scope(whole, "cross_entropy")
+    if dist.get_rank() == 0:  # nobody else is asked
+        norms = gradscope.norms(model, "cross_entropy", x[own], y[own], backend="loop")
+        found["norms"] = float((scope.norms(x[own], y[own]) - norms).abs().max())
+        rows = scope.per_sample_gradients(x[own], y[own])
+        found["samples"] = len(rows["module.scale"])
+    for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
+        right = gradscope.expectation(model, "cross_entropy", chain, x, y, backend="loop")
+        found[chain] = gap(scope.expectation(chain, x[own], y[own]), right, "module.")
+    return found
+
+
+def killed(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
+    """Kill one process while the other waits for it."""
+    scope = gradscope.Scope(divided(model), "cross_entropy")
+    scope.norms(x[own], y[own])
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (Path(sys.argv[1]) / "0.json").write_text(json.dumps(told(lambda: scope.norms(x[own], y[own]))))
+    os._exit(0)  # nobody is left to part from
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,441 @@
+"""Random numbers fixed by seed and sample: every backend, batch and order has the same masks."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradscope
+from gradscope.core.batch import Batch
+from gradscope.core.randomness import Place
+from gradscope.errors import CertificateError, DatasetError, RefusedError, UnsupportedError
+
+BACKENDS = ("hooks", "vmap", "expand")
+N, T, I, O = 7, 5, 6, 8  # noqa: E741
+
+
+class Net(nn.Module):
+    """Two linear maps and what is between them; `body(self, x)` calls them."""
+
+    def __init__(self, body: Callable[["Net", Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.a, self.b = nn.Linear(I, O), nn.Linear(O, 3)
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (n, 3) of x (n, t, i)."""
+        return self.body(self, x)
+
+
+def between(fn: Callable[[Tensor], Tensor]) -> Callable[[], Net]:
+    """A model with `fn` between its maps, on (n, o)."""
+    return lambda: Net(lambda net, x: net.b(fn(net.a(x.mean(1)))))
+
+
+def sequence(fn: Callable[[Net, Tensor], Tensor], **layers: Callable[[], nn.Module]):
+    """A model with `fn` between its maps, from (n, t, o) to (n, o)."""
+    return lambda: Net(
+        lambda net, x: net.b(fn(net, net.a(x))), **{k: make() for k, make in layers.items()}
+    )
+
+
+def turned(fn: Callable[[Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """`fn` of (t, n, o), its positions averaged."""
+    return lambda net, h: fn(h.transpose(0, 1)).mean(0)
+
+
+def noise(h: Tensor) -> Tensor:
+    each = torch.rand(h.shape[0], 1, dtype=h.dtype) + torch.randn(h.shape, dtype=h.dtype)
+    return h * (each + torch.rand_like(h) + torch.randn_like(h)) + torch.rand(O)
+
+
+def filled(h: Tensor) -> Tensor:
+    made = torch.empty_like(h).exponential_(2.0) + torch.empty_like(h).uniform_(-1, 1)
+    made += torch.empty_like(h).geometric_(0.4) + torch.empty_like(h).log_normal_(0, 0.1)
+    return h * (made + torch.empty_like(h).normal_(0, 2) + torch.empty_like(h).cauchy_() * 1e-3)
+
+
+def recomputed(reentrant: bool) -> Callable[[Net, Tensor], Tensor]:
+    def fn(net: Net, h: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return F.dropout(net.c(F.dropout(h, 0.3)).tanh(), 0.3)
+
+        h = checkpoint(inner, F.dropout(h.mean(1), 0.2), use_reentrant=reentrant)
+        return F.dropout(h, 0.2)
+
+    return fn
+
+
+def attention(**options: object) -> Callable[[], nn.Module]:
+    return lambda: nn.MultiheadAttention(O, 4, dropout=0.3, **options)
+
+
+def compiled() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(O, O), nn.Dropout(0.3), nn.Tanh(), nn.Linear(O, O))
+    return torch.compile(inner, backend="aot_eager")
+
+
+CASES: dict[str, Callable[[], Net]] = {
+    "dropout": between(lambda h: F.dropout(h, 0.4)),
+    "dropout_in_place": between(lambda h: F.dropout(h * 1, 0.4, inplace=True)),
+    "alpha_dropout": between(lambda h: F.alpha_dropout(h, 0.4, training=True)),
+    "rrelu": between(lambda h: F.rrelu(h, training=True)),
+    "gumbel": between(lambda h: F.gumbel_softmax(h)),
+    "noise": between(noise),
+    "filled": between(filled),
+    "shared_by_all": between(lambda h: h * torch.rand(O)),
+    "one_way_for_all": between(lambda h: h if torch.rand(()) < 0.5 else h.tanh()),
+    "python_and_numpy": between(lambda h: h * random.random() + np.random.rand()),
+    "rows_dropped": between(lambda h: h * h.new_empty((h.shape[0], 1)).bernoulli_(0.5)),
+    "rows_dropped_by_empty": between(lambda h: h * torch.empty((h.shape[0], 1)).bernoulli_(0.5)),
+    "bernoulli": between(lambda h: h * torch.bernoulli(h.sigmoid().detach())),
+    "normal": between(lambda h: h + torch.normal(0.0, 1.0, h.shape) + torch.normal(h.detach(), 1)),
+    "randint": between(lambda h: h * torch.randint(-2, 5, h.shape) + torch.randint(9, h.shape)),
+    "randperm": between(lambda h: h[:, torch.randperm(O)]),
+    "dropout1d": sequence(lambda net, h: F.dropout1d(h.transpose(1, 2), 0.4).mean(2)),
+    "feature_alpha": sequence(
+        lambda net, h: F.feature_alpha_dropout(h.transpose(1, 2), 0.4, training=True).mean(2)
+    ),
+    "dropout2d": sequence(
+        lambda net, h: F.dropout2d(net.c(h[:, None]), 0.4).mean((2, 3)),
+        c=lambda: nn.Conv2d(1, O, 3),
+    ),
+    "dropout3d": sequence(lambda net, h: F.dropout3d(h[..., None, None], 0.4).mean((1, 3, 4))),
+    "attention_function": sequence(
+        lambda net, h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.3).mean(1)
+    ),
+    "attention_weights": sequence(
+        lambda net, h: net.m(h, h, h)[0].mean(1), m=attention(batch_first=True)
+    ),
+    "attention_time_major": sequence(
+        lambda net, h: turned(lambda q: net.m(q, q, q, need_weights=False)[0])(net, h),
+        m=attention(),
+    ),
+    "encoder": sequence(
+        lambda net, h: net.m(h).mean(1),
+        m=lambda: nn.TransformerEncoderLayer(O, 2, 16, dropout=0.2, batch_first=True),
+    ),
+    "merged": sequence(
+        lambda net, h: F.dropout(h.flatten(0, 1), 0.4).unflatten(0, (-1, T)).mean(1)
+    ),
+    "merged_time_major": sequence(
+        turned(lambda h: F.dropout(h.flatten(0, 1), 0.4).unflatten(0, (T, -1)))
+    ),
+    "time_major": sequence(turned(lambda h: F.dropout(h, 0.4))),
+    "lstm": sequence(
+        lambda net, h: net.m(h)[0].mean(1),
+        m=lambda: nn.LSTM(O, O, 2, dropout=0.3, batch_first=True),
+    ),
+    "gru": sequence(
+        lambda net, h: turned(lambda x: net.m(x)[0])(net, h), m=lambda: nn.GRU(O, O, 3, dropout=0.3)
+    ),
+    "checkpointed": sequence(recomputed(reentrant=False), c=lambda: nn.Linear(O, O)),
+    "checkpointed_reentrant": sequence(recomputed(reentrant=True), c=lambda: nn.Linear(O, O)),
+    "compiled": sequence(lambda net, h: net.c(h.mean(1)), c=compiled),
+}
+SHARED = ("shared_by_all", "one_way_for_all", "python_and_numpy", "randperm")
+REFUSES = {  # what torch.func has no rule for
+    "vmap": ("rrelu", "one_way_for_all", "randperm", "checkpointed", "checkpointed_reentrant")
+}
+PLACES = torch.tensor([5, 0, 3, 6, 1])
+
+
+def built(make: Callable[[], Net]) -> tuple[Net, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = make().train().double()
+    return model, torch.randn(N, T, I, dtype=torch.float64), torch.randint(0, 3, (N,))
+
+
+def scope(model: nn.Module, backend: str = "loop", seed: int = 3) -> gradscope.Scope:
+    return gradscope.Scope(model, "cross_entropy", backend=backend, randomness="fixed", seed=seed)
+
+
+def streams() -> tuple[object, ...]:
+    return (bytes(torch.get_rng_state()), random.getstate(), str(np.random.get_state()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_backend_draws_for_a_sample_what_a_batch_of_one_does(name: str, backend: str) -> None:
+    model, x, y = built(CASES[name])
+    before = streams()
+    alone = scope(model).per_sample_gradients(x, y)
+    asked = scope(model, backend)
+    if name in REFUSES.get(backend, ()):
+        with pytest.raises(UnsupportedError):
+            asked.per_sample_gradients(x, y)
+        assert streams() == before
+        return
+    together = asked.per_sample_gradients(x, y)
+    some = asked.per_sample_gradients(x[PLACES], y[PLACES], index=PLACES)
+    for key, rows in alone.items():
+        torch.testing.assert_close(together[key], rows, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(some[key], rows[PLACES], rtol=1e-9, atol=1e-12)
+    assert streams() == before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_draw_for_themselves_unless_they_share(name: str) -> None:
+    model, x, y = built(CASES[name])
+    x, y = x[:1].expand(4, T, I), y[:1].expand(4)
+    rows = scope(model).per_sample_gradients(x, y)["a.weight"].flatten(1)
+    same = [torch.equal(rows[0], row) for row in rows[1:]]
+    assert all(same) if name in SHARED else not any(same)
+
+
+@pytest.mark.parametrize("backend", ("loop", *BACKENDS))
+def test_gradients_are_those_under_the_masks(backend: str) -> None:
+    """Of Σ_j w_j d_j x_j the gradient by w is d x: what is kept is twice as large, half is."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 1, bias=False))
+    x = torch.randn(50, 400).abs() + 1
+    rows = gradscope.per_sample_gradients(
+        model, lambda out, _: out[:, 0], x, backend=backend, randomness="fixed"
+    )["1.weight"][:, 0]
+    torch.testing.assert_close(rows, torch.where(rows == 0, 0, 2 * x))
+    kept = (rows != 0).double()
+    assert abs(float(kept.mean()) - 0.5) < 4 * 0.5 / 20000**0.5
+    apart = kept @ kept.T / 400  # a quarter where samples draw independently
+    assert float((apart - torch.diag(apart.diag())).amax()) < 0.25 + 5 * (3 / 16 / 400) ** 0.5
+
+
+def test_numbers_have_the_distributions_they_are_drawn_from() -> None:
+    found: dict[str, Tensor] = {}
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shape = (len(x), 100_000)
+            found["uniform"] = torch.rand(shape)
+            found["normal"] = torch.randn(shape)
+            found["exponential"] = torch.empty(shape).exponential_(2.0)
+            found["whole"] = torch.randint(3, 7, shape)
+            found["geometric"] = torch.empty(shape).geometric_(0.25)
+            found["often"] = torch.empty(shape).bernoulli_(0.9)
+            return x * self.p
+
+    one = {"backend": "loop", "verify": "never", "randomness": "fixed"}
+    gradscope.norms(Watched(), lambda out, _: out, torch.ones(1), **one)
+    moments = {  # mean, variance
+        "uniform": (1 / 2, 1 / 12),
+        "normal": (0, 1),
+        "exponential": (1 / 2, 1 / 4),
+        "whole": (4.5, 1.25),
+        "geometric": (4, 12),
+        "often": (0.9, 0.09),
+    }
+    for name, (mean, variance) in moments.items():
+        values = found[name].double().flatten()
+        spread = float(((values - mean) ** 2).std())
+        assert abs(float(values.mean()) - mean) < 4 * (variance / 100_000) ** 0.5, name
+        assert abs(float(values.var()) - variance) < 5 * spread / 100_000**0.5, name
+    assert float(found["uniform"].min()) >= 0 and float(found["uniform"].max()) < 1
+    assert set(found["whole"].flatten().tolist()) == {3, 4, 5, 6}
+
+
+def test_a_seed_fixes_the_numbers_and_another_one_draws_others() -> None:
+    model, x, y = built(CASES["dropout"])
+    first, again, other = (scope(model, "hooks", seed).norms(x, y) for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+def test_precision_changes_no_mask() -> None:
+    model, x, y = built(CASES["noise"])
+    exact = scope(model, "hooks").norms(x, y)
+    rough = scope(model.float(), "hooks").norms(x.float(), y)
+    torch.testing.assert_close(rough.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_of_other_lengths_and_other_ways_are_learnt_anew() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = F.dropout(net.a(x), 0.3)
+        if x.shape[1] > 3:
+            h = F.dropout(h.transpose(0, 1), 0.3).transpose(0, 1) * torch.rand(x.shape[1], 1)
+        return net.b(h.mean(1))
+
+    model, x, y = built(lambda: Net(body))
+    for asked in (scope(model, "hooks"), scope(model, "expand")):
+        for t in (5, 2, 4, 5):
+            rows = asked.per_sample_gradients(x[:, :t], y)
+            alone = scope(model).per_sample_gradients(x[:, :t], y)
+            torch.testing.assert_close(rows, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_the_numbers_of_a_wrong_place_are_caught_by_the_proof(monkeypatch) -> None:
+    model, x, y = built(CASES["dropout"])
+
+    arranged = Place.arranged
+
+    def shifted(place: Place, each: Tensor) -> Tensor:
+        return arranged(place, each.roll(1, 0))  # a batch of one remains as it is
+
+    monkeypatch.setattr(Place, "arranged", shifted)
+    with pytest.raises((RefusedError, CertificateError)):
+        scope(model, "hooks").per_sample_gradients(x, y)
+
+
+def test_expectations_do_not_depend_on_batches_and_order() -> None:
+    model, x, y = built(CASES["encoder"])
+    asked = scope(model, "auto")
+    whole = asked.expectation("clip:max_norm=0.5 | mean", x, y)
+    order = torch.tensor([6, 2, 0, 1, 5, 3, 4])
+    turned = asked.expectation("clip:max_norm=0.5 | mean", x[order], y[order], index=order)
+    torch.testing.assert_close(whole, turned, rtol=1e-10, atol=1e-13)
+
+
+def test_second_derivatives_have_the_masks_of_the_first() -> None:
+    """H v of a sample is the difference of its gradients along v, all under one mask."""
+    model, x, y = built(CASES["checkpointed"])
+    asked, step = scope(model), 1e-5
+    gradients = asked.per_sample_gradients(x[:1], y[:1])
+    found = asked.expectation("hvp", x[:1], y[:1])
+    own = {k: p.detach().clone() for k, p in model.named_parameters()}
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for k, p in model.named_parameters():
+                p.copy_(own[k] + sign * step * gradients[k][0])
+        sides.append(asked.per_sample_gradients(x[:1], y[:1]))
+    for k, value in found.items():
+        right = (sides[0][k][0] - sides[1][k][0]) / (2 * step)
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-7)
+
+
+def kept_apart(net: Net, x: Tensor) -> Tensor:
+    def inner(h: Tensor) -> Tensor:
+        return net.a(F.dropout(h.tanh(), 0.3))
+
+    return net.b(checkpoint(inner, x.mean(1), use_reentrant=False, preserve_rng_state=False))
+
+
+def masked(net: Net, x: Tensor) -> Tensor:
+    h, keep = net.a(x), x[..., 0] > 0
+    return net.b(torch.zeros_like(h).masked_scatter(keep[..., None], F.dropout(h[keep])).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (between(lambda h: h * torch.multinomial(h.softmax(-1), 1)), "multinomial"),
+        (between(lambda h: h + h[torch.randperm(len(h))]), "randperm draws numbers"),
+        (between(lambda h: h * torch.empty(len(h) + 1, 1).uniform_()[:-1]), "uniform draws"),
+        (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
+        (lambda: Net(kept_apart), "preserve_rng_state=True"),
+        (lambda: Net(masked), "cannot be told"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+def test_what_cannot_be_fixed_is_refused(make: Callable[[], Net], words: str, backend: str) -> None:
+    model, x, y = built(make)
+    before = streams()
+    with pytest.raises(UnsupportedError) as caught:
+        scope(model, backend).per_sample_gradients(x, y)
+    assert words in str(caught.value)
+    assert streams() == before
+
+
+def test_without_it_randomness_is_refused_and_the_way_out_named() -> None:
+    model, x, y = built(CASES["dropout"])
+    with pytest.raises(UnsupportedError) as caught:
+        gradscope.norms(model, "cross_entropy", x, y)
+    assert "--randomness fixed" in str(caught.value)
+
+
+def test_numbers_that_a_model_seeds_itself_are_its_own() -> None:
+    def fn(h: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            own = torch.rand(O)
+        return F.dropout(h, 0.3) * own
+
+    model, x, y = built(between(fn))
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        own = torch.rand(O)
+    fixed, _, _ = built(between(lambda h: F.dropout(h, 0.3) * own))
+    for backend in ("loop", "hooks"):
+        found = scope(model, backend).norms(x, y)
+        torch.testing.assert_close(found, scope(fixed, backend).norms(x, y))
+
+
+def test_numbers_that_are_drawn_twice_are_the_same_ones() -> None:
+    """By a state that is put back, and in a gradient within the loss that computes anew."""
+
+    def again(h: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            first = torch.rand(len(h), O, dtype=h.dtype)
+        second = torch.rand(len(h), O, dtype=h.dtype)
+        assert torch.equal(first, second)
+        return F.dropout(h + first, 0.3)
+
+    @gradscope.model_loss
+    def steep(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slopes,) = torch.autograd.grad(model(x).logsumexp(1).sum(), x, create_graph=True)
+        return slopes.square().sum((1, 2))
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = checkpoint(lambda x: F.dropout(net.a(x).tanh(), 0.3), x, use_reentrant=False)
+        return net.b(F.dropout(h, 0.3).mean(1))
+
+    for make, loss in ((between(again), "cross_entropy"), (lambda: Net(body), steep)):
+        model, x, y = built(make)
+        options = {"randomness": "fixed", "seed": 2}
+        alone = gradscope.per_sample_gradients(model, loss, x, y, backend="loop", **options)
+        found = gradscope.per_sample_gradients(model, loss, x, y, backend="hooks", **options)
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-12)
+        assert float(alone["a.weight"].abs().amax()) > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "hooks", "loop", "expand"])
+@pytest.mark.parametrize("name", ["checkpointed", "checkpointed_reentrant", "compiled"])
+def test_checkpointed_and_compiled_models_run_as_they_are_written(name: str, backend: str) -> None:
+    model, x, y = built(CASES[name])
+    model.eval()
+
+    def plain(net: Net, h: Tensor) -> Tensor:
+        c = getattr(net.c, "_orig_mod", net.c)
+        return c.eval()(h.mean(1)) if name == "compiled" else inner(net, h)
+
+    def inner(net: Net, h: Tensor) -> Tensor:
+        return net.c(h.mean(1)).tanh()
+
+    if name != "compiled":  # the same without dropout, checkpointed
+        reentrant = name.endswith("reentrant")
+        model.body = lambda net, x: net.b(
+            checkpoint(lambda h: inner(net, h), net.a(x), use_reentrant=reentrant)
+        )
+    asked = gradscope.Scope(model, "cross_entropy", backend=backend)
+    found = asked.per_sample_gradients(x, y)
+    assert asked.backend == ("hooks" if backend == "auto" else backend)
+    model.body = lambda net, x: net.b(plain(net, net.a(x)))
+    for i in range(N):
+        loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        own = torch.autograd.grad(loss, [p for _, p in model.named_parameters()])
+        for (key, _), right in zip(model.named_parameters(), own, strict=True):
+            torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
+
+
+def test_an_index_is_one_whole_number_a_sample() -> None:
+    model, x, y = built(CASES["dropout"])
+    for index in (torch.arange(3), torch.rand(N)):
+        with pytest.raises(DatasetError):
+            scope(model).norms(x, y, index=index)
+
+
+def test_sessions_take_the_positions_of_the_data() -> None:
+    model, x, y = built(CASES["dropout"])
+    session = scope(model, "hooks").session
+    first = session.evaluate(Batch.of(x, y, torch.arange(10, 10 + N))).gradients.norms
+    moved = session.evaluate(Batch.of(x, y, torch.arange(11, 11 + N))).gradients.norms
+    assert not torch.allclose(first, moved)

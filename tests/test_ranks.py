@@ -1,0 +1,167 @@
+"""Two processes with gloo: FSDP2, DistributedDataParallel, errors, a process that is killed."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import gradscope
+from tests.ranks_worker import CHAINS, OWN
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 120  # seconds after which it counts as hanging
+
+
+def launched(place: Path, *command: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command in two processes by torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*torchrun, "--nproc-per-node=2", f"--max-restarts={restarts}", *command],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def found(place: Path, kind: str) -> list[Any]:
+    """Return what both processes found."""
+    ran = launched(place, "-m", "tests.ranks_worker", str(place), kind)
+    told = [line for line in ran.stderr.splitlines() if line.startswith("[rank")]
+    assert ran.returncode == 0, "\n".join(told[-60:])
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+    every = found(tmp_path, "numbers")
+    for own in every:
+        for name in ("", "kept"):
+            for what in ("norms", "rows", *CHAINS[: 5 if name == "" else 2]):
+                assert own[f"{what} {name}"] < 1e-9, what
+            for parameter, gradient in own[f"places {name}"]:
+                assert gradient == parameter + 1  # behind the samples
+        assert own["lengths"] < 1e-9
+        assert own["training"] == 0
+        assert "passed" in own["proof"]
+        assert own["alive"] < 5  # of 8 layers
+        assert own["bfloat16"] < 1e-2
+        assert {*own["dtypes"]} == {"torch.float32"}
+        assert own["policy"] == "bfloat16"
+    assert sum(own["parts "] for own in every) == every[0]["whole "]
+    assert max(own["parts "] for own in every) < 0.7 * every[0]["whole "]
+
+
+def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "errors")
+    for name, words in {
+        "target": "Target 7",
+        "index": "index out of range",
+        "empty": "no sample",
+    }.items():
+        assert first[name].startswith("RefusedError: process 1 could not go on"), name
+        assert words in first[name]
+        assert words in second[name]
+    assert "process 1 could not go on" in first["parallel"]
+    assert "Target 7" in second["parallel"]
+    for own in (first, second):
+        assert "asked for different things" in own["other"]
+        assert "'clip' needs whole gradients" in own["after"]
+        assert "cannot be divided as the parameter is" in own["quantile"]
+        assert "backend 'vmap'" in own["vmap"]
+        assert own["coupled"].startswith(("UnsupportedError", "CoupledSamplesError"))
+        assert "tensor parallel" in own["tensor parallel"]
+        assert own["right"]
+
+
+def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "parallel")
+    assert first["norms"] < 1e-9
+    assert first["samples"] == OWN[0]
+    for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
+        assert first[chain] < 1e-9, chain
+        assert second[chain] == first[chain]
+
+
+def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
+    launched(tmp_path, "-m", "tests.ranks_worker", str(tmp_path), "killed")
+    said = json.loads((tmp_path / "0.json").read_text())
+    assert "another process of the group has ended" in said
+
+
+PROJECT = """
+    import os, pathlib, signal
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(11, 6)
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.table.weight
+            self.register_buffer("scale", torch.full((6,), 1.5), persistent=False)
+
+        def forward(self, x):
+            hidden = self.table(x)
+            for block in self.blocks:
+                hidden = torch.tanh(block(hidden)) * self.scale
+            return self.head(hidden.mean(1))
+
+    def build():
+        return Net()
+
+    def loss(outputs, targets):
+        said = pathlib.Path(__file__).with_name("killed")
+        if os.environ.get("RANK") == "1" and list(pathlib.Path().glob("*1-of-2*")):
+            if (told := said.read_text()) == "now":
+                said.write_text("done")
+                os.kill(os.getpid(), signal.SIGKILL)
+            said.write_text({"": "later", "later": "now"}.get(told, told))
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+"""
+OPTIONS = "weights.safetensors data.npz --model model.py:build --loss model.py:loss --batch-size 3"
+ASKED = ("-t", "identity", "-t", "clip:max_norm=0.5 | mean", "-t", "var", "--dtype", "float64")
+
+
+def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(textwrap.dedent(PROJECT))
+    space: dict[str, Any] = {}
+    exec(textwrap.dedent(PROJECT), space)
+    torch.manual_seed(0)
+    weights = space["build"]().state_dict()
+    save_file({k: v.clone() for k, v in weights.items()}, tmp_path / "weights.safetensors")
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 11, (20, 4)), draw.integers(0, 11, 20)
+    np.savez(tmp_path / "data.npz", inputs=x, targets=y)
+    command = ("-m", "gradscope", "compute", *OPTIONS.split(), *ASKED)
+    (tmp_path / "killed").write_text("")
+    first = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    assert first.returncode != 0
+    assert (tmp_path / "killed").read_text() == "done"
+    assert "SIGKILL" in first.stderr  # torchrun says so, and ends the other one
+    assert not (tmp_path / "out.h5").exists()
+    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert not list(tmp_path.glob("*-of-2*"))
+    alone = [sys.executable, *command, "--backend", "loop", "-o", "alone.h5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(alone, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    with (
+        gradscope.open(tmp_path / "out.h5") as found,
+        gradscope.open(tmp_path / "alone.h5") as right,
+    ):
+        np.testing.assert_allclose(found.samples["norm"], right.samples["norm"], rtol=1e-9)
+        for own, other in zip(found.chains, right.chains, strict=True):
+            assert own.text == other.text
+            for name in other:
+                np.testing.assert_allclose(own[name][:], other[name][:], rtol=1e-9, atol=1e-12)
