@@ -351,6 +351,22 @@ def test_without_it_randomness_is_refused_and_the_way_out_named() -> None:
     assert "--randomness fixed" in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["auto", "loop"])
+def test_low_precision_does_not_hide_a_random_forward_pass(backend: str) -> None:
+    model, x, y = built(between(lambda h: F.dropout(h, 0.02) + torch.randn_like(h) * 1e-3))
+    with pytest.raises(UnsupportedError, match="the forward pass is random"):
+        gradscope.norms(
+            model.bfloat16(), "cross_entropy", x.bfloat16(), y, backend=backend, verify="first"
+        )
+
+
+def test_numbers_that_are_drawn_and_change_nothing_are_no_matter() -> None:
+    model, x, y = built(between(lambda h: h + 0 * torch.rand_like(h)))
+    plain, _, _ = built(between(lambda h: h))
+    found, wanted = (gradscope.norms(m, "cross_entropy", x, y) for m in (model, plain))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_numbers_that_a_model_seeds_itself_are_its_own() -> None:
     def fn(h: Tensor) -> Tensor:
         with torch.random.fork_rng():

@@ -326,7 +326,7 @@ class Problem:
                 for key, value in buffers.items():
                     if value is not None:
                         module._buffers[key] = copies.setdefault(id(value), value.clone())
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), self.state.noticing(devices):
                 yield
         finally:
             for module, buffers in owners:

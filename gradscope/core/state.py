@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,11 +84,13 @@ class _Taken:
 class State:
     """The state of a model and its loss; `latest` is the name of what was last seen to change.
 
-    `fixed` draws its random numbers, where these are fixed for each sample.
+    `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a
+    forward pass has asked torch's generators for others.
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: Fixed | None = None) -> None:
         self._model, self._loss, self.fixed = model, loss, fixed
+        self.drew = False
         self.latest = ""
         # tables, each with its keys that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
@@ -97,6 +100,15 @@ class State:
     def found(self) -> int:
         """How many places are known that forward passes change, and are put back every time."""
         return sum(1 + len(keys) for _, keys in self._known.values())
+
+    @contextmanager
+    def noticing(self, devices: list[torch.device]) -> Iterator[None]:
+        """Notice whether the body moves torch's generators, of the CPU and of `devices`."""
+        states: list[Callable[[], Tensor]] = [torch.get_rng_state]
+        states += [*(partial(torch.cuda.get_rng_state, d) for d in devices)]
+        before = [state() for state in states] if self.fixed is None and not self.drew else []
+        yield
+        self.drew |= any(not torch.equal(a, s()) for a, s in zip(before, states, strict=False))
 
     @contextmanager
     def kept(self) -> Iterator[None]:

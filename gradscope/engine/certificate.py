@@ -228,6 +228,8 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
         if after is None:  # shortcuts do not depend on the numbers
             with answer.timed("shortcuts"):
                 require_consistent(answer.backend, evaluation.gradients, chosen)
+    if answer.problem.state.drew:
+        require_deterministic(answer.problem, batch)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
     if len(unused) == len(squared) and not answer.problem.losses(batch).requires_grad:

@@ -262,7 +262,10 @@ class Session:
         if self.problem.sharding is not None:
             self.problem.sharding.reshard()
         now = facts(self.problem.model)
-        if self.problem.any(self._facts is not None and self._facts != now):
+        changed = self._facts is not None and self._facts != now
+        if self.lockstep is None or not self.lockstep.attended:  # else others may attend to it
+            changed = self.problem.any(changed)
+        if changed:
             self.notes.append(
                 "the model was changed between two calls: it is bound and proved anew"
             )

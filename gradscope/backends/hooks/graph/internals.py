@@ -154,7 +154,8 @@ def probe() -> None:
     bias, inputs, weight = made(2), made(4, 3), made(3, 2)
     index = torch.zeros(4, dtype=torch.int64, device="cpu")
     out = torch.addmm(bias, inputs, weight)
-    node, custom = root(out), root(_Negated.apply(out))  # type: ignore[no-untyped-call]
+    negated = _Negated.apply(out)  # type: ignore[no-untyped-call]
+    node, custom = root(out), root(negated)  # which keeps what it saved as long as `negated` lives
     table = root(torch.nn.functional.embedding(index, weight))
     total, ones = out.sum(), torch.ones_like(out)
     (gradient,) = torch.autograd.grad(total, [edge(node, 0)], retain_graph=True)

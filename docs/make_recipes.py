@@ -1,0 +1,143 @@
+"""Draw the figures of docs/recipes, each from the numbers that its page computes, as SVG.
+
+    python docs/make_recipes.py [FOLDER]
+
+tests/test_docs.py draws each figure again when it has run the page, and tells which are stale.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "recipes"
+COLOURS = BLUE, RED, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#777777"
+
+Names = dict[str, Any]  # what a page's code has defined
+# the same bytes from the same numbers, and letters as text
+_SVG = {"svg.hashsalt": "gradscope", "svg.fonttype": "none", "font.size": 9}
+
+
+def draw(page: str, names: Names, folder: Path) -> Path:
+    """Draw the figure of `page` into `folder`, from the names that its code has defined."""
+    with matplotlib.rc_context(_SVG):
+        figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+        FIGURES[page](figure.subplots(1, 2), names)
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+        path = folder / f"{page}.svg"
+        figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+def _clipping(panels: Any, names: Names) -> None:
+    left, right = panels
+    norms, plain, noisy = zip(*names["table"], strict=True)
+    left.semilogx(norms, plain, "o-", color=GREY, label="clipped mean")
+    best = max(noisy)
+    label = "with noise, relative to its best"
+    left.semilogx(norms, [v / best for v in noisy], "o-", color=BLUE, label=label)
+    _labelled(left, "clipping norm C", "cosine with the true mean")
+    left.set_ylim(0, 1.4)
+    _points(right, names["accuracies"])
+    right.set_xscale("log")
+    _labelled(right, "clipping norm C", "test accuracy after DP-SGD")
+    right.set_ylim(0.4, 1)
+
+
+def _batch_size(panels: Any, names: Names) -> None:
+    left, right = panels
+    for rate, colour in ((0.8, BLUE), (0.1, RED)):
+        losses, scales = zip(*names["scales"][rate], strict=True)
+        left.loglog(losses, scales, "o-", color=colour, label=f"rate {rate}, batch 64")
+    critical, least = names["critical"], names["least"]
+    left.axhline(critical, color=GREY, linestyle="--", label="counted, until loss 0.3")
+    left.set_xlim(2.5, 0.12)
+    left.set_ylim(5, 5000)
+    _ticks(left.xaxis, (2, 1, 0.5, 0.2))
+    _labelled(left, "loss (training goes to the right)", "noise scale, samples")
+    _points(right, names["counted"])
+    sizes = np.geomspace(3, 400, 50)
+    right.loglog(sizes, least * (1 + critical / sizes), "--", color=GREY, label="fit")
+    _ticks(right.xaxis, (4, 16, 64, 256))
+    _ticks(right.yaxis, (50, 100, 200))
+    _labelled(right, "batch size", "steps until loss 0.3")
+
+
+def _ewc(panels: Any, names: Names) -> None:
+    left, right = panels
+    for (kind, pairs), colour in zip(names["reached"].items(), COLOURS, strict=True):
+        first, second = zip(*pairs, strict=True)
+        left.semilogx(names["strengths"], first, "o-", color=colour, label=kind)
+        right.plot(first, second, "o-", color=colour)
+    _labelled(left, "λ", "accuracy on task A after B")
+    _labelled(right, "accuracy on task A after B", "accuracy on task B")
+
+
+def _wrong_labels(panels: Any, names: Names) -> None:
+    found = names["found"]
+    for axes, name in zip(panels, names["behind"], strict=True):
+        for row, score in enumerate(reversed(found)):
+            shares = [precision for _, precision in found[score][name]]
+            axes.barh(row, sum(shares) / len(shares), color=BLUE if row > len(found) - 3 else RED)
+            axes.plot(shares, [row] * len(shares), "o", color="black", markersize=3)
+        axes.set_yticks(range(len(found)), list(reversed(found)))
+        axes.set_xlim(0, 1)
+        _labelled(axes, f"precision, {name}", "")
+
+
+def _points(axes: Axes, values: dict[float, list[float]]) -> None:
+    """A point for each seed, and a line through their means."""
+    for x, seeds in values.items():
+        axes.plot([x] * len(seeds), seeds, "o", color=BLUE)
+    means = [sum(seeds) / len(seeds) for seeds in values.values()]
+    axes.plot(list(values), means, "-", color=BLUE, label="mean of the seeds")
+
+
+def _ticks(axis: Any, values: tuple[float, ...]) -> None:
+    """Mark these values alone, as they are."""
+    axis.set_ticks(values, [f"{v:g}" for v in values])
+    axis.set_ticks([], minor=True)
+
+
+def _labelled(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+FIGURES: dict[str, Callable[[Any, Names], None]] = {
+    "clipping": _clipping,
+    "batch_size": _batch_size,
+    "ewc": _ewc,
+    "wrong_labels": _wrong_labels,
+}
+
+
+def main(folder: Path) -> None:
+    """Run every page that has a figure, and draw it into `folder`."""
+    sys.path[:0] = [str(ROOT), "."]
+    from tests.pages import run
+
+    folder = folder.resolve()
+    os.environ["COLUMNS"] = "80"
+    for page in FIGURES:
+        with tempfile.TemporaryDirectory() as place:
+            os.chdir(place)
+            Path("build").mkdir()
+            Path("sample_models").symlink_to(ROOT / "sample_models")
+            draw(page, run(FOLDER / f"{page}.md").names, folder)
+            os.chdir(ROOT)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
