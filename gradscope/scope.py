@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from gradscope.backends import ROWS, Request
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, RowKind
 from gradscope.core.ranks import Ranks
+from gradscope.core.tokens import Tokens
 from gradscope.engine import (
     Auditor,
     Certificate,
@@ -33,6 +34,7 @@ from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
+_TOKEN_BYTES = 2**30  # of dense gradients of tokens, unless they are known to have a structure
 
 
 class NonFiniteWarning(UserWarning):
@@ -66,6 +68,9 @@ class Scope:
             numbers in any batch and with any backend.
         compile: Compile gradient and reduction as one program where that can be done; under `auto`
             where it is also measured to be faster. What was done is in `notes`.
+        rows: What has a row: "sample", or "token": each position of a loss (n, t), or of a pair of
+            such losses and booleans (n, t) that say which positions count; `positions` says which
+            row is which, and n of everything else here is their number.
 
     Attributes:
         session: What evaluates and proves.
@@ -87,6 +92,7 @@ class Scope:
         seed: int = 0,
         compile: bool = False,
         randomness: Randomness = "refuse",
+        rows: RowKind = "sample",
     ) -> None:
         settings = Settings(
             parameters=parameters,
@@ -98,6 +104,7 @@ class Scope:
             seed=seed,
             compile=compile,
             randomness=randomness,
+            rows=rows,
         )
         self.session = Session(model, loss, settings)
         self._bound: dict[str, Chain] = {}
@@ -156,13 +163,26 @@ class Scope:
                 and random numbers that are fixed are drawn by it.
         """
         self.session.labels.require_one()
-        batch = self._batch(inputs, targets, index, "per_sample_gradients")
+        batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
         lockstep = self.session.lockstep
         if lockstep is not None:
             if out is not None:
                 raise SpecError("gradients of a divided model cannot be written into buffers")
             return self.session.repeated(lambda: lockstep.rows(batch))
         return self.session.repeated(lambda: self._rows(batch, out))
+
+    def positions(self, inputs: Any, targets: Any = None) -> tuple[Tensor, Tensor]:
+        """Return of which sample (n,) and which position (n,) of it each row is, rows="token".
+
+        Args:
+            inputs: A tensor, tuple or dict, sample axis first.
+            targets: Likewise, or None.
+        """
+        rows = [self.session.rows_of(part) for part in self.parts(Batch.of(inputs, targets))]
+        found = [row for row in rows if isinstance(row, Tokens)]
+        if not found:
+            raise SpecError("rows of samples have no positions", remedy='Use Scope(rows="token").')
+        return torch.cat([row.samples for row in found]), torch.cat([row.position for row in found])
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, of a batch that was proved with the norms of its proof."""
@@ -329,7 +349,15 @@ class Scope:
         session = self.session
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
-        return [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
+        parts = [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
+        if session.settings.rows == "sample":
+            return parts
+        size = sum(p.nbytes for p in session.problem.parameters.values())
+        found: list[Batch] = []
+        for rows in map(session.rows_of, parts):
+            most = len(rows) if session.keeps_apart else max(1, _TOKEN_BYTES // max(1, size))
+            found += map(rows.select, torch.split(torch.arange(len(rows)), max(1, most)))
+        return [part for part in found if len(part)] or found
 
 
 def per_sample_gradients(

@@ -135,7 +135,9 @@ def command(name: str, folder: Path, output: Path, *more: str) -> Found:
     if process.returncode:
         reason = (folder / "errors").read_text() or (folder / "told").read_text()
         return {"failed": reason.strip(), "code": process.returncode}
-    backend = json.loads((folder / "told").read_text())["certificate"]["backend"]
+    backend = json.loads((folder / "told").read_text())["certificate"].get(
+        "backend"
+    )  # of the proof
     seconds = time.perf_counter() - start
     return {"backend": backend, "seconds": seconds, "gigabytes": used.ru_maxrss * 1024 / 1e9}
 

@@ -162,8 +162,8 @@ def _labels(outputs: Any, target: Tensor) -> Tensor:
 _PICTURES = labelled(1000, lambda: torch.randn(4, 3, 224, 224))
 _LLAMA = {
     "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
     "num_hidden_layers": 22,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
@@ -172,7 +172,7 @@ _EXPERTS = {
     "vocab_size": 50_304,
     "hidden_size": 1024,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_experts": 64,
     "num_experts_per_tok": 8,
@@ -188,7 +188,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         **{**_LM, "head": "LMHeadModel"},
     ),
     "llama": Architecture(
-        "Llama, TinyLlama's geometry, T = 64",
+        "Llama, TinyLlama's 22 layers at half its width, T = 64",
         data=tokens(2, 64, 32_000),
         kind="Llama",
         config=_LLAMA,
@@ -258,7 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         needs=("torch_geometric",),
     ),
     "experts": Architecture(
-        "OLMoE, 64 experts of which 8, narrower, T = 64",
+        "OLMoE's 64 experts of which 8, two layers at half the width, T = 64",
         data=tokens(2, 64, 50_304),
         kind="Olmoe",
         config=_EXPERTS,

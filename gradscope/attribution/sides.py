@@ -91,12 +91,22 @@ class Side(Protocol):
         """Return the results of chains with reducers over all samples, in one walk."""
 
 
+def _require_samples(rows: str, where: str) -> None:
+    if rows == "token":
+        raise SpecError(
+            "its rows are tokens, and what is scored is whole samples",
+            where=where,
+            remedy="Compute it with --rows sample: a sample's row is the sum of its tokens'.",
+        )
+
+
 class FileSide:
     """The rows of a chain in a result file."""
 
     cheap = True
 
     def __init__(self, file: GradientFile, chain: str | None) -> None:
+        _require_samples("token" if "position" in file.samples else "sample", str(file.path))
         self._file = file
         self._rows = _chosen(file, chain)
         self._seen = 0  # samples whose rows were found finite or not
@@ -195,6 +205,7 @@ class SessionSide:
         n: int,
         facts: Facts,
     ) -> None:
+        _require_samples(session.settings.rows, facts.name)
         self.facts, self.n = facts, n
         self._session, self._walk, self._table_of = session, walk, rows
         self._chain = chain

@@ -10,9 +10,10 @@ losses and per-sample gradients:
 It is exact, or it raises a `RefusedError` that names the layer and the remedy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.locate import unsupported
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, RowKind
 from gradscope.core.registry import Registry, suggestion
+from gradscope.core.tokens import Tokens
 from gradscope.errors import SpecError, UnsupportedError
 
 AUTO = "auto"
@@ -30,6 +32,7 @@ AUTO = "auto"
 _ORDER = ("hooks", "vmap", "expand", "loop")  # of auto: hooks keeps structure, loop runs anything
 
 CHUNK_BYTES = 2**28  # of dense gradients that are computed at a time
+_ROWS = 8  # of tokens, at least, for which their samples are computed at a time
 
 State = dict[str, Tensor]
 Starts = Callable[[Sequence[str], Gradients], dict[str, State]]
@@ -67,6 +70,7 @@ Backend = Callable[[Problem], AbstractContextManager[Evaluate]]
 
 backends: Registry[Backend] = Registry("backend")
 own_loss_backends: Registry[Backend] = Registry("own-loss backend")
+token_backends: Registry[Backend] = Registry("token backend")  # with a way of their own
 
 
 def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
@@ -86,6 +90,39 @@ def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
         known = suggestion(name, [AUTO, *registry.names()])
         raise SpecError(f"unknown {registry.kind} {name!r}", remedy=known)
     return (name,)
+
+
+def backend_of(name: str, rows: RowKind = "sample", *, own_loss: bool = False) -> Backend:
+    """Return the backend of a name for rows of samples or tokens."""
+    if own_loss:
+        return own_loss_backends.get(name)
+    plain = backends.get(name)
+    if rows == "sample" or name == "loop":  # it takes one row at a time anyway
+        return plain
+    return token_backends.find(name) or partial(apart, plain)
+
+
+@contextmanager
+def apart(backend: Backend, problem: Problem) -> Iterator[Evaluate]:
+    """Any backend, for rows of tokens: each row is computed from a copy of its sample.
+
+    Exact for every model; a sample costs as much as t samples do.
+    """
+    with backend(problem.apart) as evaluate:
+
+        def evaluate_rows(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+            assert isinstance(batch, Tokens)
+
+            def some(batch: Batch) -> LossesAndRows:
+                assert isinstance(batch, Tokens)
+                found = evaluate(batch.apart(), Request(proved=request.proved))
+                return found.losses, found.gradients.dense()
+
+            each = max(_ROWS, len(batch.whole))  # so many samples fit into memory
+            parts = torch.split(torch.arange(len(batch)), each)
+            return dense_evaluation(*in_parts(problem, batch, parts, some))
+
+        yield evaluate_rows
 
 
 def in_parts(

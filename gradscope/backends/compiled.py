@@ -310,10 +310,14 @@ def _bounds(t: Tensor) -> Tensor:
     )
 
 
-def not_compiled(backend: str, verify: str, coupling: str, randomness: str) -> str | None:
+def not_compiled(
+    backend: str, verify: str, coupling: str, randomness: str, rows: str
+) -> str | None:
     """Return why nothing can be compiled under these settings, or None."""
     if backend not in (AUTO, "vmap"):
         return f"{backend} has no compiled form; auto and vmap have"
+    if rows == "token":
+        return "rows of tokens have no compiled form"
     if coupling == "own-loss":
         return "own losses need one joint forward pass"
     if randomness == "fixed":

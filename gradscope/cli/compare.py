@@ -48,7 +48,7 @@ def compare(
     stops.unwinding()
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
-    rows = job.rows if spec.compute.samples else job.rows[:size]
+    rows = job.samples if spec.compute.samples else job.samples[:size]
     others = {name: _loaded(name, rows) for name in against or []}
     if dry_run:
         names = ", ".join(spec.compare.backends)
@@ -87,6 +87,7 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
         randomness=asked.randomness,
         seed=asked.seed,
         index=batch.index,
+        rows=asked.rows,
     )
 
 
@@ -112,7 +113,9 @@ def _loaded(reference: str, rows: range) -> Any:
                 where=reference,
                 remedy="Compute it with -t identity.",
             )
-        places = {int(k): row for row, k in enumerate(file.samples["index"])}
+        places: dict[int, list[int]] = {}  # of a run of tokens, a sample has several rows
+        for row, k in enumerate(file.samples.get("sample", file.samples["index"])):
+            places.setdefault(int(k), []).append(row)
         missing = [k for k in rows if k not in places]
         if missing:
             raise SpecError(
@@ -120,7 +123,7 @@ def _loaded(reference: str, rows: range) -> Any:
                 where=reference,
                 remedy="Choose samples that it holds with --samples A:B.",
             )
-        wanted = [places[k] for k in rows]
+        wanted = [row for k in rows for row in places[k]]
         return {
             name: np.stack([array[k : k + 1][0] for k in wanted]) for name, array in chain.items()
         }

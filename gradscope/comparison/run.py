@@ -13,16 +13,17 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from gradscope.backends import Backend, Evaluate, backends
+from gradscope.backends import Backend, Evaluate, backend_of, backends
 from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
 from gradscope.core import markup
 from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
-from gradscope.core.problem import Loss, Problem, double_precision
+from gradscope.core.problem import Loss, Problem, RowKind, double_precision
 from gradscope.core.randomness import Fixed
 from gradscope.core.stops import is_stop
+from gradscope.core.tokens import Tokens
 from gradscope.engine import Answer, Randomness, glimpsed
 from gradscope.errors import (
     CertificateError,
@@ -32,7 +33,7 @@ from gradscope.errors import (
     UnsupportedError,
 )
 from gradscope.scope import Scope
-from gradscope.stages.losses import resolve
+from gradscope.stages.losses import of_tokens, resolve
 
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
@@ -123,6 +124,7 @@ def compare(
     randomness: Randomness = "refuse",
     seed: int = 0,
     index: Tensor | None = None,
+    rows: RowKind = "sample",
 ) -> Comparison:
     """Hold backends, and implementations of one's own, against the float64 loop.
 
@@ -143,17 +145,21 @@ def compare(
         randomness: "fixed" for a model that draws random numbers; see `Scope`.
         seed: Of these.
         index: (n,) int64, the samples' positions in their data set, by which they are drawn.
+        rows: What has a row, "sample" or "token"; see `Scope`.
 
     Raises:
         SpecError: A name is unknown or used twice, or there is nothing to compare.
         RefusedError: The loop itself has no answer: the model does not run on one sample alone.
     """
     others = dict(against or {})
-    chosen = _chosen(backends, others)
-    problem = Problem.of(model, resolve(loss), parameters)
+    chosen = _chosen(backends, others, rows)
+    own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))
+    problem = replace(Problem.of(model, own, parameters), rows=rows)
     if randomness == "fixed":
         problem = problem.fixed(Fixed(seed))
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
+    if rows == "token":
+        batch = Tokens.among(batch, problem.counted(batch)[0])
     exact, wide = problem.converted(torch.float64), batch.in_double_precision()
     with double_precision(), exact.state.kept():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
@@ -165,23 +171,23 @@ def compare(
 
     seconds, peak = measure(backward, problem.device)
     with Tuner.remembering().active() as tuner:
-        rows = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
-    rows += [_other_row(label, other, setting) for label, other in others.items()]
+        found = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
+    found += [_other_row(label, other, setting) for label, other in others.items()]
     return Comparison(
-        agrees=all(row.status in ("agrees", "refused") for row in rows),
+        agrees=all(row.status in ("agrees", "refused") for row in found),
         samples=len(batch),
         dtype=str(problem.dtype).removeprefix("torch."),
         baseline_seconds=seconds,
         baseline_bytes=peak,
         coupled=setting.oracle.coupled,
-        rows=tuple(rows),
+        rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
     )
 
 
-def _chosen(names: Sequence[str], others: Mapping[str, Any]) -> dict[str, Backend]:
+def _chosen(names: Sequence[str], others: Mapping[str, Any], rows: RowKind) -> dict[str, Backend]:
     """Look every name up before anything runs."""
-    chosen = {name: backends.get(name) for name in names}
+    chosen = {name: backend_of(name, rows) for name in names}
     taken = [label for label in others if label in chosen]
     if taken:
         raise SpecError(

@@ -328,6 +328,12 @@ class ComputeSpec(_Section):
         _COMPUTE,
         "The data's, drawn from the model's predictions, or all classes",
     )
+    rows: Literal["sample", "token"] = option(
+        "sample",
+        "--rows",
+        _RUNS,
+        "What has a row of its own; token: each position of a loss (n, t) that counts",
+    )
     predictions: values.Switch = option(
         True,
         "--predictions",

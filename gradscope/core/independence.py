@@ -19,6 +19,7 @@ from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
 from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.shortage import is_shortage
+from gradscope.core.tokens import Tokens, samples_of, whole_of
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")
@@ -82,6 +83,11 @@ def regrouped(
     to its samples it does by the longest, the shortest or the largest, or to these. The others are
     in so many parts, by chance: two of them stay together in one of `parts` cases.
     """
+    if isinstance(batch, Tokens):  # those of a sample are no company
+        rows, groups = samples_of(batch), regrouped(batch.whole, draw, (), parts)
+        left = ~torch.isin(torch.arange(len(batch)), torch.tensor([*alone], dtype=torch.int64))
+        shared = [torch.cat([(left & (rows == k)).nonzero().flatten() for k in g]) for g in groups]
+        return [*(torch.tensor([k]) for k in alone), *(part for part in shared if len(part))]
     n = len(batch)
     order = torch.randperm(n, generator=draw)
     far = _outstanding(batch) if n > 1 else []
@@ -194,14 +200,14 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
     if not inputs:
         return problem.losses(batch).detach()
     draw = torch.Generator().manual_seed(seed)
-    powers = torch.randint(
-        0, 4 if problem.precision == torch.float16 else 12, (len(batch),), generator=draw
-    )
-    signs = torch.randint(0, 2, (len(batch),), generator=draw) * 2 - 1
+    owner = samples_of(batch)
+    n = len(whole_of(batch))
+    powers = torch.randint(0, 4 if problem.precision == torch.float16 else 12, (n,), generator=draw)
+    signs = torch.randint(0, 2, (n,), generator=draw) * 2 - 1
     weights = signs * 2.0**powers
     try:
         losses = problem.losses(given)
-        once, often = (slopes(losses, inputs, w) for w in (None, weights.to(losses)))
+        once, often = (slopes(losses, inputs, w) for w in (None, weights[owner].to(losses)))
     except (ModelError, RuntimeError) as error:
         if is_shortage(error):
             raise
@@ -221,14 +227,13 @@ def _require_own(
     gap, size = (_rows(t).norm(dim=1) for t in (many - own, own))
     suspects = (gap > 64 * eps * size).nonzero().flatten()
     for k in suspects.tolist()[:_FEW]:
-        others = torch.ones_like(losses)
-        others[k] = 0
+        others = (samples_of(batch) != k).to(losses)
         left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
-            where = mixing_layer(problem, batch, k)
+            where = mixing_layer(problem, whole_of(batch), k)
             raise CoupledSamplesError(
                 "the loss of another sample has a gradient by the inputs of sample "
-                f"{int(batch.index[k])}",
+                f"{int(whole_of(batch).index[k])}",
                 where=where,
                 remedy=coupled_remedy(where),
             )
@@ -265,6 +270,8 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
 
 def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
     """Name the first layer where a sample mixes with others, None when it is not inside a layer."""
+    if isinstance(batch, Tokens):
+        sample, batch = int(batch.sample[sample]), batch.whole
     alone = torch.full((len(batch),), sample)
     try:
         first, second = (_recorded(problem, b) for b in (batch, batch.select(alone)))

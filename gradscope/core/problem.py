@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -26,10 +26,12 @@ from gradscope.core.randomness import Fixed
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
+from gradscope.core.tokens import Tokens, token_losses, whole_of
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 T = TypeVar("T")
 Loss = Callable[..., Tensor]
+RowKind = Literal["sample", "token"]
 Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
 
@@ -83,6 +85,18 @@ def model_loss(fn: Loss) -> BoundLoss:
     return BoundLoss(fn, of_model=True)
 
 
+def _at_position(loss: Loss) -> BoundLoss:
+    """Return the loss of one position each, (..., (targets, position (n,))) -> (n,)."""
+
+    def picked(*given: Any) -> Tensor:
+        *first, (targets, position) = given
+        found = loss(*first, targets)
+        values, _ = token_losses(found, len(position), getattr(loss, "__name__", "loss"))
+        return values.gather(1, position.to(values.device).unsqueeze(1)).squeeze(1)
+
+    return BoundLoss(picked, of_model=is_model_loss(loss))
+
+
 def is_model_loss(loss: Loss) -> bool:
     """Whether `loss` takes `(model, inputs, targets)` rather than `(outputs, targets)`."""
     if isinstance(loss, BoundLoss):
@@ -107,6 +121,8 @@ class Problem:
     state: State = None  # type: ignore[assignment]  # made when it is not given
     seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
+    # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
+    rows: RowKind = "sample"
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -175,9 +191,21 @@ class Problem:
         """The device of the first selected parameter."""
         return next(iter(self.parameters.values())).device
 
+    @property
+    def apart(self) -> "Problem":
+        """What gives a token's row as an ordinary sample's, of batches `Tokens.apart`."""
+        return replace(self, loss=_at_position(self.loss), rows="sample")
+
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
-        """Return the losses (n,), with their graph or none; buffers and generators stay alone."""
+        """Return the losses (n,), with their graph or none; buffers and generators stay alone.
+
+        With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
+        """
         return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
+
+    def counted(self, batch: Batch) -> tuple[Tensor, bool]:
+        """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
+        return self.drawn(batch, partial(self._counted, batch))
 
     def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
         """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
@@ -190,10 +218,26 @@ class Problem:
         fixed = self.state.fixed
         if fixed is None:
             return evaluate()
-        losses = replace(self, seen=None)._evaluated
-        return fixed.over(self.model, batch, evaluate, losses, apart=apart)
+        losses = replace(self, seen=None)._of_samples
+        return fixed.over(self.model, whole_of(batch), evaluate, losses, apart=apart)
 
     def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
+        with self._guarded(batch, graph=graph):
+            return self._checked(self._raw(batch, self.seen), batch)
+
+    def _of_samples(self, batch: Batch) -> Tensor:
+        losses = self._evaluated(batch)
+        return losses if losses.dim() == 1 else losses.sum(1)
+
+    def _counted(self, batch: Batch) -> tuple[Tensor, bool]:
+        with self._guarded(batch, graph=False):
+            values, counted = token_losses(self._raw(batch), len(batch), self._loss_name)
+            if counted is None:
+                return torch.ones(values.shape, dtype=torch.bool), False
+            return counted, True
+
+    @contextmanager
+    def _guarded(self, batch: Batch, *, graph: bool) -> Iterator[None]:
         with (
             self.state.kept(),
             self._scratch_buffers(),
@@ -202,7 +246,7 @@ class Problem:
             nullcontext() if self.sharding is None else self.sharding.forward(),
             user_code(self.model, batch),
         ):
-            return self._checked(self._raw(batch, self.seen), len(batch))
+            yield
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the losses (n,) with `values` in the parameters' place, buffers copied.
@@ -221,7 +265,7 @@ class Problem:
             for table, key, own in places:
                 table[key] = given[id(own)]
             with self._frozen_statistics():
-                return self._checked(self._raw(batch), len(batch))
+                return self._checked(self._raw(batch), batch)
         finally:
             for table, key, own in places:
                 table[key] = own
@@ -289,8 +333,14 @@ class Problem:
             seen(self.loss, outputs, batch.targets, losses)
         return losses
 
-    def _checked(self, losses: Any, n: int) -> Tensor:
-        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+    @property
+    def _loss_name(self) -> str:
+        return getattr(self.loss, "__name__", type(self.loss).__name__)
+
+    def _checked(self, losses: Any, batch: Batch) -> Tensor:
+        if self.rows == "token":
+            return self._of_tokens(losses, batch)
+        name, n = self._loss_name, len(batch)
         if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
             if losses.is_floating_point():
                 return losses
@@ -311,9 +361,26 @@ class Problem:
                 "the first. A mean over all tokens of a batch: each sample's sum over its tokens, "
                 "divided by a constant."
                 if scalar
-                else "Reduce over all axes but the first, the sample axis."
+                else "Reduce over all axes but the first, the sample axis. For a row for each "
+                "position of (n, t), use --rows token."
             ),
         )
+
+    def _of_tokens(self, found: Any, batch: Batch) -> Tensor:
+        """Return the losses (m,) of rows; of a batch that is not of tokens, (n, t)."""
+        rows = batch if isinstance(batch, Tokens) else None
+        n = len(batch) if rows is None else len(rows.held)
+        values, _ = token_losses(found, n, self._loss_name)
+        if rows is None:
+            return values
+        if values.shape[1] != rows.positions:
+            raise SpecError(
+                f"the loss {self._loss_name!r} has {values.shape[1]} positions here, and had "
+                f"{rows.positions} before",
+                where="rows token",
+                remedy="Pad all samples to one length, and let the loss say which positions count.",
+            )
+        return values[rows.sample.to(values.device), rows.position.to(values.device)]
 
     @contextmanager
     def _scratch_buffers(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.errors import GradscopeError, UnsupportedError
 
 _COPIED = 2**24  # bytes of a value of which a copy is kept
+_ROOM = 2**28  # bytes of parameters, all in all, of which copies are kept: not a whole model more
 _READ = 2**28  # bytes of a value of which every bit is looked at
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -156,7 +157,8 @@ class State:
         if self._before is not None:  # what earlier passes of the outer body left is not the state
             self._begin()
         known = {id(p): p._version for p in own} if again else {}
-        before = {key: _take(table, but=known) for key, table in reachable(roots, own)}
+        room = [_ROOM]
+        before = {key: _take(table, but=known, room=room) for key, table in reachable(roots, own)}
         generators = {
             value.gi_frame: taken.table.named(key)
             for taken in before.values()
@@ -281,12 +283,27 @@ def facts(model: nn.Module) -> list[Any]:
 
 
 def _take(
-    table: StateTable, keys: set[Hashable] | None = None, but: Container[int] = frozenset()
+    table: StateTable,
+    keys: set[Hashable] | None = None,
+    but: Container[int] = frozenset(),
+    room: list[int] | None = None,
 ) -> _Taken:
-    """Return a table as it is, with copies of values and marks of them."""
+    """Return a table as it is, with copies of values and marks of them.
+
+    Of parameters there are copies while there is `room` for them: one that changes is refused
+    either way, and a copy only puts it back.
+    """
     items = table.read()
+
+    def copied(value: Any) -> Any:
+        if room is not None and isinstance(value, nn.Parameter):
+            room[0] -= value.nbytes
+            if room[0] < 0:
+                return None
+        return _copy(value)
+
     chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
-    copies = {k: c for k, v in chosen.items() if (c := _copy(v)) is not None}
+    copies = {k: c for k, v in chosen.items() if (c := copied(v)) is not None}
     found = {k: _mark(v, copies.get(k)) for k, v in chosen.items()} if keys is None else {}
     return _Taken(table, items, {k: m for k, m in found.items() if m is not None}, copies)
 

@@ -13,26 +13,26 @@ from gradscope.backends import (
     ROWS,
     Evaluate,
     Request,
-    backends,
+    backend_of,
     candidates,
-    own_loss_backends,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, tensors
 from gradscope.core.independence import same
 from gradscope.core.precision import double
-from gradscope.core.problem import Problem
+from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
 from gradscope.core.releases import untested
 from gradscope.core.state import compiled_part, facts
+from gradscope.core.tokens import Tokens
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
 from gradscope.engine.sharded import Lockstep
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.stages.labels import Labels, Mode
-from gradscope.stages.losses import resolve
+from gradscope.stages.losses import of_tokens, resolve
 from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
@@ -61,13 +61,22 @@ class Settings:
     compile: bool = False
     predictions: bool = False
     randomness: Randomness = "refuse"
+    rows: RowKind = "sample"
 
     def __post_init__(self) -> None:
         words = (self.verify, Verify), (self.coupling, Coupling), (self.randomness, Randomness)
-        for word, kind in (*words, (self.nonfinite, NonFinite), (self.labels, Mode)):
+        more = (self.nonfinite, NonFinite), (self.labels, Mode), (self.rows, RowKind)
+        for word, kind in (*words, *more):
             known = list(get_args(kind))
             if word not in known:
                 raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
+        if self.rows == "token" and (self.labels != "data" or self.coupling == "own-loss"):
+            other = "coupling own-loss" if self.labels == "data" else f"labels {self.labels}"
+            raise SpecError(
+                f"rows of tokens do not go with {other}: that is of whole samples",
+                where="rows token",
+                remedy="Use labels data and coupling refuse or frozen; or rows sample.",
+            )
 
     def require_divisible(self) -> None:
         """Refuse what is not to be had of a model that is divided over processes."""
@@ -77,6 +86,7 @@ class Settings:
             "labels": (self.labels, ("data",)),
             "compile": (self.compile, (False,)),
             "randomness": (self.randomness, ("refuse",)),
+            "rows": (self.rows, ("sample",)),
         }
         for name, (word, accepted) in only.items():
             if word not in accepted:
@@ -129,6 +139,10 @@ class Session:
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
         self._fixed = Fixed(settings.seed) if settings.randomness == "fixed" else None
+        if settings.rows == "token":
+            self._loss = of_tokens(self._loss)
+        self.keeps_apart = False  # the last answer about tokens had none in its dense form
+        self._positions: dict[Any, int] = {}  # t by shapes, where all positions count
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
@@ -155,10 +169,12 @@ class Session:
             problem,
             running_statistics=asked.coupling == "frozen",
             seen=None if self.predictions is None else self.predictions.watch,
+            rows=asked.rows,
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         self._compiled = None
-        against = not_compiled(asked.backend, asked.verify, asked.coupling, asked.randomness)
+        settled = (asked.backend, asked.verify, asked.coupling, asked.randomness, asked.rows)
+        against = not_compiled(*settled)
         if asked.compile and against is not None:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
@@ -201,6 +217,23 @@ class Session:
         """Whether some batches are answered by a compiled program."""
         return self._compiled is not None and self._compiled.in_use
 
+    def rows_of(self, batch: Batch) -> Batch:
+        """Return samples as the rows that are asked for: themselves, or their tokens that count.
+
+        That takes a forward pass, unless the loss lets every position count.
+        """
+        if self.settings.rows == "sample" or isinstance(batch, Tokens):
+            return batch
+        shapes = tuple((t.shape[1:], t.dtype) for t in tensors((batch.inputs, batch.targets)))
+        t = self._positions.get(shapes)
+        if t is not None:
+            return Tokens.among(batch, torch.ones(len(batch), t, dtype=torch.bool))
+        with torch.inference_mode(False):
+            counted, said = self.problem.counted(batch.detached())
+        if not said:
+            self._positions[shapes] = counted.shape[1]
+        return Tokens.among(batch, counted)
+
     def evaluate(
         self,
         batch: Batch,
@@ -220,6 +253,13 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
+        batch = self.rows_of(batch)
+        if not len(batch):
+            raise SpecError(
+                "no position of these samples counts",
+                where="rows token",
+                remedy="The loss says which positions count: see its mask or ignore_index.",
+            )
         now = self.bound_anew()
         if self.lockstep is not None:
             return self.lockstep.evaluate(batch.detached(), request)
@@ -251,6 +291,8 @@ class Session:
             self._due = True  # until a proof has passed, nothing more is answered
             raise
         self._facts = now
+        blocks = evaluation.gradients.values()
+        self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         self._unaudited = batch if proof is None else None
         self._doubtful = 0 if proof is not None else self._doubtful + 1
         if request.stored and not request.factors:
@@ -303,8 +345,8 @@ class Session:
         asked = self.settings
         if self._evaluate is None:
             self.backend = self._waiting.pop(0)
-            registry = own_loss_backends if asked.own_loss else backends
-            self._evaluate = self._stack.enter_context(registry.get(self.backend)(self.problem))
+            backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
+            self._evaluate = self._stack.enter_context(backend(self.problem))
         due = self._due or self._wary or asked.verify == "always"
         if asked.verify == "never" or not due:
             return self._evaluate(batch, request)

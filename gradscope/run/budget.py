@@ -180,10 +180,13 @@ class Sizes:
     def _counted(cls, job: Job) -> "Sizes | None":
         try:
             with rehearsal(job, verify="never") as one:
-                sample = one.load(0, 1)
+                n = 1 if one.tokens is None else min(2, len(one.rows))  # do positions meet?
+                sample = one.load(0, n)
                 graph = recorded(one.scope.problem, one.scope.labels.of(sample))
                 chains = settled(one.scope, one.chains, lambda: [sample])
-                rows, states = Run(one, chains, Path(), None, BatchSize(1)).reduced(sample, left=1)
+                rows, states = Run(one, chains, Path(), None, BatchSize(n)).reduced(sample, left=n)
+                if one.tokens is not None and one.scope.keeps_apart:
+                    graph //= one.tokens.positions  # one pass for all of them
         except Exception:  # whatever it is, the run will tell
             return None
         blocks = [block for made in rows.chains for block in (made or {}).values()]

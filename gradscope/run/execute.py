@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch
+from gradscope.core.tokens import Tokens
 from gradscope.engine import Audits, Session, finite_samples, fold
 from gradscope.errors import (
     CertificateError,
@@ -337,6 +338,9 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
         for chain in chains
     )
     table = table_of(job.scope, batch, evaluation)
+    if isinstance(batch, Tokens):
+        table = replace(table, sample=batch.samples, position=batch.position)
+        return replace(table, id=job.dataset.ids(batch.samples), chains=tuple(rows))
     kept = None if job.previews is None else job.previews.of(batch.index.tolist())
     return replace(table, id=job.dataset.ids(batch.index), preview=kept, chains=tuple(rows))
 
@@ -346,7 +350,8 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
     gradients = evaluation.gradients
     shown = session.labels.of(batch)  # the table keeps the data's own targets
     squared, targets = gradients.squared_norms, batch.targets
-    if not isinstance(targets, Tensor) or not targets.dim() or targets[0].numel() != 1:
+    whole = isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1
+    if not whole or isinstance(batch, Tokens):
         targets = None  # stored are only those of one number a sample
     return Rows(
         index=batch.index,

@@ -7,6 +7,7 @@ misspelt word costs nothing.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from gradscope.core.ranks import Ranks, divided
 from gradscope.engine import Session, Settings, request_of
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
+from gradscope.run.tokens import TokenRows
 from gradscope.sources import (
     CheckpointReport,
     Dataset,
@@ -53,9 +55,10 @@ from gradscope.storage import ChainPlan, FilePlan, require_compression
 
 _SAME = {
     *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
-    *("previews", "randomness"),
+    *("previews", "randomness", "rows"),
 }
 _BATCH_SAMPLES = 256  # when the batch size is left to us
+_BATCH_TOKENS = 2048  # at least, and whole samples
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
 
 
@@ -68,7 +71,7 @@ class Job:
     scope: Session  # model, loss and backend, with the proof of its answers
     checkpoint: CheckpointReport  # what was loaded into the model
     dataset: Dataset
-    rows: range  # the positions of the selected samples in it
+    rows: range  # the positions of the selected samples in it; of tokens, rows of all of them
     whole: range  # those of the run that this is a shard of; `rows` if it is none
     batch_size: int  # samples a batch, if memory allows it
     shard: Shard | None  # which part of a run this is, if it is not the whole
@@ -77,6 +80,7 @@ class Job:
     notes: tuple[str, ...]  # what was noticed while loading
     previews: Previews | None = None  # what is kept of the samples themselves
     sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
+    tokens: TokenRows | None = None  # what the rows are, if they are of tokens
 
     def place(self, output: Path) -> Path:
         """Return where the result goes: a shard's next to the file of the whole run."""
@@ -89,8 +93,14 @@ class Job:
 
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
-        batch = self.dataset.batch(self.rows[start : start + n]).to(None, self.dtype)
-        return to_device(batch, self.scope.problem.device)
+        rows = self.rows[start : start + n]
+        load = partial(read, self.dataset, self.scope)
+        return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
+
+    @property
+    def samples(self) -> range:
+        """The positions of the selected samples in the data set."""
+        return self.rows if self.tokens is None else self.tokens.samples
 
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
@@ -107,8 +117,7 @@ class Job:
     @property
     def dtype(self) -> torch.dtype | None:
         """What floating-point inputs are cast to: the parameters' dtype, None if it is complex."""
-        dtype = self.scope.problem.dtype
-        return None if dtype.is_complex else dtype
+        return _dtype(self.scope)
 
     def record(self) -> dict[str, Any]:
         """Return the whole run as plain data, for the result file."""
@@ -125,6 +134,8 @@ class Job:
             "dtype": str(problem.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+        if self.tokens is not None:
+            record["tokens"] = self.tokens.record()
         if self.previews is not None:
             record["previews"] = self.previews.record
         if self.shard is not None:
@@ -141,6 +152,8 @@ class Job:
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
         if self.scope.settings.own_loss:
             parts.append("batch_size")  # else a row is the same in any
+        if self.tokens is not None:
+            parts.append("tokens")
         if self.shard is not None:
             parts.append("shard")
         record = self.record()
@@ -152,6 +165,17 @@ class Job:
             "dataset": data,  # its files are told by their digest
             "parameters": list(self.shapes),
         }
+
+
+def read(dataset: Dataset, scope: Session, rows: range) -> Batch:
+    """Return some samples of a data set, on the model's device."""
+    batch = dataset.batch(rows).to(None, _dtype(scope))
+    return to_device(batch, scope.problem.device)
+
+
+def _dtype(scope: Session) -> torch.dtype | None:
+    dtype = scope.problem.dtype
+    return None if dtype.is_complex else dtype
 
 
 def prepare(spec: RunSpec) -> Job:
@@ -183,9 +207,18 @@ def prepare(spec: RunSpec) -> Job:
     dataset = open_dataset(spec.dataset)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
+    if asked.rows == "token":
+        settings["predictions"] = False  # there is one of each sample
     scope = Session(model, loss, Settings(**settings))
     name = spec.loss.stage.name
-    batch_size = asked.batch_size or _usual_batch(spec, bound, scope, dataset, whole)
+    tokens = None
+    if asked.rows == "token":
+        tokens = TokenRows.of(scope, partial(read, dataset, scope), whole)
+        whole = range(len(tokens))
+    size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
+    each = 1 if tokens is None else tokens.positions
+    asked_size = (asked.batch_size or 0) * each
+    batch_size = asked_size or _usual_batch(spec, bound, scope, dataset, whole, each)
     if asked.sharded and shard is not None and not asked.batch_size:
         batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
     return Job(
@@ -208,7 +241,8 @@ def prepare(spec: RunSpec) -> Job:
             "stages": stages_digests(bound),
         },
         notes=(*loaded.notes, *dataset.notes),
-        previews=Previews(dataset, asked.previews, whole[0]) if asked.previews else None,
+        previews=Previews(dataset, size, whole[0]) if size else None,
+        tokens=tokens,
     )
 
 
@@ -338,9 +372,13 @@ def _usual_batch(
     scope: Session,
     dataset: Dataset,
     rows: range,
+    each: int,
 ) -> int:
-    """Return a batch size by what is asked for alone: shards are cut by it, on any machine."""
-    samples = min(_BATCH_SAMPLES, len(rows))
+    """Return a batch size by what is asked for alone: shards are cut by it, on any machine.
+
+    A sample has `each` rows, if these are of tokens.
+    """
+    samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
     if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, held_densely(scope))
     if scope.labels.mode == "exact":

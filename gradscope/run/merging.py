@@ -188,7 +188,9 @@ def _plan(parts: Parts) -> FilePlan:
     compression = stored.get("compression")
     run = deepcopy(parts.run) | {"samples": samples}
     compute = run.get("spec", {}).get("compute", {})
-    if run.pop("shard", None) is None:
+    if (
+        run.pop("shard", None) is None and compute.get("rows") != "token"
+    ):  # these have numbers of their own
         compute["samples"] = f"{parts.start}:{parts.stop}"
     compute["shard"] = None
     return FilePlan(
@@ -338,6 +340,8 @@ def _as_they_were(parts: Parts, spec: RunSpec) -> RunSpec:
     kept: Any = parts.run.get("spec", {}).get("compute", {})
     settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
     own = {key: kept[key] for key in settings if key in kept}
+    if kept.get("rows") == "token":  # whose rows are counted from the first sample on
+        own |= {"rows": "token", "samples": kept.get("samples")}
     more = {"backend": "loop", "transform": ["mean"], "batch_size": 1, "verify": "never"}
     try:
         compute = ComputeSpec.model_validate(own | more | {"device": spec.compute.device})

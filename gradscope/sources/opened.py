@@ -58,6 +58,8 @@ class Opened:
             spec = RunSpec.model_validate(run.get("spec")).dataset
         except ValueError:
             return cls(None, "the file does not say where the data are")
+        if run.get("tokens"):
+            return cls(None, "its rows are tokens of them: the table has sample and position")
         why = ""
         if spec.factory is not None:
             why = f"they are made by {spec.factory}, and code is not run to show them"

@@ -80,6 +80,32 @@ def bound(loss: Loss, stage: Stage) -> Loss:
         raise
 
 
+def of_tokens(loss: Loss) -> Loss:
+    """Return the form of a loss of ours that keeps positions apart, (n, t); others as they are.
+
+    Raises:
+        SpecError: A mean over positions is asked for.
+    """
+    if not isinstance(loss, BoundLoss) or not _reduces(loss):
+        return loss
+    if loss.options.get("per_sample") == "mean":
+        raise SpecError(
+            "a token's loss is divided by nothing, so there is no mean over positions",
+            where="loss per_sample",
+            remedy="Leave it out: with per_sample sum, a sample's row is the sum of its tokens'.",
+        )
+    kept = loss.options | {"per_sample": "none"}
+    return BoundLoss(loss.function, kept, loss.predictive, of_model=loss.of_model)
+
+
+def _reduces(loss: Loss) -> bool:
+    """Whether a loss sums or averages over positions, as it is told."""
+    try:
+        return bool(inspect.signature(loss).parameters["per_sample"].annotation == Normaliser)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 def options(loss: Loss) -> dict[str, Any]:
     """Return a loss's options by name, with the values in force, as plain data."""
     try:
@@ -93,15 +119,18 @@ def options(loss: Loss) -> dict[str, Any]:
 
 
 def per_sample_loss(
-    values: Tensor, per_sample: Normaliser, counted: Tensor | None = None
+    values: Tensor, per_sample: Normaliser | Literal["none"], counted: Tensor | None = None
 ) -> Tensor:
     """Reduce the losses of entries (n, ...) to (n,): their sum, or the mean of those that count.
 
     Entries outside of `counted` (n, ...) are zero; a sample of which none counts has loss 0.
+    With "none" the entries (n, t) are returned as they are, and which of them count.
     """
     if values.dim() == 1:
         return values
     rows = values.flatten(1)
+    if per_sample == "none":
+        return rows, None if counted is None else counted.flatten(1)  # type: ignore[return-value]
     if per_sample == "sum":
         return rows.sum(1)
     if counted is None:

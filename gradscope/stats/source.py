@@ -58,6 +58,7 @@ class Samples:
         rows = np.flatnonzero(finite_samples(file))
         names = ("target", "id", "prediction", "margin")
         target, own, prediction, margin = map(file.samples.get, names)
+        own = own if "position" not in file.samples else _token_names(file, own)
         return cls(
             rows=rows,
             total=file.n,
@@ -92,6 +93,14 @@ class Samples:
                 remedy="Samples are named by their position in the data set, as `stats` shows it.",
             )
         return int(found[0])
+
+
+def _token_names(file: Source, own: Any) -> NDArray[Any]:
+    """Return "SAMPLE:POSITION" of each row of tokens, by the own names of samples with any."""
+    names = file.samples["sample"] if own is None else own
+    pairs = zip(np.asarray(names).tolist(), file.samples["position"], strict=True)
+    texts = ((k.decode() if isinstance(k, bytes) else k, int(t)) for k, t in pairs)
+    return np.array([f"{k}:{t}" for k, t in texts])
 
 
 def finite_samples(file: Source) -> Mask:

@@ -73,6 +73,9 @@ class Rows:
     # the samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with zeros
     # behind a name, w the same for all batches
     id: Tensor | None = None
+    # (n,) int64 each, of rows of tokens: the sample's position in the data set, and its own there
+    sample: Tensor | None = None
+    position: Tensor | None = None
     preview: Tensor | None = None  # UTF-8 (n, w) likewise: what a sample looks like
     # {parameter: (n,)}, the raw gradient's L2 norm
     norms: Mapping[str, Tensor] = field(default_factory=dict)
@@ -83,6 +86,8 @@ class Rows:
     def samples(self) -> dict[str, Tensor]:
         """The columns of the sample table (n,)."""
         table = {"index": self.index, "loss": self.loss, "norm": self.norm, "finite": self.finite}
+        if self.sample is not None and self.position is not None:
+            table |= {"sample": self.sample, "position": self.position}
         if self.target is not None and self.target.shape == self.index.shape:
             table["target"] = self.target
         table |= self.predicted

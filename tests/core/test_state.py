@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gradscope
 from gradscope.core.state import State
+from gradscope.errors import UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,23 @@ def test_what_is_not_a_number_has_not_changed() -> None:
     with state.kept(), state.watched():
         model.held.clone()
     assert state.found == 0
+
+
+def test_parameters_beyond_the_room_are_not_copied_and_still_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of every parameter would be a model more; its fingerprint tells as well."""
+
+    class Grows(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.add_(1.0)  # by which no version is raised
+            return super().forward(x)
+
+    for room, left in ((2**20, 0.0), (3, None)):
+        monkeypatch.setattr("gradscope.core.state._ROOM", room)
+        model = Grows(3, 2)
+        before = model.weight.detach().clone()
+        with pytest.raises(UnsupportedError, match="weight"):
+            gradscope.norms(model, "mse", torch.ones(4, 3), torch.ones(4, 2))
+        moved = float((model.weight - before).detach().abs().max())
+        assert moved == left if left is not None else moved > 0

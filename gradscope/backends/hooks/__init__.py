@@ -4,8 +4,9 @@ One forward pass, one backward pass to the frontier between operations on sample
 parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ from gradscope.backends.base import (
     ROWS,
     Evaluate,
     Request,
+    apart,
     backends,
     dense_evaluation,
     refusing,
     require_unhooked,
+    token_backends,
 )
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
-from gradscope.backends.hooks.graph.trace import Trace, trace
+from gradscope.backends.hooks.graph.axes import Axis, Marks, SharedAxes, row_axis
+from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
 from gradscope.backends.loop import one_sample
@@ -32,6 +36,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.core.releases import require
+from gradscope.core.tokens import Tokens
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
@@ -66,6 +71,61 @@ def hooks(
             return program.evaluate_one(batch, factors=request.factors)
 
     yield evaluate
+
+
+# Rules in which an entry of the output gradient adds to its owner's row alone, whoever that is;
+# the second go by axes that lie side by side as well.
+_MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm")
+_NORMS = ("NativeLayerNorm", "NativeBatchNorm")
+_APART = ("Convolution", "Embedding", "Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
+
+
+def row_block(kind: str, site: Site) -> Block:
+    """Return the block of an operation by rows of tokens.
+
+    Raises:
+        UnsupportedError: No rule keeps a sample's positions apart here.
+    """
+    shared = any(isinstance(axis, SharedAxes) for axis in site.axes)
+    name = kind.removesuffix("Backward0")
+    usable = name in _APART or (name in _MERGED and not shared)
+    if name == "Embedding":  # by how often the whole sample looks a row up
+        usable = not site.saved("scale_grad_by_freq")
+    rule = (
+        node_rules.find(kind) if usable and None not in (site.gradients[0], site.axes[0]) else None
+    )
+    block = None if rule is None else rule(site)
+    if block is None:
+        raise UnsupportedError("positions are not kept apart", where=f"operation {kind}")
+    return block
+
+
+@token_backends.register("hooks")
+@contextmanager
+def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
+    """One backward pass for all positions of a model that keeps them apart, else for each one.
+
+    What is looked at lies between the parameters and the losses: a head on frozen attention does.
+    Each batch shows it by itself.
+    """
+    program = _Program(problem, row_block)
+    mixed = False  # positions depend on each other: that is known from now on
+
+    with apart(hooks, problem) as each:
+
+        def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+            nonlocal mixed
+            assert isinstance(batch, Tokens)
+            require_unhooked("hooks", problem)
+            if not mixed:
+                try:
+                    with refusing("hooks", problem.model, OTHERS):
+                        return program.evaluate_rows(batch, proved=request.proved)
+                except UnsupportedError:
+                    mixed = True
+            return each(batch, request)
+
+        yield evaluate
 
 
 class _Program:
@@ -103,16 +163,39 @@ class _Program:
         _, recorded = self._record(twice) if self.known or factors else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is None and factors:
-            analysis = next((a for a in self.singles if a.fits(recorded)), None)
-            if analysis is None:
-                with suppress(UnsupportedError):
-                    analysis = self._analysis(recorded, twice)
-                    self.singles.append(self.known.pop())
+            with suppress(UnsupportedError):
+                analysis = self._of_single(recorded, twice)
         if recorded is not None and analysis is not None:
             both = self._gradients(self._parts(recorded, analysis), recorded.losses)
             return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
         return dense_evaluation(loss[None], {name: g[None] for name, g in gradients.items()})
+
+    def evaluate_rows(self, batch: Tokens, *, proved: bool = False) -> Evaluation:
+        """Return the gradients of tokens whose positions do not meet before the losses.
+
+        Raises:
+            UnsupportedError: They do, or nothing tells them apart.
+        """
+        single = len(batch.whole) == 1
+        samples = batch.whole.resized(2) if single else batch.whole
+        losses, recorded = self._record(samples)
+        rows = torch.full(losses.shape, -1, device=losses.device)
+        sample, position = batch.sample.to(losses.device), batch.position.to(losses.device)
+        rows[sample, position] = torch.arange(len(batch), device=losses.device)
+        own = losses.detach()[sample, position]
+        if recorded is None:
+            return Evaluation(own, self._gradients({}, own), new=True)
+        recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
+        known = self._fitting(recorded)
+        if known is None and single:
+            known = next((a for a in self.singles if a.fits(recorded)), None)
+        if known is None and not proved:
+            require_independent(self.problem, batch, own)
+        find = self._of_single if single else self._analysis
+        analysis = find(recorded, samples) if known is None else known
+        parts = self._parts(recorded, analysis, rows)
+        return Evaluation(own, self._gradients(parts, own), new=known is None)
 
     def _record(self, batch: Batch) -> tuple[Tensor, Trace | None]:
         """Return the losses (n,) and their graph, or None where they have none."""
@@ -144,7 +227,8 @@ class _Program:
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Find out about a program that is new, by as few samples as will do."""
-        finite = recorded.losses.detach().isfinite().nonzero().flatten().cpu()
+        losses = recorded.losses.detach()
+        finite = losses.reshape(len(losses), -1).isfinite().all(1).nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         found = None
@@ -155,6 +239,14 @@ class _Program:
             return found
         other = self._record(batch.resized(2 * len(batch)))[1]
         return self._analysed(recorded, batch, other)
+
+    def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
+        """Find out about a program by one sample that stands twice: for such batches alone."""
+        found = next((a for a in self.singles if a.fits(recorded)), None)
+        if found is None:
+            found = self._analysis(recorded, twice)
+            self.singles.append(self.known.pop())
+        return found
 
     def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
         _, first = self._record(batch)
@@ -171,8 +263,13 @@ class _Program:
         self.known = [*self.known[-_REMEMBERED:], analysis]
         return analysis
 
-    def _parts(self, recorded: Trace, analysis: Analysis) -> dict[str, list[Block]]:
-        """Contract the gradients at the frontier and pull the blocks back to the parameters."""
+    def _parts(
+        self, recorded: Trace, analysis: Analysis, rows: Tensor | None = None
+    ) -> dict[str, list[Block]]:
+        """Contract the gradients at the frontier and pull the blocks back to the parameters.
+
+        With `rows` (n, t), those of tokens, -1 where there is none.
+        """
         nodes = sorted({edge.node for edge in analysis.frontier})
         outputs = {k: [(k, j) for j in range(len(recorded.shapes[k]))] for k in nodes}
         if not outputs:
@@ -183,6 +280,9 @@ class _Program:
         sharding = self.problem.sharding
         agree = None if sharding is None else sharding.any
         axes = analysis.located(recorded, at, seed=self.evaluations, agree=agree)
+        n = recorded.n
+        if rows is not None:
+            n, axes = int((rows >= 0).sum()), self._row_axes(recorded, at, axes, rows)
         shared: dict[Node, Any] = {}
 
         def site(edge: FrontierEdge) -> Site:
@@ -191,7 +291,7 @@ class _Program:
             return Site(
                 node=recorded.nodes[edge.node],
                 slot=edge.slot,
-                n=recorded.n,
+                n=n,
                 shape=recorded.shapes[source][output],
                 gradients=tuple(at[k] for k in own),
                 axes=tuple(axes.get(k) for k in own),
@@ -220,6 +320,29 @@ class _Program:
         leaves = [recorded.leaves(edge.source[0]) for edge in frontier]
         for chosen in sharding.windows(leaves):
             yield [frontier[k] for k in chosen]
+
+    def _row_axes(
+        self,
+        recorded: Trace,
+        at: Mapping[Output, Tensor | None],
+        axes: Mapping[Output, Axis],
+        rows: Tensor,
+    ) -> dict[Output, Axis]:
+        """Return which tokens own the entries at the frontier, by marks on the positions."""
+        wanted = {k: gradient for k in axes if (gradient := at.get(k)) is not None}
+        reached = [t.dtype for t in wanted.values()]
+        marks = Marks.of(recorded.losses.detach()[0], self.evaluations, reached)
+        passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
+        own: dict[Output, Axis] = {}
+        for output, once in wanted.items():
+            every = (found[output] for found in passes)
+            often = [torch.zeros_like(once) if t is None else t for t in every]
+            try:
+                own[output] = row_axis(once, often, axes[output], rows, marks)
+            except ValueError as error:
+                where = f"operation {recorded.kinds[output[0]]}"
+                raise UnsupportedError(str(error), where=where, remedy=OTHERS) from error
+        return own
 
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
         rows: dict[str, Block] = {}

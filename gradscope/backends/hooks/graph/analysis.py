@@ -114,7 +114,8 @@ class Analysis:
         reached = [t.dtype for t in at.values() if t is not None]
         marks = Marks.of(batch.losses.detach(), seed, reached)
         asked = [*(wanted if agree is None else at)]
-        passes = [batch.gradients(asked, weights) for weights in marks.weights]
+        alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
+        passes = [batch.gradients(asked, weights.view(alike)) for weights in marks.weights]
         for output, once in wanted.items():
             often = (weighted[output] for weighted in passes)
             # no gradient at all is one of zeros

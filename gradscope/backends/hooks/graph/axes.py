@@ -7,6 +7,8 @@ are whose is found from the gradients of single losses, or of losses with weight
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from gradscope.blocks.base import precise
 
 _EVEN = 1.25  # padded entries for each that is one
+_AXES = 3  # that positions may lie along, and one more
 
 Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
 
@@ -98,7 +101,69 @@ class OwnedAxis:
         return n * int(counts.max()) <= _EVEN * int(counts.sum())
 
 
-Axis = SampleAxis | OwnedAxis
+@dataclass(frozen=True, eq=False)
+class SharedAxes:
+    """Several axes that hold the rows of tokens together: that of the samples, and of positions."""
+
+    axis: int  # the samples'
+    others: tuple[int, ...]  # the positions'
+    owner: Tensor  # (entries of these axes, taken together,) int64, whose each is, or -1
+
+    def together(self, values: Tensor) -> Tensor:
+        """Return (entries, ...) with these axes as the first one, and the others as they were."""
+        return together(values, (self.axis, *self.others))
+
+    def first(self, values: Tensor, n: int) -> Tensor:
+        """Move the rows to the front; their entries lie along `axis`, the others have size 1."""
+        rows = OwnedAxis(0, self.owner).first(self.together(values), n)  # (n, entries, ...)
+        own = (self.axis, *self.others)
+        rest = [k for k in range(values.dim()) if k not in own]
+        place = {k: j for j, k in enumerate((*own, *rest))}
+        shape = (*rows.shape[:2], *[1] * len(self.others), *rows.shape[2:])
+        order = [place[k] + 1 for k in range(values.dim())]
+        return rows.reshape(shape).permute(0, *order)
+
+    def only(self, values: Tensor, n: int, sample: int) -> Tensor:
+        """Return `values` with zeros everywhere but at one row."""
+        own = (self.axis, *self.others)
+        shape = [values.shape[k] for k in own] + [1] * (values.dim() - len(own))
+        mine = (self.owner == sample).reshape(shape).movedim([*range(len(own))], own)
+        return torch.where(mine, values, torch.zeros_like(values))
+
+    def owners(self, n: int, device: torch.device) -> Tensor:
+        """Return the row that owns each entry of the axes together, -1 where there is none."""
+        return self.owner.to(device)
+
+    def summed(self, values: Tensor, shape: tuple[int, ...], n: int) -> Tensor:
+        """Sum each row's entries to (n, *shape), which was broadcast to the values' shape.
+
+        A parameter with an entry for each position keeps them apart.
+        """
+        padded = (1,) * (values.dim() - len(shape)) + shape
+        own = (self.axis, *self.others)
+        axes = [k for k, size in enumerate(padded) if size == 1 and k not in own]
+        rows = self.together(values.sum(axes, keepdim=True) if axes else values)
+        places = torch.zeros((), dtype=torch.int64, device=values.device)
+        for k in own:
+            at = torch.arange(values.shape[k], device=values.device)
+            places = places.unsqueeze(-1) * padded[k] + at * (padded[k] > 1)
+        count = prod(padded[k] for k in own)
+        place = torch.where(self.owner < 0, n * count, self.owner * count + places.flatten())
+        found = precise(rows).new_zeros(n * count + 1, *rows.shape[1:])
+        found.index_add_(0, place, precise(rows))
+        rest = [k for k in range(values.dim()) if k not in own]
+        order = {k: j + 1 for j, k in enumerate((*own, *rest))}
+        apart = found[:-1].reshape(n, *(padded[k] for k in own), *rows.shape[1:])
+        moved = apart.permute(0, *(order[k] for k in range(values.dim())))
+        return moved.reshape(n, *shape).to(values.dtype)
+
+
+Axis = SampleAxis | OwnedAxis | SharedAxes
+
+
+def together(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return (entries, ...) with some axes as the first one, and the others as they were."""
+    return values.movedim(axes, [*range(len(axes))]).flatten(0, len(axes) - 1)
 
 
 CONSTANT: Growth = (-1, None)
@@ -193,20 +258,16 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
     once = _entries(gradient, axis)
-    peak = once.abs().argmax(1, keepdim=True)
-    one = once.gather(1, peak)
-    empty = (once == 0).all(1)
+    size = once.abs().amax(1)
+    empty = size == 0
     often = [_entries(t, axis) for t in weighted]
-    ratios = [
-        torch.where(empty, 1, (t.gather(1, peak) / one).real.squeeze(1).to(marks.values.dtype))
-        for t in often
-    ]
+    ratios = [torch.where(empty, 1, t.abs().amax(1) / size).to(marks.values.dtype) for t in often]
     owner, wanted = marks.owners(ratios)
-    size, eps = one.abs().squeeze(1), max(torch.finfo(gradient.dtype).eps, marks.eps)
+    eps = max(torch.finfo(gradient.dtype).eps, marks.eps)
     torn = ~empty & (owner < 0)
     for entries, factor in zip(often, wanted, strict=True):
         own = factor.to(once.dtype).unsqueeze(1)
-        gap = torch.where(empty.unsqueeze(1), entries, entries - own * once).abs().amax(1)
+        gap = torch.addcmul(entries, own, once, value=-1).abs().amax(1)
         torn |= ~(gap <= eps**0.5 * size * factor)
     noise = size <= _NOISE * eps * size.amax() if len(size) else empty
     if bool((torn & ~noise).any()):
@@ -217,3 +278,38 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
 def _entries(values: Tensor, axis: int) -> Tensor:
     """Return a matrix with one row for each entry of the axis."""
     return values.movedim(axis, 0).unsqueeze(-1).flatten(1)
+
+
+def row_axis(
+    gradient: Tensor, weighted: Sequence[Tensor], axis: Axis, rows: Tensor, marks: Marks
+) -> Axis:
+    """Find which row owns each entry of an output, where positions are kept apart.
+
+    Args:
+        gradient: Of Σᵢₜ Lᵢₜ over the rows that are asked for.
+        weighted: For each pass, that of Σᵢₜ wₜ Lᵢₜ.
+        axis: Of the samples.
+        rows: (n, t) int64, the row of each position, -1 where it is none.
+        marks: The weights w, of the positions (t,).
+
+    Raises:
+        ValueError: An entry belongs to no single position.
+    """
+    sample = axis.owners(len(rows), rows.device)
+    free = [k for k in range(gradient.dim()) if k != axis.axis]
+    for others in (c for size in range(_AXES) for c in combinations(free, size)):
+        own = (axis.axis, *others)
+        try:
+            every = [together(t, own) for t in (gradient, *weighted)]
+            position = owned(every[0], every[1:], 0, marks).owner
+        except ValueError:
+            continue
+        samples = sample.repeat_interleave(len(position) // len(sample))
+        nobody = (position < 0) | (samples < 0)
+        owner = torch.where(nobody, -1, rows[samples, position])
+        if others:
+            return SharedAxes(axis.axis, others, owner)
+        m = int((rows >= 0).sum())
+        in_order = len(owner) == m and bool((owner == torch.arange(m, device=owner.device)).all())
+        return SampleAxis(axis.axis) if in_order else OwnedAxis(axis.axis, owner)
+    raise ValueError("an entry's gradient comes from the losses of several positions")

@@ -18,7 +18,7 @@ Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
 class Trace:
     """The graph behind the losses of one forward pass."""
 
-    losses: Tensor  # (n,), with their graph
+    losses: Tensor  # (n,), or (n, t) of tokens, with their graph
     # every node, breadth first from the losses; the same program gives the same order
     nodes: tuple[Node, ...]
     # for each node and input: (index of the node it came from or -1, which output)
@@ -26,6 +26,7 @@ class Trace:
     kinds: tuple[str, ...]  # each node's type
     # for each node, the shapes of its forward outputs
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    asked: Tensor | None = None  # (n, t), 1 for the losses of tokens that are asked for, else 0
 
     @property
     def n(self) -> int:
@@ -53,8 +54,11 @@ class Trace:
     ) -> dict[Output, Tensor | None]:
         """Return the gradient of Σᵢ wᵢ Lᵢ, weights (n,), by each output; None where there is none.
 
+        Of tokens it is Σᵢₜ wᵢₜ Lᵢₜ over those that are asked for, weights (n, t), (t,) or (n, 1).
         The graph is kept.
         """
+        if self.asked is not None:
+            weights = self.asked if weights is None else self.asked * weights
         gradients = torch.autograd.grad(
             summed(self.losses, weights),
             [internals.edge(self.nodes[node], output) for node, output in outputs],

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.axes import Axis, OwnedAxis
+from gradscope.backends.hooks.graph.axes import Axis, OwnedAxis, SharedAxes
 from gradscope.blocks import Block, DenseBlock
 from gradscope.core.registry import Registry
 
@@ -65,6 +65,8 @@ class Site:
             shape: What was broadcast; the slot's shape when not given.
         """
         shape = self.shape if shape is None else shape
+        if isinstance(self.axis, SharedAxes):
+            return DenseBlock(self.axis.summed(values, shape, self.n).reshape(self.n, *self.shape))
         if isinstance(self.axis, OwnedAxis):
             padded = (1,) * (values.dim() - len(shape)) + shape
             axes = [k for k, size in enumerate(padded) if size == 1 and k != self.axis.axis]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.axes import OwnedAxis
+from gradscope.backends.hooks.graph.axes import OwnedAxis, SharedAxes
 from gradscope.backends.hooks.rules.base import Site, node_rules
 from gradscope.blocks import (
     Block,
@@ -126,8 +126,24 @@ def convolution(site: Site) -> Block | None:
         walk[name] = values * (gradient.dim() - 2) if len(values) == 1 else values
     groups, transposed = site.saved("groups"), site.saved("transposed")
     geometry = Geometry(**walk, groups=groups, transposed=transposed)
+    if isinstance(site.axis, SharedAxes):
+        return _pixels(site, site.axis, geometry)
     inputs = site.first(site.saved("input").conj())
     return ConvolutionBlock(inputs, site.first(gradient), site.shape, geometry)
+
+
+def _pixels(site: Site, axis: SharedAxes, geometry: Geometry) -> Block | None:
+    """Return a kernel's gradients by rows of tokens, each of which owns some output pixels."""
+    if geometry.transposed or 1 in axis.others:
+        return None
+    given = site.saved("input").conj().unsqueeze(1), site.gradient.unsqueeze(1)
+    whole = ConvolutionBlock(*given, site.shape, geometry).outer  # (entries, k, pixels, ·)
+    space = site.gradient.shape[2:]
+    left, right = (
+        axis.first(t.reshape(*t.shape[:2], *space, -1), site.n).transpose(1, 2).flatten(2, -2)
+        for t in (whole.left, whole.right)
+    )
+    return OuterBlock(left, right, site.shape)
 
 
 @node_rules.register("EmbeddingBackward0")
