@@ -293,7 +293,8 @@ class Session:
         self._facts = now
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
-        self._unaudited = batch if proof is None else None
+        waits = self.settings.verify == "audit" and proof is None
+        self._unaudited = batch if waits else None  # else nobody's data are held
         self._doubtful = 0 if proof is not None else self._doubtful + 1
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
@@ -451,7 +452,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Audit the last batch, unless that was done or an error is under way, and close."""
         try:
-            if kind is None and self._unaudited is not None and self.settings.verify == "audit":
+            if kind is None and self._unaudited is not None:
                 self.evaluate(self._unaudited, last=True)
         finally:
             self.close()
