@@ -21,7 +21,9 @@ from gradscope.comparison import compare
 from gradscope.config import load
 from gradscope.report import render, render_comparison, render_run
 from gradscope.run import Job, compute, prepare
+from gradscope.sources.opened import Opened
 from gradscope.stats import summarize
+from gradscope.stats.looking import looked
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "images"
@@ -42,7 +44,7 @@ def main(folder: Path) -> None:
         result = Path(temporary) / "digits.h5"
         report = compute(job, result)
         with gradscope.open(result) as file:
-            summary = summarize(file, top=5)
+            summary, opened = summarize(file), Opened.of(file.run)
     # neither the file's place nor what there was time for besides is part of the picture
     report = report.model_copy(update={"path": "build/digits.h5", "audits": None})
     facts = summary.file.model_copy(update={"path": "build/digits.h5"})
@@ -55,8 +57,8 @@ def main(folder: Path) -> None:
     )
     picture(
         folder / "stats.svg",
-        "gradscope stats build/digits.h5 --top 5",
-        lambda console: render(summary, console),
+        "gradscope stats build/digits.h5",
+        lambda console: render(looked(summary, opened), console, full=False),
     )
     comparison = _comparison(job)
     picture(

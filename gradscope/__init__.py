@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradscope.errors import GradscopeError
 
 if TYPE_CHECKING:
-    from gradscope import derivatives, extend
+    from gradscope import derivatives, extend, training
     from gradscope.attribution import Scores, attribute
     from gradscope.comparison import Comparison, compare
     from gradscope.core.problem import model_loss
@@ -41,6 +41,7 @@ __all__ = [
     "per_sample_gradients",
     "plot",
     "reducer",
+    "training",
     "transform",
 ]
 
@@ -64,7 +65,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("derivatives", "extend"):
+    if name in ("derivatives", "extend", "training"):
         return import_module(f"gradscope.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

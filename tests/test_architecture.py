@@ -21,7 +21,7 @@ LAYERS = (
     ("scope",),
     ("comparison", "stats"),
     ("extend",),
-    ("run",),
+    ("run", "training"),
     ("attribution",),
     ("report", "view"),
     ("cli",),

@@ -166,7 +166,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     kinds = ["transforms", "reducers", "losses", "formats"]
     commands = [f"list {kind} --json" for kind in kinds]
     commands += ["compute --config run.toml -o out.h5 --json", "stats out.h5 --json"]
-    commands.append("stats out.h5")
+    commands.append("stats out.h5 --full")
     here = str(Path(gradscope.__file__).parents[1])
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, *commands],

@@ -1,5 +1,7 @@
 """What is done with results: `gradscope stats` and `gradscope export`."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -7,12 +9,12 @@ import typer
 
 from gradscope.cli import options
 from gradscope.config import parse_samples
-from gradscope.core import stops
+from gradscope.core import stops, streams
 from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary
-    from gradscope.stats import Difference, History, Summary
+    from gradscope.stats import Difference, History, Step, Summary
     from gradscope.stats.sections import Shown
     from gradscope.storage import GradientFile
 
@@ -61,6 +63,12 @@ def stats(
     full: Annotated[
         bool, typer.Option("--full", help="Show all there is, not what fits one screen.")
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Show a history (*.jsonl) while it grows, until its training ends."
+        ),
+    ] = False,
     json: options.Json = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw to a png, svg or pdf.")
@@ -72,7 +80,8 @@ def stats(
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
     own = {"nearest": nearest, "learning_rate": lr, "clip": clip or []}
     looks = None if json and html is None else Looks(every=top is not None or html is not None)
-    found, shown = _found(files, own, by, looks, top=top, rows=rows)
+    read = partial(_followed, json=json) if follow else None
+    found, shown = _found(files, own, by, looks, read, top=top, rows=rows)
     if plot is not None:
         from gradscope.report import plot_stats
 
@@ -81,9 +90,10 @@ def stats(
         from gradscope.report import write_html
 
         write_html(shown, html)
-    from gradscope.report import render
+    from gradscope.report import console, render
 
-    options.show(found if json else shown, render, json=json, full=full)
+    if not follow or (console().is_terminal and not json):  # else each step has been told
+        options.show(found if json else shown, render, json=json, full=full)
 
 
 class Looks(NamedTuple):
@@ -97,6 +107,7 @@ def _found(
     own: dict[str, Any],
     by: str | None,
     looks: Looks | None,
+    follow: "Callable[[Path], History] | None",
     *,
     top: int | None,
     rows: bool,
@@ -108,6 +119,7 @@ def _found(
         own: The options that only one result file takes.
         by: The column by which scores are summed.
         looks: Whether samples are to be seen.
+        follow: How to read a history that grows, if that is asked for.
         top: How many samples to list, by default as many as suit the kind of file.
         rows: Whether to read stored gradients.
     """
@@ -119,6 +131,8 @@ def _found(
         )
     if by is not None and (history or len(files) == 2):
         raise SpecError("--by is for one score file", remedy="Leave it out.")
+    if follow is not None and not history:
+        raise SpecError("--follow is for a history (*.jsonl)", remedy="Leave it out.")
     asked = [name for name, value in own.items() if value not in (None, [])]
     if asked and (history or len(files) == 2):
         option = "lr" if asked[0] == "learning_rate" else asked[0]
@@ -128,7 +142,7 @@ def _found(
 
     stops.unwinding()
     if history:
-        found: Found = read_history(files[0])
+        found: Found = (follow or read_history)(files[0])
         return found, found
     with open_file(files[0]) as first:
         if len(files) == 2:
@@ -147,6 +161,19 @@ def _found(
                 most = None if looks.every else _LARGE
                 return found, looked(found, Opened.of(first.run, first.samples, most))
         return found, found
+
+
+def _followed(file: Path, *, json: bool) -> "History":
+    """Show a history until its training has ended, as documents a line if so asked; return it."""
+    from gradscope.report import console, follow
+    from gradscope.stats.training import HistoryReader, line
+
+    def tell(found: "History | None", new: "Sequence[Step]") -> None:
+        for step in new:
+            typer.echo(line(step), file=streams.out(), nl=False)
+
+    with stops.told(lambda: "followed no more; the training goes on"):
+        return follow(HistoryReader(file), console(), tell if json else None)
 
 
 def _scores(

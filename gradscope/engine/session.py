@@ -20,6 +20,7 @@ from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.independence import same
+from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
@@ -159,6 +160,11 @@ class Session:
         self.lockstep: Lockstep | None = None
         self._stack.close()
         problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
+        if double(problem.device) != torch.float64:
+            self.notes.append(
+                f"the device {problem.device} has no float64: sums are taken in float32, and what "
+                "a proof needs float64 for on the CPU"
+            )
         self.problem = replace(
             problem,
             running_statistics=asked.coupling == "frozen",
@@ -287,7 +293,8 @@ class Session:
         self._facts = now
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
-        self._unaudited = batch if proof is None else None
+        waits = self.settings.verify == "audit" and proof is None
+        self._unaudited = batch if waits else None  # else nobody's data are held
         self._doubtful = 0 if proof is not None else self._doubtful + 1
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
@@ -445,7 +452,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Audit the last batch, unless that was done or an error is under way, and close."""
         try:
-            if kind is None and self._unaudited is not None and self.settings.verify == "audit":
+            if kind is None and self._unaudited is not None:
                 self.evaluate(self._unaudited, last=True)
         finally:
             self.close()

@@ -5,6 +5,7 @@ text with unprintable characters made visible, never as markup.
 """
 
 from gradscope.report.console import console, render_error
+from gradscope.report.follow import follow
 from gradscope.report.html import write_html
 from gradscope.report.plots import plot, plot_stats
 from gradscope.report.progress import track
@@ -21,6 +22,7 @@ from gradscope.report.terminal import print_facts, render
 
 __all__ = [
     "console",
+    "follow",
     "plot",
     "plot_stats",
     "print_facts",

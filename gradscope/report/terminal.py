@@ -62,7 +62,7 @@ def render(result: Shown, console: Console, full: bool = True) -> None:
         _print_section(section, console, brief=brief is not None)
     if brief is not None:
         console.print()
-        console.print(Text(visible(brief.more), style="dim"), soft_wrap=True)
+        console.print(Text(visible(brief.more), style="dim"), overflow="fold")
 
 
 def safe(line: Line) -> Text:
@@ -85,7 +85,8 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
         if isinstance(value, Spark):
             width = min(_SPARK, max(8, console.width - 24))
             line = sparkline(value.values, width, console.options.ascii_only)
-            grid.add_row(safe(label), Text(line, style="cyan"))
+            after = f"  {visible(value.text)}" if value.text else ""
+            grid.add_row(safe(label), Text.assemble((line, "cyan"), after))
         else:
             grid.add_row(safe(label), safe(value))
     console.print(grid)

@@ -30,6 +30,7 @@ class Spark(NamedTuple):
     """Numbers shown as a line of small bars where there is no picture."""
 
     values: Sequence[float | None]
+    text: str = ""  # what follows them
 
 
 Line = str | Styled

@@ -242,7 +242,9 @@ class Summary(Shown):
         short = [Section("In short", facts)] if self.finite else []
         sections = joined([*short, *told("sections")])
         some = joined([*short, *told("brief")])
-        left = f"{len(sections) - len(some)} more sections: --full"
+        left = (
+            f"{len(sections) - len(some)} more sections: --full. A page of samples: gradscope view"
+        )
         records = {"Certificate": self.file.certificate, "Run": self.file.run}
         return Overview(
             paths=[self.file.path],

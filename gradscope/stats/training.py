@@ -1,27 +1,30 @@
 """Statistics of a training run: of a batch in memory, and step by step in a file of JSON lines."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from math import hypot, nan
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from gradscope.blocks import wide
 from gradscope.core.batch import Batch
 from gradscope.engine import finite_samples
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.scope import Scope
 from gradscope.stats.builtin.batch import NoiseScale
+from gradscope.stats.builtin.norms import Clip
 from gradscope.stats.records import Floats, Record, cosines_of, spread
 from gradscope.stats.sections import (
+    Brief,
     Column,
     CurvePicture,
+    Fact,
     Overview,
     Picture,
     Section,
@@ -30,6 +33,7 @@ from gradscope.stats.sections import (
     Table,
     between,
     count,
+    duration,
     numbers,
     percent,
     short,
@@ -40,9 +44,12 @@ from gradscope.stats.summary import Summary, summarize
 _SUFFIX = ".jsonl"
 _SHOWN = 20  # steps in the table
 _DRAWN = 8  # parameters in a picture
+_BRIEF = 5  # parameters on one screen
+_NAMED = 5  # lines that are no steps
 
 Points = list[tuple[float, float]]
 Band = Sequence[tuple[float, float, float | None]]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class _Cosines(dict[str, Floats]):
@@ -51,7 +58,9 @@ class _Cosines(dict[str, Floats]):
     text, reduced = "cosine:to=mean", False
 
 
-def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Summary:
+def measure(
+    scope: Scope, inputs: Any, targets: Any = None, top: int = 10, clip: Sequence[float] = ()
+) -> Summary:
     """Return the statistics of the samples of one batch.
 
     No gradient is formed where the blocks know their norms and products. What needs rows (signal
@@ -62,6 +71,7 @@ def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Su
         inputs: A tensor, tuple or dict, sample axis first; all samples are held at once.
         targets: Likewise, or None.
         top: How many samples to list in each list.
+        clip: Clipping norms whose share of the samples is wanted.
     """
     scope.session.labels.require_one()
     evaluation = scope.evaluate(Batch.of(inputs, targets))
@@ -69,7 +79,7 @@ def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Su
     rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
     dots, lengths = np.zeros(len(rows)), {}  # ⟨gᵢ, G⟩ of the finite samples, ‖G‖ by parameter
     for name, block in gradients.items():
-        kept = wide(block.select(rows))
+        kept = block.select(rows).to(torch.promote_types(block.dtype, torch.float32))
         mean = kept.weighted_sum() / max(1, len(rows))
         dots += _numpy(kept.dot(mean).real)
         lengths[name] = float(torch.linalg.vector_norm(mean)) if len(rows) else nan
@@ -96,7 +106,7 @@ def measure(scope: Scope, inputs: Any, targets: Any = None, top: int = 10) -> Su
         run={"backend": scope.backend},
         certificate={} if scope.certificate is None else scope.certificate.to_json(),
     )
-    return summarize(measured, top=top)
+    return summarize(measured, top=top, clip=clip)
 
 
 def _numpy(values: Tensor) -> Any:
@@ -112,14 +122,26 @@ class Layer(Record):
     signal_to_noise: float | None
 
 
+class Cost(Record):
+    """What a training pays for being measured, in seconds by the clock on the wall."""
+
+    seconds: float  # of this measurement
+    proof_seconds: float  # of all proofs so far
+    overhead: float | None  # of all measurements so far, by the seconds of training between them
+    budget: float | None  # the most that it may be
+    interval: Count  # steps to the next measurement, at this pace
+
+
 class Step(Record):
-    """One step: one line of the file."""
+    """One step: one line of the file. Keys of later versions are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
 
     schema_: Literal["gradscope.step"] = "gradscope.step"
     version: Literal[1] = 1
-    step: int
-    samples: int
-    nonfinite: int
+    step: Count
+    samples: Count
+    nonfinite: Count
     loss: float | None
     norm_mean: float | None
     norm_median: float | None
@@ -130,11 +152,14 @@ class Step(Record):
     mean_cosine: float | None
     evidence: float | None
     parameters: tuple[Layer, ...]
+    norm_percentiles: dict[str, float] | None = None
+    clipped: tuple[Clip, ...] = ()
+    cost: Cost | None = None
 
     @classmethod
-    def of(cls, step: int, summary: Summary) -> "Step":
+    def of(cls, step: int, summary: Summary, cost: Cost | None = None) -> "Step":
         """Return what is kept of a summary."""
-        norm, directions = summary.norm, summary.directions
+        norm, directions, clipping = summary.norm, summary.directions, summary.clipping
         lengths: Any = [row.mean_gradient_norm for row in summary.parameters]
         return cls(
             step=step,
@@ -153,8 +178,30 @@ class Step(Record):
                 Layer(**row.model_dump(include=set(Layer.model_fields)))
                 for row in summary.parameters
             ),
+            norm_percentiles=None if norm is None else norm.percentiles,
+            clipped=() if clipping is None else clipping.asked,
+            cost=cost,
         )
 
+
+class End(Record):
+    """The last line of a training that has ended, or is measured no more for some reason."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: Literal["gradscope.end"] = "gradscope.end"
+    version: Literal[1] = 1
+    step: Count
+    overhead: float | None = None
+    reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The end in one line."""
+        return f"ended at step {self.step:,}" + (f": {self.reason}" if self.reason else "")
+
+
+_LINE: TypeAdapter[Step | End] = TypeAdapter(Annotated[Step | End, Field(discriminator="schema_")])
 
 CURVES: dict[str, Callable[[Step], float | None]] = {
     "loss": lambda step: step.loss,
@@ -172,80 +219,232 @@ class History(Record, Shown):
     version: Literal[1] = 1
     path: str
     steps: tuple[Step, ...]
+    end: End | None = None  # None as long as more may follow
+    broken: tuple[int, ...] = ()  # lines that are no steps
 
     def overview(self) -> Overview:
         """Return all that is shown of it: the curves, and at most 20 steps, evenly spread."""
         steps = self.steps
         formula = "B_simple = trΣ / |G|² (McCandlish et al. 2018)"
-        curves = [(name, Spark([take(s) for s in steps])) for name, take in CURVES.items()]
+        curves = _curves(steps)
         shown = Table(_columns([steps[k] for k in spread(len(steps), _SHOWN)]))
+        facts = self._facts()
+        short_ = [Section("Over time", curves)]
+        if steps[-1].parameters:
+            short_.append(Section("Parameters that learn", table=_learning(steps[-1])))
         return Overview(
             paths=[self.path],
-            facts=[
-                ("steps", f"{count(len(steps), 'step')}, {steps[0].step:,} to {steps[-1].step:,}"),
-                ("samples", f"{steps[-1].samples:,}"),
-                ("parameters", f"{len(steps[-1].parameters):,}"),
-            ],
+            facts=facts,
+            warnings=self._warnings(),
             sections=[
                 Section("Over time", curves, formulas=[formula]),
                 Section("Steps", table=shown),
             ],
             pictures=list(_pictures(steps)),
+            brief=Brief(facts, short_, "--full shows each step; --plot and --html draw them."),
         )
 
+    def _facts(self) -> list[Fact]:
+        first, last = self.steps[0], self.steps[-1]
+        facts: list[Fact] = [
+            ("steps", f"{count(len(self.steps), 'step')}, {first.step:,} to {last.step:,}"),
+            ("samples", f"{last.samples:,}"),
+            ("parameters", f"{len(last.parameters):,}"),
+        ]
+        if last.cost is not None:
+            budget = last.cost.budget
+            most = "" if budget is None else f" of at most {percent(budget)}"
+            took = f"{duration(last.cost.seconds)} every {count(last.cost.interval, 'step')}"
+            facts.append(("overhead", f"{percent(last.cost.overhead)}{most}; {took}"))
+        if self.end is not None:
+            facts.append(("training", self.end.text))
+        return facts
 
-def record(path: str | Path, step: int, summary: Summary) -> None:
-    """Append one step to a file of JSON lines, which `gradscope stats` reads.
+    def _warnings(self) -> list[str]:
+        if not self.broken:
+            return []
+        named = ", ".join(map(str, self.broken[:_NAMED]))
+        more = ", ..." if len(self.broken) > _NAMED else ""
+        said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
+        return [f"{said}: {named}{more}"]
+
+
+def record(path: str | Path, step: int, summary: Summary, cost: Cost | None = None) -> Step:
+    """Append one step to a file of JSON lines, which `gradscope stats` reads; return it.
 
     Args:
         path: The file, named *.jsonl; created where it is absent.
         step: Of the training.
         summary: From `measure`, or of a result file.
+        cost: What it has cost, where that is known.
 
     Raises:
         OutputError: The file cannot be written, or has another name.
     """
+    found = Step.of(step, summary, cost)
+    append(path, found)
+    return found
+
+
+def line(of: Step | End) -> str:
+    """Return the line of a file, with its end."""
+    return json.dumps(of.to_json(), ensure_ascii=False) + "\n"
+
+
+def append(path: str | Path, *lines: Step | End) -> None:
+    """Append lines, each in one piece, so that whoever reads meanwhile finds whole ones.
+
+    What a stop has left of an earlier line becomes a line of its own, which readers leave out.
+    Without lines, the file is created where it is absent.
+
+    Raises:
+        OutputError: The file cannot be written, or has another name than *.jsonl.
+    """
     target = Path(path)
     if target.suffix != _SUFFIX:
         raise OutputError(f"a history is a file *{_SUFFIX}", where=str(path))
-    line = json.dumps(Step.of(step, summary).to_json(), ensure_ascii=False)
+    texts = [*map(line, lines)]
     try:
-        with target.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with target.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if texts and size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                texts[0] = "\n" + texts[0]
+            for text in texts:
+                data = text.encode()
+                while data:
+                    data = data[file.write(data) :]
     except OSError as error:
         raise OutputError(
             f"the step cannot be written: {error.strerror or error}", where=str(path)
         ) from error
 
 
+class HistoryReader:
+    """Reads a history while it grows: each time, what was appended since.
+
+    Of a step that was recorded again, as after a restart, the last counts. A last line that is not
+    whole yet is left for the next time; other lines that are no steps are left out and counted.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._place, self._lines, self._file = 0, 0, (0, 0)
+        self._steps: dict[int, Step] = {}
+        self._end: End | None = None
+        self._broken: list[int] = []
+
+    def read(self) -> tuple[History | None, list[Step]]:
+        """Return the history, None as long as it has no step, and the steps that are new.
+
+        Raises:
+            ResultFileError: The file cannot be read, or has ended without a step.
+        """
+        try:
+            new = self._appended()
+        except OSError as error:
+            raise ResultFileError(
+                "the history cannot be read", where=str(self.path), remedy=str(error)
+            ) from error
+        *whole, rest = new.split(b"\n")
+        found = [step for one in whole if (step := self._line(one, len(one) + 1)) is not None]
+        if rest.strip() and _parsed(rest) is not None:  # only its end is missing
+            found += filter(None, [self._line(rest, len(rest))])
+            self._lines -= 1
+        if not self._steps:
+            if self._end is not None:
+                raise self.empty()
+            return None, []
+        steps = tuple(self._steps[key] for key in sorted(self._steps))
+        broken = tuple(self._broken)
+        return History(path=str(self.path), steps=steps, end=self._end, broken=broken), found
+
+    def empty(self) -> ResultFileError:
+        """Return what is wrong with a file without a step."""
+        remedy = self._end.text if self._end is not None else None
+        if self._broken:
+            return ResultFileError(
+                "the line is no recorded step", where=f"{self.path}: line {self._broken[0]}"
+            )
+        return ResultFileError("no step is recorded", where=str(self.path), remedy=remedy)
+
+    def _appended(self) -> bytes:
+        """Return what follows the lines that were read, from the start where the file is new."""
+        with self.path.open("rb") as file:
+            told = os.fstat(file.fileno())
+            if self._file != (told.st_dev, told.st_ino) or told.st_size < self._place:
+                self._forget()
+                self._file = told.st_dev, told.st_ino
+            file.seek(self._place)
+            return file.read()
+
+    def _line(self, line: bytes, size: int) -> Step | None:
+        """Take in one line of so many bytes; return its step, if it is one."""
+        self._place += size
+        self._lines += 1
+        if not line.strip():
+            return None
+        found = _parsed(line)
+        if isinstance(found, Step):
+            self._steps[found.step], self._end = found, None
+            return found
+        if found is None:
+            self._broken.append(self._lines)
+        self._end = found or self._end
+        return None
+
+
+def _parsed(line: bytes) -> Step | End | None:
+    try:
+        return _LINE.validate_json(line)
+    except ValidationError:
+        return None
+
+
 def read_history(path: str | Path) -> History:
     """Read all steps; of a step that was recorded again, as after a restart, the last counts.
 
     Raises:
-        ResultFileError: The file cannot be read, or a line is no step.
+        ResultFileError: The file cannot be read, or has no step.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultFileError(
-            "the history cannot be read", where=str(path), remedy=str(error)
-        ) from error
-    found: dict[int, Step] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            step = Step.model_validate_json(line)
-        except ValidationError as error:
-            raise ResultFileError(
-                "the line is no recorded step",
-                where=f"{path}: line {number}",
-                remedy="A line cut short by a stop can be deleted.",
-            ) from error
-        found[step.step] = step
-    if not found:
-        raise ResultFileError("no step is recorded", where=str(path))
-    return History(path=str(path), steps=tuple(found[key] for key in sorted(found)))
+    reader = HistoryReader(path)
+    found, _ = reader.read()
+    if found is None:
+        raise reader.empty()
+    return found
+
+
+def _curves(steps: Sequence[Step]) -> list[Fact]:
+    """Return each number over time, with what it is now."""
+    facts: list[Fact] = []
+    for name, take in CURVES.items():
+        values = [take(step) for step in steps]
+        show = percent if name == "opposed" else short
+        facts.append((name, Spark(values, show(values[-1]))))
+    for clip in steps[-1].clipped:
+        values = [{c.norm: c.clipped for c in s.clipped}.get(clip.norm) for s in steps]
+        facts.append((f"over {short(clip.norm)}", Spark(values, percent(clip.clipped))))
+    return facts
+
+
+def _learning(step: Step) -> Table:
+    """Return the parameters whose signal to noise is largest."""
+    rows = _strongest(step)[:_BRIEF]
+    columns = [
+        numbers("signal to noise", [row.signal_to_noise for row in rows]),
+        numbers("norm", [row.mean_norm for row in rows], 1),
+        numbers("norm of mean", [row.mean_gradient_norm for row in rows], 2),
+    ]
+    return Table(columns, "parameter", [row.name for row in rows])
+
+
+def _strongest(step: Step) -> list[Layer]:
+    return sorted(step.parameters, key=lambda p: -(p.signal_to_noise or 0.0))
 
 
 def _columns(steps: Sequence[Step]) -> list[Column]:
@@ -277,8 +476,7 @@ def _pictures(steps: Sequence[Step]) -> Iterator[Picture]:
     for name, take in CURVES.items():
         known: Points = [(s.step, value) for s in steps if (value := take(s)) is not None]
         yield drawn(f"{name} by step", name, {"": known}, band if name == "noise scale" else ())
-    last = sorted(steps[-1].parameters, key=lambda p: -(p.signal_to_noise or 0.0))
-    curves: dict[str, Points] = {layer.name: [] for layer in last[:_DRAWN]}
+    curves: dict[str, Points] = {layer.name: [] for layer in _strongest(steps[-1])[:_DRAWN]}
     for step in steps:
         for layer in step.parameters:
             if layer.name in curves and layer.signal_to_noise:

@@ -10,6 +10,7 @@ from torch import nn
 import gradscope
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.stats import History, measure, read_history, record, summarize
+from gradscope.stats.training import End, HistoryReader, append
 from tests.stats.fakes import fake
 
 
@@ -74,6 +75,63 @@ def test_what_is_no_history(tmp_path, text):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ResultFileError):
         read_history(path)
+
+
+def test_a_history_is_read_as_it_grows(tmp_path):
+    path = tmp_path / "run.jsonl"
+    append(path)
+    reader = HistoryReader(path)
+    assert reader.read() == (None, [])
+    first, second = (record(path, step, summarize(fake(9, seed=step))) for step in (5, 10))
+    history, new = reader.read()
+    assert list(history.steps) == new == [first, second]
+    whole = path.read_bytes()
+    third = record(path, 15, summarize(fake(9)))
+    all_of_it = path.read_bytes()
+    for cut in (len(whole) + 1, len(all_of_it) - 2):  # what a writer has not finished
+        path.write_bytes(all_of_it[:cut])
+        assert reader.read() == (history, [])
+        assert read_history(path) == history
+    path.write_bytes(all_of_it[:-1])  # all but the end of the line
+    assert reader.read()[1] == [third]
+    path.write_bytes(all_of_it)
+    assert reader.read()[1] == []
+    append(path, End(step=20, reason="why"))
+    assert reader.read()[0].end.text == "ended at step 20: why"
+    again = record(path, 15, summarize(fake(8)))  # it was continued
+    history, new = reader.read()
+    assert history.end is None
+    assert history.steps == (first, second, again)
+    path.unlink()
+    record(path, 1, summarize(fake(9)))
+    assert [step.step for step in reader.read()[0].steps] == [1]
+    assert read_history(path) == reader.read()[0]
+
+
+def test_lines_that_are_none_are_left_out_and_told(tmp_path):
+    path = tmp_path / "run.jsonl"
+    step = record(path, 5, summarize(fake(9)))
+    good = path.read_text()
+    later = json.dumps({**json.loads(good), "step": 6, "of a later version": 1})
+    hostile = [
+        good[:40],
+        "[" * 100_000,
+        "\x00\x1b[2J",
+        good.replace('"step": 5', '"step": 1e999').strip(),
+        good.replace('"step": 5', f'"step": {10**400}').strip(),
+        good.replace('"step": 5', '"step": -1').strip(),
+        '{"schema": "gradscope.end"}',
+        "null",
+    ]
+    path.write_text("\n".join([good.strip(), "", *hostile, later, good[:30]]), "utf-8")
+    record(path, 7, summarize(fake(9)))  # after what a stop has cut short
+    found = read_history(path)
+    assert [one.step for one in found.steps] == [5, 6, 7]
+    assert found.steps[0] == step
+    assert found.broken == (*range(3, 11), 12)
+    (warning,) = found.overview().warnings
+    assert warning.startswith("9 lines left out")
+    assert "3, 4, 5, 6, 7, ..." in warning
 
 
 def test_where_nothing_can_be_written(tmp_path):

@@ -1,0 +1,338 @@
+"""`Monitor`: measures a model while it is trained, within a budget, and leaves the training alone.
+
+Norms, noise scale (McCandlish et al. 2018), clipping, signal of each parameter and agreement are
+those of `gradscope.stats.measure`. The clock on the wall says what they cost; a measurement waits
+until the training has lasted long enough to pay for it.
+"""
+
+import math
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.core.batch import Batch
+from gradscope.core.randomness import random_numbers_kept
+from gradscope.errors import GradscopeError, SpecError, UnsupportedError
+from gradscope.scope import Scope
+from gradscope.stats.training import Cost, End, Step, append, measure
+from gradscope.training.trackers import Log, Tracker, as_log, values_of
+
+_FEW = 4  # samples on which the first proof is made, so that it costs little
+# What the first measurement is taken to cost before anything is known, in forward and backward
+# passes over its samples: a proof evaluates them in a dozen other batches, a measurement takes the
+# sums of the gradients after a pass.
+_PROOF, _MEASURE = 12, 2
+_LATELY = 3  # measurements; the next is taken to last as long as the longest of them
+
+
+class MonitorWarning(UserWarning):
+    """A training is measured no more, or was not; it goes on all the same."""
+
+
+class Monitor:
+    """Measures per-sample gradients every so many steps of a training.
+
+    The training has the same weights, bit for bit, with and without it: random generators,
+    gradients, buffers and modes are left as they were, and no batch is kept. It measures in the
+    parameters' own precision, without autocast, and without what `torch.compile` has made.
+
+    Args:
+        model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
+            module within. Of several processes, the first alone measures.
+        loss: As of `Scope`: unreduced, by name or a callable.
+        every: Steps between measurements, at least; other steps cost nothing.
+        samples: How many samples of a batch are measured, at most.
+        overhead: The most that all measurements may take, proofs included, as a share of the time
+            that the training takes between them. A measurement that it does not allow yet waits
+            for a later multiple of `every`. None: no bound.
+        path: A file *.jsonl to which each measurement is appended; `gradscope stats` reads it.
+        trackers: Others that get the numbers: callables (step, {name: value}), or objects with
+            such a `log`; see `to_tensorboard`, `to_wandb`, `to_mlflow`.
+        max_norm: Clipping norms of which the share of clipped samples is wanted.
+        probe: Inputs and targets that are measured every time in place of the batch.
+        mode: "eval" measures without dropout and with running statistics; "train" in the modes
+            that the modules are in, which is refused where random numbers or others in the batch
+            have a part in a sample's loss, as `options` say.
+        errors: "warn" ends measuring with a warning, "raise" raises.
+        clock: Tells seconds.
+        options: Others of `Scope`: parameters, backend, coupling, ... The first batch is proved.
+
+    Attributes:
+        scope: Measures.
+        latest: The last `Step` measured, or None.
+        interval: Steps to the next measurement, at this pace.
+
+    Raises:
+        SpecError: An argument is out of its range.
+        OutputError: The file cannot be written.
+        UnsupportedError: The parameters are sharded over processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Callable[..., Tensor],
+        every: int = 50,
+        samples: int = 64,
+        overhead: float | None = 0.03,
+        *,
+        path: str | Path | None = None,
+        trackers: Sequence[Tracker | Log] = (),
+        max_norm: float | Sequence[float] = (),
+        probe: tuple[Any, Any] | None = None,
+        mode: Literal["eval", "train"] = "eval",
+        errors: Literal["warn", "raise"] = "warn",
+        clock: Callable[[], float] = time.perf_counter,
+        **options: Any,
+    ) -> None:
+        _require("every", every, at_least=1)
+        _require("samples", samples, at_least=2)
+        if overhead is not None and not 0 < overhead < math.inf:
+            raise SpecError(f"must be positive, not {overhead}", where="overhead")
+        for name, word, words in (
+            ("mode", mode, ("eval", "train")),
+            ("errors", errors, ("warn", "raise")),
+        ):
+            if word not in words:
+                raise SpecError(f"is one of {', '.join(words)}, not {word!r}", where=name)
+        begun = clock()
+        self._model = _within(model)
+        self.every, self.samples, self.overhead, self.path = every, samples, overhead, path
+        self._clip = (max_norm,) if isinstance(max_norm, int | float) else tuple(max_norm)
+        self._probe, self._mode, self._errors, self._clock = probe, mode, errors, clock
+        self._trackers = [*map(as_log, trackers)]
+        self.latest: Step | None = None
+        self._step = self._first = 0
+        self._batch = samples  # in a step
+        self._start: float | None = None  # of the training
+        self._proofs = 0.0  # seconds
+        self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
+        self._closed = not _is_first_process()
+        self.scope = Scope(self._model, loss, **{"verify": "first", **options})
+        if path is not None and not self._closed:
+            append(path)
+        self._spent = self._ahead = clock() - begun  # seconds; those before the training
+
+    def start(self, step: int = 0, batch: int | None = None) -> None:
+        """Say that the training begins now; else it begins when the first step has been made.
+
+        Args:
+            step: How many steps were made before, where a training is continued.
+            batch: How many samples a step takes, where `step` is not given a batch.
+        """
+        self._start, self._first, self._step = self._clock(), step, step
+        self._batch = batch or self._batch
+
+    def step(self, inputs: Any = None, targets: Any = None, *, step: int | None = None) -> None:
+        """Count a step of the optimiser, and measure if it is time.
+
+        Args:
+            inputs: Of the batch: a tensor, tuple or dict, sample axis first; may be None where
+                there is a `probe`.
+            targets: Likewise.
+            step: The number of the step, where somebody else counts.
+        """
+        before, self._step = self._step, self._step + 1 if step is None else step
+        if self._start is None:
+            self.start(self._step)
+        elif not self._closed and self._step % self.every == 0 and self._step != before:
+            self._synchronise()
+            begun = self._clock()
+            try:
+                self._measure(inputs, targets, begun)
+            except Exception as error:  # whatever it is, the training is not to blame
+                self._give_up(error)
+            finally:
+                self._spent += self._clock() - begun
+
+    def close(self, reason: str | None = None) -> None:
+        """Say in the file that the training has ended, and let go of the model's graph.
+
+        Args:
+            reason: Why it has ended, or is measured no more.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        trained = self._trained(self._clock()) if self._start is not None else 0.0
+        if self.latest is None and reason is None:
+            reason = (
+                f"no measurement: the first is taken to last {self._expected(trained):.2g} s, and "
+                f"of {trained:.2g} s of training {(self.overhead or 0) * trained:.2g} s may go "
+                f"into measuring, and {self._spent:.2g} s have; train longer, "
+                "allow more overhead, or take fewer samples"
+            )
+            warnings.warn(reason, MonitorWarning, stacklevel=2)
+        if self.path is not None:
+            share = self._spent / trained if trained > 0 else None
+            append(self.path, End(step=self._step, overhead=share, reason=reason))
+        self.scope.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Say that the training has ended, and of which exception."""
+        self.close(None if kind is None else f"stopped by {kind.__name__}")
+
+    def _measure(self, inputs: Any, targets: Any, begun: float) -> None:
+        trained, proved = self._trained(begun), self.scope.certificate
+        batch = self._samples(inputs, targets)
+        if not self._allowed(trained, self._expected(trained)):
+            return
+        with self._untouched():
+            if proved is None:
+                self.scope.evaluate(batch.select(slice(0, _FEW)))
+                self._synchronise()
+                proved, proof = self.scope.certificate, self._clock() - begun
+                self._proofs += proof
+                if not self._allowed(trained, proof + self._expected(trained)):
+                    return
+            now = self._clock()
+            summary = measure(self.scope, batch.inputs, batch.targets, clip=self._clip)
+        self._synchronise()
+        took, again = self._clock() - now, self.scope.certificate
+        if again is not None and again is not proved:  # the model was changed
+            took -= again.seconds
+            self._proofs += again.seconds
+        self._lately.append(took)
+        seconds = self._clock() - begun
+        spent = self._spent + seconds
+        cost = Cost(
+            seconds=seconds,
+            proof_seconds=self._proofs,
+            overhead=spent / trained if trained > 0 else None,
+            budget=self.overhead,
+            interval=self._interval(trained, spent),
+        )
+        self.latest = Step.of(self._step, summary, cost)
+        if self.path is not None:
+            append(self.path, self.latest)
+        self._track(self.latest)
+
+    def _samples(self, inputs: Any, targets: Any) -> Batch:
+        if self._probe is not None:
+            inputs, targets = self._probe
+        elif inputs is None:
+            raise SpecError(
+                "there is nothing to measure", remedy="Give `step` a batch, or a probe."
+            )
+        batch = Batch.of(inputs, targets)
+        if self._probe is None:
+            self._batch = len(batch)
+        return batch.select(slice(0, self.samples)).to(self.scope.problem.device, None)
+
+    def _trained(self, now: float) -> float:
+        """Return the seconds of training so far, without those of measurements."""
+        assert self._start is not None
+        return now - self._start - (self._spent - self._ahead)
+
+    def _expected(self, trained: float) -> float:
+        """Return how many seconds the next measurement will take."""
+        if self._lately:
+            return max(self._lately)
+        each = trained / max(1, self._step - self._first) / self._batch  # seconds of a sample
+        proof = 0 if self.scope.certificate is not None else _PROOF * min(_FEW, self.samples)
+        return each * (proof + _MEASURE * self.samples)
+
+    def _allowed(self, trained: float, seconds: float) -> bool:
+        return self.overhead is None or self._spent + seconds <= self.overhead * trained
+
+    def _interval(self, trained: float, spent: float) -> int:
+        """Return in how many steps the budget allows another measurement, if nothing changes."""
+        if self.overhead is None or trained <= 0:
+            return self.every
+        waits = (spent + max(self._lately)) / self.overhead - trained
+        steps = waits * max(1, self._step - self._first) / trained
+        return max(1, math.ceil(steps / self.every)) * self.every
+
+    def _track(self, step: Step) -> None:
+        for log in tuple(self._trackers):
+            try:
+                log(step.step, values_of(step))
+            except Exception as error:
+                if self._errors == "raise":
+                    raise
+                self._trackers.remove(log)
+                _warn(f"a tracker gets nothing more: {_told(error)}")
+
+    def _give_up(self, error: Exception) -> None:
+        if self._errors == "raise":
+            raise error
+        reason = f"measured no more: {_told(error)}"
+        _warn(f"the training goes on, but is {reason}")
+        with suppress(GradscopeError):
+            self.close(reason)
+        self._closed = True
+
+    def _synchronise(self) -> None:
+        """Wait for what the device has yet to do, so that the clock tells whose time it was."""
+        if self.scope.problem.device.type == "cuda":
+            torch.cuda.synchronize(self.scope.problem.device)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Leave random generators, modes, autocast and compiled code as they are."""
+        modes = [(m, m.training) for m in self._model.modules()] if self._mode == "eval" else []
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        device = self.scope.problem.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(random_numbers_kept())
+            stack.enter_context(torch.autocast(device, enabled=False))
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            try:
+                for module, _ in modes:
+                    module.training = False
+                yield
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+
+def _require(name: str, value: int, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise SpecError(f"is a whole number from {at_least} on, not {value!r}", where=name)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, GradscopeError) else f"{type(error).__name__}: {error}"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, MonitorWarning, stacklevel=5)
+
+
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    known = distributed.is_available() and distributed.is_initialized()
+    return not known or distributed.get_rank() == 0
+
+
+def _within(model: nn.Module) -> nn.Module:
+    """Return the module within its wrappers; refuse one whose parameters other processes hold."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    if sharded or any(hasattr(p, "device_mesh") for p in model.parameters()):
+        raise UnsupportedError(
+            "the parameters are sharded over several processes, and a measurement in one of them "
+            "would wait for the others",
+            where="Monitor",
+            remedy="Save a checkpoint, and use `gradscope compute` and `gradscope stats` on it.",
+        )
+    return model

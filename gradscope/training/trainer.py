@@ -1,0 +1,135 @@
+"""`TrainerMonitor`: a callback of transformers' Trainer, whose class is added on import."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.core.randomness import random_numbers_kept
+from gradscope.errors import SpecError
+from gradscope.stages.losses import resolve
+from gradscope.training.monitor import Monitor
+
+_LABELS = "labels"
+
+
+class TrainerMonitor:
+    """Measures the model of a Trainer; `Monitor` says what and how.
+
+    The Trainer tells its callbacks no batch. So `samples` samples are drawn once, by `seed`, from
+    the training data, made into a batch by the Trainer's own collator, and measured every time.
+    The Trainer's loader is not asked: its order stays as it is.
+
+    Args:
+        loss: By name, of the model's logits and the batch's labels: "causal_lm" (the labels are
+            shifted, as in transformers), "cross_entropy", ...; or `(outputs, labels) -> (n,)` of
+            what the model returns. A sample's loss is its own, by default the mean over its own
+            tokens; transformers' is the mean over the tokens of the whole batch.
+        every: As of `Monitor`.
+        samples: Likewise.
+        overhead: Likewise.
+        batch: Samples as the model takes them, by keyword, labels included, in place of those
+            that are drawn.
+        labels: The key of the labels; the model is not given them.
+        seed: Of the samples that are drawn.
+        options: Others of `Monitor`.
+
+    Attributes:
+        monitor: The `Monitor`, once the training has begun; None before, and in other processes
+            than the first.
+    """
+
+    def __init__(
+        self,
+        loss: str | Callable[[Any, Any], Tensor],
+        every: int = 50,
+        samples: int = 64,
+        overhead: float | None = 0.03,
+        *,
+        batch: dict[str, Any] | None = None,
+        labels: str = _LABELS,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self._loss = _of_logits(loss) if isinstance(loss, str) else loss
+        self._given, self._labels, self._seed, self._samples = batch, labels, seed, samples
+        self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
+        self.monitor: Monitor | None = None
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **known: Any,
+    ) -> None:
+        """Draw the samples, and begin."""
+        if not state.is_world_process_zero:
+            return
+        inputs = self._given
+        if inputs is None:
+            inputs = drawn_batch(known["train_dataloader"], self._samples, self._seed)
+        inputs = dict(inputs)
+        if self._labels not in inputs:
+            raise SpecError(
+                f"a batch has no {self._labels!r}, but {', '.join(map(repr, inputs))}",
+                where="TrainerMonitor",
+                remedy="Say under which key the labels are: labels=...",
+            )
+        probe = inputs, inputs.pop(self._labels)
+        self.monitor = Monitor(known["model"], self._loss, probe=probe, **self._options)
+        batch = args.train_batch_size * args.gradient_accumulation_steps
+        self.monitor.start(state.global_step, batch)
+
+    def on_step_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **known: Any,
+    ) -> None:
+        """Measure if it is time."""
+        if self.monitor is not None:
+            self.monitor.step(step=state.global_step)
+
+    def on_train_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **known: Any,
+    ) -> None:
+        """Say that the training has ended."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+def drawn_batch(loader: Any, samples: int, seed: int) -> Any:
+    """Return a batch of samples of a loader's data set, drawn by `seed`, made by its collator.
+
+    Neither the loader's order nor any random generator is moved on.
+
+    Raises:
+        SpecError: The data set has no length, so that nothing can be drawn.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise SpecError(
+            "the training data are a stream, of which no sample can be drawn",
+            where="TrainerMonitor",
+            remedy="Give some: batch={...}.",
+        )
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(data), generator=draw)[:samples].tolist()
+    with torch.random.fork_rng(), random_numbers_kept():
+        return loader.collate_fn([data[row] for row in rows])
+
+
+def _of_logits(name: str) -> Callable[[Any, Any], Tensor]:
+    loss = resolve(name)
+
+    def of_logits(outputs: Any, targets: Any) -> Tensor:
+        return loss(getattr(outputs, "logits", outputs), targets)
+
+    return of_logits

@@ -1,0 +1,287 @@
+"""Monitor: numbers against float64, a training that is left alone, a budget that is kept."""
+
+import gc
+import random
+import subprocess
+import sys
+import weakref
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from gradscope.core.problem import Problem
+from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.stats import read_history
+from gradscope.stats.training import HistoryReader
+from gradscope.training import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
+from tests.oracle import per_sample_gradients
+
+
+def made(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 3)
+    return nn.Sequential(*layers).to(dtype).train()
+
+
+def trained(model, steps, after, autocast=False):
+    """Train with random numbers of every kind, and call `after` when each step has been made."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(steps):
+        inputs = torch.randn(16, 6) * random.random() + float(np.random.rand())
+        targets = torch.randint(3, (16,))
+        optimiser.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            F.cross_entropy(model(inputs), targets).backward()
+            after(inputs, targets)
+            optimiser.step()
+    left = *model.state_dict().values(), *(p.grad for p in model.parameters())
+    return left, (
+        torch.random.get_rng_state().tolist(),
+        random.getstate(),
+        str(np.random.get_state()),
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_training_is_the_same_bit_for_bit(tmp_path, autocast):
+    right = trained(made(), 12, lambda *batch: None, autocast)
+    model, path = made(), tmp_path / "run.jsonl"
+    with Monitor(model, "cross_entropy", 3, 8, None, path=path, errors="raise") as monitor:
+        found = trained(model, 12, monitor.step, autocast)
+    assert [step.step for step in read_history(path).steps] == [3, 6, 9, 12]
+    assert all(torch.equal(a, b) for a, b in zip(right[0], found[0], strict=True))
+    assert right[1] == found[1]
+    assert all(module.training for module in model.modules())
+
+
+def test_the_numbers_are_those_of_the_gradients():
+    model, inputs = made(), torch.randn(40, 6)
+    targets = inputs[:, :3].argmax(1)
+    monitor = Monitor(model, "cross_entropy", 1, 32, None, max_norm=(0.5, 0.9), errors="raise")
+    for _ in range(2):  # from the end of the first step
+        monitor.step(inputs, targets)
+    step = monitor.latest
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    losses, rows = per_sample_gradients(model.eval(), loss, inputs[:32], targets[:32])
+    g = torch.cat([row.flatten(1) for row in rows.values()], 1).numpy()
+    norms, mean = np.linalg.norm(g, axis=1), g.mean(0)
+    assert step.samples == 32
+    assert step.loss == pytest.approx(float(losses.mean()), rel=1e-5)
+    found = [step.norm_percentiles[str(p)] for p in (5, 50, 95)]
+    assert found == pytest.approx(list(np.percentile(norms, (5, 50, 95))), rel=1e-5)
+    assert [c.clipped for c in step.clipped] == [np.mean(norms > 0.5), np.mean(norms > 0.9)]
+    assert step.opposing == np.mean(g @ mean < 0)
+    trace = np.trace(np.cov(g, rowvar=False))
+    signal = mean @ mean - trace / 32
+    assert step.noise_scale.trace_covariance == pytest.approx(trace, rel=1e-4)
+    assert step.noise_scale.simple == pytest.approx(trace / signal, rel=1e-4)
+    for layer in step.parameters:
+        own = rows[layer.name].flatten(1).numpy()
+        big = np.square(own.mean(0)).sum()
+        spread = np.square(own).sum(1).mean() - big
+        assert layer.signal_to_noise == pytest.approx(big / spread, rel=1e-4)
+
+
+def test_a_batch_is_not_kept():
+    model, inputs = made(), torch.randn(16, 6)
+    monitor = Monitor(model, "cross_entropy", 1, 16, None, errors="raise")
+    monitor.start()
+    monitor.step(inputs, torch.randint(3, (16,)))
+    assert monitor.latest is not None
+    known = weakref.ref(inputs)
+    del inputs
+    gc.collect()
+    assert known() is None
+
+
+class Clock:
+    """Time that passes when somebody says so, and with each forward pass of a measurement."""
+
+    def __init__(self, seconds, monkeypatch):
+        self.now = self.inside = 0.0
+        forward = Problem._raw
+
+        def slow(*given):  # it is no part of the loss, or it would be put back
+            self.now += seconds
+            self.inside += seconds
+            return forward(*given)
+
+        monkeypatch.setattr(Problem, "_raw", slow)
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("budget", [0.015, 0.03, 1.0])
+def test_the_budget_is_kept(tmp_path, monkeypatch, budget):
+    clock, model, path = Clock(0.15, monkeypatch), made(), tmp_path / "run.jsonl"
+    inputs, targets = torch.randn(16, 6), torch.randint(3, (16,))
+    monitor = Monitor(model, "cross_entropy", 5, 16, budget, path=path, clock=clock, errors="raise")
+    monitor.start()
+    shares = []
+    for _ in range(600):
+        clock.now += 0.5
+        before = monitor.latest
+        monitor.step(inputs, targets)
+        if monitor.latest is not before:
+            shares.append(clock.inside / (clock.now - clock.inside))
+    monitor.close()
+    found = read_history(path)
+    assert [step.cost.overhead for step in found.steps] == pytest.approx(shares)
+    assert max(shares) <= budget
+    assert found.end.overhead <= budget
+    assert found.end.step == 600
+    assert found.steps[-1].cost.proof_seconds > found.steps[-1].cost.seconds > 0
+    steps = [step.step for step in found.steps]
+    assert all(step % 5 == 0 for step in steps)
+    if budget < 1:  # what there is is used, and what is foretold comes true
+        assert found.end.overhead > 0.8 * budget - 0.15 / 300
+        for step, later in zip(found.steps[1:], steps[2:], strict=False):
+            assert later == step.step + step.cost.interval
+    else:
+        assert len(steps) > 110  # every five steps, but for a start
+
+
+def test_a_training_too_short_for_a_measurement_says_so(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with (
+        pytest.warns(MonitorWarning, match="no measurement: the first is taken to last"),
+        Monitor(made(), "cross_entropy", 2, 16, 1e-6, path=path) as monitor,
+    ):
+        for _ in range(6):
+            monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))
+    reader = HistoryReader(path)
+    with pytest.raises(Exception, match="no measurement"):
+        reader.read()
+
+
+def test_what_is_refused_ends_the_measuring_and_not_the_training(tmp_path):
+    model, path = made(), tmp_path / "run.jsonl"
+    model[3].p = 0.0  # BatchNorm on the batch's statistics is left
+    options = {"mode": "train", "path": path}
+    monitor = Monitor(model, "cross_entropy", 2, 16, None, **options)
+    with pytest.warns(MonitorWarning, match="goes on, but is measured no more") as told:
+        trained(model, 8, monitor.step)
+    assert len(told) == 1
+    end = path.read_text()
+    assert "measured no more" in end
+    assert "BatchNorm" in end
+    with pytest.raises(CoupledSamplesError):
+        trained(
+            model, 8, Monitor(model, "cross_entropy", 2, 16, None, errors="raise", **options).step
+        )
+    assert all(module.training for module in model.modules())
+
+
+class Kept:
+    """The calls that trackers of the named libraries have in their documented interfaces."""
+
+    def __init__(self):
+        self.found, self.metrics = [], []
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.found.append((global_step, tag, scalar_value))
+
+    def define_metric(self, name, step_metric=None):
+        self.metrics.append((name, step_metric))
+
+    def log(self, data, step=None):
+        self.found += [(data["gradscope/step"], k, v) for k, v in data.items()]
+
+    def log_metrics(self, metrics, step=None):
+        self.found += [(step, k, v) for k, v in metrics.items()]
+
+
+class Own:
+    def __init__(self):
+        self.found = []
+
+    def log(self, step, values):
+        self.found += [(step, k, v) for k, v in values.items()]
+
+
+def test_trackers_get_the_numbers():
+    boards = Kept(), Kept(), Kept()
+    own, plain = Own(), []
+    trackers = [to_tensorboard(boards[0]), to_wandb(boards[1]), to_mlflow(boards[2]), own]
+    trackers.append(lambda step, values: plain.extend((step, k, v) for k, v in values.items()))
+    trackers.insert(2, lambda step, values: 1 / 0)
+    monitor = Monitor(made(), "cross_entropy", 1, 8, None, trackers=trackers, max_norm=0.5)
+    monitor.start(7)
+    with pytest.warns(MonitorWarning, match="gets nothing more: ZeroDivisionError"):
+        monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))
+    step = monitor.latest
+    assert step.step == 8
+    assert (8, "gradscope/median_norm", step.norm_median) in plain
+    assert (8, "gradscope/clipped_by_0.5", step.clipped[0].clipped) in plain
+    assert (8, "gradscope/signal_to_noise/0.weight", step.parameters[0].signal_to_noise) in plain
+    assert own.found == boards[0].found == plain
+    assert [one for one in boards[1].found if not one[1].endswith("/step")] == plain
+    assert boards[1].metrics == [("gradscope/*", "gradscope/step")]
+    assert [one[2] for one in boards[2].found] == [one[2] for one in plain]
+    assert not any("%" in one[1] for one in boards[2].found)
+    monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))  # without the one that failed
+
+
+def test_nothing_is_imported_that_is_not_used():
+    program = (
+        "import sys, gradscope.training as t\n"
+        "t.to_wandb(), t.to_mlflow(), t.to_tensorboard(None)\n"
+        "heavy = {'transformers', 'lightning', 'pytorch_lightning', 'wandb', 'mlflow'}\n"
+        "assert not heavy & sys.modules.keys()\n"
+        "assert 'torch.utils.tensorboard' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every": 0},
+        {"samples": 1},
+        {"overhead": 0.0},
+        {"mode": "both"},
+        {"errors": "hide"},
+        {"trackers": [3]},
+        {"parameters": "absent*"},
+        {"loss": "cross_entropi"},
+    ],
+)
+def test_what_is_wrong_is_said_before_the_training(wrong):
+    with pytest.raises(SpecError):
+        Monitor(**{"model": made(), "loss": "cross_entropy", **wrong})
+
+
+def test_a_module_within_its_wrapper_is_measured():
+    model = made()
+    monitor = Monitor(nn.DataParallel(model), "cross_entropy", 1, 8, None)
+    assert next(iter(monitor.scope.problem.parameters)) == "0.weight"
+    model[0].weight.device_mesh = "as a DTensor has it"
+    with pytest.raises(UnsupportedError, match="sharded"):
+        Monitor(model, "cross_entropy")
+
+
+def test_a_fixed_probe_is_measured_every_time():
+    model, probe = made(), (torch.randn(12, 6), torch.randint(3, (12,)))
+    monitor = Monitor(model, "cross_entropy", 1, 64, None, probe=probe, errors="raise")
+    monitor.start()
+    monitor.step()
+    first = monitor.latest
+    monitor.step(step=5)
+    assert monitor.latest.step == 5
+    assert monitor.latest.norm_percentiles == first.norm_percentiles
+    assert sqrt(monitor.latest.noise_scale.trace_covariance) > 0
+    nothing = Monitor(model, "cross_entropy", 1, 64, None, errors="raise")
+    nothing.start()
+    with pytest.raises(SpecError, match="nothing to measure"):
+        nothing.step()
