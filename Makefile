@@ -3,6 +3,7 @@
 #   make test   installs into .venv and runs every test
 # And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
 # `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
+# `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
 # `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
 # runs the tests of the engine, and the demo, with another release of torch, in build/compat/2.15.0
 # (5 to 7 GB: torch comes with CUDA's libraries; delete it when you are done).
@@ -12,12 +13,14 @@ BIN := $(VENV)/bin
 DEMO ?= build/demo
 BENCH ?= build/bench
 BENCH_OPTIONS ?=
+GPU ?= build/gpu.json
+GPU_OPTIONS ?=
 DRILL_OPTIONS ?=
 TORCH ?= 2.15.0
 COMPAT := build/compat/$(TORCH)
 COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test bench browser charts drill compat lint format types check install install-dev install-bench clean
+.PHONY: demo test bench browser charts drill gpu compat lint format types check install install-dev install-bench clean
 
 define demonstrate
 	mkdir -p $(2)
@@ -38,6 +41,9 @@ bench: install-bench
 
 drill: install-dev
 	$(BIN)/python -m tests.drill $(DRILL_OPTIONS)
+
+gpu: install-bench
+	$(BIN)/python -m tests.gpu --json $(GPU) $(GPU_OPTIONS)
 
 compat: $(COMPAT)/installed
 	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core \

@@ -195,7 +195,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_LM,
     ),
     "lora": Adapters(
-        "that Llama with LoRA of rank 8 (PEFT)",
+        "Llama of 308M, with LoRA of rank 8 (PEFT)",
         data=tokens(4, 64, 32_000),
         kind="Llama",
         config=_LLAMA,

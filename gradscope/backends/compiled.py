@@ -36,6 +36,7 @@ from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
 from gradscope.core.memory import timed
+from gradscope.core.precision import doubled
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import CertificateError, UnsupportedError
@@ -509,4 +510,4 @@ def _size(t: Tensor) -> float:
 
 
 def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float64))
+    return doubled(t)

@@ -10,6 +10,8 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from gradscope.core.precision import wider
+
 # A tile stays near the caches, yet keeps the matrix kernels busy; glibc hands blocks of 32 MiB and
 # more out as fresh pages every time, which cost five times as much.
 TILE_BYTES = 4 * 2**20
@@ -303,7 +305,7 @@ def summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
 
 def wide(block: Block) -> Block:
     """Cast a block to float64 or complex128, where its sums are then taken."""
-    return block.to(torch.promote_types(block.dtype, torch.float64))
+    return block.to(wider(block.dtype, block.device))
 
 
 @dataclass(frozen=True, eq=False)

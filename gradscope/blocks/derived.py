@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, precise, squares, times, wide
 from gradscope.blocks.outer import OuterBlock
+from gradscope.core.precision import doubled
 
 # ‖g − μ‖² = ‖g‖² − 2⟨g, μ⟩ + ‖μ‖² loses what the result is smaller than its terms. It is taken in
 # float64; below this share of the terms the difference itself is squared instead.
@@ -141,7 +142,7 @@ class MappedBlock(DerivedBlock):
     grows: Callable[[Tensor], Tensor] | None = None
 
     def bound(self) -> Tensor:
-        return super().bound() if self.grows is None else self.grows(self.base.bound().double())
+        return super().bound() if self.grows is None else self.grows(doubled(self.base.bound()))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.blocks.base import Block
 from gradscope.blocks.derived import ScaledBlock
+from gradscope.core.precision import doubled
 
 FORMED_BYTES = 2**28  # bytes of dense gradients that are kept at a time, over all parameters
 
@@ -86,7 +87,7 @@ class Gradients(Mapping[str, Block]):
 
     def bounded(self) -> bool:
         """Whether a cheap bound on the norms shows that every gradient is finite."""
-        bounds = torch.stack([block.bound().double() for block in self.values()])
+        bounds = torch.stack([doubled(block.bound()) for block in self.values()])
         return bool((bounds < torch.finfo(torch.float32).max).all())
 
     def power_sum(self, name: str, power: int) -> Tensor:

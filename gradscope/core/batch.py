@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscope.core.precision import doubled, on_host
 from gradscope.errors import DatasetError
 
 
@@ -118,14 +119,13 @@ class Batch:
         )
 
     def in_double_precision(self) -> "Batch":
-        """Return the batch with floating-point and complex tensors widened."""
+        """Return the batch in float64 and complex128; on the CPU where its device has neither."""
 
-        def widened(t: Tensor) -> Tensor:
-            if t.is_complex():
-                return t.to(torch.complex128)
-            return t.double() if t.is_floating_point() else t
+        def wide(t: Tensor) -> Tensor:
+            t = on_host(t)
+            return doubled(t) if t.is_floating_point() or t.is_complex() else t
 
-        return self.map(widened)
+        return self.map(wide)
 
     def detached(self) -> "Batch":
         """Return the batch with every tensor cut from any graph it came with."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, tensors
+from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
 from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.shortage import is_shortage
@@ -102,10 +103,10 @@ def _outstanding(batch: Batch) -> list[int]:
     """Return positions of samples by how far they stand out, in sums and in numbers of entries."""
     given = [t for t in tensors((batch.inputs, batch.targets)) if t.dim() and t.numel()]
     rows = [t.detach().reshape(len(t), -1) for t in given]
-    sums = [t.abs().sum(1) if t.is_complex() else t.double().sum(1) for t in rows]
+    sums = [t.abs().sum(1) if t.is_complex() else doubled(t).sum(1) for t in rows]
     found: list[tuple[float, int]] = []
     for values in (*sums, *(t.count_nonzero(1) for t in rows)):
-        v = values.double().cpu().nan_to_num()
+        v = values.cpu().double().nan_to_num()
         far = ((v - v.median()).abs() / v.std().clamp_min(1e-300)).nan_to_num()
         found += [(-float(far[k]), k) for k in (int(v.argmin()), int(v.argmax()))]
     return list(dict.fromkeys(k for _, k in sorted(found)))
@@ -170,15 +171,19 @@ def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
     """
     near = problem.converted(None)
     originals = {name: p.detach().clone() for name, p in near.parameters.items()}
-    draw = torch.Generator(problem.device).manual_seed(0)
+    place = on_host(next(iter(problem.parameters.values()))).device
+    draw = torch.Generator(place).manual_seed(0)
     for _ in range(trials):
         with torch.no_grad():
             for name, p in near.parameters.items():
                 own = originals[name]
                 real = torch.view_as_real(own) if own.is_complex() else own
-                noise = torch.rand(real.shape, generator=draw, device=p.device, dtype=torch.float64)
+                wide = on_host(real).double()
+                noise = torch.rand(
+                    wide.shape, generator=draw, device=wide.device, dtype=torch.float64
+                )
                 units = _UNITS * torch.finfo(p.dtype).eps * (noise * 2 - 1)
-                changed = (real.double() * (1 + units)).to(real.dtype)
+                changed = (wide * (1 + units)).to(real)
                 p.copy_(torch.view_as_complex(changed) if own.is_complex() else changed)
         yield near
 
@@ -235,7 +240,7 @@ def _require_own(
 
 
 def _rows(t: Tensor) -> Tensor:
-    return t.reshape(len(t), -1).to(torch.complex128 if t.is_complex() else torch.float64)
+    return doubled(t.reshape(len(t), -1))
 
 
 def require_deterministic(problem: Problem, batch: Batch) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.locate import user_code
+from gradscope.core.precision import double
 from gradscope.core.randomness import Fixed
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.core.shortage import is_shortage
@@ -272,10 +273,14 @@ class Problem:
                 module._flat_weights = weights
 
     def converted(self, dtype: torch.dtype | None) -> "Problem":
-        """Return the same problem on a deep copy of the model with floating-point tensors cast."""
+        """Return the same problem on a deep copy of the model with floating-point tensors cast.
+
+        For float64 the copy is on the CPU where the model's device has none.
+        """
         try:
             with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
-                model = copy.deepcopy(self.model)
+                leaves = dtype == torch.float64 and double(self.device) != dtype
+                model = copy.deepcopy(self.model, _hosted(self.model) if leaves else None)
         except Exception as error:  # deepcopy runs the user's code
             if is_shortage(error):
                 raise
@@ -416,6 +421,12 @@ def _require_ordinary(name: str, p: Tensor) -> None:
     else:
         return
     raise UnsupportedError(what, where=f"parameter {name!r}", remedy=remedy)
+
+
+def _hosted(model: nn.Module) -> dict[int, Any]:
+    """Return what `deepcopy` is to take for parameters and buffers: copies on the CPU."""
+    parameters = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
+    return parameters | {id(b): b.detach().cpu() for b in model.buffers()}
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -367,7 +367,7 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
     signs = torch.randint(0, 2, (len(norms),), generator=draw) * 2 - 1
     top = norms.amax()
     floor = _FLOOR.get(answer.problem.precision, 1.0) * top
-    lift = (top / norms.clamp_min(floor)).nan_to_num(1.0).double().cpu()
+    lift = (top / norms.clamp_min(floor)).nan_to_num(1.0).cpu().double()
     return (size * signs * lift).to(norms.device, norms.dtype)
 
 

@@ -24,6 +24,7 @@ from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.independence import nearby
+from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, double_precision, slopes
 from gradscope.errors import CertificateError, ModelError, RefusedError
 
@@ -77,9 +78,9 @@ class Claim:
     @classmethod
     def of(cls, gradients: Gradients, weights: Tensor) -> "Claim":
         """Read it off the gradients of n samples."""
-        squares = weights.double().square()
+        squares = doubled(weights).square()
         sizes = {
-            name: float((squares.to(value.device) * value.double()).sum().sqrt())
+            name: float((squares.to(value.device) * doubled(value)).sum().sqrt())
             for name, value in gradients.squared_norms.items()
         }
         return cls(gradients, weights, sizes)
@@ -257,8 +258,9 @@ def _norm(t: Tensor) -> float:
     found = float(torch.linalg.vector_norm(precise(t)))
     if 0 < found < math.inf:
         return found
-    wide = t.to(torch.complex128 if t.is_complex() else torch.float64)
-    return float(torch.linalg.vector_norm(wide))  # squares may not be numbers of its own dtype
+    return float(
+        torch.linalg.vector_norm(doubled(on_host(t)))
+    )  # squares may not be numbers of its own dtype
 
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:

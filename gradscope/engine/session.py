@@ -20,6 +20,7 @@ from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.independence import same
+from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
@@ -159,6 +160,11 @@ class Session:
         self.lockstep: Lockstep | None = None
         self._stack.close()
         problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
+        if double(problem.device) != torch.float64:
+            self.notes.append(
+                f"the device {problem.device} has no float64: sums are taken in float32, and what "
+                "a proof needs float64 for on the CPU"
+            )
         self.problem = replace(
             problem,
             running_statistics=asked.coupling == "frozen",

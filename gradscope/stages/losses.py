@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradscope.config import parse_loss
 from gradscope.core.grammar import Stage
+from gradscope.core.precision import doubled
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
 from gradscope.errors import ModelError, SpecError
@@ -211,7 +212,7 @@ def _entrywise(
 
 
 def _two_classes(outputs: Tensor) -> Tensor:
-    logits = outputs.double()
+    logits = doubled(outputs)
     return torch.stack([(-logits).sigmoid(), logits.sigmoid()], -1)
 
 
@@ -235,8 +236,8 @@ def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
     return drawn.to(targets.dtype if isinstance(targets, Tensor) else torch.get_default_dtype())
 
 
-_CLASSES = Predictive(lambda outputs: outputs.double().movedim(1, -1).softmax(-1), _as_classes)
-_TOKENS = Predictive(lambda outputs: outputs[:, :-1].double().softmax(-1), _as_tokens)
+_CLASSES = Predictive(lambda outputs: doubled(outputs).movedim(1, -1).softmax(-1), _as_classes)
+_TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1]).softmax(-1), _as_tokens)
 _BITS = Predictive(_two_classes, _as_floats)
 
 

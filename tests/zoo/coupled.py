@@ -29,7 +29,9 @@ def coupled_batch_norm_without_running_statistics() -> Setup:
 def coupled_contrastive_loss() -> Setup:
     def loss(outputs: tuple[Tensor, Tensor], targets: None) -> Tensor:
         a, b = (F.normalize(o, dim=1) for o in outputs)
-        return F.cross_entropy(a @ b.T / 0.3, torch.arange(len(a)), reduction="none")
+        return F.cross_entropy(
+            a @ b.T / 0.3, torch.arange(len(a), device=a.device), reduction="none"
+        )
 
     model = Net(lambda net, x, z: (net.a(x), net.a(z)), a=nn.Linear(4, 7))
     return Setup(model, loss, (torch.randn(N, 4), torch.randn(N, 4)), None)

@@ -39,7 +39,7 @@ def class_token_by_expand(net, x):
 
 @program(lambda: ({"table": nn.Embedding(8, 4), "a": nn.Linear(4, 3)}, torch.randn(N, 6, 4)))
 def position_ids_without_sample_axis(net, x):
-    return net.a(x + net.table(torch.arange(x.shape[1]))).tanh()
+    return net.a(x + net.table(torch.arange(x.shape[1], device=x.device))).tanh()
 
 
 @case()
@@ -54,7 +54,7 @@ def position_ids_with_axis_of_one() -> Setup:
 
 @program(lambda: ({"table": nn.Embedding(8, 4), "a": nn.Linear(4, 3)}, torch.randn(N, N, 4)))
 def position_ids_expanded_to_the_batch(net, x):
-    ids = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+    ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0).expand(x.shape[0], -1)
     return net.a((x + net.table(ids)).tanh())
 
 

@@ -14,7 +14,7 @@ def _ids(*shape: int, rows: int = 9) -> torch.Tensor:
 @case()
 def attention_module_with_masks() -> Setup:
     def forward(net: nn.Module, x, padding):
-        mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        mask = torch.ones(6, 6, dtype=torch.bool, device=x.device).triu(1)
         return net.a(x, x, x, key_padding_mask=padding, attn_mask=mask)[0].tanh()
 
     padding = torch.arange(6) >= torch.tensor([6, 3, 4, 5, 2]).unsqueeze(1)
@@ -58,7 +58,7 @@ def encoder_in_train_mode_without_dropout() -> Setup:
     )
 )
 def language_model(net, ids):
-    h = net.tokens(ids) + net.positions(torch.arange(ids.shape[1]))
+    h = net.tokens(ids) + net.positions(torch.arange(ids.shape[1], device=ids.device))
     q, k, v = net.qkv(net.norm1(h)).chunk(3, -1)
     h = h + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
     h = h + net.down(F.gelu(net.up(net.norm2(h))))
@@ -107,7 +107,7 @@ def embedding() -> Setup:
     )
 )
 def packed_sequences(net, x, lengths):
-    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=False)
     states, _ = net.rnn(packed)
     out, _ = nn.utils.rnn.pad_packed_sequence(states, True, total_length=x.shape[1])
     return net.head(out)

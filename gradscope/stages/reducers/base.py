@@ -20,6 +20,7 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
 from gradscope.blocks.base import wide
 from gradscope.core.grammar import Stage
+from gradscope.core.precision import double, wider
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 
@@ -87,7 +88,7 @@ def tiles(block: Block) -> Iterator[Tensor]:
 def count(gradients: Gradients) -> Tensor:
     """Return n as a float64 scalar, where the gradients are."""
     device = next(iter(gradients.values())).device
-    return torch.tensor(float(gradients.n), dtype=torch.float64, device=device)
+    return torch.tensor(float(gradients.n), dtype=double(device), device=device)
 
 
 def entries(state: State, kind: str) -> dict[str, Tensor]:
@@ -195,13 +196,13 @@ def _carried(sums: Tensor) -> Tensor:
 
 def _kept(sums: Tensor) -> torch.dtype:
     exact = not (sums.is_floating_point() or sums.is_complex())
-    return sums.dtype if exact else torch.promote_types(sums.dtype, torch.float64)
+    return sums.dtype if exact else wider(sums.dtype, sums.device)
 
 
 def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
     """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a batch; squares that float32 cannot hold in float64."""
     found = gradients.power_sum(name, power)
-    if power == 1 or found.dtype == torch.float64 or not found.numel():
+    if power == 1 or found.dtype == double(found.device) or not found.numel():
         return found
     held = _HELD[0] < float(found.max()) < _HELD[1]
     return found if held else wide(gradients[name]).squared_sum()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block
 from gradscope.blocks.base import as_rows
+from gradscope.core.precision import double, doubled
 from gradscope.stages.reducers.base import (
     Part,
     Reducer,
@@ -51,7 +52,7 @@ def nonfinite() -> Reducer:
         return {"entries": bad.sum(), "samples": (bad > 0).sum()}
 
     return for_each_parameter(
-        start, None, lambda part, _: {key: value.double() for key, value in part.items()}
+        start, None, lambda part, _: {key: doubled(value) for key, value in part.items()}
     )
 
 
@@ -97,7 +98,7 @@ def _given(edges: Tensor) -> Reducer:
     bins = len(edges) - 1
 
     def counted(values: Tensor) -> Part:
-        here = edges.to(values.device)
+        here = edges.to(double(values.device)).to(values.device)
         outside = torch.stack([values < here[0], values > here[-1], values.isnan()])
         inside = values[(values >= here[0]) & (values <= here[-1])]
         place = (torch.searchsorted(here, inside, right=True) - 1).clamp_max(bins - 1)
@@ -166,8 +167,8 @@ def _reducer(
         return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
 
     def result(part: Part, _: Tensor) -> dict[str, Tensor]:
-        inside, outside = part["inside"].double(), part["outside"].double()
-        own = edges(part["reach"]).to(inside.device)
+        inside, outside = doubled(part["inside"]), doubled(part["outside"])
+        own = edges(part["reach"]).to(inside)
         return {"": inside, "edges": own, "outside": outside}
 
     return for_each_parameter(start, merged, result, ordered_for="histogram")

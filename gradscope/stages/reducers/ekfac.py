@@ -13,6 +13,7 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, Layer, OuterBlock, layer_of, wide
 from gradscope.blocks.base import precise
 from gradscope.core.grammar import Stage
+from gradscope.core.precision import double
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -226,7 +227,7 @@ def _moments(gradients: Gradients, layer: Layer, basis: Basis) -> Tensor:
     by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
     size = (factored if by_factors else k * r * c) * dtype.itemsize
     step = max(1, TILE_BYTES // max(1, size))
-    found = torch.zeros(layer.sizes, dtype=torch.float64, device=weight.device)
+    found = torch.zeros(layer.sizes, dtype=double(weight.device), device=weight.device)
     for start in range(0, gradients.n, step):
         some = gradients.select(slice(start, start + step))
         block = _rotated(some, layer, basis, by_factors)
@@ -251,6 +252,7 @@ def _rotated(gradients: Gradients, layer: Layer, basis: Basis, by_factors: bool)
 def _mark(basis: Basis) -> Tensor:
     """Return a number () that tells eigenvectors from others, bit by bit."""
     bits = [torch.view_as_real(s) if s.is_complex() else s for s in basis]
-    sums = [t.contiguous().view(torch.int64).flatten() for t in bits]
+    whole = {8: torch.int64, 4: torch.int32}
+    sums = [t.contiguous().view(whole[t.dtype.itemsize]).flatten() for t in bits]
     weights = [torch.arange(1, 2 * len(s), 2, device=s.device) for s in sums]
     return torch.stack([(s * w).sum() for s, w in zip(sums, weights, strict=True)]).sum()

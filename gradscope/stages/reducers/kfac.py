@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients, OuterBlock, SegmentBlock, belongs, bias_of, wide
+from gradscope.core.precision import double, wider
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
@@ -127,7 +128,7 @@ def _sums(block: Block, bias: Block | None) -> Part:
         if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
             left, right = part.left[None, None], part.right[None, None]
         count = float(left.shape[0] * left.shape[2])
-        more["t"] = torch.tensor(count, dtype=torch.float64, device=block.device)
+        more["t"] = torch.tensor(count, dtype=double(block.device), device=block.device)
         for key, side in (("a", right), ("b", left)):
             moments = _moments(side, ones=bias is not None)  # with one group (f, f), else (k, f, f)
             more[key] = moments[0] if len(moments) == 1 else moments
@@ -138,7 +139,7 @@ def _sums(block: Block, bias: Block | None) -> Part:
 def _moments(factor: Tensor, *, ones: bool) -> Tensor:
     """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64; if asked, that of (f, 1)."""
     n, k, t, f = factor.shape
-    dtype = torch.promote_types(factor.dtype, torch.float64)
+    dtype = wider(factor.dtype, factor.device)
     rows = torch.empty(k, n, t, f, dtype=dtype, device=factor.device)
     rows = rows.copy_(factor.transpose(0, 1)).flatten(1, 2)  # copied once
     found = rows.mT @ rows.conj()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
+from gradscope.core.precision import doubled
 from gradscope.stages.reducers.base import (
     Part,
     Reducer,
@@ -145,7 +146,7 @@ class _Buckets:
     def values(self, keys: Tensor) -> Tensor:
         """Return the value that stands for each key's bucket."""
         code = keys % self.stride - self.top
-        size = (code.abs() - self.middle).double() * log(self.gamma)
+        size = doubled(code.abs() - self.middle) * log(self.gamma)
         found = code.sign() * size.exp() * (2 / (1 + self.gamma))
         found = torch.where(code.abs() == self.top, code.sign() * torch.inf, found)
         return torch.where(code > self.top, torch.nan, found)

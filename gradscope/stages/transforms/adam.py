@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, Gradients, PreconditionedBlock
 from gradscope.blocks.derived import DerivedBlock
+from gradscope.core.precision import doubled
 from gradscope.errors import SpecError
 from gradscope.sources.weights.optimizer import Moments, read_optimizer
 from gradscope.stages.transforms.base import Transform, TransformScope, transform, widened
@@ -57,7 +58,7 @@ class StepBlock(DerivedBlock):
     moments: Moments
 
     def _values(self, base: Tensor) -> Tensor:
-        own, g = self.moments, base.double()
+        own, g = self.moments, doubled(base)
         (beta1, beta2), t = own.betas, own.step + 1
         first = beta1 * own.first + (1 - beta1) * g
         second = beta2 * own.second + (1 - beta2) * g * g

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, CenteredBlock, Gradients, MappedBlock, SquaredBlock
+from gradscope.core.precision import double
 from gradscope.stages.transforms.base import (
     NeedsMean,
     Transform,
@@ -105,7 +106,7 @@ def scale(by: float) -> Transform:
     if not isfinite(by):
         raise ValueError(f"by must be finite, not {by}")
     return blockwise(
-        lambda b: b.scale(torch.full((b.n,), by, dtype=torch.float64, device=b.device))
+        lambda b: b.scale(torch.full((b.n,), by, dtype=double(b.device), device=b.device))
     )
 
 

@@ -19,6 +19,7 @@ from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
 from gradscope.core.locate import unsupported
+from gradscope.core.precision import wider
 from gradscope.core.problem import Problem, unfused
 from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.stages.transforms.base import (
@@ -99,7 +100,7 @@ def _product(
         products = []
         slopes = _gradients(value, problem, create_graph=True)
         for name, slope in zip(problem.parameters, slopes, strict=True):
-            dtype = torch.promote_types(slope.dtype, torch.float64)
+            dtype = wider(slope.dtype, slope.device)
             product = slope.to(dtype) * vector[name].to(dtype).conj()
             products.append(product.sum().real)
         along = torch.stack(products).sum()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients, wide
 from gradscope.blocks.base import TILE_BYTES, as_rows
+from gradscope.core.precision import wider
 from gradscope.stages.transforms import random
 from gradscope.stages.transforms.base import Transform, TransformScope, transform, widened
 
@@ -83,8 +84,8 @@ def project(
     size = sqrt(nonzeros or 1) if kind == "sjlt" else sqrt(dim)  # of a column of P
 
     def whole(gradients: Gradients) -> dict[str, Tensor]:
-        dtypes = (block.dtype for block in gradients.values())
-        dtype = reduce(torch.promote_types, dtypes, torch.float64)
+        dtypes = (wider(block.dtype, block.device) for block in gradients.values())
+        dtype = reduce(torch.promote_types, dtypes)
         parts = (projected(name, block).to(dtype) for name, block in gradients.items())
         return {"project": reduce(Tensor.add_, parts).div_(size)}
 
@@ -120,7 +121,7 @@ def _full(dim: int, kind: str, seed: int) -> Project:
     def projected(name: str, block: Block) -> Tensor:
         size = prod(block.shape)
         found = torch.zeros(
-            block.n, dim, dtype=torch.promote_types(block.dtype, torch.float64), device=block.device
+            block.n, dim, dtype=wider(block.dtype, block.device), device=block.device
         )
         for samples, part, values in block.pieces():
             for rows, columns, entries in matrices.tiles(name, size, part, block.device):
@@ -137,7 +138,7 @@ def _added(matrices: "SparseMatrices") -> Project:
     tile = max(_COLUMNS, matrices.width, min(_CHUNKS * matrices.width, _PATTERN))  # entries
 
     def projected(name: str, block: Block) -> Tensor:
-        size, dtype = prod(block.shape), torch.promote_types(block.dtype, torch.float64)
+        size, dtype = prod(block.shape), wider(block.dtype, block.device)
         found = torch.empty(block.n, matrices.rows, dtype=dtype, device=block.device)
         step = max(1, TILE_BYTES // (4 * tile * block.dtype.itemsize))  # samples of a tile
         for start in range(0, block.n, step):
@@ -180,7 +181,7 @@ def _two_sided(dim: int, seed: int) -> Project:
         found = block.two_sided(
             left.whole(name, rows, block.device), right.whole(name, columns, block.device)
         )
-        return found.flatten(1).to(torch.promote_types(block.dtype, torch.float64))
+        return found.flatten(1).to(wider(block.dtype, block.device))
 
     return projected
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients, RandomBlock
 from gradscope.blocks.base import as_rows
+from gradscope.core.precision import double, doubled
 from gradscope.stages.transforms.base import Transform, TransformScope, by_parts, transform, widened
 
 _STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
@@ -57,10 +58,10 @@ def quantize(bits: int, seed: int = 0) -> Transform:
 
     def draw(use: str, name: str, values: Tensor, keys: Tensor) -> Tensor:
         def rounded(parts: Tensor) -> Tensor:
-            largest = as_rows(parts).abs().amax(1).double()
+            largest = doubled(as_rows(parts).abs().amax(1))
             largest = largest.reshape(-1, *[1] * (parts.dim() - 1))
             unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
-            exact = parts.double().abs() / unit * steps
+            exact = doubled(parts).abs() / unit * steps
             below = exact.floor()  # and up in magnitude where the draw is below what that cuts off
             level = below + (uniform(seed, use, name, keys, parts) < exact - below)
             found: Tensor = parts.sgn() * (level / steps * largest)
@@ -112,15 +113,16 @@ def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor
     """Return standard normal numbers (n, ...) like `like`, a row for each key; complex in parts."""
     shape = (*like.shape[1:], 2) if like.is_complex() else tuple(like.shape[1:])
     rows = [generator(seed, use, name, int(k)).standard_normal(shape) for k in keys]
-    values = _stacked(rows, (len(keys), *shape)).to(like.device)
-    return (torch.view_as_complex(values) if like.is_complex() else values).to(like.dtype)
+    values = _stacked(rows, (len(keys), *shape))
+    return (torch.view_as_complex(values) if like.is_complex() else values).to(like)
 
 
 def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
     """Return float64 numbers from [0, 1), (n, ...) as `like`, a row for each key."""
     shape = tuple(like.shape[1:])
     rows = [generator(seed, use, name, int(k)).random(shape) for k in keys]
-    return _stacked(rows, (len(keys), *shape)).to(like.device)
+    drawn = _stacked(rows, (len(keys), *shape))
+    return drawn.to(double(like.device)).to(like.device)
 
 
 def _hash(*parts: str | int) -> int:

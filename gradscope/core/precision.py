@@ -1,0 +1,36 @@
+"""The widest floating point of a device: float64, and float32 where there is none (Apple's MPS)."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def _has_double(device: torch.device) -> bool:
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):  # torch raises a TypeError on MPS
+        return False
+    return True
+
+
+def double(device: torch.device) -> torch.dtype:
+    """Return the dtype in which sums are taken on a device."""
+    always = device.type in ("cpu", "cuda", "meta")
+    return torch.float64 if always or _has_double(device) else torch.float32
+
+
+def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype, real or complex, in which sums of `dtype` are taken on a device."""
+    return torch.promote_types(dtype, double(device))
+
+
+def doubled(t: Tensor) -> Tensor:
+    """Return a tensor, real or complex, in the dtype in which its sums are taken."""
+    return t.to(wider(t.dtype, t.device))
+
+
+def on_host(t: Tensor) -> Tensor:
+    """Return a tensor where there is float64: where it is, or on the CPU."""
+    return t if double(t.device) == torch.float64 else t.cpu()

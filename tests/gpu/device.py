@@ -1,0 +1,361 @@
+"""A device beside the CPU that is made of the CPU: every operation on it computes, and is seen.
+
+torch's fake tensors have no values, and its engine takes no `cuda` without CUDA; this one is
+registered under torch's own key for other people's devices, so that all of autograd runs. A tensor
+on it holds one on the CPU. As on a GPU, operations refuse tensors of two devices, and generators of
+the CPU; what makes the host wait for the device is counted; float64 can be missing, as it is on
+Apple's.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import backend_registration
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map
+
+NAME = "standin"
+NO_DOUBLE = (
+    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
+    "Please use float32 instead."
+)
+_WIDE = (torch.float64, torch.complex128)
+_aten = torch.ops.aten
+_ACROSS = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
+_TAKES_HOST_INDICES = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+    _aten._pack_padded_sequence.default,
+}
+_MAKES = [  # which torch itself would make empty and fill by an operation that resizes
+    *(f"aten::arange{end}" for end in ("", ".start", ".start_step")),
+    *(f"aten::eye{end}" for end in ("", ".m")),
+    *(f"aten::{name}" for name in ("linspace", "randperm", "randperm.generator")),
+    *(f"aten::{name}" for name in ("tril_indices", "triu_indices")),
+]
+_WAITS = {  # the size or the value of what comes out is read on the host
+    "_local_scalar_dense",
+    "equal",
+    "masked_select",
+    "nonzero",
+    "unique_consecutive",
+    "unique_dim",
+    "_unique",
+    "_unique2",
+    "repeat_interleave",
+}
+
+
+class Seen:
+    """What was done on the device since the last `clear`.
+
+    Attributes:
+        operations: {name: times} of all that ran there.
+        waits: {name: times} of those for which the host has to wait.
+        double: Whether the device has float64.
+    """
+
+    def __init__(self) -> None:
+        self.operations: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.double = True
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.operations.clear()
+        self.waits.clear()
+
+
+seen = Seen()
+
+
+class OnDevice(Tensor):
+    """A tensor of the device; `held` is what it is made of."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "OnDevice":
+        if held.dtype in _WIDE and not seen.double:
+            raise TypeError(NO_DOUBLE)
+        made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.held = held
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, *args, **(kwargs or {}))
+
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:
+        """Make a tensor here; torch's own way goes past what is registered."""
+        return _tensor(data, **{"dtype": self.dtype, "device": self.device} | options)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Take rows; a list of positions is made a tensor first, as in `new_tensor`."""
+        given = index if isinstance(index, tuple) else (index,)
+        given = tuple(self.new_tensor(i, dtype=None) if isinstance(i, list) else i for i in given)
+        return super().__getitem__(given)
+
+    def tolist(self) -> Any:
+        """Bring the numbers to the host; torch's own way knows no tensors but its own."""
+        seen.operations["tolist"] += 1
+        seen.waits["to host"] += 1
+        return self.held.tolist()
+
+    def numpy(self, **_: Any) -> Any:  # type: ignore[override]
+        """Refuse, as every device but the CPU does."""
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu()")
+
+    __array__ = numpy  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OnDevice({self.held!r})"
+
+
+def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation on what its tensors are made of."""
+    given = tree_leaves((args, kwargs))
+    own = {id(t.held): t for t in given if isinstance(t, OnDevice)}
+    to = kwargs.get("device")
+    stays = kwargs["device"].type == NAME if to is not None else True
+    name = func.overloadpacket.__name__
+    _require_one_device(func, given, kwargs)
+    seen.operations[name] += 1
+    if (name in _WAITS and own) or _reads_mask(func, args):
+        seen.waits[name] += 1
+    if func in _ACROSS and own:
+        host = not stays or (name == "copy_" and not isinstance(args[0], OnDevice))
+        lands = name == "copy_" and not isinstance(args[1], OnDevice)
+        if (host or lands) and not _waits_not(args, kwargs):
+            seen.waits["to host" if host else "from host"] += 1
+    if func is _aten.copy_.default and not isinstance(args[0], OnDevice):
+        stays = False
+    inner, options = tree_map(_within, (args, kwargs))
+    found = _ONLY_THERE.get(name, func)(*inner, **options)
+    if torch.Tag.inplace_view in func.tags:  # the shape is the outer tensor's own
+        with no_dispatch():
+            func(*args, **kwargs)
+    for t in own.values():
+        assert t.shape == t.held.shape, f"{func} changes the size of a tensor of the device"
+    if name == "_pack_padded_sequence":
+        return _there(found[0]), found[1]  # torch wants the second on the CPU, always
+    return tree_map(lambda t: own[id(t)] if id(t) in own else _there(t), found) if stays else found
+
+
+def _there(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return OnDevice(value.resolve_conj().resolve_neg())  # a view of bits would not show
+
+
+def _lstm_cell(gates: Tensor, more: Tensor, cell: Tensor, *biases: Tensor | None) -> Any:
+    """What one kernel does on a GPU, and steps on a CPU: h, c and the gates (n, 4d)."""
+    whole = gates + more + sum(b for b in biases if b is not None)
+    i, f, g, o = whole.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    new = f * cell + i * g
+    return o * new.tanh(), new, torch.cat((i, f, g, o), 1)
+
+
+def _lstm_cell_backward(
+    by_h: Tensor | None,
+    by_c: Tensor | None,
+    before: Tensor,
+    after: Tensor,
+    gates: Tensor,
+    bias: Any,
+) -> Any:
+    """Its derivative: by the gates (n, 4d), by the cell before, and by each bias."""
+    i, f, g, o = gates.chunk(4, 1)
+    out = after.tanh()
+    h = torch.zeros_like(after) if by_h is None else by_h
+    c = h * o * (1 - out * out) + (0 if by_c is None else by_c)
+    di, df = c * g * i * (1 - i), c * before * f * (1 - f)
+    whole = torch.cat((di, df, c * i * (1 - g * g), h * out * o * (1 - o)), 1)
+    return whole, c * f, whole.sum(0) if bias else None
+
+
+def _gru_cell(gates: Tensor, more: Tensor, state: Tensor, *biases: Tensor | None) -> Any:
+    """The same of a GRU: h and what its derivative needs (n, 5d)."""
+    a, b = (
+        x if y is None else x + y
+        for x, y in zip((gates, more), biases or (None, None), strict=True)
+    )
+    (r, z, n), (hr, hz, hn) = a.chunk(3, 1), b.chunk(3, 1)
+    r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
+    n = (n + r * hn).tanh()
+    return n + z * (state - n), torch.cat((r, z, n, state, hn), 1)
+
+
+def _gru_cell_backward(by_h: Tensor, kept: Tensor, bias: bool) -> Any:
+    """Its derivative: by both sides' gates (n, 3d), by the state, and by each bias."""
+    r, z, n, state, hn = kept.chunk(5, 1)
+    new = by_h * (1 - z) * (1 - n * n)
+    dr, dz = new * hn * r * (1 - r), by_h * (state - n) * z * (1 - z)
+    first, second = torch.cat((dr, dz, new), 1), torch.cat((dr, dz, new * r), 1)
+    return first, second, by_h * z, *((first.sum(0), second.sum(0)) if bias else (None, None))
+
+
+_ONLY_THERE = {  # kernels that GPUs have and the CPU has not
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+
+
+def _overload(name: str) -> Any:
+    packet, _, end = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(_aten, packet), end or "default")
+
+
+def _within(value: Any) -> Any:
+    if isinstance(value, OnDevice):
+        return value.held
+    if isinstance(value, torch.device) and value.type == NAME:
+        return torch.device("cpu")
+    return value
+
+
+def _waits_not(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking")) or (len(args) > 2 and bool(args[2]))
+
+
+def _reads_mask(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether rows are taken by a mask on the device, whose number the host has to know."""
+    if func not in _TAKES_HOST_INDICES:
+        return False
+    masks = (t for t in args[1] if isinstance(args[1], list | tuple) and isinstance(t, OnDevice))
+    return any(t.dtype in (torch.bool, torch.uint8) for t in masks)
+
+
+def _require_one_device(func: Any, given: list[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse what CUDA refuses: a tensor of the host with axes beside one of the device."""
+    if func in _ACROSS:
+        return
+    if func in _TAKES_HOST_INDICES:
+        given = [t for t in given if not (isinstance(t, Tensor) and not t.is_floating_point())]
+    on = [t for t in given if isinstance(t, OnDevice)]
+    off = [t for t in given if isinstance(t, Tensor) and not isinstance(t, OnDevice)]
+    there = bool(on) or getattr(kwargs.get("device"), "type", "cpu") == NAME
+    if on and any(t.dim() for t in off):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{NAME}:0 and cpu! ({func})"
+        )
+    draw = kwargs.get("generator")
+    if there and draw is not None and draw.device.type != NAME:
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+
+
+class _Module:
+    """What torch asks the module of a device for."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: numbers are drawn from the CPU's generator, which is seeded anyway."""
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.default_generator.set_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, device: Any = None) -> None:
+        self.waited += 1
+
+
+_library: Any = None
+_torch_tensor = torch.tensor
+
+
+def _tensor(data: Any, **options: Any) -> Tensor:
+    """What `torch.tensor` does, in two steps where it is to lie on the device."""
+    device = options.pop("device", None)
+    if device is None or torch.device(device).type != NAME:
+        return _torch_tensor(data, device=device, **options)
+    return _torch_tensor(data, **options).to(device)
+
+
+def register() -> torch.device:
+    """Make the device known to torch, for the rest of the process, and return it."""
+    global _library
+    if _library is None:
+        backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+        _library = torch.library.Library("_", "IMPL")
+        _library.fallback(_run, "PrivateUse1")
+        for op in _MAKES:
+            torch.library.impl(op, "PrivateUse1", partial(_run, _overload(op)))
+        torch.tensor = _tensor  # torch's own goes past what is registered
+    return torch.device(NAME, 0)
+
+
+def placed(model: nn.Module) -> nn.Module:
+    """Move a model's parameters and buffers to the device; one that has two names keeps both.
+
+    `Module.to` would make it two, since these tensors cannot take each other's place.
+    """
+    moved: dict[int, Tensor] = {}
+
+    def of(t: Tensor) -> Tensor:
+        if id(t) not in moved:
+            there = t.detach().to(torch.device(NAME, 0))
+            parameter = isinstance(t, nn.Parameter)
+            moved[id(t)] = nn.Parameter(there, t.requires_grad) if parameter else there
+        return moved[id(t)]
+
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            table.update({k: of(t) for k, t in table.items() if t is not None})
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+    return model
+
+
+@contextmanager
+def without_double() -> Iterator[None]:
+    """Let the device have no float64 in the body."""
+    seen.double = False
+    try:
+        yield
+    finally:
+        seen.double = True

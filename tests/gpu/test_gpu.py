@@ -1,0 +1,92 @@
+"""The checks of a GPU, on a device made of the CPU: `python -m tests.gpu --standin`.
+
+In a process of their own: a device is made known to torch once, and for good.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+FAULTS = """
+import torch
+from tests.gpu import device, steps
+there = device.register()
+move, found = steps.moved(there), []
+x, index = move((torch.ones(4, 3), torch.arange(4)))
+def refused(run):
+    try:
+        run()
+    except (RuntimeError, TypeError) as error:
+        return type(error).__name__, str(error)
+print(refused(lambda: x + torch.ones(4, 3)))  # two devices
+print(refused(lambda: torch.rand(3, device=there, generator=torch.Generator())))
+with device.without_double():
+    print(refused(lambda: x.double()))
+    print(refused(lambda: torch.zeros(3, device=there, dtype=torch.float64)))
+print(refused(lambda: x.numpy()))
+def counted(run):
+    device.seen.clear()
+    run()
+    return device.seen.waits.total()
+print([counted(run) for run in (
+    lambda: x + 1, lambda: x[index], lambda: x + 2 * torch.ones(()), lambda: x.sum().item(),
+    lambda: [row.cpu() for row in x], lambda: x[x > 0], lambda: x.nonzero(),
+    lambda: x.sum().tolist(), lambda: bool((x > 0).all()), lambda: torch.tensor([1.0]).to(there),
+)])
+"""
+
+
+def test_device_refuses_and_counts_what_a_gpu_would() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FAULTS],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    mixed, generator, cast, made, host, counts = done.stdout.splitlines()
+    assert "at least two devices" in mixed
+    assert "device type for generator" in generator
+    assert "doesn't support float64" in cast and "doesn't support float64" in made
+    assert "to numpy" in host
+    assert json.loads(counts) == [0, 0, 0, 1, 4, 1, 1, 1, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("gpu") / "report.json"
+    wanted = "float32 without float64,chains without float64,waits"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--standin", "--quick"]
+    subprocess.run(
+        [*command, "--steps", wanted, "--json", str(out)], cwd=ROOT, env=ENVIRONMENT, check=False
+    )
+    steps: dict[str, Any] = json.loads(out.read_text())["steps"]
+    return steps
+
+
+def test_cases_are_right_on_a_device_without_float64(report: dict[str, Any]) -> None:
+    found = report["float32 without float64"]
+    assert (found["wrong"], found["refused"], found["broken"]) == ({}, {}, {})
+    assert found["right"] >= 8 and 0 < found["largest"] < 1e-3
+
+
+def test_chains_are_right_on_a_device_without_float64(report: dict[str, Any]) -> None:
+    found = report["chains without float64"]
+    assert (found["wrong"], found["broken"]) == ({}, {})
+    assert found["right"] >= 10
+
+
+def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> None:
+    found = report["waits"]
+    assert found["grows"] == []
+    for task in ("norms", "gradients"):
+        assert [waits for waits, _ in found["dense"][task].values()] == [0, 0]
+    assert all(operations > 0 for _, operations in found["dense"]["norms"].values())
