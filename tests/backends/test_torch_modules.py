@@ -19,6 +19,9 @@ from tests import oracle
 from tests.backends.outcomes import mistakes, run
 from tests.cases import Setup
 
+# torch's helpers forbid, for the whole process, to set backends' flags, which other libraries do
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
 # modules that have parameters and sample inputs with a batch axis; a later torch may add to them
 COVERED = (
     "BatchNorm1d BatchNorm2d BatchNorm3d Bilinear Conv1d Conv2d Conv3d ConvTranspose1d "

@@ -26,7 +26,7 @@ from gradscope.stats.sections import short
 from tests.pages import ROOT
 
 SAMPLES = ROOT / "sample_models"
-IMAGES = ROOT / "docs" / "images"
+IMAGES = ROOT / "docs"
 HOSTILE = ['<img src=x onerror="window.harmed=1">', "=1+1", "\x1b[31m</script><script>harmed=1//"]
 HARM = "window.addEventListener('error', () => {}); window.harmed = undefined;"
 

@@ -59,10 +59,10 @@ def test_names_are_shown_and_not_obeyed(forked: Forked, folder: Path) -> None:
     done = forked.run(*words(folder), "-o", out, cwd=folder, **narrow)
     assert done.code == 0, done.err
     assert "\r" not in done.out + done.err
-    stats = forked.run("stats", out, cwd=folder, COLUMNS="300")
+    stats = forked.run("stats", out, "--full", cwd=folder, COLUMNS="300")
     assert "[red]w\\x1b]0;title\\x07" in stats.out
     assert SHOWN.replace("/", "|") in stats.out
-    told = forked.run("stats", out, cwd=folder, **narrow).out
+    told = forked.run("stats", out, "--full", cwd=folder, **narrow).out
     for line in (*done.out.splitlines(), *told.splitlines()):
         assert cell_len(line) <= 40, line
     missing = forked.run("stats", str(folder / "no.h5"), cwd=folder)
