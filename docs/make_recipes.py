@@ -94,6 +94,24 @@ def _wrong_labels(panels: Any, names: Names) -> None:
         _labelled(axes, f"precision, {name}", "")
 
 
+def _adapters(panels: Any, names: Names) -> None:
+    left, right = panels
+    modules, reached = names["by_module"], names["reached"]
+    shown = {("new", "B"): BLUE, ("warm", "A"): RED, ("warm", "B"): GREEN}  # A of new is zero
+    for place, ((state, matrix), colour) in enumerate(shown.items()):
+        norms = [found[state, f"lora_{matrix}"] for found in modules.values()]
+        rows = np.arange(len(norms)) + 0.27 * (place - 1)
+        left.barh(rows, norms, 0.25, color=colour, label=f"{state}: {matrix}")
+    for row, (name, seeds) in enumerate(reached.items()):
+        ours = name.startswith(("gradients", "warm"))
+        right.plot(seeds, [row] * len(seeds), "o", color=BLUE if ours else GREY)
+    for axes, labels in ((left, modules), (right, reached)):
+        axes.set_yticks(range(len(labels)), list(labels))
+        axes.invert_yaxis()
+    _labelled(left, "mean norm of a sample's gradient", "")
+    _labelled(right, "test loss after training on the chosen", "")
+
+
 def _points(axes: Axes, values: dict[float, list[float]]) -> None:
     """A point for each seed, and a line through their means."""
     for x, seeds in values.items():
@@ -120,6 +138,7 @@ FIGURES: dict[str, Callable[[Any, Names], None]] = {
     "batch_size": _batch_size,
     "ewc": _ewc,
     "wrong_labels": _wrong_labels,
+    "adapters": _adapters,
 }
 
 

@@ -68,8 +68,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         registry.names()  # plugins first
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     known = set(sys.modules)
-    generator = torch.random.get_rng_state()
+    generator, threads = torch.random.get_rng_state(), torch.get_num_threads()
     yield tmp_path
+    torch.set_num_threads(threads)
     torch.random.set_rng_state(generator)
     for name in set(sys.modules) - known:
         origin = getattr(sys.modules[name], "__file__", None) or ""
