@@ -194,6 +194,15 @@ def test_the_page_runs_its_own_scripts_alone(tmp_path: Path) -> None:
     assert "innerHTML" not in script and "eval(" not in script
 
 
+def test_without_pillow_the_page_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = computed(tmp_path, "mean")
+    monkeypatch.setattr("gradscope.view.pictures.find_spec", lambda name: None)
+    found = document(path)
+    assert found["album"]["sheet"] is None and "pip install" in found["why"]["samples"]
+
+
 def test_only_its_own_pages_are_replaced(tmp_path: Path) -> None:
     found = document(computed(tmp_path, "mean"))
     write_page(found, tmp_path / "page.html")
