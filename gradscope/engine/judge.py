@@ -177,7 +177,7 @@ def judged(
             dtype = torch.float64
             for k in doubtful:
                 size = max(sizes[k], _norm(truth[k]))
-                errors[k] = _relative(_norm(claim.value(k) - truth[k]), size)
+                errors[k] = _relative(_norm(claim.value(k).to(truth[k]) - truth[k]), size)
                 allowed[k] = max(tolerance, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
@@ -240,7 +240,7 @@ def _in_float64(
     for near in nearby(problem, _TRIALS):
         found = objective.evaluated(near)[1]
         for name in names:
-            spread[name] = max(spread[name], _norm(found[name] - truth[name]))
+            spread[name] = max(spread[name], _norm(found[name].to(truth[name]) - truth[name]))
     return truth, spread
 
 

@@ -6,7 +6,7 @@ data set that the user's own code makes is not: a file is not to say what code i
 
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Opened:
     texts: Mapping[str, Decode] = field(default_factory=dict)  # of arrays that stand for texts
     spec: DatasetSpec | None = None
     kept: Mapping[int, Content] = field(default_factory=dict)  # previews, where the data are gone
+    # the sample of each row, where rows are tokens
+    of_row: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -58,7 +60,7 @@ class Opened:
             spec = RunSpec.model_validate(run.get("spec")).dataset
         except ValueError:
             return cls(None, "the file does not say where the data are")
-        if run.get("tokens"):
+        if run.get("tokens") and "position" not in (samples or {}):
             return cls(None, "its rows are tokens of them: the table has sample and position")
         why = ""
         if spec.factory is not None:
@@ -69,7 +71,7 @@ class Opened:
             try:
                 found = open_dataset(spec)
                 if found.sha256 == (run.get("digests") or {}).get("dataset"):
-                    return cls.made(found)
+                    return replace(cls.made(found), of_row=_tokens(samples or {}))
                 why = f"{spec.path} has changed since"
             except GradscopeError as error:
                 why = f"{error}".partition("\n")[0]
@@ -87,6 +89,7 @@ class Opened:
         """Return, for each sample, its first input that can be shown; None where there is none."""
         if self.dataset is None:
             return [self.kept.get(k) for k in indexes]
+        indexes = [self.of_row.get(k, k) for k in indexes]
         found: dict[int, Content | None] = {}
         for rows in _runs(sorted(set(indexes))):
             try:
@@ -191,6 +194,13 @@ def previews_of(run: Mapping[str, Any], samples: Mapping[str, NDArray[Any]]) -> 
         if content is not None:
             found[int(index)] = content
     return found
+
+
+def _tokens(samples: Mapping[str, NDArray[Any]]) -> dict[int, int]:
+    """Return the sample of each row whose rows are tokens; nothing where they are samples."""
+    if "position" not in samples:
+        return {}
+    return dict(zip(samples["index"].tolist(), samples["sample"].tolist(), strict=True))
 
 
 def _bytes(path: Path) -> int:

@@ -171,7 +171,8 @@ class View:
 
     def _why(self) -> dict[str, str]:
         """Say what the page cannot show, and what to do."""
-        found = {"samples": self.opened.why}
+        first = self.data.samples.index[:1].tolist()
+        found = {"samples": self.opened.why or Album(self.opened, first).lacks}
         if isinstance(self.neighbours, str):
             found["neighbours"] = self.neighbours
         if self.data.cosines is None:

@@ -21,6 +21,9 @@ _POLICY = (
 )
 
 
+_MADE, _HEAD = b'<meta name="generator" content="gradscope view">', 1000  # bytes of a page
+
+
 def page(document: dict[str, Any]) -> str:
     """Return the page that shows a document of `View.document`."""
     scripts = [_part("charts.js"), _part("view.js")]
@@ -46,10 +49,16 @@ def write_page(document: dict[str, Any], path: str | Path) -> int:
     """Write the page, and return its bytes.
 
     Raises:
-        OutputError: The file cannot be written.
+        OutputError: The file cannot be written, or is another one.
     """
     text = page(document).encode()
     try:
+        if Path(path).is_file() and _MADE not in Path(path).read_bytes()[:_HEAD]:
+            raise OutputError(
+                "this file is there, and is no page of gradscope view",
+                where=str(path),
+                remedy="Move it away, or give another --output.",
+            )
         Path(path).write_bytes(text)
     except OSError as error:
         raise OutputError(

@@ -25,6 +25,13 @@ class Album:
     def __init__(self, opened: Opened, indexes: Sequence[int]) -> None:
         self.contents = opened.contents(indexes)
 
+    @property
+    def lacks(self) -> str:
+        """What has to be installed before its pictures can be shown, if anything."""
+        drawn = any(isinstance(content, np.ndarray) for content in self.contents)
+        lacks = drawn and find_spec("PIL") is None
+        return "pictures need Pillow: pip install 'torch-gradscope[data]'" if lacks else ""
+
     def document(self) -> dict[str, Any]:
         """Return the sheet, the texts and the numbers, with one entry a sample or None."""
         pictures = [c if isinstance(c, np.ndarray) else None for c in self.contents]

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 import gradscope
+from gradscope.config import RunSpec
 from gradscope.errors import OutputError, SpecError
 from gradscope.run import compute, prepare
 from gradscope.stats import summarize
@@ -191,6 +192,48 @@ def test_the_page_runs_its_own_scripts_alone(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for _, a in seen.tags for name in a)
     assert not re.search(r"https?://[^\s\"'<>)]*\.(js|css)", text.replace(charts, ""))
     assert "innerHTML" not in script and "eval(" not in script
+
+
+def test_without_pillow_the_page_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = computed(tmp_path, "mean")
+    monkeypatch.setattr("gradscope.view.pictures.find_spec", lambda name: None)
+    found = document(path)
+    assert found["album"]["sheet"] is None and "pip install" in found["why"]["samples"]
+
+
+def test_only_its_own_pages_are_replaced(tmp_path: Path) -> None:
+    found = document(computed(tmp_path, "mean"))
+    write_page(found, tmp_path / "page.html")
+    write_page(found, tmp_path / "page.html")
+    for name in ("mine.html", "out.h5"):
+        path = tmp_path / name
+        if not path.exists():
+            path.write_text("<html>mine</html>")
+        before = path.read_bytes()
+        with pytest.raises(OutputError, match="is no page"):
+            write_page(found, path)
+        assert path.read_bytes() == before
+
+
+def test_a_token_shows_its_sample(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 4, (30, 5))
+    spec = project(tmp_path, ids, 0, vocabulary={"inputs": "abcd"})
+    (tmp_path / "loss.py").write_text(
+        "def loss(outputs, targets):\n    return outputs[:, :2] ** 2 + targets[:, None]\n"
+    )
+    changed = spec.model_dump(mode="json")
+    changed["loss"] = {"name": f"{tmp_path}/loss.py:loss"}
+    changed["compute"] |= {"rows": "token", "batch_size": 7}
+    compute(prepare(RunSpec.model_validate(changed)), tmp_path / "out.h5")
+    found = document(tmp_path / "out.h5")
+    assert "samples" not in found["why"], found["why"]
+    texts = found["album"]["texts"]
+    with gradscope.open(tmp_path / "out.h5") as file:
+        samples = file.samples["sample"]
+    assert len(samples) == 60
+    assert texts == ["".join("abcd"[i] for i in ids[k]) for k in samples]
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
