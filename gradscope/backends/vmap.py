@@ -48,6 +48,7 @@ _REMEDIES = {  # a word of torch's message, and what helps
     "dynamic shape": "A mask or nonzero gives every sample another shape; hooks and loop can.",
     "nplace": "Write it out of place, or use hooks or loop.",
     "saved tensor hooks": "Switch checkpointing off, or use hooks or loop.",
+    "_NoopSaveInputs": "Switch checkpointing off, or use hooks or loop.",  # torch 2.8
     "it does not have vmap support": "Give the autograd.Function generate_vmap_rule = True, "
     "or use hooks or loop.",
     "atch norm": "Put BatchNorm in eval mode: in train mode it couples the samples of a batch.",
