@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.reference import Reference, Result
-from gradscope.stages.transforms import transforms
+from gradscope.stages.transforms.base import transforms
 
 DIMENSIONS = 512  # of the projection by random signs
 

@@ -34,39 +34,34 @@ from gradscope.blocks import (
     wide,
 )
 from gradscope.core.problem import Predictive, model_loss
-from gradscope.sources import (
-    NumberColumn,
-    SequenceColumn,
-    StoredArrays,
-    TextColumn,
-    checkpoint_readers,
-    dataset_readers,
-    matching,
-)
-from gradscope.sources.formats import Reader
+from gradscope.sources.data.columns import NumberColumn, SequenceColumn, StoredArrays, TextColumn
+from gradscope.sources.formats import Reader, checkpoint_readers, dataset_readers, matching
 from gradscope.stages.losses import Normaliser, loss, per_sample_loss
-from gradscope.stages.reducers import Reducer, State, reducers
 from gradscope.stages.reducers.base import (
     Earlier,
+    Reducer,
+    State,
     added,
     count,
     entries,
     for_each_parameter,
     on_one_device,
     ordered,
+    reducers,
     tiles,
 )
-from gradscope.stages.transforms import (
+from gradscope.stages.transforms import random
+from gradscope.stages.transforms.base import (
     NeedsMean,
     NeedsProblem,
     ReadsNorms,
     Transform,
     TransformScope,
     Vector,
-    random,
+    blockwise,
     transform,
+    widened,
 )
-from gradscope.stages.transforms.base import blockwise, widened
 from gradscope.stats import Data, Picture, Record, Section, Summary, numbers, statistic
 
 __all__ = [

@@ -8,27 +8,17 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from gradscope.backends import ROWS, Request
+from gradscope.backends.base import ROWS, Request
 from gradscope.blocks import Evaluation, Gradients
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Tokens
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.ranks import Ranks
-from gradscope.core.tokens import Tokens
-from gradscope.engine import (
-    Auditor,
-    Certificate,
-    Coupling,
-    NonFinite,
-    Randomness,
-    Session,
-    Settings,
-    Verify,
-    fold,
-    over_ranks,
-    require_divisible,
-    require_norms,
-    settled,
-)
+from gradscope.engine.audit import Auditor
+from gradscope.engine.certificate import Certificate
+from gradscope.engine.fold import fold, over_ranks, settled
+from gradscope.engine.judge import require_norms
+from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
+from gradscope.engine.sharded import require_divisible
 from gradscope.errors import CertificateError, SpecError
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import Mode

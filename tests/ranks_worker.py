@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope import blocks
@@ -77,15 +80,19 @@ def told(call: Callable[[], Any]) -> str:
 def main(place: Path, kind: str) -> None:
     """Do what is asked, and write what was found."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Net().double()
     x, y = torch.randint(0, 11, (sum(OWN), 4)), torch.randint(0, 3, (sum(OWN),))
     own = slice(0, OWN[0]) if rank == 0 else slice(OWN[0], None)
-    found = {"killed": killed, "errors": errors, "numbers": numbers, "parallel": parallel}[kind](
-        model, x, y, own
-    )
+    found = {
+        "killed": partial(ended, end=lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "failed": partial(ended, end=lambda: 1 / 0),
+        "errors": errors,
+        "numbers": numbers,
+        "parallel": parallel,
+    }[kind](model, x, y, own)
     (place / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -122,6 +129,7 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     )
     assert scope.certificate is not None
     found["proof"] = scope.certificate.verdict
+    found["checkpointed"] = checkpointed(rows, x[own], y[own])
     found["training"] = trained(model, x[own], y[own])
     found["alive"] = largest_at_once(x, y, own)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -136,6 +144,37 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     wide.norms(x[own], y[own])
     assert wide.certificate is not None
     found["policy"] = wide.certificate.dtype
+    return found
+
+
+class Checkpointed(Net):
+    """Computes what is in the middle anew in backward passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 3) of x (n, t)."""
+        hidden = self.table(x)
+        for layer in (*self.first, *self.first):
+            hidden = checkpoint(
+                lambda h, layer=layer: torch.tanh(self.norm(layer(h))), hidden, use_reentrant=False
+            )
+        out: Tensor = self.last((hidden * self.scale).mean(1))
+        return out
+
+
+def checkpointed(rows: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, float]:
+    """Return how far rows are off where layers are checkpointed, within and around division."""
+    found = {}
+    for name in ("within", "inner", "outer"):
+        torch.manual_seed(0)
+        model = (Checkpointed if name == "within" else Net)().double()
+        if name == "inner":
+            model.first[0] = checkpoint_wrapper(model.first[0])
+        parts = divided(model)
+        if name == "outer":
+            parts.first[0] = checkpoint_wrapper(parts.first[0])
+        gradients = gradscope.per_sample_gradients(parts, "cross_entropy", x, y)
+        plain = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in gradients.items()}
+        found[name] = gap(plain, rows)
     return found
 
 
@@ -232,14 +271,36 @@ def parallel(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     return found
 
 
-def killed(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
-    """Kill one process while the other waits for it."""
+class Failing(Net):
+    """Calls what it is given in the middle of its third backward pass."""
+
+    end: Callable[[], Any] | None = None
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 3) of x (n, t)."""
+        hidden = self.norm(torch.tanh(self.first[0](self.table(x))))
+        if self.end is not None and hidden.requires_grad:
+            hidden.register_hook(self.count)
+        out: Tensor = self.last((hidden * self.scale).mean(1))
+        return out
+
+    def count(self, _: Tensor) -> None:
+        """Count a backward pass."""
+        self.passes += 1
+        if self.passes == 3 and self.end is not None:
+            self.end()
+
+
+def ended(_: Net, x: Tensor, y: Tensor, own: slice, end: Callable[[], Any]) -> None:
+    """Let one process end while the other waits for it, far longer than the test does."""
+    model = Failing()
     scope = gradscope.Scope(divided(model), "cross_entropy")
-    scope.norms(x[own], y[own])
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    (Path(sys.argv[1]) / "0.json").write_text(json.dumps(told(lambda: scope.norms(x[own], y[own]))))
-    os._exit(0)  # nobody is left to part from
+        scope.problem.model.end = end  # type: ignore[assignment]
+    said = told(lambda: scope.norms(x[own], y[own]))
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(said))
+    os._exit(0 if dist.get_rank() == 0 else 1)  # nobody is left to part from
 
 
 if __name__ == "__main__":

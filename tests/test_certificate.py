@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradscope.backends import Evaluate, backends
+from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.loop import loop
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.engine import certify
+from gradscope.engine.certificate import certify
 from gradscope.errors import CertificateError, RefusedError
 from gradscope.scope import Scope
 from gradscope.stages.losses import cross_entropy
@@ -176,3 +176,50 @@ def test_losses_are_no_more_precise_than_what_they_are_computed_from(
             right = oracle.per_sample_gradients(model, cross_entropy, *batch)[1]
             for name, g in found.items():
                 torch.testing.assert_close(g.double(), right[name], rtol=1e-4, atol=1e-6)
+
+
+class _Rounded(nn.Module):
+    """RMSNorm as in Llama: it computes in float32, whatever the model's precision."""
+
+    def __init__(self, *, coupled: bool = False) -> None:
+        super().__init__()
+        self.weight, self.axis = nn.Parameter(torch.ones(16)), 0 if coupled else -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(self.axis, keepdim=True) + 1e-6)
+        return self.weight * h.to(x.dtype)
+
+
+def _llama_like(*, coupled: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    norms = (_Rounded(), _Rounded(coupled=coupled))
+    layers = (nn.Linear(5, 16), norms[0], nn.Linear(16, 16), nn.SiLU(), norms[1], nn.Linear(16, 3))
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("backend", ["hooks", "vmap", "expand", "loop"])
+def test_a_layer_that_rounds_to_float32_is_no_coupling_in_float64(backend: str) -> None:
+    model, x, y = _llama_like(), torch.randn(33, 5).double(), torch.randint(3, (33,))
+    with Scope(model, "cross_entropy", backend=backend) as scope:
+        found = scope.per_sample_gradients(x, y)
+        assert scope.certificate is not None
+        assert "passed: sum of 33 samples" in scope.certificate.verdict
+    right = oracle.per_sample_gradients(model, cross_entropy, x, y)[1]
+    for name, g in found.items():
+        torch.testing.assert_close(g, right[name], rtol=1e-5, atol=1e-6)
+
+
+def test_coupling_in_a_layer_that_rounds_to_float32_is_refused() -> None:
+    x, y = torch.randn(33, 5).double(), torch.randint(3, (33,))
+    with pytest.raises(RefusedError, match="depends on other samples"):
+        Scope(_llama_like(coupled=True), "cross_entropy").norms(x, y)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_layer_that_rounds_to_float32_is_found(name: str) -> None:
+    problem = Problem.of(_llama_like(), cross_entropy)
+    batch = Batch.of(torch.randn(9, 5).double(), torch.randint(0, 3, (9,)))
+    backend = mistaken(MISTAKES[name], "1.weight")
+    with registered(backend), backend(problem) as evaluate, pytest.raises(CertificateError):
+        certify(problem, "mistaken", evaluate, batch)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope import derivatives, model_loss
-from gradscope.backends import backends
+from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.errors import SpecError

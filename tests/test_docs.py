@@ -15,17 +15,17 @@ import torch
 import typer
 
 import gradscope
-from gradscope.backends import backends, own_loss_backends
+from gradscope.backends.base import backends, own_loss_backends
 from gradscope.backends.hooks.rules import node_rules
 from gradscope.cli.app import app
 from gradscope.cli.before import AUTO_SUMMARY
 from gradscope.config import RunSpec
 from gradscope.core.registry import Registry
-from gradscope.sources import checkpoint_readers, dataset_readers
+from gradscope.sources.formats import checkpoint_readers, dataset_readers
 from gradscope.stages.losses import losses
 from gradscope.stages.losses import options as options_of
-from gradscope.stages.reducers import reducers
-from gradscope.stages.transforms import transforms
+from gradscope.stages.reducers.base import reducers
+from gradscope.stages.transforms.base import transforms
 from gradscope.stats import statistics
 from tests.pages import (
     FENCE,

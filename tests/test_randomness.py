@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from scipy import stats
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,6 +101,22 @@ CASES: dict[str, Callable[[], Net]] = {
     "normal": between(lambda h: h + torch.normal(0.0, 1.0, h.shape) + torch.normal(h.detach(), 1)),
     "randint": between(lambda h: h * torch.randint(-2, 5, h.shape) + torch.randint(9, h.shape)),
     "randperm": between(lambda h: h[:, torch.randperm(O)]),
+    "random": between(lambda h: h * torch.empty_like(h).random_(2, 9)),
+    "poisson": between(lambda h: h * torch.poisson(h.detach().exp() * 3)),
+    "multinomial": between(lambda h: h * torch.multinomial(h.softmax(-1), 1)),
+    "multinomial_order": between(lambda h: h.gather(1, torch.multinomial(h.softmax(-1), O))),
+    "multinomial_again": between(
+        lambda h: h * torch.multinomial(h.softmax(-1), O, replacement=True)
+    ),
+    "multinomial_merged": sequence(
+        lambda net, h: (
+            h
+            * torch.multinomial(h.flatten(0, 1).softmax(-1), 2)
+            .sum(1)
+            .unflatten(0, (-1, T))[..., None]
+        ).mean(1)
+    ),
+    "multinomial_shared": between(lambda h: h * torch.multinomial(torch.ones(O), O)),
     "dropout1d": sequence(lambda net, h: F.dropout1d(h.transpose(1, 2), 0.4).mean(2)),
     "feature_alpha": sequence(
         lambda net, h: F.feature_alpha_dropout(h.transpose(1, 2), 0.4, training=True).mean(2)
@@ -140,7 +158,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "checkpointed_reentrant": sequence(recomputed(reentrant=True), c=lambda: nn.Linear(O, O)),
     "compiled": sequence(lambda net, h: net.c(h.mean(1)), c=compiled),
 }
-SHARED = ("shared_by_all", "one_way_for_all", "python_and_numpy", "randperm")
+SHARED = ("multinomial_shared", "shared_by_all", "one_way_for_all", "python_and_numpy", "randperm")
 REFUSES = {  # what torch.func has no rule for
     "vmap": ("rrelu", "one_way_for_all", "randperm", "checkpointed", "checkpointed_reentrant")
 }
@@ -242,6 +260,92 @@ def test_numbers_have_the_distributions_they_are_drawn_from() -> None:
     assert set(found["whole"].flatten().tolist()) == {3, 4, 5, 6}
 
 
+def drawn(fn: Callable[[int], Tensor]) -> np.ndarray:
+    """What a model draws in one call for one sample: `fn` of the number of samples."""
+    found: list[Tensor] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(fn(len(x)))
+            return x * self.p
+
+    how = {"backend": "loop", "verify": "never", "randomness": "fixed"}
+    gradscope.norms(Watched(), lambda out, _: out, torch.ones(1), **how)
+    return found[-1].squeeze().numpy()
+
+
+def counts_fit(values: np.ndarray, law: np.ndarray) -> float:
+    """The p-value of Pearson's test of whole numbers 0, 1, ... against their probabilities."""
+    found, wanted = np.bincount(values, minlength=len(law)), law * len(values)
+    assert found[len(law) :].sum() == 0 and found[: len(law)][law == 0].sum() == 0
+    kept = wanted >= 5
+    rest = found[: len(law)][~kept].sum(), wanted[~kept].sum()
+    ends = ([rest[0]], [rest[1]]) if rest[1] > 0 else ([], [])
+    return float(
+        stats.chisquare([*found[: len(law)][kept], *ends[0]], [*wanted[kept], *ends[1]])[1]
+    )
+
+
+WEIGHTS = torch.tensor([3.0, 0.0, 1.0, 0.5, 5.5])
+
+
+@pytest.mark.parametrize("rate", [0.3, 4.0, 50.0, 20_000.0])
+def test_counts_have_the_law_of_poisson(rate: float) -> None:
+    values = drawn(lambda n: torch.poisson(torch.full((n, 40_000), rate))).astype(int)
+    least = max(0, int(rate - 8 * rate**0.5))
+    law = stats.poisson(rate).pmf(np.arange(least, int(rate + 8 * rate**0.5) + 20))
+    assert counts_fit(values - least, law / law.sum()) > 1e-3
+    assert not drawn(lambda n: torch.poisson(torch.zeros(n, 9))).any()
+
+
+def test_choices_have_the_law_of_their_weights() -> None:
+    law = (WEIGHTS.double() / WEIGHTS.sum()).numpy()
+    for again in (True, False):
+        choose = partial(torch.multinomial, num_samples=2, replacement=again)
+        first, second = drawn(lambda n, fn=choose: fn(WEIGHTS.expand(n * 40_000, 5))).T
+        assert counts_fit(first, law) > 1e-3
+        pairs = law[:, None] * law  # of two that are drawn one after the other
+        if not again:
+            pairs = pairs * (1 - np.eye(5)) / (1 - law[:, None])
+        assert counts_fit(first * 5 + second, pairs.ravel()) > 1e-3
+    whole = drawn(lambda n: torch.multinomial(torch.ones(n * 40_000, 3), 3))
+    orders = whole @ [9, 3, 1]
+    assert counts_fit(np.unique(orders, return_inverse=True)[1], np.full(6, 1 / 6)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fill", "law"),
+    [
+        (lambda t: t.exponential_(2.0), stats.expon(scale=0.5)),
+        (lambda t: t.cauchy_(1.0, 3.0), stats.cauchy(1, 3)),
+        (lambda t: t.log_normal_(0.5, 0.7), stats.lognorm(0.7, scale=np.exp(0.5))),
+        (lambda t: t.normal_(-1, 3), stats.norm(-1, 3)),
+        (lambda t: t.uniform_(-2, 5), stats.uniform(-2, 7)),
+    ],
+)
+def test_numbers_fit_their_distribution(fill: Callable[[Tensor], Tensor], law) -> None:
+    values = drawn(lambda n: fill(torch.empty(n, 20_000, dtype=torch.float64)))
+    assert stats.kstest(values, law.cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fill", "law"),
+    [
+        (lambda t: t.geometric_(0.3), stats.geom(0.3)),
+        (lambda t: t.bernoulli_(0.2), stats.bernoulli(0.2)),
+        (lambda t: t.random_(3, 10), stats.randint(3, 10)),
+        (lambda t: t.random_(4), stats.randint(0, 4)),
+    ],
+)
+def test_whole_numbers_fit_their_distribution(fill: Callable[[Tensor], Tensor], law) -> None:
+    values = drawn(lambda n: fill(torch.empty(n, 40_000)))
+    assert counts_fit(values.astype(int), law.pmf(np.arange(60))) > 1e-3
+
+
 def test_a_seed_fixes_the_numbers_and_another_one_draws_others() -> None:
     model, x, y = built(CASES["dropout"])
     first, again, other = (scope(model, "hooks", seed).norms(x, y) for seed in (3, 3, 4))
@@ -326,7 +430,8 @@ def masked(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (between(lambda h: h * torch.multinomial(h.softmax(-1), 1)), "multinomial"),
+        (between(lambda h: h * torch._standard_gamma(h.detach().exp())), "_standard_gamma draws"),
+        (between(lambda h: h * torch.empty_like(h).random_()), "random draws"),
         (between(lambda h: h + h[torch.randperm(len(h))]), "randperm draws numbers"),
         (between(lambda h: h * torch.empty(len(h) + 1, 1).uniform_()[:-1]), "uniform draws"),
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
@@ -344,6 +449,21 @@ def test_what_cannot_be_fixed_is_refused(make: Callable[[], Net], words: str, ba
     assert streams() == before
 
 
+@pytest.mark.parametrize("backend", ["auto", "loop", "expand"])
+def test_what_is_drawn_for_one_sample_alone_is_not_shared(backend: str) -> None:
+    """Two samples and three draw as many numbers, which belong to the first of them."""
+
+    def some(net: Net, x: Tensor) -> Tensor:
+        h, keep = net.a(x.mean(1)), x[:, 0, 0] > 0
+        return net.b(h.masked_scatter(keep[:, None], F.dropout(h[keep])))
+
+    model, x, y = built(lambda: Net(some))
+    x[:, 0, 0] = -1.0
+    x[0, 0, 0] = 1.0
+    with pytest.raises(UnsupportedError, match="others for some samples than for others"):
+        scope(model, backend).norms(x, y)
+
+
 def test_without_it_randomness_is_refused_and_the_way_out_named() -> None:
     model, x, y = built(CASES["dropout"])
     with pytest.raises(UnsupportedError) as caught:
@@ -358,6 +478,20 @@ def test_low_precision_does_not_hide_a_random_forward_pass(backend: str) -> None
         gradscope.norms(
             model.bfloat16(), "cross_entropy", x.bfloat16(), y, backend=backend, verify="first"
         )
+
+
+@pytest.mark.parametrize(
+    "between_layers",
+    [
+        lambda h: h if torch.rand(()) < 0.999 else h * 2,
+        lambda h: h * torch.empty(len(h), 1).bernoulli_(0.999),
+        lambda h: h * (torch.randn(()) > -5),
+    ],
+)
+def test_what_happens_once_in_a_thousand_times_is_random(between_layers) -> None:
+    model, x, y = built(between(between_layers))
+    with pytest.raises(UnsupportedError, match="the forward pass is random"):
+        gradscope.norms(model, "cross_entropy", x, y)
 
 
 def test_numbers_that_are_drawn_and_change_nothing_are_no_matter() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -51,6 +52,7 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
                 assert gradient == parameter + 1  # behind the samples
         assert own["lengths"] < 1e-9
         assert own["training"] == 0
+        assert max(own["checkpointed"].values()) < 1e-12
         assert "passed" in own["proof"]
         assert own["alive"] < 5  # of 8 layers
         assert own["bfloat16"] < 1e-2
@@ -91,10 +93,19 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
         assert second[chain] == first[chain]
 
 
-def test_a_killed_process_ends_the_others(tmp_path: Path) -> None:
-    launched(tmp_path, "-m", "tests.ranks_worker", str(tmp_path), "killed")
-    said = json.loads((tmp_path / "0.json").read_text())
-    assert "another process of the group has ended" in said
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("killed", "another process of the group has ended"),
+        ("failed", "process 1 could not go on: ZeroDivisionError"),
+    ],
+)
+def test_a_process_that_ends_in_a_backward_pass_ends_the_others(
+    kind: str, words: str, tmp_path: Path
+) -> None:
+    ran = launched(tmp_path, "-m", "tests.ranks_worker", str(tmp_path), kind)
+    assert ran.returncode != 0
+    assert words in json.loads((tmp_path / "0.json").read_text())
 
 
 PROJECT = """

@@ -15,7 +15,7 @@ from gradscope.config import resolve
 from gradscope.errors import GradscopeError, ModelError, SpecError
 from gradscope.run import prepare
 from gradscope.stages.chain import bind
-from gradscope.stages.transforms import transforms
+from gradscope.stages.transforms.base import transforms
 from tests.cli.conftest import gradscope as cli  # noqa: F401
 
 SAMPLES = Path(__file__).parent.parent / "sample_models"

@@ -162,20 +162,24 @@ def _labels(outputs: Any, target: Tensor) -> Tensor:
 _PICTURES = labelled(1000, lambda: torch.randn(4, 3, 224, 224))
 _LLAMA = {
     "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
     "num_hidden_layers": 22,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
 }
 _EXPERTS = {
     "vocab_size": 50_304,
-    "hidden_size": 1024,
-    "intermediate_size": 512,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
     "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_experts": 64,
     "num_experts_per_tok": 8,
+}
+_MAMBA = {  # as its authors draw weights; by transformers' defaults, activations reach 200
+    "initializer_range": 0.02,
+    "rescale_prenorm_residual": True,
 }
 _LM = {"loss": "causal_lm", "alone": _next, "head": "ForCausalLM"}
 _CLASSES = {"loss": "cross_entropy", "alone": _class}
@@ -188,14 +192,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         **{**_LM, "head": "LMHeadModel"},
     ),
     "llama": Architecture(
-        "Llama, TinyLlama's 22 layers at half its width, T = 64",
+        "TinyLlama 1.1B, T = 64",
         data=tokens(2, 64, 32_000),
         kind="Llama",
         config=_LLAMA,
         **_LM,
     ),
     "lora": Adapters(
-        "Llama of 308M, with LoRA of rank 8 (PEFT)",
+        "TinyLlama 1.1B with LoRA of rank 8 (PEFT)",
         data=tokens(4, 64, 32_000),
         kind="Llama",
         config=_LLAMA,
@@ -258,13 +262,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         needs=("torch_geometric",),
     ),
     "experts": Architecture(
-        "OLMoE's 64 experts of which 8, two layers at half the width, T = 64",
+        "OLMoE's 64 experts of which 8, two of its 16 layers, T = 64",
         data=tokens(2, 64, 50_304),
         kind="Olmoe",
         config=_EXPERTS,
         **_LM,
     ),
     "mamba": Architecture(
-        "Mamba 130M, T = 64", data=tokens(3, 64, 50_280), kind="Mamba", config={}, **_LM
+        "Mamba 130M, T = 64",
+        data=tokens(3, 64, 50_280),
+        kind="Mamba",
+        config=_MAMBA,
+        **_LM,
     ),
 }

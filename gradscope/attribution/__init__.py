@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradscope.attribution.looking import looked
 from gradscope.attribution.methods import Damping, Method, Settings
 from gradscope.attribution.scores import (
     Ranked,
@@ -18,7 +17,7 @@ from gradscope.attribution.scores import (
 )
 from gradscope.attribution.scoring import UNIT, Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
-from gradscope.attribution.summary import ScoreSummary, summarize_scores
+from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
 from gradscope.config import load
 from gradscope.errors import SpecError

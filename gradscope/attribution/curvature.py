@@ -4,22 +4,97 @@ Query rows times the damped inverse, (F + λ)⁻¹g, layer by layer. A layer is 
 has factors, with its bias where that belongs to it (`blocks.layers`); anything else is a parameter
 by itself with its diagonal. The damping is relative: α times the mean eigenvalue of the layer's
 own block is added to each of its eigenvalues, so it means the same in every layer and model. With
-the mean gradient (`Drift`), α is the least, and rises where training stopped early (`damping`).
+the mean gradient (`Drift`), α is the least, and rises where training stopped early (`trusted`).
+The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ itself is inverted exactly (`Gram`, `Moments`), for all
+entries of a row together, or for groups of them (layers), each by itself.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from math import inf
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import inf, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradscope.attribution.damping import trusted
+from gradscope.attribution.products import Part, real_rows
 from gradscope.blocks import DenseBlock, Gradients, Layer, layer_of
 from gradscope.blocks.base import precise
 from gradscope.errors import InputError, SpecError
-from gradscope.stages.reducers.ekfac import Basis, bases_of
+from gradscope.stages.reducers.kfac import Basis, bases_of
+
+LEAST = 0.1  # of the mean eigenvalue: of a converged model; a factor 5 either way changes little
+_TIMES = 2.0  # the noise that the step may do as much as
+_STEPS = 40  # halvings of an interval of a factor 2 in α
+
+
+def trusted(
+    eigenvalues: Sequence[Tensor], squares: Sequence[Tensor], n: int, least: float = LEAST
+) -> float:
+    """Return the smallest α ≥ `least` whose Newton step can be trusted, from training gradients.
+
+    At the end of a training the gradients' mean ḡ is about zero, and a small α is near the best.
+    Where training stopped earlier, ḡ is not: the Newton step (H + αΛ̄)⁻¹ḡ that is left would take
+    the model far from where it is, and the linearisation that scores stand on does not reach so
+    far. Then α rises until the step does no more than chance, the drawing of N samples, would do
+    at the least α. Neither queries nor retrained models are looked at.
+
+    With eigenvalues Λ_k and squares ḡ_k² of the mean gradient along their eigenvectors:
+
+        Σ_k ḡ_k² Λ_k / (Λ_k + αΛ̄)²  ≤  (2/N) Σ_k Λ_k² / (Λ_k + α₀Λ̄)²,  α₀ = `least`
+
+    On the left is dᵀHd of the step d; on the right twice its expectation at α₀, if ḡ were the mean
+    of N draws with mean zero and second moment H. The left side falls as α rises.
+
+    Args:
+        eigenvalues: Of each layer, (p,) or any shape, not negative.
+        squares: Of the mean gradient in the same basis, shaped as they are.
+        n: Number N of training samples.
+        least: α₀.
+    """
+    each = [(e.double(), s.double()) for e, s in zip(eigenvalues, squares, strict=True) if e.any()]
+    noise = _TIMES / n * sum(_step(e, e, least) for e, _ in each)
+
+    def too_far(damping: float) -> bool:
+        return sum(_step(e, s, damping) for e, s in each) > noise
+
+    if not each or not too_far(least):
+        return least
+    high = least
+    while too_far(high):
+        high *= 2.0
+    low = high / 2.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if too_far(middle) else (low, middle)
+    return high
+
+
+def _step(eigenvalues: Tensor, squares: Tensor, damping: float) -> float:
+    """Return Σ_k s_k Λ_k / (Λ_k + αΛ̄)²."""
+    raised = eigenvalues + damping * eigenvalues.mean()
+    tiny = torch.finfo(torch.float64).tiny
+    return float((squares * eigenvalues / raised.square().clamp_(min=tiny)).sum())
+
+
+def along(gram: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of K = G Gᵀ / N, and the squares of the mean gradient along them.
+
+    The eigenvectors of the empirical Fisher GᵀG / N are Gᵀu / √(Nλ) for those u of K, and the
+    mean gradient is Gᵀ1 / N: so ḡ_k² = λ_k (u_k·1)² / N.
+
+    Args:
+        gram: K (N, N), symmetric; rows and columns of samples left out are zero.
+        n: Number N of those that are not.
+
+    Returns:
+        (N,) and (N,), float64.
+    """
+    eigenvalues, vectors = torch.linalg.eigh(gram.double())
+    eigenvalues = eigenvalues.clamp_(min=0.0)
+    return eigenvalues, eigenvalues * vectors.sum(0).square() / n
+
 
 Aggregate = Mapping[str, Tensor]
 Apply = Callable[[Gradients, torch.dtype | None], dict[str, Tensor]]
@@ -234,3 +309,121 @@ def _coordinates(
         )
     matrices = layer.dense({own: rows(own) for own in layer[:2] if own is not None})
     return layer, part.basis.coordinates(matrices)
+
+
+Rows = dict[str, Tensor]  # {name: (m, entries)}, real
+
+
+@dataclass(frozen=True)
+class Gram:
+    """The Gram matrix of N training samples, and its damping.
+
+    Args:
+        products: ⟨gᵢ, gⱼ⟩ (N, N) in float64; rows and columns of samples left out are zero.
+        n: The samples that were not left out.
+        damping: λ, in the unit of an eigenvalue of F.
+    """
+
+    products: Tensor
+    n: int
+    damping: float
+
+    @cached_property
+    def _root(self) -> Tensor:
+        return damped_root(self.products / self.n, self.damping)
+
+    def solved(self, products: Tensor) -> Tensor:
+        """Return q (F + λ)⁻¹ Gᵀ (m, N) from the products q Gᵀ (m, N)."""
+        found: Tensor = torch.cholesky_solve(products.mT, self._root).mT
+        return found
+
+    def self_influence(self) -> Tensor:
+        """Return gᵢᵀ (F + λ)⁻¹ gᵢ (N,): n (1 − λ ((K + λ)⁻¹)ᵢᵢ)."""
+        inverse = torch.cholesky_inverse(self._root).diagonal()
+        return self.n * (1.0 - self.damping * inverse)
+
+
+class Moments:
+    """F itself, one block (w, w) for each group of entries of short rows.
+
+    Args:
+        groups: {entry: group}.
+    """
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        self._names: dict[str, list[str]] = {}
+        for name, group in groups.items():
+            self._names.setdefault(group, []).append(name)
+        self.sums: Rows = {}  # N times the blocks, in float64
+        self._totals: Rows = {}  # Σ of the rows (w,), likewise
+        self.n = 0
+
+    def add(self, part: Part) -> None:
+        """Add some samples."""
+        self.n += len(part.places)
+        blocks = part.gradients
+        dtypes = (block.dtype for block in blocks.values())
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        for group in self._names:
+            rows = self._rows(blocks, group, dtype)
+            products = (rows.mT @ rows).double()
+            total = rows.sum(0, dtype=torch.float64)
+            if group in self.sums:
+                self.sums[group] += products
+                self._totals[group] += total
+            else:
+                self.sums[group], self._totals[group] = products, total
+
+    def mean_eigenvalues(self) -> dict[str, float]:
+        """Return the mean of each block's eigenvalues, of the N largest if there are more."""
+        return {
+            group: float(total.diagonal().sum()) / self.n / min(self.n, len(total))
+            for group, total in self.sums.items()
+        }
+
+    def spectra(self) -> list[tuple[Tensor, Tensor]]:
+        """Return of each block its eigenvalues, and the squares of the mean row along them (w,)."""
+        found = []
+        for group, total in self.sums.items():
+            values, vectors = torch.linalg.eigh(total / self.n)
+            along = vectors.mT @ (self._totals[group] / self.n)
+            found.append((values.clamp_(min=0.0), along.square()))
+        return found
+
+    def inverted(self, damping: Mapping[str, float]) -> Callable[[Gradients], Rows]:
+        """Return what multiplies rows by (F + λ)⁻¹, with λ of each group."""
+        roots = {g: damped_root(s / self.n, damping[g]) for g, s in self.sums.items()}
+
+        def apply(gradients: Gradients) -> Rows:
+            found: Rows = {}
+            for group, root in roots.items():
+                rows = self._rows(gradients, group, torch.float64)
+                solved = torch.cholesky_solve(rows.mT, root).mT.contiguous()
+                widths = [prod(gradients[name].shape) for name in self._names[group]]
+                pairs = zip(self._names[group], torch.split(solved, widths, 1), strict=True)
+                found |= {k: v.reshape(len(v), *gradients[k].shape) for k, v in pairs}
+            return found
+
+        return apply
+
+    def _rows(self, gradients: Gradients, group: str, dtype: torch.dtype) -> Tensor:
+        every = (gradients[name].dense() for name in self._names[group])
+        return torch.cat([real_rows(rows, dtype) for rows in every], 1)
+
+
+def damped_root(matrix: Tensor, damping: float) -> Tensor:
+    """Return the Cholesky factor of a matrix + λ; the matrix is used up.
+
+    Raises:
+        SpecError: It has none, in float64.
+    """
+    matrix.diagonal().add_(damping)
+    found: Tensor
+    found, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        raise SpecError(
+            "the Fisher matrix with this damping cannot be inverted in float64",
+            where=f"damping {damping:g}",
+            remedy="Give a larger --damping.",
+        )
+    return found

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from gradscope.attribution.curvature import (
+    LEAST,
     Curvature,
     Drift,
+    Gram,
+    Moments,
     adam_curvature,
+    along,
     diagonal_curvature,
     ekfac_curvature,
     kfac_curvature,
+    trusted,
 )
-from gradscope.attribution.damping import LEAST, along, trusted
-from gradscope.attribution.fisher import Gram, Moments
 from gradscope.attribution.products import Groups, Part, Tile, tiles
 from gradscope.attribution.sides import Side, stored_aggregates, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
@@ -64,7 +67,7 @@ class Settings:
             `shrunk` where the Gram matrix of the samples is not too large, else `ekfac`; of
             projections `fisher`.
         damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
-            by the trust region of `gradscope.attribution.damping`.
+            by the trust region of `gradscope.attribution.curvature`.
         memory: Bytes for a tile of queries or of a Gram matrix; where they are few, the training
             side is walked through more often. If None, 1 GiB where it is in a file, else a
             quarter of what there is.

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from gradscope.attribution.scoring import Scoring
 from gradscope.attribution.sides import Facts, Table
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.core import markup
+from gradscope.core import texts
 from gradscope.errors import ResultFileError, SpecError
-from gradscope.sources import sha256
+from gradscope.sources.formats import sha256
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
@@ -75,11 +75,16 @@ class Scores:
         m, n = self.shape
         chosen = (self.record.get("checkpoints") or [{}])[0]
         rows = [
-            ("scores", f"{m:,} queries × {n:,} training samples"),
+            ("scores", f"{m:,} queries × {n:,} training {self.noun}s"),
             ("curvature", ", ".join(f"{k} = {v}" for k, v in chosen.items())),
             ("unit", str(self.record.get("unit"))),
         ]
-        return markup.document("gradscope.Scores", markup.facts(rows))
+        return texts.document("gradscope.Scores", texts.facts(rows))
+
+    @property
+    def noun(self) -> str:
+        """What is scored: sample or token."""
+        return str((self.record.get("train") or {}).get("rows", "sample"))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -239,6 +244,8 @@ class ScoreWriter:
                     target=table.get("target"),
                     predicted={k: table[k] for k in ("prediction", "margin") if k in table},
                     id=table.get("id"),
+                    sample=table.get("sample"),
+                    position=table.get("position"),
                     chains=(rows, None, *refined),
                 )
             )
@@ -310,6 +317,7 @@ def _told(facts: Facts) -> dict[str, Any]:
         "digests": dict(facts.digests),
         "loss": facts.loss,
         "spec": facts.spec,
+        **({} if facts.rows == "sample" else {"rows": facts.rows}),
     }
 
 

@@ -20,9 +20,11 @@ from torch import Tensor
 from gradscope.attribution.products import Part
 from gradscope.blocks import DenseBlock, Gradients, wide
 from gradscope.config import RunSpec, load, resolve
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
-from gradscope.engine import Session, fold, settled, usable
+from gradscope.core.problem import RowKind
+from gradscope.engine.fold import fold, settled, usable
+from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.run import Job, plan, prepare
 from gradscope.run.execute import batches, rows_of, table_of
@@ -36,6 +38,10 @@ _SAME = {
     "kfac:bias=column": ("kfac:positions=mean,bias=column",),
 }
 _READ = 2**26  # bytes of rows read at a time
+_COLUMNS = {  # of a sample table, that scores keep
+    *("index", "loss", "norm", "finite", "sample", "position", "target", "prediction", "margin"),
+    "id",
+}
 
 Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint8
 
@@ -50,6 +56,7 @@ class Facts:
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: str
     spec: Mapping[str, Any] | None = None  # the run, if there was one
+    rows: RowKind = "sample"  # what has a gradient
 
     @property
     def measured(self) -> str:
@@ -91,22 +98,12 @@ class Side(Protocol):
         """Return the results of chains with reducers over all samples, in one walk."""
 
 
-def _require_samples(rows: str, where: str) -> None:
-    if rows == "token":
-        raise SpecError(
-            "its rows are tokens, and what is scored is whole samples",
-            where=where,
-            remedy="Compute it with --rows sample: a sample's row is the sum of its tokens'.",
-        )
-
-
 class FileSide:
     """The rows of a chain in a result file."""
 
     cheap = True
 
     def __init__(self, file: GradientFile, chain: str | None) -> None:
-        _require_samples("token" if "position" in file.samples else "sample", str(file.path))
         self._file = file
         self._rows = _chosen(file, chain)
         self._seen = 0  # samples whose rows were found finite or not
@@ -118,6 +115,7 @@ class FileSide:
             digests={k: digests.get(k) for k in ("checkpoint", "model", "dataset", "stages")},
             loss=str(file.run.get("loss", {})),
             spec=file.run.get("spec"),
+            rows="token" if "position" in file.samples else "sample",
         )
 
     @property
@@ -136,8 +134,7 @@ class FileSide:
 
     @cached_property
     def _table(self) -> Table:
-        known = ("index", "loss", "norm", "finite", "target", "prediction", "margin", "id")
-        columns = {k: self._file.samples[k] for k in known if k in self._file.samples}
+        columns = {k: v for k, v in self._file.samples.items() if k in _COLUMNS}
         found = {k: _column(v) for k, v in columns.items()}
         found["finite"] = found["finite"].bool()
         return found
@@ -205,7 +202,6 @@ class SessionSide:
         n: int,
         facts: Facts,
     ) -> None:
-        _require_samples(session.settings.rows, facts.name)
         self.facts, self.n = facts, n
         self._session, self._walk, self._table_of = session, walk, rows
         self._chain = chain
@@ -278,7 +274,7 @@ def samples_at_a_time(job: Job) -> int:
 
 
 def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
-    """Return the full gradients of some samples of a run, by their rows in it (n,).
+    """Return the full gradients of some samples or tokens of a run, by their rows in it (n,).
 
     Raises:
         SpecError: The gradient of a sample depends on others of its batch.
@@ -286,12 +282,14 @@ def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
     if job.scope.settings.own_loss:
         raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
-    inner = replace(data, chosen=chosen if data.chosen is None else data.chosen[chosen])
-    part = replace(job, dataset=inner, rows=range(len(chosen)))
+    tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
+    inner = replace(data, chosen=used if data.chosen is None else data.chosen[used])
+    part = replace(job, dataset=inner, rows=range(len(chosen)), tokens=tokens)
 
     def walk() -> Iterator[Batch]:
         for batch in batches(part, BatchSize(job.batch_size)):
-            yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device))
+            own = {"held": used[batch.held]} if isinstance(batch, Tokens) else {}
+            yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device), **own)
 
     return _side(job, name, bind("identity"), len(chosen), walk)
 
@@ -300,27 +298,29 @@ def _side(
     job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
 ) -> SessionSide:
     record = job.record()
+    told = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
     return SessionSide(
         job.scope,
         chain,
         walk,
         lambda batch, evaluation: rows_of(job, (), batch, evaluation),
         n,
-        Facts(name, chain.text, job.shapes, job.digests, str(record["loss"]), record["spec"]),
+        Facts(name, chain.text, job.shapes, *told),
     )
 
 
 def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSide:
-    """Return samples in memory, whose gradients a scope computes."""
+    """Return samples in memory, or their tokens, whose gradients a scope computes."""
     session, whole = scope.session, Batch.of(inputs, targets)
+    tokens = session.settings.rows == "token"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
     return SessionSide(
         session,
         bind("identity"),
         lambda: scope.parts(whole),
         partial(table_of, session),
-        len(whole),
-        Facts(name, "identity", shapes, {}, ""),
+        sum(map(len, scope.parts(whole))) if tokens else len(whole),
+        Facts(name, "identity", shapes, {}, "", rows=session.settings.rows),
     )
 
 

@@ -1,6 +1,7 @@
-"""What scores say: of each query, who helped and who harmed."""
+"""What scores say: of each query, who helped and who harmed, and those samples as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -8,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.attribution.scores import Ranked, Scores
-from gradscope.stats.looking import name_of
+from gradscope.sources.opened import Opened
+from gradscope.stats.looking import Album, label, name_of
 from gradscope.stats.records import Json, Plain, Record, number, plain
 from gradscope.stats.sections import (
     BarPicture,
+    Card,
     Column,
     Fact,
     Overview,
@@ -24,6 +27,7 @@ from gradscope.stats.sections import (
     short,
     targets,
 )
+from gradscope.stats.source import token_names
 
 INFLUENCE = "Who helped and who harmed"  # the title of a section
 _SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
@@ -72,6 +76,7 @@ class ScoreSummary(Record, Shown):
     def overview(self) -> Overview:
         """Return what is shown."""
         chosen: Any = self.record.get("checkpoints") or [{}]
+        train: Any = self.record.get("train") or {}
         facts: list[Fact] = [
             ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
             ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
@@ -95,7 +100,7 @@ class ScoreSummary(Record, Shown):
             facts=facts,
             sections=sections,
             pictures=[*map(_picture, self.rows[:_DRAWN])],
-        )
+        ).of(train.get("rows", "sample"))
 
 
 def _refined(record: Mapping[str, Any]) -> list[Fact]:
@@ -185,13 +190,12 @@ def _predicted(table: Any, place: int) -> dict[str, Any]:
 
 
 def described(table: Any, place: int) -> dict[str, Any]:
-    """Return index, id and target of a row of a sample table."""
-
-    def of(name: str) -> Any:
-        column: NDArray[Any] | None = table.get(name)
-        return None if column is None else plain(column[place])
-
-    return {"index": int(table["index"][place]), "id": of("id"), "target": of("target")}
+    """Return index, id and target of a row of a sample table; a token's id is SAMPLE:POSITION."""
+    row = {k: table[k][place] for k in ("id", "target", "sample", "position") if k in table}
+    if "position" in row:
+        row["id"] = token_names(row)[0]
+    own, target = (plain(row[k]) if k in row else None for k in ("id", "target"))
+    return {"index": int(table["index"][place]), "id": own, "target": target}
 
 
 def _influence(summary: ScoreSummary) -> Section:
@@ -264,3 +268,93 @@ def _short(value: Any) -> str:
         ends = [known[0], known[-1]] if len(known) > 1 else known
         return " to ".join(map(short, ends)) or str(value)
     return short(value) if isinstance(value, float) else str(value)
+
+
+QUERIES = 40  # on a page
+_SIDES = {"query": "queries", "train": "training samples"}
+
+Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, side, samples
+
+
+@dataclass(frozen=True)
+class Looked(Shown):
+    """A summary of scores with its samples, each of them opened."""
+
+    summary: ScoreSummary
+    album: Album
+
+    def overview(self) -> Overview:
+        """Return what is shown: each query with its most helpful and harmful samples."""
+        plain = self.summary.overview()
+        shown = self.summary.rows[:QUERIES] if self.album.contents else ()
+        kept = [s for s in plain.sections if not (shown and s.title == INFLUENCE)]
+        missing = [
+            (f"{_SIDES[side]} not shown", opened.why)
+            for side, opened in self.album.sides.items()
+            if opened.why
+        ]
+        more = len(self.summary.rows) - len(shown)
+        if shown and more:
+            missing.append(("not shown", f"{queries(more)} more: --json has all"))
+        sections = [self._section(row) for row in shown]
+        facts, pictures = [*plain.facts, *missing], () if shown else plain.pictures
+        found = replace(plain, facts=facts, sections=[*sections, *kept], pictures=pictures)
+        return found.of(plain.noun)
+
+    def _section(self, row: QueryRow) -> Section:
+        groups: Groups = [
+            ("The query", "query", [row]),
+            ("Helped most: its loss would be higher without", "train", row.helpful),
+            ("Harmed most: its loss would be lower without", "train", row.harmful),
+        ]
+        every = (self.album.contents.get((side, r.index)) for side, r in self._named(groups))
+        found = [content for content in every if content is not None]
+        title = f"Query {name_of(row)}"
+        if found and all(isinstance(c, dict) for c in found):
+            return Section(title, table=self._table(groups))
+        cards = [
+            (name, [self._card(side, sample) for sample in samples])
+            for name, side, samples in groups
+            if samples
+        ]
+        return Section(title, cards=cards)
+
+    @staticmethod
+    def _named(groups: Groups) -> list[tuple[str, QueryRow | Scored]]:
+        return [(side, sample) for _, side, samples in groups for sample in samples]
+
+    def _card(self, side: str, sample: QueryRow | Scored) -> Card:
+        """Return a sample with its label, the model's prediction, and its loss or score."""
+        lines = []
+        if isinstance(sample, Scored):
+            lines.append(f"score {short(sample.score)}")
+        elif sample.loss is not None:
+            lines.append(f"loss {short(sample.loss)}")
+        return self.album.card(side, sample, lines, "query" if side == "query" else "sample")
+
+    def _table(self, groups: Groups) -> Table:
+        """Return a row a sample, a column an entry."""
+        rows, sides = self._named(groups), self.album.sides
+        roles = [name.partition(" most")[0] for name, _, samples in groups for _ in samples]
+        found = [self.album.contents.get((side, r.index)) for side, r in rows]
+        entries = dict.fromkeys(k for c in found if isinstance(c, dict) for k in c)
+        scores = [r.score if isinstance(r, Scored) else None for _, r in rows]
+        columns = [
+            Column("sample", [name_of(r) for _, r in rows]),
+            Column("target", [label(sides[side], r.target) for side, r in rows]),
+            Column("predicted", [label(sides[side], r.prediction) for side, r in rows]),
+            Column("score", [short(s) for s in scores], values=scores),
+        ]
+        for entry in entries:
+            values = [c.get(entry) if isinstance(c, dict) else None for c in found]
+            columns.append(Column(entry, [short(v) for v in values], values=values))
+        return Table(columns, "", roles)
+
+
+def looked(summary: ScoreSummary, scores: Scores) -> Looked:
+    """Open the samples of a summary's first queries, and of who helped and harmed them."""
+    tables = {"query": scores.queries, "train": scores.samples}
+    sides = {side: Opened.of(scores.record.get(side) or {}, tables[side]) for side in _SIDES}
+    rows = summary.rows[:QUERIES]
+    train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
+    return Looked(summary, Album(sides, {"query": [row.index for row in rows], "train": [*train]}))

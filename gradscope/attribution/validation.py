@@ -29,7 +29,7 @@ from gradscope.attribution.scores import Scores, open_scores
 from gradscope.attribution.sides import recorded_run
 from gradscope.attribution.summary import described, queries
 from gradscope.errors import GradscopeError, SpecError
-from gradscope.sources import open_dataset
+from gradscope.sources.data import open_dataset
 from gradscope.stats.looking import name_of
 from gradscope.stats.records import Floats, Interval, Plain, Record
 from gradscope.stats.sections import (
@@ -189,6 +189,12 @@ class Validating:
         self.path, self.asked = path, asked
         self.folder = path.with_suffix(FOLDER) if folder is None else folder
         with open_scores(path) as scores:
+            if "position" in scores.samples or "position" in scores.queries:
+                raise SpecError(
+                    "the scores are of tokens, and a training leaves out whole samples",
+                    where=str(path),
+                    remedy="Score runs with --rows sample.",
+                )
             n = scores.shape[1]
             _require_sizes(path, n, asked)
             found = identity_of(scores, fit, asked.seed, asked.fraction)

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Tokens
 from gradscope.core.locate import unsupported
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.registry import Registry, suggestion
-from gradscope.core.tokens import Tokens
 from gradscope.errors import SpecError, UnsupportedError
 
 AUTO = "auto"

@@ -43,11 +43,12 @@ from gradscope.errors import CertificateError, UnsupportedError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NEGLIGIBLE = 1e-2  # an entry is measured against at least this share of its kind
-_FIXED, _EACH = 5.0, 0.5  # seconds that compiling takes, and each parameter adds, about
+_FIXED, _EACH = 5.0, 0.5  # seconds that compiling takes, and each parameter adds, about: where
+# nothing was compiled yet, afterwards what that took counts
 _GAIN = 0.5  # of the time that is left: what compiling gains at most, about
 _PROGRAMS = 8  # at most
 _COMES_AGAIN = 2  # times that a further shape has come when it is compiled
-_REPEATS = 3
+_REPEATS = 3  # of which the shortest counts
 
 _COLUMNS = 64  # entries of a sample that are looked at one by one: they may be different things
 _LARGEST = torch.iinfo(torch.int64).max
@@ -231,7 +232,7 @@ class _Traced(Gradients):
     def power_sum(self, name: str, power: int) -> Tensor:
         """Return Σᵢ gᵢ, or Σᵢ |gᵢ|² in float64 since no program looks at its range, (*shape)."""
         values = self[name].dense()
-        return precise(values).sum(0) if power == 1 else squares(_wide(values)).sum(0)
+        return precise(values).sum(0) if power == 1 else squares(doubled(values)).sum(0)
 
     def asked(self, powers: frozenset[int]) -> "_Traced":
         """Return these: the compiler takes sums in one pass by itself."""
@@ -346,7 +347,7 @@ class Compiled:
     ) -> None:
         self._problem, self._plain, self._notes = problem, plain, notes
         self._faster, self._check, self._clock = faster, check, clock
-        self._able = True
+        self._able, self._took = True, 0.0  # seconds that it took to compile the last program
         self._tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
         self._programs: dict[Key, Program | None] = {}
         self._met: Counter[Key] = Counter()
@@ -408,7 +409,7 @@ class Compiled:
         if left is None or (left and not self._faster):
             return True
         seconds = left * self._seconds(self._plain, batch, request) if left else 0.0
-        cost = _FIXED + _EACH * len(self._problem.parameters)
+        cost = self._took or _FIXED + _EACH * len(self._problem.parameters)
         if seconds * _GAIN >= cost:
             return True
         self._notes.append(
@@ -426,7 +427,8 @@ class Compiled:
             self._able = False
             self._notes.append(f"not compiled: {error}")
             return None
-        said = f"vmap compiled in {time.perf_counter() - begun:.1f} s"
+        self._took = time.perf_counter() - begun
+        said = f"vmap compiled in {self._took:.1f} s"
         if self._check:
             off = distance(program(batch), right, request, program.keys)
             if not off <= self._tolerance:
@@ -500,14 +502,10 @@ def _relative(ours: Tensor, theirs: Tensor, whole: float = 0.0) -> float:
     """Return ‖ours − theirs‖ relative to ‖theirs‖, or to a share of the whole it is part of."""
     if ours.shape != theirs.shape:
         return nan
-    gap = _size(_wide(ours) - _wide(theirs))
+    gap = _size(doubled(ours) - doubled(theirs))
     scale = max(_size(theirs), _NEGLIGIBLE * whole)
     return gap / scale if scale else gap
 
 
 def _size(t: Tensor) -> float:
-    return float(_wide(t).norm())
-
-
-def _wide(t: Tensor) -> Tensor:
-    return doubled(t)
+    return float(doubled(t).norm())

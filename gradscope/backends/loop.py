@@ -26,10 +26,10 @@ from gradscope.backends.base import (
     require_unhooked,
 )
 from gradscope.blocks import Evaluation
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Tokens
 from gradscope.core.problem import Problem, slopes
 
-OUTSIDE = "Its backward pass fails in ordinary training too."
+_CACHED = 2**23  # bytes of dense gradients that a processor still has at hand to store them
 
 
 @backends.register("loop")
@@ -53,13 +53,51 @@ def loop(problem: Problem) -> Iterator[Evaluate]:
 def one_sample(problem: Problem, sample: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss () and {name: gradient (*shape)} of a batch of one."""
     losses = problem.losses(sample)
-    with refusing("loop", problem.model, OUTSIDE):
-        gradients = slopes(losses, problem.parameters.values())
-    rows = dict(zip(problem.parameters, map(dense, gradients), strict=True))
-    return losses.detach()[0], rows
+    return losses.detach()[0], by_autograd(problem, losses)
 
 
-def dense(gradient: Tensor) -> Tensor:
+def one_graph(problem: Problem, batch: Tokens) -> Evaluation:
+    """Return the gradients of tokens: a forward pass a sample, and its losses pulled back.
+
+    That is done in batched vector-Jacobian products where the model's backward pass takes them.
+    """
+    size = _CACHED if problem.device.type == "cpu" else CHUNK_BYTES
+    values = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
+    found, batched = [], True
+    for k in range(len(batch.whole)):
+        rows = (batch.sample == k).nonzero().flatten()
+        own = batch.select(rows)
+        losses = problem.losses(own)
+        every = _picks(losses)
+        found.append((rows, losses.detach()))
+        for some in chunks(problem, own, size):
+            if batched and len(some) > 1:
+                try:
+                    _into(values, rows[some], _pulled(problem, losses, every[some]))
+                    continue
+                except (RuntimeError, ValueError, NotImplementedError):  # no rule for a batch
+                    batched = False
+            for row, pick in zip(rows[some], every[some], strict=True):
+                _into(values, row, by_autograd(problem, losses, pick))
+    order, losses = (torch.cat(one) for one in zip(*found, strict=True))
+    return dense_evaluation(losses[order.argsort()], values)
+
+
+def _into(values: dict[str, Tensor], rows: Tensor, found: dict[str, Tensor]) -> None:
+    for name, gradient in found.items():
+        values[name][rows] = gradient
+
+
+def by_autograd(
+    problem: Problem, losses: Tensor, weights: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return {name: ∇ Σᵢ wᵢ Lᵢ (*shape)} of losses (n,), without graph and dense."""
+    with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
+        found = slopes(losses, problem.parameters.values(), weights)
+    return dict(zip(problem.parameters, map(_dense, found), strict=True))
+
+
+def _dense(gradient: Tensor) -> Tensor:
     """Return a gradient without graph; that of a sparse embedding in its dense form."""
     gradient = gradient.detach()
     return gradient.to_dense() if gradient.is_sparse else gradient
@@ -72,8 +110,7 @@ def own_loss(problem: Problem) -> Iterator[Evaluate]:
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         losses = problem.losses(batch)
-        with refusing("loop", problem.model, OUTSIDE):
-            single = [_pulled(problem, losses, pick) for pick in _picks(losses)]
+        single = [by_autograd(problem, losses, pick) for pick in _picks(losses)]
         rows = {name: torch.stack([one[name] for one in single]) for name in problem.parameters}
         return dense_evaluation(losses.detach(), rows)
 
@@ -92,7 +129,7 @@ def own_loss_at_once(problem: Problem) -> Iterator[Evaluate]:
         picks = _picks(losses)
         with refusing("vmap", problem.model, remedy):
             parts = [
-                _pulled(problem, losses, picks[some], batched=True)
+                _pulled(problem, losses, picks[some])
                 for some in chunks(problem, batch, CHUNK_BYTES)
             ]
         rows = {name: torch.cat([part[name] for part in parts]) for name in problem.parameters}
@@ -104,17 +141,15 @@ def own_loss_at_once(problem: Problem) -> Iterator[Evaluate]:
 def own_gradient(problem: Problem, batch: Batch, sample: int) -> dict[str, Tensor]:
     """Return {name: ∂Lᵢ/∂θ (*shape)} of one sample within its batch."""
     losses = problem.losses(batch)
-    return _pulled(problem, losses, _picks(losses)[sample])
+    return by_autograd(problem, losses, _picks(losses)[sample])
 
 
 def _picks(losses: Tensor) -> Tensor:
     return torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
 
 
-def _pulled(
-    problem: Problem, losses: Tensor, picks: Tensor, *, batched: bool = False
-) -> dict[str, Tensor]:
-    """Return the gradients of Σᵢ picks[i] Lᵢ, or of each row of picks when batched."""
+def _pulled(problem: Problem, losses: Tensor, picks: Tensor) -> dict[str, Tensor]:
+    """Return {name: (m, *shape)} of Σᵢ picks[k, i] Lᵢ, for each row k of picks (m, n)."""
     parameters = problem.parameters
     found: Sequence[Tensor | None] = [None] * len(parameters)
     if losses.requires_grad:
@@ -124,10 +159,9 @@ def _pulled(
             grad_outputs=picks,
             retain_graph=True,
             allow_unused=True,
-            is_grads_batched=batched,
+            is_grads_batched=True,
         )
-    lead = picks.shape[:1] if batched else ()
     return {
-        name: p.new_zeros(*lead, *p.shape) if g is None else dense(g)
+        name: p.new_zeros(len(picks), *p.shape) if g is None else _dense(g)
         for (name, p), g in zip(parameters.items(), found, strict=True)
     }

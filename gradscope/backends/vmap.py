@@ -73,8 +73,9 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
                 answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
         except UnsupportedError as error:
             problem.losses(batch)  # a model that fails by itself is not for us to refuse
-            text = str(error.__cause__)
-            error.remedy = next((v for k, v in _REMEDIES.items() if k in text), _REMEDY)
+            if error.__cause__ is not None:
+                text = str(error.__cause__)
+                error.remedy = next((v for k, v in _REMEDIES.items() if k in text), _REMEDY)
             raise
         return dense_evaluation(*answer)
 
@@ -188,10 +189,12 @@ def recurrent(
     """
     # For a packed sequence torch calls these functions with (data, batch_sizes, states, weights,
     # has_biases, ...), so `has_biases` here is a list of weights. The rows of all its sequences are
-    # interleaved in `data`, so there is no sample axis for vmap. `refusing` makes this error an
-    # UnsupportedError that names the layer, and `_REMEDIES` says what to do.
+    # interleaved in `data`, so there is no sample axis for vmap.
     if not isinstance(has_biases, bool):
-        raise NotImplementedError("packed sequences have no sample axis")
+        raise UnsupportedError(
+            "the vmap backend cannot run this model: packed sequences have no sample axis",
+            remedy=_REMEDIES["packed"],
+        )
     starts = (states,) if isinstance(states, Tensor) else tuple(states)
     directions = 2 if bidirectional else 1
     each = len(weights) // (layers * directions)

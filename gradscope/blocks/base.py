@@ -13,7 +13,8 @@ from torch import Tensor
 from gradscope.core.precision import wider
 
 # A tile stays near the caches, yet keeps the matrix kernels busy; glibc hands blocks of 32 MiB and
-# more out as fresh pages every time, which cost five times as much.
+# more out as fresh pages every time, which cost five times as much. Sizes are fixed, not measured:
+# sums are split by them, and the same run is to give the same last digits anywhere.
 TILE_BYTES = 4 * 2**20
 _LONG_ROW = 2**18  # bytes
 _RUN = 1024  # numbers that are summed one after the other
@@ -234,7 +235,7 @@ class Block(ABC):
     def dot(self, vector: Tensor) -> Tensor:
         """Return ⟨gᵢ, v⟩ (n,) for `vector` (*shape); conjugates the vector when complex."""
         flat = precise(vector.conj()).flatten()
-        return torch.cat([as_rows(precise(t)) @ flat for _, t in self.tiles()])
+        return torch.cat([flat[:0], *(as_rows(precise(t)) @ flat for _, t in self.tiles())])
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield (samples, entries, values (m, w)): what is linear goes through all of them once.
@@ -314,6 +315,11 @@ class TensorBlock(Block):
 
     numbers: ClassVar[tuple[str, ...]]  # names of the fields whose product is the gradient
     places: ClassVar[tuple[str, ...]] = ()  # names of those that say where it goes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        found: tuple[int, ...] = vars(self)["parameter_shape"]  # a field, or the tensors tell it
+        return found
 
     @property
     def n(self) -> int:

@@ -29,7 +29,6 @@ from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.variants import Variant, fastest, seconds
 
 PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
-FEW_PATCHES = 2**17  # bytes a sample, with which the block is best treated as outer products
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,6 @@ class ConvolutionBlock(TensorBlock):
     geometry: Geometry  # how the convolution walks
     numbers = ("inputs", "gradients")
     kind = "outer"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parameter_shape
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -264,7 +259,7 @@ class ConvolutionBlock(TensorBlock):
         return DenseBlock(self.dense()) if anyway or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
-        return self.outer.norms(p) if p != 2 and self._few_patches else super().norms(p)
+        return self.outer.norms(p) if p != 2 and self.sizes[1] == 1 else super().norms(p)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b), by a convolution with `right` or from all Gᵢ."""
@@ -343,11 +338,6 @@ class ConvolutionBlock(TensorBlock):
         """Return how many samples' patches have at most `size` bytes; one at least."""
         groups, t, _, c = self.sizes
         return max(1, size // max(1, groups * t * c * self.dtype.itemsize))
-
-    @property
-    def _few_patches(self) -> bool:
-        groups, t, _, c = self.sizes
-        return groups * t * c * self.dtype.itemsize <= FEW_PATCHES
 
     @staticmethod
     def _kernel(

@@ -148,3 +148,4 @@ class Evaluation:
     # {key: state} of the requested reductions that were computed with the gradients
     states: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
     compiled: bool = False  # whether a compiled program has computed it
+    note: str = ""  # what is worth a line of how it was computed

@@ -161,10 +161,6 @@ class SparseBlock(TensorBlock):
     parameter_shape: tuple[int, ...]  # the parameter's shape
     numbers, places = ("values",), ("index",)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parameter_shape
-
     def dense(self, out: Tensor | None = None) -> Tensor:
         table = self.values.new_zeros(self.n, prod(self.shape))
         dense = table.scatter_add_(1, self.index, self.values).view(self.n, *self.shape)

@@ -17,13 +17,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import TILE_BYTES, Block, Factors, precise, size, times
-from gradscope.blocks.outer import OuterBlock
-from gradscope.blocks.products import contracted
+from gradscope.blocks.base import TILE_BYTES, Block, Factors, TensorBlock, precise, size, times
+from gradscope.blocks.outer import OuterBlock, contracted
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentBlock(Block):
+class SegmentBlock(TensorBlock):
     """A sum of outer products over rows, each of one sample and one group."""
 
     left: Tensor  # (m, r)
@@ -32,6 +31,7 @@ class SegmentBlock(Block):
     group: Tensor  # (m,) int64, from 0 to k - 1
     sizes: tuple[int, int]  # (n, k)
     parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
+    numbers, places = ("left", "right"), ("sample", "group")
     has_shortcuts = True
 
     @staticmethod
@@ -45,18 +45,6 @@ class SegmentBlock(Block):
     @property
     def n(self) -> int:
         return self.sizes[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parameter_shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.left.dtype, self.right.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        return self.left.device
 
     @property
     def rows_by_columns(self) -> tuple[int, int, int]:
@@ -93,7 +81,7 @@ class SegmentBlock(Block):
         samples = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
         first = (wanted - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
         own = order[first + torch.arange(len(first), device=self.device)]
-        return replace(self._rows(own), sample=samples, sizes=(len(lengths), self.sizes[1]))
+        return replace(super().select(own), sample=samples, sizes=(len(lengths), self.sizes[1]))
 
     def scale(self, factors: Tensor) -> Self:
         """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
@@ -101,9 +89,6 @@ class SegmentBlock(Block):
         if self.left.shape[1] <= self.right.shape[1]:
             return replace(self, left=times(self.left, by))
         return replace(self, right=times(self.right, by))
-
-    def to(self, dtype: torch.dtype) -> Self:
-        return replace(self, left=self.left.to(dtype), right=self.right.to(dtype))
 
     def reshape(self, shape: tuple[int, ...]) -> Self:
         return replace(self, parameter_shape=shape)
@@ -180,7 +165,7 @@ class SegmentBlock(Block):
         """The same rows by group, those of a group by sample."""
         key = self._key
         in_order = bool((key[1:] >= key[:-1]).all())
-        return self if in_order else self._rows(key.argsort(stable=True))
+        return self if in_order else super().select(key.argsort(stable=True))
 
     @property
     def _key(self) -> Tensor:
@@ -223,11 +208,7 @@ class SegmentBlock(Block):
         counts = torch.bincount(block.group, minlength=k)
         bounds = [0, *counts.cumsum(0).tolist()]
         for group, (start, stop) in enumerate(pairwise(bounds)):
-            yield group, block._rows(slice(start, stop))
-
-    def _rows(self, rows: slice | Tensor) -> Self:
-        names = ("left", "right", "sample", "group")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+            yield group, TensorBlock.select(block, slice(start, stop))
 
     def _matrix(self, left: Tensor, right: Tensor, sample: Tensor) -> Tensor:
         """Return Σₘ left[m, :] ⊗ right[m, :] (n, r, c) over each sample's rows."""

@@ -30,7 +30,8 @@ _LONG = 0.5  # seconds of trying: in such long calls a moment does not count, an
 _PATIENCE = 4.0  # times the fastest so far: what takes longer is not tried again,
 _SET_UP = 0.01  # unless within these seconds: a first call sets up kernels
 
-_FLOPS, _BYTES, _CALL = 1e11, 1e10, 2e-5  # of a typical machine: a second's, a call's
+# of a typical machine: a second's, a call's; fixed, since what is not measured must not differ
+_FLOPS, _BYTES, _CALL = 1e11, 1e10, 2e-5
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from gradscope.cli.attribute import attribute
+from gradscope.cli.attribute import attribute, validate
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute
 from gradscope.cli.merge import merge
-from gradscope.cli.results import export, stats
-from gradscope.cli.validate import validate
-from gradscope.cli.view import view
+from gradscope.cli.results import export, stats, view
 from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped
 from gradscope.errors import GradscopeError

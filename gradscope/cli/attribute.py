@@ -1,5 +1,9 @@
-"""`gradscope attribute`: which training samples helped or harmed a query."""
+"""`gradscope attribute` and `validate`: which training samples helped or harmed a query.
 
+And how well the scores predict what retraining does.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -130,7 +134,7 @@ def attribute(
     quiet: options.Quiet = False,
 ) -> None:
     """Score each training sample for each query: positive ones helped it, negative ones harmed."""
-    numbers = _numbers(weights)
+    numbers = _read(weights, _numbers, "--weights", "numbers, with commas between")
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
     from gradscope.storage import LONGEST, require_place
@@ -138,7 +142,7 @@ def attribute(
 
     asked = Settings(
         curvature=cast("Any", curvature),
-        damping=_damping(damping),
+        damping=_read(damping, _damping, "--damping", "auto, or a number such as 0.1"),
         memory=None if memory is None else parse_memory(memory),
         factors=None if factors is None else str(factors),
         refine=refine,
@@ -191,18 +195,113 @@ def _run(scoring: Any, output: Path | None, top: int, *, quiet: bool, **how: boo
 
 
 def _damping(text: str) -> Any:
-    try:
-        return text if text == "auto" else float(text)
-    except ValueError as error:
-        raise SpecError(
-            f"found {text!r}", where="--damping", remedy="Accepted: auto, or a number such as 0.1."
-        ) from error
+    return text if text == "auto" else float(text)
 
 
-def _numbers(text: str | None) -> list[float] | None:
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def _read(text: str | None, read: Callable[[str], Any], option: str, accepted: str) -> Any:
+    """Return what an option's text says, None where it is not given."""
     try:
-        return None if text is None else [float(word) for word in text.split(",")]
+        return None if text is None else read(text)
     except ValueError as error:
-        raise SpecError(
-            f"found {text!r}", where="--weights", remedy="Accepted: numbers, with commas between."
-        ) from error
+        remedy = f"Accepted: {accepted}."
+        raise SpecError(f"found {text!r}", where=option, remedy=remedy) from error
+
+
+Scores = Annotated[
+    Path,
+    typer.Argument(metavar="SCORES.h5", help="A score file: gradscope attribute -o wrote it."),
+]
+
+Fit = Annotated[
+    str,
+    typer.Option(
+        "--train",
+        metavar="FILE.py:FIT",
+        help="FIT(indices, seed): trains on the samples at these positions of the training "
+        "data, and returns the model in the mode to evaluate it in.",
+    ),
+]
+
+Retrainings = Annotated[
+    int,
+    typer.Option("--retrainings", metavar="N", help="How many, each on a random subset."),
+]
+
+Fraction = Annotated[
+    float,
+    typer.Option("--fraction", metavar="SHARE", help="Of the training samples in a subset."),
+]
+
+Width = Annotated[
+    float,
+    typer.Option(
+        "--width", metavar="WIDTH", help="Say how many retrainings an interval so wide takes."
+    ),
+]
+
+Removal = Annotated[
+    int,
+    typer.Option(
+        "--removal",
+        metavar="K",
+        min=0,
+        help="For a few queries, also train without up to K most helpful samples.",
+    ),
+]
+
+Workers = Annotated[
+    int, typer.Option("--workers", metavar="N", min=1, help="Processes that train at once.")
+]
+
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of subsets and trainings.")]
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="FOLDER",
+        help="Where retrainings are kept, for other scores of the same samples, too "
+        "[SCORES.validation].",
+    ),
+]
+
+
+def validate(
+    scores: Scores,
+    train: Fit,
+    retrainings: Retrainings = 50,
+    fraction: Fraction = 0.5,
+    width: Width = 0.02,
+    removal: Removal = 0,
+    workers: Workers = 1,
+    seed: Seed = 0,
+    folder: Folder = None,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Retrain on random subsets, and say how well the scores predict what that does.
+
+    A stopped validation goes on where it was, and several commands may share the work.
+    """
+    from gradscope.attribution import Asked, Validating
+    from gradscope.report import render, track
+
+    asked = Asked(retrainings, fraction, seed, width, removal)
+    stops.unwinding()
+    with stops.told(lambda: "stopped; the same command goes on with what is finished"):
+        work = Validating(scores, train, asked, folder, overwrite=overwrite)
+        for _ in track(
+            work.remaining(workers),
+            work.total,
+            unit="retrainings",
+            size=lambda _: 1,
+            quiet=quiet or json,
+        ):
+            stops.once_more()
+        report = work.finish()
+    options.show(report, render, json=json, quiet=quiet)

@@ -40,11 +40,11 @@ def list_(
 
 def registries() -> "dict[str, list[Registry[Any]]]":
     """Return the registries of each kind."""
-    from gradscope.backends import backends
-    from gradscope.sources import checkpoint_readers, dataset_readers
+    from gradscope.backends.base import backends
+    from gradscope.sources.formats import checkpoint_readers, dataset_readers
     from gradscope.stages.losses import losses
-    from gradscope.stages.reducers import reducers
-    from gradscope.stages.transforms import transforms
+    from gradscope.stages.reducers.base import reducers
+    from gradscope.stages.transforms.base import transforms
 
     return {
         "backends": [backends],

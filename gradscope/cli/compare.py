@@ -8,7 +8,7 @@ import typer
 from gradscope.cli import options
 from gradscope.config import RunSpec
 from gradscope.core import stops, streams
-from gradscope.errors import RefusedError, SpecError
+from gradscope.errors import RefusedError, ResultFileError, SpecError
 
 if TYPE_CHECKING:
     from gradscope.comparison import Comparison
@@ -43,7 +43,7 @@ def compare(
     from gradscope.comparison import PEERS, peer_version
     from gradscope.report import render_comparison
     from gradscope.run import prepare
-    from gradscope.sources import code_digests
+    from gradscope.sources.code import code_digests
 
     stops.unwinding()
     job = prepare(spec)
@@ -105,6 +105,12 @@ def _loaded(reference: str, rows: range) -> Any:
 
     from gradscope.storage import open_file
 
+    if not Path(reference).exists():
+        raise ResultFileError(
+            "this is neither a library nor a file",
+            where=f"against {reference}",
+            remedy=f"Give {', '.join(sorted(PEERS))}, FILE.py:FUNCTION or a result file.",
+        )
     with open_file(Path(reference)) as file:
         chain = next((c for c in file.chains if c.text == "identity"), None)
         if chain is None:

@@ -50,8 +50,7 @@ def compute(
             if merged is None:
                 return
             options.show(merged, render_merge, json=json, quiet=quiet)
-        if merged.nonfinite or any(merged.chains_nonfinite):
-            raise typer.Exit(options.NONFINITE)
+        options.exit_of(merged)
         return
     with stops.told(lambda: _nothing_new(resume)):
         here = Path.cwd()
@@ -70,9 +69,8 @@ def compute(
     report = _run(job, place, resume=resume, overwrite=overwrite, quiet=quiet or json)
     with stops.told(lambda: f"stopped; {place} is complete"):
         options.show(report, render_run, json=json, quiet=quiet)
-    broken = report.nonfinite or any(report.chains_nonfinite)
-    if broken and job.shard is None:  # of shards, merge says so: others wait for these
-        raise typer.Exit(options.NONFINITE)
+    if job.shard is None:  # of shards, merge says so: others wait for these
+        options.exit_of(report)
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
@@ -89,7 +87,8 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
             for note in run.notes:
                 typer.echo(note, file=streams.err())
         total = len(job.rows) - run.writer.completed
-        for batch in track(run.remaining(), total, quiet=quiet):
+        unit = f"{job.spec.compute.rows}s"
+        for batch in track(run.remaining(), total, unit=unit, quiet=quiet):
             run.add(batch)
             stops.once_more()
         return run.finish()
@@ -104,7 +103,8 @@ def _stopped(job: "Job", run: "Run | None", output: Path, resume: bool) -> str:
         return f"stopped; {output} is complete"
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     command = shlex.join(["gradscope", *words, "--resume"])
-    return f"stopped after {finished:,} of {len(job.rows):,} samples; go on with\n  {command}"
+    far = f"{finished:,} of {len(job.rows):,} {job.spec.compute.rows}s"
+    return f"stopped after {far}; go on with\n  {command}"
 
 
 def _nothing_new(resume: bool) -> str:

@@ -63,8 +63,7 @@ def merge(
         report = under_way.finish()
     with stops.told(lambda: f"stopped; {output} is complete"):
         options.show(report, render_merge, json=json, quiet=quiet)
-    if report.nonfinite or any(report.chains_nonfinite):
-        raise typer.Exit(options.NONFINITE)
+    options.exit_of(report)
 
 
 def _files_in(place: Path) -> list[Path]:

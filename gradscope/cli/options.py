@@ -128,3 +128,13 @@ def show(
         typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())
     elif not quiet:
         render(found, console(), **how)
+
+
+def exit_of(report: Any) -> None:
+    """Leave with the exit code for what is done, but has something that is not finite.
+
+    Raises:
+        typer.Exit: The report of a run or of a merge says so.
+    """
+    if report.nonfinite or any(report.chains_nonfinite):
+        raise typer.Exit(NONFINITE)

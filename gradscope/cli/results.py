@@ -1,6 +1,7 @@
-"""What is done with results: `gradscope stats` and `gradscope export`."""
+"""What is done with results: `gradscope stats`, `gradscope export` and `gradscope view`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -17,68 +18,78 @@ if TYPE_CHECKING:
     from gradscope.stats import Difference, History, Step, Summary
     from gradscope.stats.sections import Shown
     from gradscope.storage import GradientFile
+    from gradscope.view import View
 
     Found = Summary | Difference | History | ScoreSummary
 
 _LARGE = 2**28  # bytes of data: more are not read for a glance
 
 
+_FILES = "OUT.h5 [OTHER.h5]"
+
+Results = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar=_FILES,
+        help="A result file, two to compare, a score file, or the history of a training (*.jsonl).",
+    ),
+]
+Top = Annotated[
+    int | None,
+    typer.Option(
+        "--top", metavar="K", min=1, help="How many samples to list [10; 5 for each query]."
+    ),
+]
+Nearest = Annotated[
+    int | None, typer.Option("--nearest", metavar="I", help="List the neighbours of sample I.")
+]
+Rate = Annotated[
+    float | None, typer.Option("--lr", metavar="RATE", help="The learning rate, for a batch size.")
+]
+Clip = Annotated[
+    list[float] | None,
+    typer.Option("--clip", metavar="NORM", help="Say how many samples it clips; repeatable."),
+]
+By = Annotated[
+    str | None,
+    typer.Option(
+        "--by", metavar="COLUMN", help="Sum scores by this column of the training samples."
+    ),
+]
+Rows = Annotated[
+    bool, typer.Option("--rows/--no-rows", help="Whether to read the stored gradients.")
+]
+Full = Annotated[bool, typer.Option("--full", help="Show all there is, not what fits one screen.")]
+Follow = Annotated[
+    bool,
+    typer.Option(
+        "--follow", help="Show a history (*.jsonl) while it grows, until its training ends."
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw to a png, svg or pdf.")
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write one page with everything.")
+]
+
+
 def stats(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="OUT.h5 [OTHER.h5]",
-            help="A result file, two to compare, a score file, or the history of a training "
-            "(*.jsonl).",
-        ),
-    ],
-    top: Annotated[
-        int | None,
-        typer.Option(
-            "--top", metavar="K", min=1, help="How many samples to list [10; 5 for each query]."
-        ),
-    ] = None,
-    nearest: Annotated[
-        int | None,
-        typer.Option("--nearest", metavar="I", help="List the neighbours of sample I."),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option("--lr", metavar="RATE", help="The learning rate, for a batch size."),
-    ] = None,
-    clip: Annotated[
-        list[float] | None,
-        typer.Option("--clip", metavar="NORM", help="Say how many samples it clips; repeatable."),
-    ] = None,
-    by: Annotated[
-        str | None,
-        typer.Option(
-            "--by", metavar="COLUMN", help="Sum scores by this column of the training samples."
-        ),
-    ] = None,
-    rows: Annotated[
-        bool,
-        typer.Option("--rows/--no-rows", help="Whether to read the stored gradients."),
-    ] = True,
-    full: Annotated[
-        bool, typer.Option("--full", help="Show all there is, not what fits one screen.")
-    ] = False,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="Show a history (*.jsonl) while it grows, until its training ends."
-        ),
-    ] = False,
+    files: Results,
+    top: Top = None,
+    nearest: Nearest = None,
+    lr: Rate = None,
+    clip: Clip = None,
+    by: By = None,
+    rows: Rows = True,
+    full: Full = False,
+    follow: Follow = False,
     json: options.Json = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw to a png, svg or pdf.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with everything.")
-    ] = None,
+    plot: Plot = None,
+    html: Html = None,
 ) -> None:
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
-    own = {"nearest": nearest, "learning_rate": lr, "clip": clip or []}
+    own = {"nearest": nearest, "lr": lr, "clip": clip or []}
     looks = None if json and html is None else Looks(every=top is not None or html is not None)
     read = partial(_followed, json=json) if follow else None
     found, shown = _found(files, own, by, looks, read, top=top, rows=rows)
@@ -124,19 +135,8 @@ def _found(
         rows: Whether to read stored gradients.
     """
     history = any(file.suffix == ".jsonl" for file in files)
-    if len(files) > 2 or (history and len(files) > 1):
-        raise SpecError(
-            f"{len(files)} files were given",
-            remedy="Give one result file, two to compare, or one history (*.jsonl).",
-        )
-    if by is not None and (history or len(files) == 2):
-        raise SpecError("--by is for one score file", remedy="Leave it out.")
-    if follow is not None and not history:
-        raise SpecError("--follow is for a history (*.jsonl)", remedy="Leave it out.")
     asked = [name for name, value in own.items() if value not in (None, [])]
-    if asked and (history or len(files) == 2):
-        option = "lr" if asked[0] == "learning_rate" else asked[0]
-        raise SpecError(f"--{option} is for one result file", remedy="Leave it out.")
+    _require_options(files, asked, history=history, by=by is not None, follow=follow is not None)
     from gradscope.stats import difference, read_history, summarize
     from gradscope.storage import open_file
 
@@ -153,7 +153,14 @@ def _found(
         elif by is not None:
             raise SpecError("--by is for score files", remedy="Leave it out.")
         else:
-            found = summarize(first, top=top, rows=rows, **own)
+            found = summarize(
+                first,
+                top=top,
+                rows=rows,
+                nearest=own["nearest"],
+                learning_rate=own["lr"],
+                clip=own["clip"],
+            )
             if looks is not None:
                 from gradscope.sources.opened import Opened
                 from gradscope.stats.looking import looked
@@ -161,6 +168,24 @@ def _found(
                 most = None if looks.every else _LARGE
                 return found, looked(found, Opened.of(first.run, first.samples, most))
         return found, found
+
+
+def _require_options(
+    files: list[Path], asked: list[str], *, history: bool, by: bool, follow: bool
+) -> None:
+    """Refuse options that do not go with so many files, or with their kind."""
+    several = history or len(files) == 2
+    if len(files) > 2 or (history and len(files) > 1):
+        raise SpecError(
+            f"{len(files)} files were given",
+            remedy="Give one result file, two to compare, or one history (*.jsonl).",
+        )
+    if by and several:
+        raise SpecError("--by is for one score file", remedy="Leave it out.")
+    if follow and not history:
+        raise SpecError("--follow is for a history (*.jsonl)", remedy="Leave it out.")
+    if asked and several:
+        raise SpecError(f"--{asked[0]} is for one result file", remedy="Leave it out.")
 
 
 def _followed(file: Path, *, json: bool) -> "History":
@@ -183,8 +208,7 @@ def _scores(
     from gradscope.attribution import Scores, looked, summarize_scores
 
     if asked:
-        option = "lr" if asked[0] == "learning_rate" else asked[0]
-        raise SpecError(f"--{option} is for gradients, not for scores", remedy="Leave it out.")
+        raise SpecError(f"--{asked[0]} is for gradients, not for scores", remedy="Leave it out.")
     scores = Scores.of(file)
     found = summarize_scores(scores, top=top, by=by)
     return found, looked(found, scores) if opened else found
@@ -229,3 +253,74 @@ def export(
         found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
     document = {"schema": "gradscope.export", "version": 1, "files": [vars(one) for one in found]}
     options.show(document, lambda _, console: render_export(found, console), json=json)
+
+
+def view(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar=_FILES,
+            help="A result file, or two of the same data, to see each sample before and after.",
+        ),
+    ],
+    scores: Annotated[
+        Path | None,
+        typer.Option(
+            "--scores", metavar="SCORES.h5", help="Attribution: who helped and harmed a sample."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.html", help="The page [OUT.html]."),
+    ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Answer on localhost: all samples, however many."),
+    ] = False,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Of --serve [any].")
+    ] = 0,
+    json: options.Json = False,
+) -> None:
+    """Show the samples of a result file: each dot of the chart is one, opened by a click."""
+    if len(files) > 2:
+        raise SpecError(f"{len(files)} files were given", remedy="Give one result file, or two.")
+    if serve and (json or output is not None):
+        remedy = "Leave out --output and --json, or --serve."
+        raise SpecError("--serve writes no page", remedy=remedy)
+    stops.unwinding()
+    with ExitStack() as stack:
+        shown = _looked(files, scores, stack)
+        if serve:
+            from gradscope.view import serve as answer
+
+            answer(shown, port, lambda address: typer.echo(address, file=streams.out()))
+            return
+        from gradscope.stats.sections import size
+        from gradscope.view import write_page
+
+        target = output or files[0].with_suffix(".html")
+        document = shown.document()
+        bytes_ = write_page(document, target)
+        made = {"schema": "gradscope.view", "version": 1, "path": str(target), "bytes": bytes_}
+        if json:
+            options.show(made | {"samples": document["samples"]}, print, json=True)
+        else:
+            typer.echo(f"{target}: {size(bytes_)}, open it in a browser", file=streams.out())
+
+
+def _looked(files: list[Path], scores: Path | None, stack: ExitStack) -> "View":
+    """Open one result file or two, with the scores of their samples where these are given."""
+    from gradscope.attribution import open_scores
+    from gradscope.storage import open_file
+    from gradscope.view import look
+
+    opened = [stack.enter_context(open_file(file)) for file in files]
+    for file in opened:
+        if "attribution" in file.run:
+            raise SpecError(
+                f"{file.path} holds scores, not gradients",
+                remedy="Give the queries' result file, and the scores as --scores.",
+            )
+    found = None if scores is None else stack.enter_context(open_scores(scores))
+    return look(opened[0], opened[1] if len(opened) > 1 else None, found)

@@ -13,18 +13,18 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from gradscope.backends import Backend, Evaluate, backend_of, backends
+from gradscope.backends.base import Backend, Evaluate, backend_of, backends
 from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
-from gradscope.core import markup
-from gradscope.core.batch import Batch, map_tensors
+from gradscope.core import texts
+from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
 from gradscope.core.problem import Loss, Problem, RowKind, double_precision
-from gradscope.core.randomness import Fixed
+from gradscope.core.randomness import Fixed, forked
 from gradscope.core.stops import is_stop
-from gradscope.core.tokens import Tokens
-from gradscope.engine import Answer, Randomness, glimpsed
+from gradscope.engine.certificate import Answer, glimpsed
+from gradscope.engine.session import Randomness
 from gradscope.errors import (
     CertificateError,
     GradscopeError,
@@ -98,7 +98,7 @@ class Comparison:
         ]
         heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
         title = f"{self.samples:,} samples: {'agrees' if self.agrees else 'DISAGREES'}"
-        return markup.document(title, markup.table(heads, rows))
+        return texts.document(title, texts.table(heads, rows))
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,7 @@ def compare(
     with double_precision(), exact.state.kept():
         setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
 
-    def backward() -> None:  # what training does
-        total = problem.losses(batch).sum()
-        if total.requires_grad:
-            torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
-
-    seconds, peak = measure(backward, problem.device)
+    seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
         found = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
     found += [_other_row(label, other, setting) for label, other in others.items()]
@@ -183,6 +178,13 @@ def compare(
         rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
     )
+
+
+def _backward(problem: Problem, batch: Batch) -> None:
+    """Do what training does with a batch."""
+    total = problem.losses(batch).sum()
+    if total.requires_grad:
+        torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
 
 
 def _chosen(names: Sequence[str], others: Mapping[str, Any], rows: RowKind) -> dict[str, Backend]:
@@ -264,7 +266,7 @@ def _other_row(
     model = _copied(setting.exact.model)  # what it does to its copy stays there
 
     def called(model: nn.Module, batch: Batch) -> Any:
-        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.enable_grad(), forked(device):
             own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
             return other(model, setting.problem.loss, *own)
 

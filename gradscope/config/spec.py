@@ -208,6 +208,13 @@ class DatasetSpec(_Section):
         option(None, accepted="a list of positions of samples, or the name of an array of booleans")
     )
 
+    _mask: str | None = PrivateAttr(None)  # the target that says which of the first one's count
+
+    @property
+    def masks(self) -> dict[str, str]:
+        """Of a target that says which entries of another count, that other one."""
+        return {} if self._mask is None else {self._mask: self.targets[0]}
+
     @property
     def factory(self) -> str | None:
         """FILE.py:FACTORY, or None where the data lie in a file."""
@@ -400,6 +407,7 @@ class RunSpec(_Section):
             own = self.dataset.targets
             if self.loss.stage.name == "causal_lm" and mask is not None and mask not in own:
                 data = self.dataset.model_copy(update={"targets": (*own, mask)})
+                data._mask = mask
                 object.__setattr__(self, "dataset", data)  # the spec is frozen
         return self
 

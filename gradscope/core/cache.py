@@ -20,6 +20,8 @@ from typing import Any
 import platformdirs
 import torch
 
+from gradscope.core.memory import beside_host
+
 _VARIABLE = "GRADSCOPE_CACHE"
 _OFF = ("", "0", "off", "no", "none")
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # on instructions
@@ -88,10 +90,10 @@ def machine(device: torch.device) -> str:
     parts = [processor(), torch.backends.cpu.get_cpu_capability()]
     parts += [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     parts += [f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"]
-    if device.type == "cuda":
-        parts.append(torch.cuda.get_device_name(device))
-    elif device.type != "cpu":
-        parts.append(str(device.type))
+    module = beside_host(device)
+    if module is not None:
+        name = getattr(module, "get_device_name", None)
+        parts.append(str(device.type) if name is None else str(name(device)))
     return _file_name(", ".join(parts))
 
 

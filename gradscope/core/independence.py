@@ -6,20 +6,21 @@ losses, a mean over the batch that was cut from the graph. The layer at fault is
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
-from gradscope.core.batch import Batch, tensors
+from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of
 from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
-from gradscope.core.randomness import random_numbers_kept
+from gradscope.core.randomness import Extreme, extreme_numbers, forked, random_numbers_kept
 from gradscope.core.shortage import is_shortage
-from gradscope.core.tokens import Tokens, samples_of, whole_of
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")
@@ -148,7 +149,8 @@ def _require_same(
 def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apart: Tensor) -> bool:
     """Whether losses (m,) that differ do so by rounding.
 
-    Then they do not in float64; or there by no more than other last digits of the parameters do.
+    Then they do not in float64; or there by no more than other last digits of the parameters do, or
+    than the least precise layer rounds.
     """
     try:
         if problem.precision != torch.float64:
@@ -156,12 +158,43 @@ def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apa
             with double_precision():
                 whole, part = (wide.losses(b).detach() for b in (cast, cast.select(rows)))
             return same(whole[rows.to(whole.device)], part, whole)
+        if same(here, apart, precision=computed_in(problem, batch)):
+            return True
         chosen = batch.select(rows)
         others = [near.losses(chosen).detach() for near in nearby(problem, _TRIALS)]
     except (ModelError, RefusedError):
         return False
     spread = torch.stack([(other - apart).abs() for other in others]).amax(0)
     return bool(((here - apart).abs() <= _LUCK * spread).all())
+
+
+class _Narrowest(TorchFunctionMode):
+    """Takes note of the least precise numbers that torch's functions are given or return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in tensors(result):
+            if t.is_floating_point() or t.is_complex():
+                self.dtype = max(self.dtype, t.dtype.to_real(), key=lambda d: torch.finfo(d).eps)
+        return result
+
+
+def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
+    """Return the least precise dtype that a forward pass computes in, by running one sample.
+
+    It may be less than the parameters': a layer such as RMSNorm may cast to float32 and back, and
+    its gradients are rounded to that.
+    """
+    with _Narrowest() as seen:
+        problem.losses(batch.one(0))
+    found: torch.dtype = max(seen.dtype, problem.precision, key=lambda d: torch.finfo(d).eps)
+    return found
 
 
 def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
@@ -244,28 +277,39 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def require_deterministic(problem: Problem, batch: Batch) -> None:
-    """Evaluate a batch twice, under different random numbers.
+    """Evaluate a batch again, under other random numbers; if it draws any, under extreme ones too.
 
     Raises:
         UnsupportedError: The losses differ; the layer that draws the numbers is named.
     """
+    ways: list[Callable[[], AbstractContextManager[None]]] = [other_random_numbers]
+    if problem.state.drew:
+        ways += [partial(other_random_numbers, trial) for trial in range(2, _TRIALS + 1)]
+        ways += [partial(extreme_numbers, word) for word in Extreme.WORDS]
+    for other in ways:
+        once, again = (t.detach() for t in _twice(Problem.losses, problem, batch, other))
+        differs = not same(once, again, precision=problem.precision)
+        if problem.state.drew and not differs and not torch.equal(once, again):
+            differs = torch.equal(once, problem.losses(batch))  # which low precision hides
+        if differs:
+            raise UnsupportedError(
+                "the forward pass is random: the same samples give other losses the second time",
+                where=_first(problem, *_twice(_recorded, problem, batch, other), same),
+                remedy="Use mode eval, or set the dropout probabilities to zero. Or use "
+                "--randomness fixed: numbers of each sample's own, by seed and position in the "
+                "data.",
+            )
 
-    def twice(evaluate: Callable[[Problem, Batch], T]) -> tuple[T, T]:
-        once = evaluate(problem, batch)
-        with other_random_numbers():
-            return once, evaluate(problem, batch)
 
-    once, again = twice(lambda problem, batch: problem.losses(batch).detach())
-    differs = not same(once, again, precision=problem.precision)
-    if problem.state.drew and not differs and not torch.equal(once, again):
-        differs = torch.equal(once, problem.losses(batch))  # which low precision hides
-    if differs:
-        raise UnsupportedError(
-            "the forward pass is random: the same samples give other losses the second time",
-            where=_first(problem, *twice(_recorded), same),
-            remedy="Use mode eval, or set the dropout probabilities to zero. Or use --randomness "
-            "fixed: numbers of each sample's own, by seed and position in the data.",
-        )
+def _twice(
+    evaluate: Callable[[Problem, Batch], T],
+    problem: Problem,
+    batch: Batch,
+    other: Callable[[], AbstractContextManager[None]],
+) -> tuple[T, T]:
+    once = evaluate(problem, batch)
+    with other():
+        return once, evaluate(problem, batch)
 
 
 def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
@@ -281,13 +325,11 @@ def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
 
 
 @contextmanager
-def other_random_numbers() -> Iterator[None]:
+def other_random_numbers(trial: int = 1) -> Iterator[None]:
     """Let the body draw other random numbers than the caller would."""
-    with torch.random.fork_rng(), random_numbers_kept():
-        seed = int(torch.randint(2**31, (), generator=torch.default_generator).item()) ^ 1
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(seed)
+    with forked(), random_numbers_kept():
+        seed = int(torch.randint(2**31, (), generator=torch.default_generator).item()) ^ trial
+        torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         yield

@@ -43,9 +43,11 @@ def layer_of(error: BaseException, model: nn.Module) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the exception's type and the first line of its message."""
+    """Return the exception's type and the first line of its message, and the next after a colon."""
     try:
-        text = str(error).strip().partition("\n")[0]
+        text, _, rest = str(error).strip().partition("\n")
+        if text.endswith(":"):
+            text = f"{text} {rest.strip().partition(chr(10))[0]}".strip()
     except Exception:  # a user's exception may be broken, too
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -124,13 +126,15 @@ def own_stage(what: str) -> Iterator[None]:
 
 @contextmanager
 def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
-    """Turn what torch raises into an `UnsupportedError` that names the layer.
+    """Turn what torch raises into an `UnsupportedError` that names the layer, as one of ours does.
 
-    Errors of gradscope, its bugs, and running out of memory pass through unchanged.
+    Other errors of gradscope, its bugs, and running out of memory pass through unchanged.
     """
     try:
         yield
-    except GradscopeError:
+    except GradscopeError as error:
+        if isinstance(error, UnsupportedError):
+            error.where = error.where or layer_of(error, model)
         raise
     except Exception as error:  # whatever torch or the user's code raises
         if is_shortage(error) or is_bug(error):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,15 +27,35 @@ _FILES = {  # of a control group: its limit and its use, versions 2 and 1
 }
 
 
+def beside_host(device: torch.device | None) -> Any:
+    """Return torch's module of a device that is not the CPU, such as `torch.cuda`, or None."""
+    if device is None or device.type in ("cpu", "meta"):
+        return None
+    return getattr(torch, device.type, None)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a device has done what it was given; on the CPU it is done."""
+    module = beside_host(device)
+    if module is not None:
+        module.synchronize(*([] if device.type == "mps" else [device]))
+
+
+def _counts(device: torch.device) -> Any:
+    """Return the device's module where its allocator counts bytes, as CUDA's and XPU's do."""
+    module = beside_host(device)
+    return module if hasattr(module, "mem_get_info") else None
+
+
 def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
     """Return the bytes that can still be taken, or None where the system does not tell.
 
     On a GPU what it has free and what torch holds in reserve; else what the system calls
     available, or less where a control group or a limit of the process allows less.
     """
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    if module := _counts(device):
+        reserved = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0] + reserved)
     found = [
         *_fields(system / "proc/meminfo", "MemAvailable"),
         *_left_in_groups(system),
@@ -46,8 +66,8 @@ def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
 
 def taken(device: torch.device, system: Path = _SYSTEM) -> int | None:
     """Return the bytes that this process holds on a device, None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if module := _counts(device):
+        return int(module.memory_allocated(device))
     return next(_fields(system / "proc/self/status", "VmRSS"), None)
 
 
@@ -55,13 +75,10 @@ def timed(
     run: Callable[[], T], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, T]:
     """Return the seconds that `run` takes, with what it leaves to a GPU, and its answer."""
-    waits = device.type == "cuda"
-    if waits:
-        torch.cuda.synchronize(device)
+    settle(device)
     begun = clock()
     answer = run()
-    if waits:
-        torch.cuda.synchronize(device)
+    settle(device)
     return clock() - begun, answer
 
 
@@ -69,17 +86,17 @@ def timed(
 def peak_memory(device: torch.device, system: Path = _SYSTEM) -> Iterator[list[int]]:
     """Yield a list that afterwards holds the peak bytes above the start, if that can be known.
 
-    On CUDA it is the allocator's peak; otherwise that of the process's resident memory.
+    On a GPU it is the allocator's peak; otherwise that of the process's resident memory.
     """
     gc.collect()
     result: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
+    if module := _counts(device):
+        settle(device)
+        module.reset_peak_memory_stats(device)
+        start = module.memory_allocated(device)
         yield result
-        torch.cuda.synchronize(device)
-        result.append(torch.cuda.max_memory_allocated(device) - start)
+        settle(device)
+        result.append(module.max_memory_allocated(device) - start)
         return
     release_freed_memory()
     resident = taken(device, system)

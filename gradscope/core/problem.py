@@ -10,7 +10,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -19,14 +19,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, call, map_tensors
+from gradscope.core.batch import Batch, Tokens, call, map_tensors, token_losses, whole_of
 from gradscope.core.locate import user_code
 from gradscope.core.precision import double
-from gradscope.core.randomness import Fixed
+from gradscope.core.randomness import Fixed, forked
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
-from gradscope.core.tokens import Tokens, token_losses, whole_of
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 T = TypeVar("T")
@@ -69,6 +68,13 @@ class BoundLoss:
         """Return the losses (n,)."""
         return self.function(*given, **(self.options | options))
 
+
+class _ModelLoss(BoundLoss):
+    """A declared model loss, which may be a method.
+
+    A class of its own, as compilers of torch up to 2.10 call `__get__` of an instance's attribute.
+    """
+
     def __get__(self, instance: Any, owner: type | None = None) -> Loss:
         """Return the loss as a method of `instance`."""
         return self if instance is None else model_loss(MethodType(self.function, instance))
@@ -82,7 +88,7 @@ def model_loss(fn: Loss) -> BoundLoss:
     """
     with suppress(TypeError):  # an object of the user's that cannot be referred to weakly
         _model_losses.add(fn)
-    return BoundLoss(fn, of_model=True)
+    return _ModelLoss(fn, of_model=True)
 
 
 def _at_position(loss: Loss) -> BoundLoss:
@@ -123,8 +129,10 @@ class Problem:
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
     # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
     rows: RowKind = "sample"
+    of_model: bool = field(init=False)  # known once: compilers cannot ask the registry
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "of_model", is_model_loss(self.loss))
         if self.state is None:
             object.__setattr__(self, "state", State(self.model, self.function))
 
@@ -260,7 +268,9 @@ class Problem:
         tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
         # recurrent layers list their weights too, and make the list anew when they find others
         lists = [(m, m._flat_weights) for m in modules if isinstance(m, nn.RNNBase)]
-        places = [(t, k, v) for t in tables for k, v in t.items() if id(v) in given]
+        places = [
+            (t, k, v) for t in tables for k, v in t.items() if v is not None and id(v) in given
+        ]  # compilers of torch up to 2.10 know no id of None
         try:
             for table, key, own in places:
                 table[key] = given[id(own)]
@@ -322,7 +332,7 @@ class Problem:
             return self._of_copies(own, batch, seen)
 
     def _of_copies(self, own: Batch, batch: Batch, seen: Seen | None) -> Any:
-        if is_model_loss(self.loss):
+        if self.of_model:
             return self.loss(self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)
         if seen is None or type(outputs) is not Tensor or outputs.is_inference():
@@ -387,13 +397,12 @@ class Problem:
         """Let the forward pass write to copies of the buffers and draw from a forked generator."""
         owners = [(m, dict(m._buffers)) for m in self.model.modules() if m._buffers]
         copies: dict[int, Tensor] = {}  # a buffer shared by two modules stays shared
-        devices = [self.device] if self.device.type == "cuda" else []
         try:
             for module, buffers in owners:
                 for key, value in buffers.items():
                     if value is not None:
                         module._buffers[key] = copies.setdefault(id(value), value.clone())
-            with torch.random.fork_rng(devices=devices), self.state.noticing(devices):
+            with forked(self.device), self.state.noticing(self.device):
                 yield
         finally:
             for module, buffers in owners:

@@ -19,7 +19,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.core.batch import Batch
+from gradscope.core.memory import beside_host
 from gradscope.errors import ModelError, UnsupportedError
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ _PLANS = 256  # programs: sequences of so many lengths, for example
 _TRIALS = 4  # other numbers for a sample, until one of them changes its loss
 _CLEAR = 1e-3  # of the change of a sample's own loss: others change by less, that is by rounding
 _PIECE = 2**16  # words made at a time, which fit in a cache
+_HALVINGS = 32  # of an interval of numbers; 16 √rate are in it
 _EVAL = "Use mode eval, or set the dropout probabilities to zero."
 
 
@@ -101,8 +103,8 @@ class _Run:
     # the calls in which the sample at position 1 draws others, and the number of the trial
     other: tuple[frozenset[int], int] = (frozenset(), 0)
 
-    def place(self, call: int, kind: str, shape: tuple[int, ...]) -> Place:
-        """Return where the samples are in the numbers of a call.
+    def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
+        """Return where the samples are in the numbers of a call, of one of some shapes.
 
         Raises:
             Unplanned: No plan says so, or plans differ.
@@ -112,7 +114,7 @@ class _Run:
             (plan, place)
             for plan in self.plans
             for place in plan.get(call, ())
-            if place.kind == kind and place.at(n) == shape
+            if place.kind == kind and place.at(n) in shapes
         ]
         self.plans = [plan for plan, _ in fitting]
         found = {place for _, place in fitting}
@@ -251,16 +253,18 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             run.recorded.append((call, kind, full))
             return made(None, full)[0]
         stacked = run.apart and wrap is None  # vmap has the samples in front
-        place = run.place(call, kind, full[1:] if stacked else full)
+        n = len(run.index)  # in front of the axis of each, or merged with it
+        shapes = [full[1:], (full[0] // n, *full[1:])] if stacked else [full]
+        place = run.place(call, kind, *shapes)
         if place.axis is None:
             shared = made(None, place.shape)[0]
-            return shared.expand(full) if stacked else shared
+            return shared.expand(n, *place.shape).reshape(full) if stacked else shared
         each = made(run.index, place.shape)
         calls, trial = run.other
         if call in calls:
             each[1] = made(run.index[1:2], place.shape, trial)[0]
         if stacked:
-            return each
+            return each.reshape(full)
         return place.arranged(each) if wrap is None else wrap(each)
 
     def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> Plan:
@@ -273,6 +277,10 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for (call, kind, two), (_, _, three) in zip(first, second, strict=True):
                 known = plan.get(call, ())
                 plan[call] = tuple(dict.fromkeys((*known, _place(kind, two, three))))
+            if any(place.axis is None for places in plan.values() for place in places):
+                for k in range(min(len(batch), 3)):  # is it drawn for all, or for one of them?
+                    if self._recorded(batch.select(torch.tensor([k, k])), losses) != first:
+                        raise _unclear("it draws others for some samples than for others")
             plan = self._settled(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(f"it does not run on two or three samples: {error.what}") from error
@@ -325,6 +333,42 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True  # nothing depends on them here
 
 
+class Extreme(TorchDispatchMode):
+    """Draws one and the same word everywhere: what is drawn is as small, or as large, as it gets.
+
+    What happens once in a thousand times happens for one of `WORDS`.
+    """
+
+    WORDS = (0, -1, -(2**31), 2**31 - 1)  # 0, almost 1; every event happens, none does
+
+    def __init__(self, word: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._word = word
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or draw in its place."""
+        rule = _RULES.get(_kind(func)) if _is_random(func) else None
+        given = None if rule is None else _bound(func, args, kwargs or {})
+        own = torch.default_generator.initial_seed() != _code(0)  # numbers the model has seeded
+        if rule is None or given is None or own or given.get("generator") is not None:
+            return func(*args, **(kwargs or {}))
+        found = rule(func, given, self._words)
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+    def _words(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), self._word, dtype=torch.int32, device=device)
+
+
+@contextmanager
+def extreme_numbers(word: int) -> Iterator[None]:
+    """Let the body draw numbers of a word alone, one of `Extreme.WORDS`."""
+    with forked(), random_numbers_kept(), Extreme(word):
+        torch.default_generator.manual_seed(_code(0))
+        yield
+
+
 @contextmanager
 def _unfused(model: nn.Module) -> Iterator[None]:
     """Let attention and recurrent layers on a GPU draw by operations of their own.
@@ -332,7 +376,7 @@ def _unfused(model: nn.Module) -> Iterator[None]:
     Fused kernels draw where nobody sees it.
     """
     with ExitStack() as stack:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
             yield
             return
         if model.training:
@@ -340,6 +384,30 @@ def _unfused(model: nn.Module) -> Iterator[None]:
         if any(isinstance(m, nn.RNNBase) and m.training and m.dropout for m in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+def _drawing(device: torch.device | None) -> tuple[Any, list[Any]]:
+    """Return torch's module of a device, or of the one there is, and which of it draw numbers."""
+    module = beside_host(device)
+    started = getattr(module, "is_initialized", lambda: module is not None)()
+    if not started or device is None:
+        return module, []
+    every = range(module.device_count()) if device.index is None else [device]
+    return module, [*every]
+
+
+def states(device: torch.device | None = None) -> list[Callable[[], Tensor]]:
+    """Return what reads the states of torch's generators: the CPU's, and a device's or all."""
+    module, devices = _drawing(device or torch.accelerator.current_accelerator())
+    return [torch.get_rng_state, *(partial(module.get_rng_state, d) for d in devices)]
+
+
+def forked(device: torch.device | None = None) -> AbstractContextManager[None]:
+    """Put torch's generators back after the body: the CPU's, and a device's or all."""
+    place = device or torch.accelerator.current_accelerator()
+    module, devices = _drawing(place)
+    kind = "cuda" if place is None or module is None else place.type
+    return torch.random.fork_rng(devices, device_type=kind)
 
 
 @contextmanager
@@ -454,6 +522,18 @@ def _whole(w: Tensor, low: int, high: int) -> Tensor:
     return ((words * (high - low)) >> 32) + low
 
 
+def _poisson(w: Tensor, rate: Tensor) -> Tensor:
+    """Return the least k of which P(X ≤ k) = Q(k + 1, rate) is not below a uniform number."""
+    u, spread = _inner(w), 8 * rate.sqrt()  # P is below 2⁻²⁵, the least u, and above 1 - 2⁻²⁵ there
+    rate = _cast(rate, dtype=u.dtype)
+    low, high = (rate - spread - 8).floor().clamp(min=-1), (rate + spread + 24).ceil()
+    for _ in range(_HALVINGS):
+        middle = ((low + high) / 2).floor()
+        below = (middle < 0) | (torch.special.gammaincc(middle + 1, rate) < u)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high
+
+
 # What operations draw: of words and the operation's arguments, by name.
 _DRAWS: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
     "bernoulli": lambda w, g: _chance(w, g["self"] if g.get("p") is None else g["p"]),
@@ -469,7 +549,9 @@ _DRAWS: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
     "geometric": lambda w, g: (_inner(w).log() / math.log1p(-g["p"])).ceil(),
     "randint": lambda w, g: _whole(w, g.get("low", 0), g["high"]),
     "randint_like": lambda w, g: _whole(w, g.get("low", 0), g["high"]),
+    "random": lambda w, g: _whole(w, g.get("from") or 0, g["to"]),
     "randperm": lambda w, g: w.argsort(stable=True),
+    "poisson": lambda w, g: _poisson(w, g["self"]),
 }
 
 
@@ -486,6 +568,8 @@ def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
         shape = torch.broadcast_shapes(*(t.shape for t in found))  # type: ignore[no-untyped-call]
     place = found[0].device if found else given.get("device")
     kind = _kind(func)
+    if kind == "random" and given.get("to") is None:  # as large as the dtype can hold
+        return NotImplemented
     whole = torch.int64 if kind in ("randint", "randperm") else torch.get_default_dtype()
     dtype = given.get("dtype")
     if not isinstance(dtype, torch.dtype):  # a number, where it is the schema's own default
@@ -518,9 +602,22 @@ def _rrelu(func: Any, given: dict[str, Any], words: Words) -> Any:
     return x.copy_(found) if func._schema.name.endswith("_") else found
 
 
+def _multinomial(func: Any, given: dict[str, Any], words: Words) -> Any:
+    """`multinomial`: by the order of exponential clocks, or where uniform numbers fall, (n, k)."""
+    weights, k = given["self"], given["num_samples"]
+    again = given["replacement"]
+    w = words((*weights.shape[:-1], k) if again else weights.shape, weights.device)
+    u = _cast(w, dtype=_inner(w).dtype).add_(2**31 + 0.5).mul_(2.0**-32)  # all bits: few are equal
+    if not again:
+        return (u.log() / weights).sort(dim=-1, descending=True, stable=True)[1].narrow(-1, 0, k)
+    ends = _cast(weights, dtype=u.dtype).cumsum(-1)
+    return (ends.unsqueeze(-2) <= (u * ends.narrow(-1, -1, 1)).unsqueeze(-1)).sum(-1)
+
+
 _RULES = {
     **dict.fromkeys(_DRAWS, _made),
     "native_dropout": _dropout,
+    "multinomial": _multinomial,
     "rrelu_with_noise": _rrelu,
 }
 
@@ -549,13 +646,12 @@ def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | Non
 
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation that may draw, and refuse it if it does."""
-    generators = [torch.default_generator, *torch.cuda.default_generators]
-    before = [g.get_state() for g in generators]
-    result = func(*args, **kwargs)
-    if all(torch.equal(a, g.get_state()) for a, g in zip(before, generators, strict=True)):
-        return result
-    for generator, state in zip(generators, before, strict=True):
-        generator.set_state(state)
+    with forked():
+        reads = states()
+        before = [read() for read in reads]
+        result = func(*args, **kwargs)
+        if all(torch.equal(a, read()) for a, read in zip(before, reads, strict=True)):
+            return result
     raise UnsupportedError(
         f"{_kind(func)} draws random numbers that cannot be fixed for each sample",
         remedy="Draw them by torch.rand, randn, bernoulli and the like, or outside the model, and "

@@ -10,7 +10,7 @@ taken by all ranks together (`any`), and an error on one rank becomes an error o
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
@@ -25,6 +26,13 @@ from gradscope.errors import GradscopeError, RefusedError, SpecError, Unsupporte
 T = TypeVar("T")
 
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|caused pair closure")
+
+
+_PARTED = "gradscope/parted"  # where in the store stands which rank has failed, and of what
+
+
+class PartedError(RefusedError):
+    """The processes are no longer in step: nobody may wait for another."""
 
 
 class Ranks:
@@ -50,7 +58,7 @@ class Ranks:
 
     def agree(self, error: BaseException | None = None) -> None:
         """Raise if any rank has an error: its own there, a `RefusedError` on the others."""
-        if error is not None and error is self._failed:
+        if error is not None and (error is self._failed or isinstance(error, PartedError)):
             raise error
         self._most(0 if error is None else 2, error)
 
@@ -63,6 +71,28 @@ class Ranks:
             self.agree(error)
             raise
         self.agree()
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Run a backward pass, in which others wait for this rank: where it fails, all of them end.
+
+        What it failed of stands in the store that they share. They read it as soon as this process
+        has ended, which closes its connections: nothing else wakes one that waits.
+        """
+        try:
+            yield
+        except GradscopeError:
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+                raise lost(error) from error
+            what = f"process {self.rank} could not go on: {type(error).__name__}: {error}"
+            with suppress(Exception):
+                dist.distributed_c10d._get_default_store().set(_PARTED, what)
+            raise PartedError(
+                f"{what}, in the middle of a backward pass in which the others wait for it",
+                remedy="End this process, as torchrun does with all others then; start all again.",
+            ) from error
 
     def of_all(self, value: T) -> list[T]:
         """Return what each rank gives.
@@ -150,9 +180,15 @@ class Ranks:
 
 def lost(error: BaseException) -> GradscopeError:
     """Return what a collective call that failed is told as."""
-    return RefusedError(
+    what = (
         "another process of the group has ended, or does not answer: "
-        f"{str(error).strip().partition(chr(10))[0]}",
+        f"{str(error).strip().partition(chr(10))[0]}"
+    )
+    with suppress(Exception):  # whoever held the store may have ended
+        store = dist.distributed_c10d._get_default_store()
+        what = store.get(_PARTED).decode() if store.check([_PARTED]) else what
+    return PartedError(
+        what,
         remedy="Start all processes again. Each must make the same calls in the same order.",
     )
 
@@ -245,6 +281,8 @@ class Sharding(Ranks):
         """Run the body, a forward pass; where it fails on this process, let no other wait for it.
 
         What is left of its collective calls is made up for: those of the layers that did not run.
+        Activation checkpointing is off: what it saves is computed anew by whoever asks, in the
+        backward pass or out of it, and a layer's parameters would have to be exchanged for that.
         """
         self.reshard()  # an earlier pass without a backward one leaves the outermost layer whole
         gathered: list[Any] = []
@@ -254,7 +292,8 @@ class Sharding(Ranks):
             if name and owner._parameters[name] is not self._whole_of[id(module)]:
                 gathered.append(module)
 
-        handle = register_module_forward_pre_hook(note)
+        handle, own = register_module_forward_pre_hook(note), checkpointing._checkpoint_hook
+        checkpointing._checkpoint_hook = nullcontext  # type: ignore[assignment,misc]
         try:
             yield
             self._order = gathered
@@ -270,6 +309,7 @@ class Sharding(Ranks):
                 reset()
             raise
         finally:
+            checkpointing._checkpoint_hook = own  # type: ignore[misc]
             handle.remove()
 
     def spread(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:

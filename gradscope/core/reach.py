@@ -2,7 +2,8 @@
 
 Modules and plain objects, lists, dicts and sets, closures, function attributes, class attributes,
 random generators, and the globals that the user's own functions name. Code of Python, torch,
-installed packages and gradscope is taken to keep nothing.
+installed packages and gradscope is taken to keep nothing; what measures a model, which the model
+may lead to (by its trainer), is none of its state.
 """
 
 import enum
@@ -30,6 +31,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST = 50_000  # objects that are looked at
 _SKIPPED = (*PLAIN, types.BuiltinFunctionType, enum.Enum, Path, np.ndarray)
 _SKIPPED_FROM = ("logging", "threading", "weakref", "io", "_io", "concurrent", "multiprocessing")
+_OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "core.state"))
 _FOREIGN = (
     *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
@@ -62,7 +64,8 @@ def reachable(
     seen: dict[int, Any] = {}
     while waiting and len(seen) < _MOST:
         value, name = waiting.popleft()
-        foreign = type(value).__module__.partition(".")[0] in _SKIPPED_FROM
+        home = type(value).__module__
+        foreign = home.partition(".")[0] in _SKIPPED_FROM or home.startswith(_OWN)
         if id(value) in seen or foreign or isinstance(value, _SKIPPED):
             continue
         seen[id(value)] = value  # so that no other object gets its id

@@ -51,11 +51,11 @@ def expect(read: Mapping[str, tuple[Any, Any]]) -> None:
     """Compare what a probe has read of torch, by name, with what it should have: (found, wanted).
 
     Raises:
-        NotImplementedError: One is different.
+        RuntimeError: One is different.
     """
     for name, (found, wanted) in read.items():
         if found != wanted:
-            raise NotImplementedError(f"{name} is {found!r}, not {wanted!r}")
+            raise RuntimeError(f"{name} is {found!r}, not {wanted!r}")
 
 
 @cache

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from gradscope.core.randomness import Fixed, random_numbers_kept
+from gradscope.core.randomness import Fixed, random_numbers_kept, states
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.errors import GradscopeError, UnsupportedError
 
@@ -103,13 +102,12 @@ class State:
         return sum(1 + len(keys) for _, keys in self._known.values())
 
     @contextmanager
-    def noticing(self, devices: list[torch.device]) -> Iterator[None]:
-        """Notice whether the body moves torch's generators, of the CPU and of `devices`."""
-        states: list[Callable[[], Tensor]] = [torch.get_rng_state]
-        states += [*(partial(torch.cuda.get_rng_state, d) for d in devices)]
-        before = [state() for state in states] if self.fixed is None and not self.drew else []
+    def noticing(self, device: torch.device) -> Iterator[None]:
+        """Notice whether the body moves torch's generators, of the CPU and of a device."""
+        reads = states(device)
+        before = [read() for read in reads] if self.fixed is None and not self.drew else []
         yield
-        self.drew |= any(not torch.equal(a, s()) for a, s in zip(before, states, strict=False))
+        self.drew |= any(not torch.equal(a, r()) for a, r in zip(before, reads, strict=False))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -361,6 +359,7 @@ def _bits(value: Tensor | np.ndarray) -> np.ndarray:
     """Return the bytes of an array."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    value = getattr(value, "_local_tensor", value)  # of a DTensor: no other process is asked
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     found: np.ndarray = plain.view(-1).view(torch.uint8).numpy()
     return found

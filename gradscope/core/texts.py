@@ -1,6 +1,8 @@
-"""Texts as others can read them."""
+"""Texts as others can read them, in a terminal or as HTML: what is shown is never markup."""
 
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Sequence
+from html import escape
 
 
 def printable(text: str) -> str:
@@ -18,3 +20,45 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
 def article(noun: str) -> str:
     """Return a noun behind "a" or "an"."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""Replace unprintable characters but those to `keep` by escapes like \x1b."""
+    return "".join(
+        character if character in keep or unicodedata.category(character) not in _UNSAFE
+        # repr's escapes, and no more of its quotes
+        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for character in text
+    )  # fmt: skip
+
+
+def safe(text: str, keep: str = "") -> str:
+    """Return a text for HTML, its unprintable characters but those to `keep` made visible."""
+    return escape(visible(text, keep))
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Return labels with their values."""
+    items = "".join(
+        f"<tr><th style='text-align:left'>{safe(label)}</th>"
+        f"<td style='text-align:left'>{safe(value)}</td></tr>"
+        for label, value in rows
+    )
+    return f"<table><tbody>{items}</tbody></table>"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells under headings."""
+    head = "".join(f"<th scope='col'>{safe(heading)}</th>" for heading in headings)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{safe(cell)}</td>' for cell in cells)}</tr>" for cells in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def document(title: str, *parts: str) -> str:
+    """Return parts of HTML under a title."""
+    return f"<div><strong>{safe(title)}</strong>{''.join(parts)}</div>"

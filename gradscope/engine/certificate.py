@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends import PROVED, Evaluate
+from gradscope.backends.base import PROVED, Evaluate
 from gradscope.backends.loop import one_sample, own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
+    computed_in,
     other_random_numbers,
     regrouped,
     require_deterministic,
@@ -39,8 +40,9 @@ from gradscope.engine.judge import (
     added,
     judged,
     require_consistent,
+    wrong,
 )
-from gradscope.errors import CertificateError, GradscopeError, ModelError, RefusedError
+from gradscope.errors import GradscopeError, ModelError, RefusedError
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -176,17 +178,8 @@ def certify(
                 if not own_loss:
                     require_independent(problem, batch)  # where they are coupled, say so
                 raise
-            answer = Answer(
-                problem,
-                backend,
-                batch,
-                found,
-                own_loss=own_loss,
-                seed=seed,
-                alone=_ALONE,
-                phases=phases,
-            )
-            return found, examined(answer)
+            answer = Answer(problem, backend, batch, found, own_loss=own_loss, seed=seed)
+            return found, examined(replace(answer, alone=_ALONE, phases=phases))
 
     known = problem.state.found
     try:
@@ -376,16 +369,13 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
     require_deterministic(answer.problem, batch)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
-    eps = max(torch.finfo(dtype).eps for dtype in (found.dtype, answer.problem.precision))
+    dtypes = (found.dtype, computed_in(answer.problem, batch))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if bool((gap <= eps**0.5 * size).all()):
         return
     worst = int(gap.nan_to_num().argmax())
-    raise CertificateError(
-        f"the {answer.backend} backend gives the loss {float(found[worst]):.6g}, the model by "
-        f"itself {float(right[worst]):.6g}",
-        where=f"sample {int(batch.index[worst])}",
-        remedy="Use another backend (auto tries all); loop is the reference.",
-    )
+    told = f"{float(found[worst]):.6g}, the model by itself {float(right[worst]):.6g}"
+    raise wrong(answer.backend, f"gives the loss {told}", f"sample {int(batch.index[worst])}")
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
@@ -451,11 +441,11 @@ _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a ba
 
 def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) -> None:
     if not check.passed:
-        raise CertificateError(
-            f"the {backend} backend failed the proof of {what}: relative error {check.error:.2e} "
-            f"against {_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",
-            where=f"parameter {check.parameter!r}, {span(batch)}",
-            remedy="Use another backend (auto tries all); loop is the reference.",
+        raise wrong(
+            backend,
+            f"failed the proof of {what}: relative error {check.error:.2e} against "
+            f"{_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",
+            f"parameter {check.parameter!r}, {span(batch)}",
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradscope.backends import Request
+from gradscope.backends.base import Request
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
@@ -19,7 +19,7 @@ from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, NonFiniteError, SpecError
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import chosen, over_labels, samples
-from gradscope.stages.reducers import State, carried_state, depends_on_split
+from gradscope.stages.reducers.base import State, carried_state, depends_on_split
 
 Sink = Callable[[Batch, Evaluation], None]
 Usable = tuple[Gradients, Problem, Batch]
@@ -41,7 +41,6 @@ def fold(
     chains: Sequence[Chain],
     sink: Sink | None = None,
     *,
-    states: Sequence[State | None] | None = None,
     request: Request | None = None,
     ordinal: int | None = None,
     count: int | None = None,
@@ -53,7 +52,6 @@ def fold(
         batches: Of samples, one after the other.
         chains: With reducers.
         sink: Is given each batch with its evaluation, before it is reduced.
-        states: Of the chains after earlier batches; None of a chain that has seen none.
         request: What is asked of each batch, by the sink too; if None, what the chains ask.
         ordinal: The number of the first batch in its run; counted when not given.
         count: How many batches there are until the run ends, if it does: the last is audited.
@@ -63,7 +61,7 @@ def fold(
         NonFiniteError: A gradient is not finite, and that is to be an error.
     """
     asked = request_of(chains) if request is None else request
-    found = Folded([None] * len(chains) if states is None else states)
+    found = Folded([None] * len(chains))
     for k, batch in enumerate(batches):
         number = None if ordinal is None else ordinal + k
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)

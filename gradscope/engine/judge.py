@@ -3,7 +3,8 @@
 What is compared is Σ wᵢ gᵢ with ∇ Σ wᵢ Lᵢ; a single sample has weight 1. Where the two differ by
 more than the tolerance, rounding may be to blame, and has to show it: by the gradient of the same
 samples in other company, for parameters whose gradient all but vanishes; or in float64, by what
-other last digits of the parameters do to the gradient, as where an activation is at its kink.
+other last digits of the parameters do to the gradient, as where an activation is at its kink. Of a
+model in float64 that casts to less on the way, the tolerance is that of what it casts to.
 
 That proves sums over samples. Norms, rows, sums of squares, inner products and scaled sums are
 found by shortcuts of their own; of a few samples they are held against the sums of each by itself.
@@ -18,14 +19,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradscope.backends.base import refusing
-from gradscope.backends.loop import OUTSIDE, dense
+from gradscope.backends.loop import by_autograd
 from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
-from gradscope.core.independence import nearby
+from gradscope.core.independence import computed_in, nearby
 from gradscope.core.precision import doubled, on_host
-from gradscope.core.problem import Problem, double_precision, slopes
+from gradscope.core.problem import Problem, double_precision
 from gradscope.errors import CertificateError, ModelError, RefusedError
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -126,13 +126,9 @@ class Objective:
         """Yield the same for each of the batches."""
         for batch, weights in zip(self.batches, self.weights, strict=True):
             losses = problem.losses(batch)  # one graph at a time
-            with refusing("loop", problem.model, OUTSIDE):
-                own = slopes(losses, problem.parameters.values(), weights.to(losses))
-            rows = dict(zip(problem.parameters, map(dense, own), strict=True))
+            # held by the caller alone while the next is computed: each is a model more
+            held = [by_autograd(problem, losses, weights.to(losses))]
             losses = losses.detach()
-            del own
-            held = [rows]  # by the caller alone, while the next is computed: each is a model more
-            del rows
             yield losses, held.pop()
 
 
@@ -181,6 +177,10 @@ def judged(
                 allowed[k] = max(tolerance, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
+    elif doubtful:  # part of the model may be less precise than its parameters
+        with suppress(ModelError):  # not every model takes one sample of them
+            narrow = computed_in(problem, objective.batches[0])
+            allowed |= dict.fromkeys(doubtful, TOLERANCES.get(narrow, tolerance))
     told = [k for k in right if k not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
     return LargestError(
@@ -256,11 +256,9 @@ def _relative(gap: float, size: float) -> float:
 
 def _norm(t: Tensor) -> float:
     found = float(torch.linalg.vector_norm(precise(t)))
-    if 0 < found < math.inf:
+    if 0 < found < math.inf:  # else squares may not be numbers of its own dtype
         return found
-    return float(
-        torch.linalg.vector_norm(doubled(on_host(t)))
-    )  # squares may not be numbers of its own dtype
+    return float(torch.linalg.vector_norm(doubled(on_host(t))))
 
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
@@ -271,7 +269,8 @@ def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> No
         if not len(few):
             return
         for what in _contradictions(block.select(few), gradients.squared_norms[name][few]):
-            raise _contradiction(backend, f"the {what} of its gradients are those of others", name)
+            told = f"contradicts itself: the {what} of its gradients are those of others"
+            raise wrong(backend, told, f"parameter {name!r}")
 
 
 def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
@@ -283,7 +282,8 @@ def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients
         lost = _lost(values, bound**2, values.dtype)
         most = 2 * _slip(values) * torch.maximum(found, told) + lost
         if bool(((found - told).abs() > most).any()):
-            raise _contradiction(backend, "rows have other norms than it has told", name)
+            what = "contradicts itself: rows have other norms than it has told"
+            raise wrong(backend, what, f"parameter {name!r}")
 
 
 def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
@@ -317,12 +317,10 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
         yield "rows"
 
 
-def _contradiction(backend: str, what: str, name: str) -> CertificateError:
-    return CertificateError(
-        f"the {backend} backend contradicts itself: {what}",
-        where=f"parameter {name!r}",
-        remedy="Use another backend (auto tries all); loop is the reference.",
-    )
+def wrong(backend: str, what: str, where: str) -> CertificateError:
+    """Return the error for a backend whose answer is refuted."""
+    remedy = "Use another backend (auto tries all); loop is the reference."
+    return CertificateError(f"the {backend} backend {what}", where=where, remedy=remedy)
 
 
 def _bound(block: Block, otherwise: Tensor) -> Tensor:

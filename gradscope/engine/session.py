@@ -8,17 +8,10 @@ from typing import Any, Literal, Self, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradscope.backends import (
-    AUTO,
-    ROWS,
-    Evaluate,
-    Request,
-    backend_of,
-    candidates,
-)
+from gradscope.backends.base import AUTO, ROWS, Evaluate, Request, backend_of, candidates
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
-from gradscope.core.batch import Batch, tensors
+from gradscope.core.batch import Batch, Tokens, require_counted, tensors
 from gradscope.core.independence import same
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
@@ -26,7 +19,6 @@ from gradscope.core.randomness import Fixed
 from gradscope.core.registry import suggestion
 from gradscope.core.releases import untested
 from gradscope.core.state import compiled_part, facts
-from gradscope.core.tokens import Tokens
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
 from gradscope.engine.sharded import Lockstep
@@ -129,6 +121,9 @@ class Session:
     def __init__(
         self, model: nn.Module, loss: str | Callable[..., Tensor], settings: Settings
     ) -> None:
+        if not isinstance(model, nn.Module):
+            what = f"a model is a torch.nn.Module, not {type(model).__name__}"
+            raise SpecError(what, where="model")
         self.settings, self.backend = settings, settings.backend
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
@@ -194,9 +189,9 @@ class Session:
             self.backend = "hooks"
             self.lockstep = Lockstep(self.problem, asked.verify, asked.seed, self._told)
 
-    def rehearsal(self, verify: Verify | None = None) -> "Session":
+    def rehearsal(self, verify: Verify | None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
-        verify = self.settings.verify if verify is None else verify
+        verify = verify or self.settings.verify
         settings = replace(self.settings, compile=False, verify=verify)
         made = Session(self._model, self._loss, settings)
         made.rehearses = True
@@ -254,12 +249,7 @@ class Session:
             RefusedError: No candidate backend has an exact, proved answer.
         """
         batch = self.rows_of(batch)
-        if not len(batch):
-            raise SpecError(
-                "no position of these samples counts",
-                where="rows token",
-                remedy="The loss says which positions count: see its mask or ignore_index.",
-            )
+        require_counted(len(batch))
         now = self.bound_anew()
         if self.lockstep is not None:
             return self.lockstep.evaluate(batch.detached(), request)
@@ -267,23 +257,9 @@ class Session:
         if self.predictions is not None:
             self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal
-        before = self.certificate
         try:
             with torch.inference_mode(False), self.problem.state.kept():
-                answer: Evaluate = self._uncompiled if self._compiled is None else self._compiled
-                evaluation = answer(batch, request)
-                proof = None if self.certificate is before else self.certificate
-                look = self.auditor.begin(
-                    len(batch), number, last=last, new=evaluation.new, proof=proof
-                )
-                audited = (
-                    self.settings.verify == "audit"
-                    and proof is None
-                    and (look.whole or look.alone > 0)
-                )
-                if audited:
-                    evaluation, proof = self._audited(batch, request, number, look, evaluation)
-                self.auditor.end(look, proof, audited=audited)
+                evaluation, proof = self._answered(batch, request, number, last=last)
         except RefusedError:
             self._due = self._wary = True
             raise
@@ -291,6 +267,8 @@ class Session:
             self._due = True  # until a proof has passed, nothing more is answered
             raise
         self._facts = now
+        if evaluation.note and evaluation.note not in self.notes:
+            self.notes.append(evaluation.note)
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         waits = self.settings.verify == "audit" and proof is None
@@ -299,6 +277,22 @@ class Session:
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
+
+    def _answered(
+        self, batch: Batch, request: Request, number: int, *, last: bool
+    ) -> tuple[Evaluation, Certificate | None]:
+        """Return an answer, audited if it is to be, and its proof if all of it was proved."""
+        before = self.certificate
+        answer: Evaluate = self._uncompiled if self._compiled is None else self._compiled
+        evaluation = answer(batch, request)
+        proof = None if self.certificate is before else self.certificate
+        look = self.auditor.begin(len(batch), number, last=last, new=evaluation.new, proof=proof)
+        audited = self.settings.verify == "audit" and proof is None
+        audited = audited and (look.whole or look.alone > 0)
+        if audited:
+            evaluation, proof = self._audited(batch, request, number, look, evaluation)
+        self.auditor.end(look, proof, audited=audited)
+        return evaluation, proof
 
     def bound_anew(self) -> list[Any]:
         """Bind the model again if it was changed; return what a proof takes for granted of it."""

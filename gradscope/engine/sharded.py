@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradscope.backends import ROWS, Evaluate, Request, backends
+from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import other_random_numbers, same
@@ -30,9 +30,8 @@ from gradscope.engine.judge import TOLERANCES, Claim, LargestError, require_cons
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.sources.code import load_function
 from gradscope.stages.chain import Chain
-from gradscope.stages.reducers import State, carried_state
-from gradscope.stages.reducers.base import joined, parts
-from gradscope.stages.transforms import TransformScope, transforms
+from gradscope.stages.reducers.base import State, carried_state, joined, parts
+from gradscope.stages.transforms.base import TransformScope, transforms
 
 _NOISE = (
     64.0  # roundings, relative to the whole gradient, that may be all there is of a parameter's
@@ -100,7 +99,8 @@ class Lockstep:
             due = self.certificate is None or not self.certificate.proves
             proof = None
             if self.verify != "never" and (due or found.new or self.verify == "always"):
-                self.certificate = proof = replace(self._proved(whole, found), samples=n)
+                with sharding.exchange():
+                    self.certificate = proof = replace(self._proved(whole, found), samples=n)
             sharding.reshard()
         self.told(proof)
         kept = found.gradients.select(slice(0, n))

@@ -5,10 +5,9 @@ text with unprintable characters made visible, never as markup.
 """
 
 from gradscope.report.console import console, render_error
-from gradscope.report.follow import follow
 from gradscope.report.html import write_html
 from gradscope.report.plots import plot, plot_stats
-from gradscope.report.progress import track
+from gradscope.report.progress import follow, track
 from gradscope.report.screens import (
     render_comparison,
     render_export,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscope.core import streams
-from gradscope.core.markup import visible
+from gradscope.core.texts import visible
 from gradscope.errors import GradscopeError
 
 _LONGEST, _MOST = 5000, 60  # characters of a line of an error, and lines

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gradscope.core import markup
+from gradscope.core import texts
 from gradscope.errors import OutputError
 from gradscope.report import plots
 from gradscope.report.terminal import bins
@@ -25,6 +25,7 @@ from gradscope.stats.sections import (
     Shown,
     Spark,
     Table,
+    told_of,
     whole,
 )
 
@@ -133,7 +134,7 @@ def write_html(result: Shown, path: str | Path) -> None:
 
 def _page(found: Overview) -> str:
     names = " and ".join(Path(path).name for path in found.paths)
-    sections = [_section(section) for section in found.sections]
+    sections = [_section(section, found.noun) for section in found.sections]
     drawn = found.pictures if plots.available() else ()
     pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in drawn)
     parts = [
@@ -165,14 +166,14 @@ def _page(found: Overview) -> str:
 
 
 def _safe(text: Line, keep: str = "") -> str:
-    return markup.safe(text if isinstance(text, str) else text.text, keep)
+    return texts.safe(text if isinstance(text, str) else text.text, keep)
 
 
 def _titled(title: str, content: str) -> str:
     return f"<section><h2>{_safe(title)}</h2>\n{content}</section>"
 
 
-def _section(section: Section) -> str:
+def _section(section: Section, noun: str) -> str:
     """Return a section, or nothing where pictures show all it has."""
     parts = []
     if any(not isinstance(value, Spark) for _, value in section.facts):
@@ -185,7 +186,7 @@ def _section(section: Section) -> str:
         parts.append(f'<dl class="pairs">{items}</dl>')
     if section.histogram is not None:  # in numbers behind a click, since there is a picture
         names, counts = zip(*bins(section.histogram), strict=True)
-        table = _table("Bins", Table([whole("samples", counts)], "norm", names))
+        table = _table("Bins", Table([whole(f"{noun}s", counts)], "norm", names))
         parts.append(f"<details><summary>Bins</summary>{table}</details>")
     if section.table is not None:
         parts.append(_table(section.title, section.table))
@@ -195,23 +196,25 @@ def _section(section: Section) -> str:
     parts += [f"<p>{_safe(note)}</p>" for note in section.notes]
     content = "\n".join(parts)
     if content and section.formulas:
-        lines = "".join(f"<li>{_safe(line)}</li>" for line in (*section.formulas, SYMBOLS))
+        lines = "".join(
+            f"<li>{_safe(line)}</li>" for line in (*section.formulas, told_of(SYMBOLS, noun))
+        )
         content += f"<details><summary>Formulas</summary><ul>{lines}</ul></details>"
     return _titled(section.title, content) if content else ""
 
 
 def _card(card: Card) -> str:
     """Return a sample; a text of it can be scrolled by the keyboard."""
-    kinds = ["text"] * isinstance(card.content, str) + ["marked"] * card.marked
+    kinds = ["text"] * isinstance(card.content, str) + ["marked"] * (card.wrong is not None)
     shown = ""
     if isinstance(card.content, str):
         label = _safe(card.title)
         text = _safe(card.content, keep="\n")
         shown = f'<p tabindex="0" role="region" aria-label="{label}">{text}</p>'
     elif card.content is not None and (source := _png(card.content)):
-        alt = _safe(", ".join([card.title, *card.lines]))
+        alt = _safe(", ".join([card.title, *card.told()]))
         shown = f'<img src="{source}" alt="{alt}">'
-    lines = "<br>".join(map(_safe, card.lines))
+    lines = "<br>".join(map(_safe, card.told()))
     return f'<li class="{" ".join(kinds)}">{shown}<strong>{_safe(card.title)}</strong>{lines}</li>'
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gradscope.core.markup import visible
+from gradscope.core.texts import visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
 from gradscope.stats import parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
@@ -24,6 +24,7 @@ from gradscope.stats.sections import (
     shape_text,
     short,
     size,
+    told_of,
 )
 
 if TYPE_CHECKING:
@@ -140,9 +141,8 @@ def render_run(result: "RunReport", console: Console) -> None:
         *listed("chain", result.chains),
         ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
         ("backend", result.backend),
-        *listed("note", result.notes),
     ]
-    print_facts(console, rows)
+    print_facts(console, [*told_of(rows, result.noun), *listed("note", result.notes)])
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
@@ -170,7 +170,7 @@ def render_merge(result: "MergeReport", console: Console) -> None:
     if result.recomputed:
         again = f"{count(result.recomputed, 'sample')} one by one: the same losses and norms"
         rows.append(("recomputed", again))
-    rows += listed("note", result.notes)
+    rows = [*told_of(rows, result.noun), *listed("note", result.notes)]
     if result.virtual:
         rows.append(("virtual", "the rows stay in these files"))
     print_facts(console, rows)
@@ -192,8 +192,9 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
     """Print what a run would choose and cost, and with `verbose` which kernels it would take."""
     known = plan.memory is not None
     memory = f"about {size(plan.memory)} beside model and data" if known else "not known"
+    samples = f"{count(plan.samples, 'sample')}, {plan.batch_size:,} at a time"
     rows: list[Fact] = [
-        ("samples", f"{count(plan.samples, 'sample')}, {plan.batch_size:,} at a time"),
+        *told_of([("samples", samples)], plan.noun),
         ("backend", plan.backend),
         *(("note", note) for note in plan.notes),
         *(("chain", chain) for chain in plan.chains),

@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.table import Table as Grid
 from rich.text import Text
 
-from gradscope.core.markup import visible
+from gradscope.core.texts import visible
 from gradscope.report.console import fit_names
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
@@ -181,7 +181,7 @@ def print_cards(console: Console, cards: Sequence[Card]) -> bool:
     """
     if all(isinstance(card.content, str) for card in cards):
         for card in cards:
-            about = ", ".join([card.title, *card.lines])
+            about = ", ".join([card.title, *card.told()])
             console.print(Text(visible(about), style="bold"), overflow="fold")
             text = visible(str(card.content))[: _LINES * console.width]
             console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, _GAP)))
@@ -203,7 +203,7 @@ def _card(card: Card, coloured: bool) -> Text:
     picture = card.content if isinstance(card.content, Pixels) else None
     lines = [] if picture is None else _blocks(picture.values, coloured)
     lines.append(Text(visible(card.title), style="bold"))
-    lines += [Text(visible(line.replace(" (wrong)", " ✗"))) for line in card.lines]
+    lines += [Text(visible(line)) for line in card.told(" ✗")]
     return Text("\n").join(lines)
 
 

@@ -2,11 +2,12 @@
 
 One sample tells most: what its forward pass records, its rows and the reducers' states are counted.
 A batch is no larger than keeps the kernels busy; where even a generous sum of these sizes fits, no
-more has to be known. Else what a run takes is measured: a few small batches are computed and proved
-as a run does it, without a file. Sizes are doubled until the difference between two of them is
-clear of what libraries and the allocator keep and of tiles that are not full yet; from there on the
-peak grows with the size. A run of few samples is not worth many trials: one size is measured, a
-small share of it, and each further sample is taken to need the generous sum.
+more has to be known, nor where a smaller batch would save next to nothing of it. Else what a run
+takes is measured: a few small batches are computed and proved as a run does it, without a file.
+Sizes are doubled until the difference between two of them is clear of what libraries and the
+allocator keep and of tiles that are not full yet; from there on the peak grows with the size. A run
+of few samples is not worth many trials: one size is measured, a small share of it, and each further
+sample is taken to need the generous sum.
 """
 
 import gc
@@ -28,13 +29,14 @@ from gradscope.core.independence import require_independent
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
-from gradscope.engine import Verify, settled
-from gradscope.errors import SpecError
+from gradscope.engine.fold import settled
+from gradscope.engine.session import Verify
+from gradscope.errors import ModelError, SpecError
 from gradscope.run.execute import Run
 from gradscope.run.job import Job, held_densely
 from gradscope.run.overlap import BatchSize
-from gradscope.stages.reducers import carried_bytes
-from gradscope.storage import PART_BYTES, Rows, Scratch, States
+from gradscope.stages.reducers.base import carried_bytes
+from gradscope.storage import KEEP_BYTES, PART_BYTES, Rows, Scratch, States
 
 _LARGEST = 4096  # larger batches gain nothing
 _BUSY = 2**28  # nor, on a processor, such whose graph has more bytes a thread,
@@ -65,10 +67,15 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
     `there` are the bytes of memory that there are, by default what the system tells.
     """
     there = available(job.scope.problem.device) if there is None else there
-    found = _planned(job, there, measured=measured)
     asked = job.scope.settings
-    chosen = job.spec.compute.batch_size is None and found.samples == 1 < len(job.rows)
-    if chosen and asked.verify != "never" and not asked.own_loss:
+    proved = asked.verify != "never" and not asked.own_loss and len(job.rows) > 1
+    try:
+        found = _planned(job, there, measured=measured)
+    except ModelError:
+        if proved:
+            _require_independent(job)  # one sample alone may be too few, which is to be said
+        raise
+    if proved and job.spec.compute.batch_size is None and found.samples == 1:
         _require_independent(job)
     return found
 
@@ -134,8 +141,12 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
         samples = min(samples, max(least, sizes.busy(job.scope.problem.device)))
     most, limit = min(samples, len(job.rows)), inf if there is None else there
     budget = limit if fixed else _SHARE * limit
-    if not measured and sizes is not None and sizes.most(most) <= budget:
-        return Budget(samples, available=there)
+    if not measured and sizes is not None:
+        takes = sizes.most(most)
+        # where it is the smaller part, other sizes save little, and each trial takes a proof
+        if takes <= budget or most * sizes.each <= sizes.fixed:
+            note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
+            return Budget(samples, () if takes <= limit else (note,), available=there)
     rehearsals = Rehearsals(job)
     found = rehearsals.footprint(most, budget, None if fixed else sizes)
     if found is None:
@@ -337,9 +348,13 @@ class Nowhere:
         self._scratch = Scratch()
 
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Let go of the last rows, and make these in their dense form, a part at a time."""
+        """Let go of the last rows, and make these in their dense form, a part at a time.
+
+        States are copied where a writer copies them.
+        """
         self._kept = None
-        copies = [t.clone() for state in (states or {}).values() for t in state.values()]
+        held = [t for state in (states or {}).values() for t in state.values()]
+        copies = [t.clone() for t in held] if sum(t.nbytes for t in held) <= KEEP_BYTES else []
         self._kept = rows, copies
         for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
             if block.held is not None:

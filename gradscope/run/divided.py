@@ -19,7 +19,7 @@ from gradscope.errors import OutputError, RefusedError, SpecError
 from gradscope.run.job import Job, prepare
 from gradscope.run.merging import MergeReport, merging
 from gradscope.run.start import start
-from gradscope.stages.transforms import NeedsProblem
+from gradscope.stages.transforms.base import NeedsProblem
 
 
 @contextmanager

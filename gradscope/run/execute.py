@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
-from gradscope.core.batch import Batch
-from gradscope.core.tokens import Tokens
-from gradscope.engine import Audits, Session, finite_samples, fold
+from gradscope.core.batch import Batch, Tokens
+from gradscope.engine.audit import Audits
+from gradscope.engine.certificate import finite_samples
+from gradscope.engine.fold import fold
+from gradscope.engine.session import Session
 from gradscope.errors import (
     CertificateError,
     NonFiniteError,
@@ -37,7 +39,7 @@ from gradscope.run.outcome import (
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
-from gradscope.stages.reducers import State, add_in_place, carried_state
+from gradscope.stages.reducers.base import State, add_in_place, carried_state
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
@@ -196,6 +198,7 @@ class Run:
             path=str(self.path),
             chains=tuple(chain.text for chain in self.job.chains),
             audits=scope.auditor.audits.text if scope.settings.verify == "audit" else None,
+            noun=self.job.spec.compute.rows,
         )
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
@@ -258,12 +261,17 @@ class Run:
         Whatever may run out of memory comes first: then nothing has changed.
         """
         self.writer.wait()  # it may still write what changes now
-        sums, whole, chains = {}, {}, self._reduced
+        sums: dict[str, State] = {}
+        whole: dict[str, State] = {}
+        chains = self._reduced
         for key in list(batch):
-            reducer, own, before = chains[key].reducer, batch.pop(key), self.states.get(key)
+            reducer, own, before = chains[key].reducer, {**batch.pop(key)}, self.states.get(key)
             assert reducer is not None
-            if before is None:
-                whole[key] = carried_state(own, copy=reducer.additive)
+            if before is None:  # never both whole: each may be as large as the model
+                whole[key] = {}
+                for entry in list(own):
+                    one = carried_state({entry: own.pop(entry)}, copy=reducer.additive)
+                    whole[key] |= one
             elif reducer.additive and key in self._own:
                 sums[key] = own
             else:
@@ -339,7 +347,6 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
     )
     table = table_of(job.scope, batch, evaluation)
     if isinstance(batch, Tokens):
-        table = replace(table, sample=batch.samples, position=batch.position)
         return replace(table, id=job.dataset.ids(batch.samples), chains=tuple(rows))
     kept = None if job.previews is None else job.previews.of(batch.index.tolist())
     return replace(table, id=job.dataset.ids(batch.index), preview=kept, chains=tuple(rows))
@@ -347,17 +354,19 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
 
 def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what the tables keep of a batch, without ids."""
-    gradients = evaluation.gradients
+    gradients, tokens = evaluation.gradients, batch if isinstance(batch, Tokens) else None
     shown = session.labels.of(batch)  # the table keeps the data's own targets
     squared, targets = gradients.squared_norms, batch.targets
     whole = isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1
-    if not whole or isinstance(batch, Tokens):
+    if not whole or tokens:
         targets = None  # stored are only those of one number a sample
     return Rows(
         index=batch.index,
         loss=mean(evaluation.losses, shown),
         norm=mean(gradients.norms, shown),
         finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
+        sample=None if tokens is None else tokens.samples,
+        position=None if tokens is None else tokens.position,
         target=None if targets is None else targets.flatten(),
         predicted=session.predicted(batch, evaluation),
         norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},

@@ -20,7 +20,8 @@ from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.core.memory import timed
 from gradscope.core.problem import slopes
-from gradscope.engine import finite_samples, settled, usable
+from gradscope.engine.certificate import finite_samples
+from gradscope.engine.fold import settled, usable
 from gradscope.errors import OutputError
 from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
@@ -100,11 +101,12 @@ class Estimate:
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
     ways: tuple[Chosen, ...]  # kernel variants
+    noun: str = "sample"  # what has a row
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
         own = asdict(self)
-        del own["room"]
+        del own["room"], own["noun"]
         own["ways"] = [one.to_json() for one in self.ways]
         return {"schema": "gradscope.plan", "version": 1, **own, **self.room.to_json()}
 
@@ -226,6 +228,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         memory=budget.peak,
         available=budget.available,
         ways=tuple(tuner.chosen.values()),
+        noun=job.spec.compute.rows,
     )
 
 

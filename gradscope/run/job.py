@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradscope
-from gradscope.backends import Request, backends, candidates
+from gradscope.backends.base import Request, backends, candidates
 from gradscope.blocks import Tuner
 from gradscope.blocks.variants import known_of
 from gradscope.config import (
@@ -32,21 +32,18 @@ from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
 from gradscope.core.problem import Loss
 from gradscope.core.ranks import Ranks, divided
-from gradscope.engine import Session, Settings, request_of
+from gradscope.engine.fold import request_of
+from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
 from gradscope.run.tokens import TokenRows
-from gradscope.sources import (
-    CheckpointReport,
-    Dataset,
-    LoadedModel,
-    code,
-    load_function,
-    load_model,
-    open_dataset,
-    sha256,
-)
+from gradscope.sources import code
+from gradscope.sources.code import load_function
+from gradscope.sources.data import Dataset, open_dataset
+from gradscope.sources.formats import sha256
+from gradscope.sources.models import LoadedModel, load_model
 from gradscope.sources.opened import Previews
+from gradscope.sources.weights import CheckpointReport
 from gradscope.stages import labels
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
@@ -187,11 +184,7 @@ def prepare(spec: RunSpec) -> Job:
     """
     asked, (bound, loss) = spec.compute, resolve_names(spec)
     labels.require(asked.labels, loss, bound)
-    shard = None if asked.shard is None else parse_shard(asked.shard)
-    if shard is not None and shard.count == 1:  # which is the whole
-        shard = None
-    if shard is not None:
-        require_one_pass(bound)
+    shard = _shard(asked.shard, bound)
     if asked.memory is not None and asked.coupling == "own-loss":
         raise SpecError(
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
@@ -210,7 +203,6 @@ def prepare(spec: RunSpec) -> Job:
     if asked.rows == "token":
         settings["predictions"] = False  # there is one of each sample
     scope = Session(model, loss, Settings(**settings))
-    name = spec.loss.stage.name
     tokens = None
     if asked.rows == "token":
         tokens = TokenRows.of(scope, partial(read, dataset, scope), whole)
@@ -232,36 +224,54 @@ def prepare(spec: RunSpec) -> Job:
         batch_size=batch_size,
         shard=shard,
         compression=compression,
-        digests={
-            "checkpoint": loaded.checkpoint.sha256,
-            "dataset": dataset.sha256,
-            "dataset_code": dataset.code,
-            "model": loaded.digests,
-            "loss": code.code_digests(name, "loss") if ":" in name else {},
-            "stages": stages_digests(bound),
-        },
+        digests=_digests(spec, loaded, dataset, bound),
         notes=(*loaded.notes, *dataset.notes),
         previews=Previews(dataset, size, whole[0]) if size else None,
         tokens=tokens,
     )
 
 
-def _built(spec: RunSpec, device: str | None = None) -> tuple[LoadedModel, nn.Module]:
-    """Return a model with its weights, on `device` or where the run is to be."""
+def _shard(text: str | None, bound: tuple[Chain, ...]) -> Shard | None:
+    """Return the part of the run that is asked for, None for the whole, which 0/1 is, too."""
+    shard = None if text is None else parse_shard(text)
+    if shard is None or shard.count == 1:
+        return None
+    require_one_pass(bound)
+    return shard
+
+
+def _digests(
+    spec: RunSpec, loaded: LoadedModel, dataset: Dataset, bound: tuple[Chain, ...]
+) -> dict[str, Any]:
+    """Return the SHA-256 of all that a run computes with: files, and code of the user's."""
+    name = spec.loss.stage.name
+    return {
+        "checkpoint": loaded.checkpoint.sha256,
+        "dataset": dataset.sha256,
+        "dataset_code": dataset.code,
+        "model": loaded.digests,
+        "loss": code.code_digests(name, "loss") if ":" in name else {},
+        "stages": stages_digests(bound),
+    }
+
+
+def _built(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
+    """Return a model with its weights, where the run is to be."""
     loaded = load_model(spec.model, spec.checkpoint)
-    return loaded, _placed(loaded.model, device or spec.compute.device, spec.compute.dtype)
+    return loaded, _placed(loaded.model, spec.compute.device, spec.compute.dtype)
 
 
 def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
-    """Let one process after the other build the model and keep its part: one is whole at a time."""
+    """Let one process after the other load the model and keep its part: one is whole at a time."""
     device = torch.device(spec.compute.device or "cpu")
     ranks = Ranks(dist.group.WORLD, device)
     mine: list[tuple[LoadedModel, nn.Module]] = []
     for turn in range(ranks.size):
         with ranks.together():
             if turn == ranks.rank:
-                loaded, model = _built(spec, "cpu")
-                mine.append((loaded, divided(model, device.type)))
+                loaded = load_model(spec.model, spec.checkpoint, lean=True)
+                model = divided(loaded.model, device.type)
+                mine.append((loaded, _placed(model, None, spec.compute.dtype)))
     return mine[0]
 
 

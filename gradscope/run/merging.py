@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from gradscope.config import ComputeSpec, RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
-from gradscope.engine import drawn
+from gradscope.engine.audit import drawn
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.execute import ALIKE, rows_of
 from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
@@ -37,7 +37,7 @@ from gradscope.run.outcome import (
     results_of,
 )
 from gradscope.stages.chain import Chain, bind
-from gradscope.stages.reducers import State, reducers
+from gradscope.stages.reducers.base import State, reducers
 from gradscope.stats import Json, Record, few, require_consistent, tolerances, wide
 from gradscope.storage import (
     ChainPlan,
@@ -76,6 +76,7 @@ class MergeReport(Record):
     recomputed: int = 0  # samples that were computed anew and gave the same numbers
     notes: tuple[str, ...] = ()  # why no more of them were
     seconds: float
+    noun: str = Field("sample", exclude=True, repr=False)  # what has a row
 
 
 @dataclass
@@ -129,6 +130,7 @@ class Merge:
             recomputed=self.recomputed,
             notes=self.notes,
             seconds=time.perf_counter() - self.begun,
+            noun="token" if "tokens" in self.parts.run else "sample",
         )
 
     def _merged(self, owner: str, a: State, b: State) -> State:

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
-from gradscope.stages.reducers import State
+from gradscope.stages.reducers.base import State
 from gradscope.stats import Json, ParameterRow, Proof, Record
 from gradscope.storage import GradientFile, Part
 
@@ -45,6 +45,7 @@ class RunReport(Record):
     bytes: int | None = None
     chains: tuple[str, ...] = ()  # in canonical spelling
     audits: str | None = None  # what was audited, in a line
+    noun: str = Field("sample", exclude=True, repr=False)  # what has a row
 
 
 def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.locate import first_line
-from gradscope.core.memory import release_freed_memory
+from gradscope.core.memory import beside_host, release_freed_memory
 from gradscope.core.shortage import is_shortage, started
 from gradscope.errors import OutputError, RefusedError
 from gradscope.storage import Rows, States, Writer, deferred
@@ -80,8 +80,9 @@ class BatchSize:
             self.samples = n // 2
             gc.collect()  # a traceback may hold on to what the attempt had computed
             release_freed_memory()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            module = beside_host(torch.accelerator.current_accelerator())
+            if hasattr(module, "empty_cache"):
+                module.empty_cache()
 
 
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -109,7 +110,7 @@ class Behind:
 
     def __init__(self, writer: Writer, device: torch.device, *, dense: bool) -> None:
         self._writer, self._lane = writer, Lane(device)
-        self._pinned = Pinned(pin=True) if dense and device.type == "cuda" else None
+        self._pinned = Pinned(pin=True) if dense and streaming(device) else None
         self._thread = started(1, "gradscope-writer")
         self._last: Future[None] | None = None
 
@@ -147,9 +148,7 @@ class Behind:
         if kind is None:
             self.wait()
 
-    def _write(
-        self, rows: Rows, states: States | None, mark: torch.cuda.Event | None, proved: bool
-    ) -> None:
+    def _write(self, rows: Rows, states: States | None, mark: Any, proved: bool) -> None:
         with torch.no_grad(), self._lane.entered(mark):  # grad mode is a thread's own
             taken = rows if self._pinned is None else on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
@@ -174,24 +173,22 @@ class Lane:
     """A stream for a thread's work on a GPU, beside the computation's; no effect on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._module = streaming(device)
+        self._stream = self._module and self._module.Stream(device)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Any:
         """Return what `entered` is to wait for: the calling thread's work so far."""
         if self._stream is None:
             return None
-        mark: torch.cuda.Event = torch.cuda.current_stream(self._stream.device).record_event()
-        return mark
+        return self._module.current_stream(self._stream.device).record_event()
 
     @contextmanager
-    def entered(self, mark: torch.cuda.Event | None = None) -> Iterator[None]:
+    def entered(self, mark: Any = None) -> Iterator[None]:
         """Work on the stream in the body; when that is left, the work is done."""
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             if mark is not None:
                 self._stream.wait_event(mark)
             yield
@@ -201,12 +198,18 @@ class Lane:
         """Let the calling thread's stream use what was made on this one, and free it."""
         if self._stream is not None:
             for t in tensors((batch.inputs, batch.targets)):
-                t.record_stream(torch.cuda.current_stream(self._stream.device))
+                t.record_stream(self._module.current_stream(self._stream.device))
+
+
+def streaming(device: torch.device) -> Any:
+    """Return torch's module of a device with streams of work, as CUDA and XPU have; else None."""
+    module = beside_host(device)
+    return module if hasattr(module, "Stream") else None
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch from the host; by pinned memory to a GPU, without waiting for it there."""
-    if device.type != "cuda":
+    if streaming(device) is None:
         return batch.to(device, None)
 
     def move(t: Tensor) -> Tensor:
@@ -250,8 +253,8 @@ class HostBlock(DerivedBlock):
     def _values(self, base: Tensor) -> Tensor:
         host = self.pinned.take(tuple(base.shape), base.dtype)
         host.copy_(base, non_blocking=True)
-        if base.is_cuda:
-            torch.cuda.current_stream(base.device).synchronize()
+        if module := streaming(base.device):
+            module.current_stream(base.device).synchronize()
         return host
 
 

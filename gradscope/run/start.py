@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gradscope.engine import settled
+from gradscope.engine.fold import settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
 from gradscope.run.execute import (

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.core.batch import Batch
-from gradscope.core.tokens import Tokens
-from gradscope.engine import Session
+from gradscope.core.batch import Batch, Tokens, require_counted
+from gradscope.engine.session import Session
 from gradscope.errors import SpecError
 
 _AT_A_TIME = 256  # samples whose losses are looked at
@@ -45,12 +44,7 @@ class TokenRows:
                 )
             found.append(mask.cpu().flatten().nonzero().flatten() + start * t)
         counted = torch.cat(found)
-        if not len(counted):
-            raise SpecError(
-                "no position of these samples counts",
-                where="rows token",
-                remedy="The loss says which positions count: see its mask or ignore_index.",
-            )
+        require_counted(len(counted))
         return cls(samples, t, counted)
 
     def __len__(self) -> int:
@@ -67,6 +61,14 @@ class TokenRows:
         index = torch.arange(rows.start, rows.stop)
         data = (held.inputs, held.targets, index, held.index, own, position)
         return Tokens(*data, self.positions)
+
+    def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
+        """Return some rows (m,) as the only ones, and the samples (n,) that they are of."""
+        places = rows if self.counted is None else self.counted[rows]
+        used, own = torch.unique(places // self.positions, return_inverse=True)
+        counted = own * self.positions + places % self.positions
+        part = TokenRows(range(len(used)), self.positions, counted)
+        return part, used + self.samples.start
 
     def record(self) -> dict[str, Any]:
         """Return what tells these rows from others, as plain data."""

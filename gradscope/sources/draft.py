@@ -21,8 +21,8 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts
-from gradscope.sources.weights.folders import ADAPTER
 from gradscope.sources.weights.hugging_face import CONFIG
+from gradscope.sources.weights.readers import ADAPTER
 
 _SHOWN = 6  # tensors named in a comment
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}

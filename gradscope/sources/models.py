@@ -1,16 +1,19 @@
 """A model with its weights: of the user's factory, or the one that the checkpoint itself holds."""
 
 import inspect
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradscope.config import HELD, CheckpointSpec, ModelSpec, is_folder
+from gradscope.core.locate import first_line
+from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
@@ -18,8 +21,8 @@ from gradscope.sources.formats import located, sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
 from gradscope.sources.weights.fit import check_finite
-from gradscope.sources.weights.folders import ADAPTER
 from gradscope.sources.weights.hugging_face import CONFIG, built
+from gradscope.sources.weights.readers import ADAPTER
 
 _FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
 
@@ -36,8 +39,14 @@ class LoadedModel:
     notes: tuple[str, ...]  # what the user may not expect
 
 
-def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
+def load_model(model: ModelSpec, checkpoint: CheckpointSpec, *, lean: bool = False) -> LoadedModel:
     """Build a model and load its weights.
+
+    Args:
+        model: Which factory.
+        checkpoint: Which weights.
+        lean: The model will be divided: if the factory permits it, its parameters take no memory
+            until then but that of the checkpoint, which safetensors leaves in the file.
 
     Raises:
         ModelError: The factory raised, or there is no trainable model.
@@ -51,16 +60,68 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec) -> LoadedModel:
     elif model.factory == HELD:
         made, report, digests = _held(model, checkpoint)
     else:
-        made = build(model.factory, model.kwargs, model.mode)
-        report = load_into(
-            made,
-            checkpoint.path,
-            key=checkpoint.key,
-            ignore=checkpoint.ignore or (),
-            unsafe_pickle=checkpoint.unsafe_pickle,
-        )
+        made, report = (_lean if lean else _whole)(model, checkpoint)
         digests = code_digests(model.factory, "model factory")
     return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
+
+
+def _whole(
+    model: ModelSpec, checkpoint: CheckpointSpec, *, assign: bool = False
+) -> tuple[nn.Module, CheckpointReport]:
+    with parameters_on_meta() if assign else nullcontext():
+        made = build(model.factory, model.kwargs, model.mode)
+    return made, load_into(
+        made,
+        checkpoint.path,
+        key=checkpoint.key,
+        ignore=checkpoint.ignore or (),
+        unsafe_pickle=checkpoint.unsafe_pickle,
+        assign=assign,
+    )
+
+
+def _lean(model: ModelSpec, checkpoint: CheckpointSpec) -> tuple[nn.Module, CheckpointReport]:
+    """Build a model without its parameters' values; where that is not the same, as any other.
+
+    It is not where the factory reads values, or draws random numbers for anything else: it would
+    draw others for that when the parameters have drawn none.
+    """
+    before = torch.get_rng_state()
+    try:
+        with random_numbers_kept():
+            made, report = _whole(model, checkpoint, assign=True)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise RuntimeError("it draws random numbers")
+        kept = (t for m in made.modules() for t in (*vars(m).values(), *m._buffers.values()))
+        if any(isinstance(t, Tensor) and t.is_meta for t in (*kept, *made.parameters())):
+            raise RuntimeError("it computes tensors from parameters")
+    except Exception as error:  # if it is not for that, it happens again
+        torch.set_rng_state(before)
+        made, report = _whole(model, checkpoint)
+        note = f"Each process has built the model whole, one by one: {first_line(error)}."
+        report = replace(report, notes=(*report.notes, note))
+    return made, report
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let parameters have no values from when a module is given them; tied ones stay tied."""
+    own = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        own(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            known = vars(parameter).get("_lean")
+            if known is None:
+                known = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                parameter._lean = known._lean = known  # type: ignore[attr-defined]
+            module._parameters[name] = known
+
+    nn.Module.register_parameter = register  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = own  # type: ignore[method-assign]
 
 
 def build(
@@ -108,7 +169,7 @@ def _require_trainable(model: Any, where: str) -> None:
         raise ModelError(what, where=where, remedy=remedy)
     parameters = dict(model.named_parameters())
     lazy = [name for name, p in parameters.items() if is_lazy(p)]
-    meta = [name for name, p in parameters.items() if p.is_meta]
+    meta = [name for name, p in parameters.items() if p.is_meta and not hasattr(p, "_lean")]
     if lazy:
         what = f"the parameters {', '.join(lazy[:10])} have no shape yet"
         remedy = "Give lazy layers their sizes, or run one forward pass in the factory."
@@ -141,7 +202,7 @@ def notes_on(model: nn.Module) -> tuple[str, ...]:
 
 
 def _held(
-    spec: ModelSpec, checkpoint: CheckpointSpec
+    spec: ModelSpec, checkpoint: CheckpointSpec, brought: Collection[str] = ()
 ) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
     """Return the model that a checkpoint holds, or that the config.json beside it describes."""
     value, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
@@ -152,7 +213,7 @@ def _held(
             if not isinstance(value, Mapping):
                 kind = type(value).__name__
                 raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_FACTORY)
-            model, notes = built(config.parent, value, spec.kwargs)
+            model, notes = built(config.parent, value, spec.kwargs, brought)
             report = replace(report, notes=report.notes + notes, files=(*report.files, config))
             digests = {CONFIG: sha256(config)}
         else:
@@ -186,7 +247,10 @@ def _adapted(
     folder, files = report.path.parent, (*report.files, report.path.parent / ADAPTER)
     if spec.factory == HELD or is_folder(Path(spec.factory)):
         place = base_of(folder) if spec.factory == HELD else Path(spec.factory)
-        base, under, digests = _held(spec, checkpoint.model_copy(update={"path": place}))
+        names = state if isinstance(state, Mapping) else ()
+        brought = [str(name).removeprefix("base_model.model.") for name in names]
+        below = checkpoint.model_copy(update={"path": place})
+        base, under, digests = _held(spec, below, brought)
         notes = (f"The base model is that of {place.name}.", *under.notes)
         both = [(each.path.name, each.sha256) for each in (report, under)]
         report = replace(report, files=files + under.files, sha256=sha256_of_list(both))

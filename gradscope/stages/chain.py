@@ -23,8 +23,8 @@ from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
 from gradscope.sources.code import load_function
-from gradscope.stages.reducers import Reducer, State, carried_state, reducers
-from gradscope.stages.transforms import (
+from gradscope.stages.reducers.base import Reducer, State, carried_state, reducers
+from gradscope.stages.transforms.base import (
     NeedsMean,
     NeedsProblem,
     ReadsNorms,

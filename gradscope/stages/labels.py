@@ -27,8 +27,8 @@ from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
 from gradscope.errors import SpecError
 from gradscope.stages.chain import Chain
 from gradscope.stages.losses import losses, options
-from gradscope.stages.reducers import reducers
-from gradscope.stages.transforms import NeedsProblem, Transform, transforms
+from gradscope.stages.reducers.base import reducers
+from gradscope.stages.transforms.base import NeedsProblem, Transform, transforms
 
 Mode = Literal["data", "sampled", "exact"]
 

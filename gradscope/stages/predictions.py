@@ -20,7 +20,7 @@ from torch import Tensor
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
 from gradscope.core.independence import same
-from gradscope.core.problem import BoundLoss, Loss, Problem, is_model_loss
+from gradscope.core.problem import BoundLoss, Loss, Problem
 from gradscope.core.shortage import is_shortage
 from gradscope.stages.labels import Labels
 
@@ -86,7 +86,7 @@ class Predictions:
 
     def of(self, problem: Problem, labels: Labels, batch: Batch, evaluation: Evaluation) -> Columns:
         """Return the columns of a batch that was evaluated last, against the data's own targets."""
-        if is_model_loss(problem.loss) or not one_each(batch.targets):
+        if problem.of_model or not one_each(batch.targets):
             return {}
         if labels.mode != "data":
             return predicted(problem.loss, labels.outputs(batch), batch.targets)

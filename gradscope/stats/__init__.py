@@ -16,11 +16,10 @@ from gradscope.stats.summary import (  # first: the statistics register with it
 from gradscope.stats import builtin  # isort: skip
 from gradscope.stats.builtin.batch import noise_scale
 from gradscope.stats.builtin.parameters import ParameterRow, parameter_rows, parameter_table
-from gradscope.stats.certificate import Proof
+from gradscope.stats.certificate import Proof, few, require_consistent, tolerances
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.records import Json, Record, wide
 from gradscope.stats.sections import Picture, Section, numbers, short
-from gradscope.stats.spot_checks import few, require_consistent, tolerances
 from gradscope.stats.training import History, Step, measure, read_history, record
 
 __all__ = [

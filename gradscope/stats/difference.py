@@ -46,6 +46,7 @@ from gradscope.stats.source import (
     Samples,
     Source,
     finite_samples,
+    keys_of,
     mean_gradient_norm,
     mean_gradient_squared,
     mean_of,
@@ -135,7 +136,7 @@ class Difference(Record, Shown):
             sections=[_overall(self), _by_parameter(self), *_by_sample(self)],
             pictures=list(_pictures(self)),
             records=records,
-        )
+        ).of(self.files[0].noun)
 
 
 def difference(first: Source, second: Source, top: int = 10, rows: bool = True) -> Difference:
@@ -157,13 +158,13 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             remedy="Compare results of one model: two checkpoints, or two data sets.",
         )
     files, tables = (first, second), (Samples.of(first), Samples.of(second))
+    both = list(zip(files, tables, strict=True))
     digests = [dict(file.attributes).get("dataset_sha256") for file in files]
     same_data = isinstance(digests[0], str) and digests[0] == digests[1]
-    _, *matched = np.intersect1d(tables[0].index, tables[1].index, return_indices=True)
-    order = np.argsort(matched[0])[: None if same_data else 0]
-    at = matched[0][order], matched[1][order]  # where in the tables those are that both have (m,)
+    at = _common(both) if same_data else (np.arange(0), np.arange(0))
     norms = [table.norm[k] for table, k in zip(tables, at, strict=True)]
-    some, both = spread(len(order), POINTS), list(zip(files, tables, strict=True))
+    common = len(at[0])
+    some = spread(common, POINTS)
     with np.errstate(all="ignore"):
         products = _products(files, tables, names, rows)
         distances = _distances(files, tables, at, names) if rows else None
@@ -188,7 +189,7 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             ),
             only_first=tuple(name for name in first.parameters if name not in names),
             only_second=tuple(name for name in second.parameters if name not in names),
-            common=len(order),
+            common=common,
             samples=tuple(
                 Moved(
                     **tables[0].described(int(at[0][k])),
@@ -201,6 +202,14 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             exact=distances is not None,
             norms=tuple(zip(*(norm[some].tolist() for norm in norms), strict=True)),
         )
+
+
+def _common(both: Sequence[tuple[Source, Samples]]) -> Two[Positions]:
+    """Return where in the two tables the samples are that both have (m,), as in the first."""
+    first, second = (keys_of(file.samples)[table.rows] for file, table in both)
+    _, *matched = np.intersect1d(first, second, return_indices=True)
+    order = np.argsort(matched[0])
+    return matched[0][order], matched[1][order]
 
 
 def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]]) -> ParameterChange:

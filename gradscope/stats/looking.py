@@ -66,14 +66,16 @@ class Album:
 
     def card(self, side: str, row: Known, lines: Sequence[str] = (), kind: str = "sample") -> Card:
         """Return a sample with its label and the model's prediction, and what else is told."""
-        opened, told = self.sides[side], []
+        opened, told = self.sides[side], list[str]()
+        kind = "token" if kind == "sample" and opened.of_row else kind
         if row.target is not None:
             told.append(f"target {label(opened, row.target)}")
         wrong = isinstance(row.prediction, int) and row.prediction != row.target
         if row.prediction is not None:
-            told.append(f"predicted {label(opened, row.prediction)}{' (wrong)' * wrong}")
+            told.append(f"predicted {label(opened, row.prediction)}")
         shown = self._shown(self.contents.get((side, row.index)))
-        return Card(f"{kind} {name_of(row)}", [*told, *lines], shown, marked=wrong)
+        at = len(told) - 1 if wrong else None
+        return Card(f"{kind} {name_of(row)}", [*told, *lines], shown, wrong=at)
 
     def _shown(self, content: Content | None) -> Pixels | str | None:
         if isinstance(content, np.ndarray):

@@ -4,17 +4,22 @@ Nothing here is made safe to show: the renderer escapes every string, names from
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from gradscope.core import markup
+from gradscope.core import texts
 from gradscope.stats.records import Histogram, Interval
+
+T = TypeVar("T")
 
 NONE = "-"
 SYMBOLS = "gᵢ: gradient of sample i's own loss. G = (1/N) Σᵢ gᵢ over the N finite samples."
 POINTS = 4000  # samples in a picture
+_SAMPLE = re.compile(r"(?<!--)(?<![/\w.])[Ss]ample(?=s?(?:/s\b|(?![\w/=]|[.:]\w)))")
+_DATA = {"cells", "values", "names", "samples", "cards", "curves", "records", "paths"}
 _NAME = 24  # cells of a target or of a sample's own name
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -133,7 +138,11 @@ class Card:
     title: str
     lines: Sequence[str]  # what is known of it
     content: Pixels | str | None  # what it is, None where that is not known
-    marked: bool = False  # stands out
+    wrong: int | None = None  # which of the lines is a wrong prediction: the card stands out
+
+    def told(self, mark: str = " (wrong)") -> list[str]:
+        """Return the lines, with a mark after a wrong prediction."""
+        return [line + mark * (k == self.wrong) for k, line in enumerate(self.lines)]
 
 
 @dataclass(frozen=True)
@@ -172,19 +181,19 @@ class Shown(ABC):
         """Return what fits one screen, else all: facts, what is wrong, sections."""
         found = self.overview()
         shown = found.brief or found
-        parts = [markup.facts(_written(shown.facts))]
-        parts += [f"<p><em>{markup.safe(line)}</em></p>" for line in found.warnings]
+        parts = [texts.facts(_written(shown.facts))]
+        parts += [f"<p><em>{texts.safe(line)}</em></p>" for line in found.warnings]
         for section in shown.sections:
-            parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
-            parts.append(markup.facts([*_written(section.facts), *section.pairs]))
+            parts.append(f"<p><strong>{texts.safe(section.title)}</strong></p>")
+            parts.append(texts.facts([*_written(section.facts), *section.pairs]))
             if section.table is not None:
                 columns, names = section.table.columns, section.table.names
                 first = [] if names is None else [(section.table.title, names)]
                 every = [*first, *((c.title, [*map(_text, c.cells)]) for c in columns)]
                 heads, cells = zip(*every, strict=True)
-                parts.append(markup.table(heads, zip(*cells, strict=True)))
-            parts += [f"<p>{markup.safe(_text(note))}</p>" for note in section.notes]
-        return markup.document(", ".join(found.paths), *parts)
+                parts.append(texts.table(heads, zip(*cells, strict=True)))
+            parts += [f"<p>{texts.safe(_text(note))}</p>" for note in section.notes]
+        return texts.document(", ".join(found.paths), *parts)
 
 
 @dataclass(frozen=True)
@@ -198,10 +207,34 @@ class Overview(Shown):
     warnings: Sequence[str] = ()  # what is wrong with them
     records: Mapping[str, Any] | None = None  # documents shown as they are, by title
     brief: Brief | None = None  # what a terminal shows unless all is asked for
+    noun: str = "sample"  # what has a row
 
     def overview(self) -> "Overview":
         """Return itself."""
         return self
+
+    def of(self, noun: str) -> "Overview":
+        """Return what is shown, all but the data themselves said of another noun, see `told_of`."""
+        return replace(told_of(self, noun), noun=noun)
+
+
+def told_of(shown: T, noun: str) -> T:
+    """Return what is said of samples, said of rows of another noun in their place, such as "token".
+
+    Words of the data (cells, names of bars, records, cards) stay, as do paths and options.
+    """
+    if noun == "sample":
+        return shown
+    found: Any = shown
+    if isinstance(shown, str):
+        found = _SAMPLE.sub(lambda m: noun.capitalize() if m[0] == "Sample" else noun, shown)
+    elif isinstance(shown, tuple | list):
+        items = [told_of(value, noun) for value in shown]
+        found = type(shown)(*items) if hasattr(shown, "_fields") else type(shown)(items)
+    elif is_dataclass(shown):
+        own = (f.name for f in fields(shown) if f.name not in _DATA)
+        found = replace(found, **{name: told_of(getattr(shown, name), noun) for name in own})
+    return found  # type: ignore[no-any-return]
 
 
 def _written(facts: Iterable[Fact]) -> list[tuple[str, str]]:

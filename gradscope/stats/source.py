@@ -58,7 +58,7 @@ class Samples:
         rows = np.flatnonzero(finite_samples(file))
         names = ("target", "id", "prediction", "margin")
         target, own, prediction, margin = map(file.samples.get, names)
-        own = own if "position" not in file.samples else _token_names(file, own)
+        own = own if "position" not in file.samples else token_names(file.samples)
         return cls(
             rows=rows,
             total=file.n,
@@ -95,12 +95,23 @@ class Samples:
         return int(found[0])
 
 
-def _token_names(file: Source, own: Any) -> NDArray[Any]:
-    """Return "SAMPLE:POSITION" of each row of tokens, by the own names of samples with any."""
-    names = file.samples["sample"] if own is None else own
-    pairs = zip(np.asarray(names).tolist(), file.samples["position"], strict=True)
-    texts = ((k.decode() if isinstance(k, bytes) else k, int(t)) for k, t in pairs)
+def token_names(table: Mapping[str, Any]) -> NDArray[Any]:
+    """Return "SAMPLE:POSITION" of rows of tokens (n,), by the own names of samples with any."""
+    names = np.atleast_1d(table["id" if "id" in table else "sample"]).tolist()
+    pairs = zip(names, np.atleast_1d(table["position"]).tolist(), strict=True)
+    texts = ((k.decode() if isinstance(k, bytes) else k, t) for k, t in pairs)
     return np.array([f"{k}:{t}" for k, t in texts])
+
+
+def keys_of(table: Mapping[str, Any]) -> Positions:
+    """Return what rows (n,) are of, the same in every run: positions in the data set.
+
+    Of tokens, which each run counts anew, it is (sample + 1) · 2³² + position, and of no sample.
+    """
+    if "position" not in table:
+        return np.asarray(table["index"], np.int64)
+    sample, position = (np.asarray(table[k], np.int64) for k in ("sample", "position"))
+    return (sample + 1 << 32) + position
 
 
 def finite_samples(file: Source) -> Mask:

@@ -254,7 +254,7 @@ class Summary(Shown):
             brief=Brief(self.file.in_short(), some, left) if len(some) < len(sections) else None,
             pictures=sorted(told("pictures"), key=lambda picture: picture.place),
             records=records,
-        )
+        ).of(self.file.noun)
 
 
 def summarize(

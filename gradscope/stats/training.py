@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from gradscope.core.batch import Batch
-from gradscope.engine import finite_samples
+from gradscope.engine.certificate import finite_samples
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.scope import Scope
 from gradscope.stats.builtin.batch import NoiseScale
@@ -349,7 +349,9 @@ class HistoryReader:
             new = self._appended()
         except OSError as error:
             raise ResultFileError(
-                "the history cannot be read", where=str(self.path), remedy=str(error)
+                f"the history cannot be read: {error.strerror}",
+                where=str(self.path),
+                remedy="Give the JSON lines that a Monitor writes.",
             ) from error
         *whole, rest = new.split(b"\n")
         found = [step for one in whole if (step := self._line(one, len(one) + 1)) is not None]

@@ -24,9 +24,10 @@ from gradscope.storage.read.file import GradientFile, open_file
 from gradscope.storage.write.create import Look, file_bytes
 from gradscope.storage.write.journal import LONGEST
 from gradscope.storage.write.region import PART_BYTES, Scratch
-from gradscope.storage.write.writer import Writer, open_writer
+from gradscope.storage.write.writer import KEEP_BYTES, Writer, open_writer
 
 __all__ = [
+    "KEEP_BYTES",
     "LONGEST",
     "PART_BYTES",
     "ChainPlan",

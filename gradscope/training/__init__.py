@@ -8,12 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradscope.errors import SpecError
-from gradscope.training.monitor import Monitor, MonitorWarning
-from gradscope.training.trackers import to_mlflow, to_tensorboard, to_wandb
+from gradscope.training.monitor import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
 
 if TYPE_CHECKING:
-    from gradscope.training.lightning import LightningMonitor
-    from gradscope.training.trainer import TrainerMonitor
+    from gradscope.training.callbacks import LightningMonitor, TrainerMonitor
 
 __all__ = [
     "LightningMonitor",
@@ -25,18 +23,18 @@ __all__ = [
     "to_wandb",
 ]
 
-# our own part, the libraries that may have the class of a callback, and the name of that class
+# the libraries that may have the class of a callback, and the name of that class
 _CALLBACKS = {
-    "LightningMonitor": ("lightning", ("lightning.pytorch", "pytorch_lightning"), "Callback"),
-    "TrainerMonitor": ("trainer", ("transformers",), "TrainerCallback"),
+    "LightningMonitor": (("lightning.pytorch", "pytorch_lightning"), "Callback"),
+    "TrainerMonitor": (("transformers",), "TrainerCallback"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, libraries, kind = _CALLBACKS[name]
-    own = getattr(import_module(f"{__name__}.{home}"), name)
+    libraries, kind = _CALLBACKS[name]
+    own = getattr(import_module(f"{__name__}.callbacks"), name)
     for library in libraries:
         try:
             base = getattr(import_module(library), kind)

@@ -2,7 +2,8 @@
 
 Norms, noise scale (McCandlish et al. 2018), clipping, signal of each parameter and agreement are
 those of `gradscope.stats.measure`. The clock on the wall says what they cost; a measurement waits
-until the training has lasted long enough to pay for it.
+until the training has lasted long enough to pay for it. Besides its file it goes to trackers: any
+callable (step, values), or an object's `log`.
 """
 
 import math
@@ -10,20 +11,21 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch
-from gradscope.core.randomness import random_numbers_kept
+from gradscope.core.memory import settle
+from gradscope.core.randomness import forked, random_numbers_kept
 from gradscope.errors import GradscopeError, SpecError, UnsupportedError
 from gradscope.scope import Scope
-from gradscope.stats.training import Cost, End, Step, append, measure
-from gradscope.training.trackers import Log, Tracker, as_log, values_of
+from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
 
 _FEW = 4  # samples on which the first proof is made, so that it costs little
 # What the first measurement is taken to cost before anything is known, in forward and backward
@@ -31,6 +33,34 @@ _FEW = 4  # samples on which the first proof is made, so that it costs little
 # sums of the gradients after a pass.
 _PROOF, _MEASURE = 12, 2
 _LATELY = 3  # measurements; the next is taken to last as long as the longest of them
+
+
+Values = Mapping[str, float]
+Log = Callable[[int, Values], object]
+
+_PREFIX = "gradscope"
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a step by name."""
+
+    def log(self, step: int, values: dict[str, float], /) -> object:
+        """Keep them."""
+
+
+def as_log(tracker: Tracker | Log) -> Log:
+    """Return what is called with a step and its values.
+
+    Raises:
+        SpecError: It is no tracker.
+    """
+    log = getattr(tracker, "log", tracker)
+    if not callable(log):
+        raise SpecError(
+            f"a tracker is a callable (step, values), or has such a `log`, not {tracker!r}",
+            where="trackers",
+        )
+    return log
 
 
 class MonitorWarning(UserWarning):
@@ -95,8 +125,15 @@ class Monitor:
     ) -> None:
         _require("every", every, at_least=1)
         _require("samples", samples, at_least=2)
-        if overhead is not None and not 0 < overhead < math.inf:
-            raise SpecError(f"must be positive, not {overhead}", where="overhead")
+        bound = () if overhead is None else (overhead,)
+        clip = (max_norm,) if isinstance(max_norm, int | float) else tuple(max_norm)
+        for name, values in (("overhead", bound), ("max_norm", clip)):
+            if not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
+                raise SpecError(f"must be positive, not {', '.join(map(repr, values))}", where=name)
+        if probe is not None and (not isinstance(probe, tuple | list) or len(probe) != 2):
+            raise SpecError("is a pair, inputs and targets", where="probe")
+        if not isinstance(trackers, Sequence):
+            raise SpecError(f"is a list, not {type(trackers).__name__}", where="trackers")
         for name, word, words in (
             ("mode", mode, ("eval", "train")),
             ("errors", errors, ("warn", "raise")),
@@ -106,7 +143,7 @@ class Monitor:
         begun = clock()
         self._model = _within(model)
         self.every, self.samples, self.overhead, self.path = every, samples, overhead, path
-        self._clip = (max_norm,) if isinstance(max_norm, int | float) else tuple(max_norm)
+        self._clip = clip
         self._probe, self._mode, self._errors, self._clock = probe, mode, errors, clock
         self._trackers = [*map(as_log, trackers)]
         self.latest: Step | None = None
@@ -144,7 +181,7 @@ class Monitor:
         if self._start is None:
             self.start(self._step)
         elif not self._closed and self._step % self.every == 0 and self._step != before:
-            self._synchronise()
+            settle(self.scope.problem.device)
             begun = self._clock()
             try:
                 self._measure(inputs, targets, begun)
@@ -191,14 +228,14 @@ class Monitor:
         with self._untouched():
             if proved is None:
                 self.scope.evaluate(batch.select(slice(0, _FEW)))
-                self._synchronise()
+                settle(self.scope.problem.device)
                 proved, proof = self.scope.certificate, self._clock() - begun
                 self._proofs += proof
                 if not self._allowed(trained, proof + self._expected(trained)):
                     return
             now = self._clock()
             summary = measure(self.scope, batch.inputs, batch.targets, clip=self._clip)
-        self._synchronise()
+        settle(self.scope.problem.device)
         took, again = self._clock() - now, self.scope.certificate
         if again is not None and again is not proved:  # the model was changed
             took -= again.seconds
@@ -273,19 +310,13 @@ class Monitor:
             self.close(reason)
         self._closed = True
 
-    def _synchronise(self) -> None:
-        """Wait for what the device has yet to do, so that the clock tells whose time it was."""
-        if self.scope.problem.device.type == "cuda":
-            torch.cuda.synchronize(self.scope.problem.device)
-
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Leave random generators, modes, autocast and compiled code as they are."""
         modes = [(m, m.training) for m in self._model.modules()] if self._mode == "eval" else []
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
         device = self.scope.problem.device.type
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(forked())
             stack.enter_context(random_numbers_kept())
             stack.enter_context(torch.autocast(device, enabled=False))
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
@@ -327,6 +358,8 @@ def _within(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             break
+    if not isinstance(model, nn.Module):
+        return model  # `Scope` says so
     sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     if sharded or any(hasattr(p, "device_mesh") for p in model.parameters()):
         raise UnsupportedError(
@@ -336,3 +369,57 @@ def _within(model: nn.Module) -> nn.Module:
             remedy="Save a checkpoint, and use `gradscope compute` and `gradscope stats` on it.",
         )
     return model
+
+
+def values_of(step: Step) -> dict[str, float]:
+    """Return the numbers of a step that are known, by names such as "gradscope/noise scale"."""
+    found: dict[str, float | None] = {name: take(step) for name, take in CURVES.items()}
+    found |= {f"norm {p}%": value for p, value in (step.norm_percentiles or {}).items()}
+    found |= {f"clipped by {clip.norm:g}": clip.clipped for clip in step.clipped}
+    found |= {f"signal to noise/{row.name}": row.signal_to_noise for row in step.parameters}
+    if step.cost is not None:
+        found["overhead"] = step.cost.overhead
+    return {f"{_PREFIX}/{k}".replace(" ", "_"): v for k, v in found.items() if v is not None}
+
+
+def to_tensorboard(writer: Any) -> Log:
+    """Return a tracker that adds scalars to a `SummaryWriter`."""
+
+    def log(step: int, values: Values) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log
+
+
+def to_wandb(run: Any = None) -> Log:
+    """Return a tracker that logs to a run of Weights & Biases, by default the one under way.
+
+    Values are drawn over `gradscope/step`: others may log to the run by a count of their own.
+    """
+
+    def log(step: int, values: Values) -> None:
+        to = run if run is not None else _imported("wandb").run
+        if to is None:
+            raise SpecError("no run of wandb is under way", remedy="Call wandb.init() first.")
+        to.define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
+        to.log({**values, f"{_PREFIX}/step": step})
+
+    return log
+
+
+def to_mlflow(client: Any = None) -> Log:
+    """Return a tracker that logs to MLflow's run under way, or to what has its `log_metrics`."""
+
+    def log(step: int, values: Values) -> None:
+        names = {name.replace("%", ""): value for name, value in values.items()}
+        (client if client is not None else _imported("mlflow")).log_metrics(names, step=step)
+
+    return log
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise SpecError(f"{name} is not installed", remedy=f"pip install {name}") from error

@@ -5,10 +5,13 @@ and most opposed samples, who helped and harmed) take room: the page has them fo
 as it may, those with the largest norms and losses first; a server has them for all.
 """
 
+import io
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from math import ceil, isqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.attribution import Scores
-from gradscope.core.markup import visible
+from gradscope.core.texts import visible
 from gradscope.errors import SpecError
-from gradscope.sources.opened import Opened
+from gradscope.sources.opened import Content, Opened
 from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
+from gradscope.stats.looking import scale
 from gradscope.stats.records import plain
-from gradscope.stats.sections import Fact, Spark
+from gradscope.stats.sections import Fact, Spark, told_of
+from gradscope.stats.source import keys_of, token_names
 from gradscope.stats.summary import Data, summary_of
 from gradscope.storage import GradientFile
-from gradscope.view.heat import Heat, heat
-from gradscope.view.neighbours import Neighbours, neighbours
-from gradscope.view.pictures import Album
+from gradscope.view.related import Heat, Neighbours, heat, neighbours
 
 VERSION = 1
 _MOST = 5000  # samples with details on a page
@@ -60,6 +63,12 @@ class View:
                     f"the {what} and {self.file.path} are about other data",
                     remedy="Give files that were computed from one data set.",
                 )
+            table = record.queries if isinstance(record, Scores) else getattr(record, "samples", {})
+            if record is not None and ("position" in table) != ("position" in self.file.samples):
+                raise SpecError(
+                    f"of the {what} and {self.file.path} one is of samples, the other of tokens",
+                    remedy="Give files that were computed with the same --rows.",
+                )
 
     @property
     def digest(self) -> str:
@@ -67,9 +76,19 @@ class View:
         return str(self.file.attributes.get("dataset_sha256"))
 
     @cached_property
+    def noun(self) -> str:
+        """What has a row: sample or token."""
+        return FileFacts.of(self.file).noun
+
+    @cached_property
     def data(self) -> Data:
         """The finite samples (n,) and what statistics know of them."""
         return Data(self.file, Options())
+
+    @cached_property
+    def _keys(self) -> Places:
+        """What the finite samples or tokens are (n,)."""
+        return keys_of(self.file.samples)[self.data.samples.rows]
 
     @cached_property
     def neighbours(self) -> Neighbours | str:
@@ -82,13 +101,16 @@ class View:
         Args:
             most: How many samples have details; None for none, which are asked of a server.
         """
-        samples = self.data.samples
+        samples, places = self.data.samples, _chosen(self.data, most or 0)
+        album = self._album(places)
+        some = album if len(places) else self._album(np.arange(min(1, samples.n)))
         return {
             "version": VERSION,
             "name": visible(Path(self.file.path).name),
             "facts": self._facts(),
             "warnings": [visible(line) for line in summary_of(self.data).overview().warnings],
             "samples": samples.n,
+            "noun": self.noun,
             "left_out": samples.total - samples.n,
             "served": most is None,
             "columns": {name: packed(column) for name, column in self._columns().items()},
@@ -97,14 +119,21 @@ class View:
             "parameters": [visible(name) for name in self.file.norms],
             "heat": self._heat(),
             "second": None if self.other is None else visible(Path(self.other.path).name),
-            "why": self._why(),
-            **self.details(_chosen(self.data, most or 0)),
+            "why": self._why(some),
+            **self.details(places, album),
         }
 
-    def details(self, places: Places) -> dict[str, Any]:
-        """Return the details of the samples at `places` (k,) among the finite ones."""
-        samples = self.data.samples
-        album = Album(self.opened, samples.index[places].tolist())
+    def _album(self, places: Places) -> "Album":
+        return Album(self.opened, self.data.samples.index[places].tolist())
+
+    def details(self, places: Places, album: "Album | None" = None) -> dict[str, Any]:
+        """Return the details of the samples at `places` (k,) among the finite ones.
+
+        Args:
+            places: Which samples.
+            album: They, if they have been read.
+        """
+        samples, album = self.data.samples, album or self._album(places)
         names, rows = list(self.file.norms), samples.rows[places]
         few = places if len(places) * len(names) <= _LAYERED else places[: _LAYERED // len(names)]
         norms = [np.asarray(self.file.norms[name])[rows[: len(few)]] for name in names]
@@ -121,7 +150,7 @@ class View:
             )
             found["beside"] = aligned.places.shape[1]
         if self.scores is not None:
-            found["scores"] = self._scored(samples.index[places].tolist())
+            found["scores"] = self._scored(self._keys[places].tolist())
         return found
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -131,7 +160,7 @@ class View:
             for key, v in rows
             if not isinstance(v, Spark)
         ]
-        return [(visible(key), visible(text)) for key, text in told]
+        return [(visible(key), visible(text)) for key, text in told_of(told, self.noun)]
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples
@@ -146,8 +175,8 @@ class View:
         """Return the same samples' columns in the second file; NaN where it has none of them."""
         assert self.other is not None
         table = self.other.samples
-        at = {int(index): k for k, index in enumerate(table["index"])}
-        rows = np.array([at.get(int(index), -1) for index in self.data.samples.index], np.int64)
+        at = {key: k for k, key in enumerate(keys_of(table).tolist())}
+        rows = np.array([at.get(key, -1) for key in self._keys.tolist()], np.int64)
         found = {}
         for name in ("loss", "norm", "prediction", "margin"):
             if name in table:
@@ -169,38 +198,40 @@ class View:
         found: Heat | None = heat(self.data) if self._classes() else None
         return None if found is None else found.document()
 
-    def _why(self) -> dict[str, str]:
+    def _why(self, album: "Album") -> dict[str, str]:
         """Say what the page cannot show, and what to do."""
-        first = self.data.samples.index[:1].tolist()
-        found = {"samples": self.opened.why or Album(self.opened, first).lacks}
+        found = {"samples": self.opened.why or album.lacks}
         if isinstance(self.neighbours, str):
             found["neighbours"] = self.neighbours
         if self.data.cosines is None:
             found["cosines"] = 'compute with -t identity, -t gram or -t "cosine:to=mean"'
         return {name: visible(text) for name, text in found.items() if text}
 
-    def _scored(self, indexes: Sequence[int]) -> dict[str, Any]:
+    def _scored(self, keys: Sequence[int]) -> dict[str, Any]:
         """Return who helped and who harmed the samples that are queries of the scores."""
         scores = self.scores
         assert scores is not None
-        at = {int(index): q for q, index in enumerate(scores.queries["index"])}
+        at = {key: q for q, key in enumerate(keys_of(scores.queries).tolist())}
         found: dict[str, list[list[tuple[int, float]]]] = {}
-        for k, index in enumerate(indexes):
-            if index in at:
-                ranked = (scores.helpful(at[index], _TOP), scores.harmful(at[index], _TOP))
+        for k, key in enumerate(keys):
+            if key in at:
+                ranked = (scores.helpful(at[key], _TOP), scores.harmful(at[key], _TOP))
                 found[str(k)] = [
                     [(int(p), float(s)) for p, s in zip(r.places, r.scores, strict=True)]
                     for r in ranked
                 ]
         used = sorted({p for lists in found.values() for one in lists for p, _ in one})
         table = scores.samples
-        side = Opened.of(scores.record.get("train") or {})
-        known = {
+        side = Opened.of(scores.record.get("train") or {}, table)
+        known: dict[str, Any] = {
             name: packed(np.asarray(table[name][used], np.float64))
             for name in ("index", "target", "prediction")
             if name in table and np.ndim(table[name]) == 1
         }
         album = Album(side, np.asarray(table["index"])[used].tolist()).document()
+        if "position" in table:
+            some = {k: np.asarray(table[k])[used] for k in ("sample", "position")}
+            known["ids"] = [*map(str, token_names(some))]
         return {"of": found, "places": packed(np.asarray(used, np.int32)), **known, "album": album}
 
 
@@ -241,3 +272,81 @@ def look(
         SpecError: They are about other data.
     """
     return View(file, Opened.of(file.run, file.samples), other, scores)
+
+
+_LARGEST = 96  # pixels of a picture's side
+_PIXELS = 6_000_000  # on a sheet
+_LETTERS = 2_000_000  # of all texts
+
+
+class Album:
+    """Samples of a data set, by their positions there."""
+
+    def __init__(self, opened: Opened, indexes: Sequence[int]) -> None:
+        self.contents = opened.contents(indexes)
+
+    @property
+    def lacks(self) -> str:
+        """What has to be installed before its pictures can be shown, if anything."""
+        drawn = any(isinstance(content, np.ndarray) for content in self.contents)
+        lacks = drawn and find_spec("PIL") is None
+        return "pictures need Pillow: pip install 'torch-gradscope[data]'" if lacks else ""
+
+    def document(self) -> dict[str, Any]:
+        """Return the sheet, the texts and the numbers, with one entry a sample or None."""
+        pictures = [c if isinstance(c, np.ndarray) else None for c in self.contents]
+        rows = [c for c in self.contents if isinstance(c, dict)]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        longest = max(80, _LETTERS // max(1, len(self.contents)))
+        return {
+            "sheet": _sheet(pictures),
+            "texts": _some(self.contents, str, lambda text: visible(text[:longest], keep="\n")),
+            "names": [visible(name) for name in names],
+            "numbers": _some(self.contents, dict, lambda row: [row.get(name) for name in names]),
+        }
+
+
+def _some(contents: Sequence[Content | None], kind: type, shown: Any) -> list[Any] | None:
+    """Return what is shown of those of a kind, None for the others; None where there are none."""
+    found = [shown(c) if isinstance(c, kind) else None for c in contents]
+    return found if any(one is not None for one in found) else None
+
+
+def _sheet(pictures: Sequence[NDArray[Any] | None]) -> dict[str, Any] | None:
+    """Return pictures side by side in one PNG: its cells, and which samples they are of.
+
+    Pictures of one shape share their scale: black is the least number of all, white the largest.
+    """
+    known = [k for k, picture in enumerate(pictures) if picture is not None]
+    if not known or find_spec("PIL") is None:
+        return None
+    from PIL import Image
+
+    every = [p for p in pictures if p is not None]
+    side = min(_LARGEST, max(8, isqrt(_PIXELS // len(every))))
+    largest = max(max(p.shape[:2]) for p in every)
+    side = min(side, largest)
+    mode = "RGB" if any(p.ndim == 3 for p in every) else "L"
+    across = ceil(len(every) ** 0.5)
+    sheet = Image.new(mode, (across * side, ceil(len(every) / across) * side))
+    shapes = {p.shape for p in every}
+    scales = {shape: scale([p for p in every if p.shape == shape]) for shape in shapes}
+    sizes = []
+    for k, picture in enumerate(every):
+        one = Image.fromarray(scales[picture.shape](picture)).convert(mode)
+        if max(one.size) > side:
+            one.thumbnail((side, side))
+        sheet.paste(one, (k % across * side, k // across * side))
+        sizes.append([one.size[0], one.size[1]])
+    file = io.BytesIO()
+    sheet.save(file, "PNG", optimize=len(every) < 10_000)
+    source = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    alike = sizes[0] if all(size == sizes[0] for size in sizes) else None
+    return {
+        "source": source,
+        "side": side,
+        "across": across,
+        "of": known,
+        "size": alike,
+        "sizes": None if alike else sizes,
+    }

@@ -1,19 +1,27 @@
 """One self-contained page: the data as JSON, the script, the charts; nothing from a network.
 
 What is in the data is text to the page: the script sets it as text only, and the policy lets
-nothing run but the two scripts whose digests it names.
+nothing run but the two scripts whose digests it names. On localhost its samples' details are read
+when they are asked for (`serve`).
 """
 
 import json
 from base64 import b64encode
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-from gradscope.core.markup import safe
+import numpy as np
+
+from gradscope.core.texts import safe
 from gradscope.errors import OutputError
+from gradscope.view.document import View
 
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}; "
@@ -36,6 +44,7 @@ def page(document: dict[str, Any]) -> str:
     filled = {
         "POLICY": policy,
         "TITLE": safe(document["name"]),
+        "NOUN": document["noun"],
         "STYLE": _part("view.css"),
         "DATA": data.replace("<", "\\u003c"),
         "CHARTS": scripts[0],
@@ -70,3 +79,56 @@ def write_page(document: dict[str, Any], path: str | Path) -> int:
 @cache
 def _part(name: str) -> str:
     return (files("gradscope.view") / "static" / name).read_text(encoding="utf-8").strip()
+
+
+_HOST = "127.0.0.1"
+_TOGETHER = 256  # samples of one answer
+
+
+def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: None) -> None:
+    """Answer on localhost until it is interrupted; `ready` is called with the page's address.
+
+    Raises:
+        OutputError: The port is taken.
+    """
+    text, lock, n = page(view.document(None)).encode(), Lock(), view.data.samples.n
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host") not in names:  # another name that leads here
+                return self._answer(403, b"", "text/plain")
+            asked = urlsplit(self.path)
+            if asked.path == "/":
+                return self._answer(200, text, "text/html; charset=utf-8")
+            words = parse_qs(asked.query).get("places", [""])[0].split(",")
+            sound = asked.path == "/details" and len(words) <= _TOGETHER
+            if not sound or not all(w.isdecimal() and int(w) < n for w in words):
+                return self._answer(404, b"", "text/plain")
+            with lock:  # HDF5 answers one at a time
+                found = view.details(np.array([int(word) for word in words], np.int64))
+            return self._answer(200, json.dumps(found).encode(), "application/json")
+
+        def _answer(self, code: int, body: bytes, kind: str) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing: what is asked for is in the browser."""
+
+    try:
+        server = ThreadingHTTPServer((_HOST, port), Handler)
+    except OSError as error:
+        raise OutputError(
+            f"port {port} cannot be used: {error.strerror or error}",
+            remedy="Give another --port, or leave it out.",
+        ) from error
+    names = {f"{name}:{server.server_port}" for name in (_HOST, "localhost")}
+    server.daemon_threads = True
+    with server:
+        ready(f"http://{_HOST}:{server.server_port}/")
+        server.serve_forever()

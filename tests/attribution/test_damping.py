@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope.attribution.damping import LEAST, along, trusted
+from gradscope.attribution.curvature import LEAST, along, trusted
 
 
 def rows(mean: float, n: int = 40, p: int = 12, seed: int = 0) -> torch.Tensor:

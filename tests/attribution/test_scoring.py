@@ -1,20 +1,20 @@
 """Scores against dense inverses in float64, from rows, projections, runs and scopes."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import gradscope
 from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
-from gradscope.attribution.curvature import ekfac_curvature
-from gradscope.attribution.damping import along
-from gradscope.attribution.fisher import Moments
-from gradscope.attribution.methods import layers_of
+from gradscope.attribution.curvature import Moments, along, ekfac_curvature
+from gradscope.attribution.methods import Method, layers_of
 from gradscope.attribution.products import Part
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
@@ -439,6 +439,30 @@ def test_files_alone_are_enough_for_auto(place: Place) -> None:
     close(found.values, gradscope.attribute(train, query, "fisher").values)
     with pytest.raises(GradscopeError, match=r"model\.py"):
         gradscope.attribute(train, query, "ekfac")
+
+
+@pytest.mark.parametrize("curvature", [*get_args(Method)])
+def test_tokens_that_never_meet_are_scored_as_samples_are(curvature: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.mT, targets, reduction="none")
+
+    sides = [(torch.randn(n, 4, 5, dtype=torch.float64), torch.randint(3, (n, 4))) for n in (9, 2)]
+    tokens, plain = (
+        gradscope.Scope(model, loss, rows="token"),
+        gradscope.Scope(model, "cross_entropy"),
+    )
+    found, wanted = (
+        gradscope.attribute(*((scope, *map(form, side)) for side in sides), curvature)
+        for scope, form in ((tokens, Tensor.clone), (plain, partial(Tensor.flatten, end_dim=1)))
+    )
+    close(found.values, wanted.values)
+    for table, n in ((found.samples, 9), (found.queries, 2)):
+        assert table["sample"].tolist() == np.repeat(np.arange(n), 4).tolist()
+        assert table["position"].tolist() == [*range(4)] * n
+    assert "training token" in found.record["unit"] and "sample" not in found.record["unit"]
 
 
 def test_scores_is_public() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.backends import Backend, backends
+from gradscope.backends.base import Backend, backends
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.problem import Problem

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads import FAMILIES, workload
-from gradscope import Scope
-from gradscope.backends import Request, backends
+from gradscope import Scope, model_loss
+from gradscope.backends.base import Request, backends
 from gradscope.backends.compiled import Compiled, Ranges
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.engine import request_of
+from gradscope.engine.fold import request_of
 from gradscope.errors import ModelError
 from gradscope.stages.chain import bind
 from gradscope.stages.losses import losses
@@ -110,7 +110,7 @@ def test_norms_and_expectations_are_compiled_without_the_gradients(tokens) -> No
         close(scope.norms(*tokens), right_norms(model, *tokens))
         for name, value in scope.expectation(CLIP, *tokens).items():
             close(value, plain.expectation(CLIP, *tokens)[name])
-    assert scope.session.compiles
+    assert scope.session.compiles, scope.notes
     assert [note.partition(" in ")[0] for note in scope.notes] == ["vmap compiled"] * 2
     found = scope.evaluate(Batch.of(*tokens), request_of([bind(CLIP)]))
     assert found.compiled and CLIP in found.states
@@ -125,7 +125,7 @@ def test_a_reduction_that_has_no_graph_stays_outside(tokens) -> None:
     texts = ["noise:std=1.0 | mean", "quantile:q=0.5", CLIP]
     scope.expectations(texts, *tokens)
     assert any(note.startswith("noise:std=1.0 | mean: not compiled") for note in scope.notes)
-    assert scope.session.compiles
+    assert scope.session.compiles, scope.notes
     for ours, theirs in zip(
         scope.expectations(texts, *tokens), plain.expectations(texts, *tokens), strict=True
     ):
@@ -189,7 +189,7 @@ def test_nothing_is_printed_and_no_process_is_left(tokens, capfd) -> None:
     for data in ((inputs + 8, targets), (inputs, targets + 4)):
         with pytest.raises(ModelError, match=r"out of (range|bounds)"):
             scope.norms(*data)
-    assert scope.session.compiles
+    assert scope.session.compiles, scope.notes
 
 
 def test_ranges_hold_what_was_accepted_column_by_column() -> None:
@@ -311,7 +311,7 @@ def test_samples_that_are_not_finite_are_left_out() -> None:
     inputs, targets = torch.randn(5, 4).double(), torch.randn(5, 3).double()
     scope = Scope(model, smooth, backend="vmap", compile=True)
     scope.expectation("mean", inputs, targets)
-    assert scope.session.compiles
+    assert scope.session.compiles, scope.notes
     spoilt = targets.clone()
     spoilt[2] = torch.nan
     with pytest.warns(UserWarning, match="1 samples have no finite gradient"):
@@ -319,3 +319,13 @@ def test_samples_that_are_not_finite_are_left_out() -> None:
     _, rows = per_sample_gradients(model, smooth, inputs, targets)
     for name, g in rows.items():
         close(found[name], g[[0, 1, 3, 4]].mean(0))
+
+
+def test_a_bare_loss_compiles_beside_one_that_is_declared() -> None:
+    declared = model_loss(lambda model, inputs, targets: model(inputs).sum(1))
+    assert declared.of_model
+    torch.manual_seed(7)
+    model, inputs, targets = nn.Linear(4, 3).double(), torch.randn(5, 4), torch.randn(5, 3)
+    scope = Scope(model, smooth, backend="vmap", compile=True)
+    scope.norms(inputs.double(), targets.double())
+    assert scope.session.compiles, scope.notes

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from gradscope.backends import Request, backends
+from gradscope.backends.base import Request, backends
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradscope.backends import backends
+from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.errors import UnsupportedError

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gradscope import Scope, compare, model_loss
 from gradscope.blocks import DenseBlock, OuterBlock
-from gradscope.core.batch import Batch
-from gradscope.core.tokens import Tokens
+from gradscope.core.batch import Batch, Tokens
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError
 
 N, T, D = 4, 5, 6
@@ -199,6 +198,68 @@ def test_one_pass_is_enough_where_positions_do_not_meet(name: str) -> None:
     if name == "linear":
         assert isinstance(weight, OuterBlock)
         assert weight.sizes == (1, 1, 5, D)
+
+
+def test_what_meets_is_named_and_shares_its_forward_pass() -> None:
+    calls: list[int] = []
+
+    class Counted(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return super().forward(x)
+
+    model, (x, y) = Counted().eval(), data("attention")
+    scope = Scope(model, squares, backend="hooks", rows="token", verify="never")
+    scope.norms(x, y)
+    (note,) = scope.notes
+    assert f"backward pass, {T} a sample" in note and "in_proj" in note
+    calls.clear()
+    rows = scope.per_sample_gradients(x, y)
+    assert calls == [1] * N
+    for name, right in oracle(model, squares, x, y).items():
+        torch.testing.assert_close(rows[name], right, rtol=1e-9, atol=1e-11)
+    scope.norms(x, y)
+    assert scope.notes == [note]
+    apart = Scope(linear(), squares, rows="token")
+    apart.norms(x, y)
+    assert not apart.notes
+
+
+class Unbatched(torch.autograd.Function):
+    """Sums over the positions before, by a backward pass that no vmap can run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        found = gradients[0].flip(1).cumsum(1).flip(1)
+        return found * (1.0 if float(found.abs().sum()) >= 0 else 0.0)
+
+
+class Sums(nn.Module):
+    """Maps of positions, and sums over those before."""
+
+    def __init__(self, *, batched: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.batched = nn.Linear(D, 5), nn.Linear(5, 3), batched
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        summed = h.cumsum(1) if self.batched else Unbatched.apply(h)  # type: ignore[no-untyped-call]
+        out: Tensor = self.last(summed)
+        return out
+
+
+def test_a_backward_pass_that_takes_one_row_at_a_time() -> None:
+    (x, y), model = data("linear"), Sums(batched=False)
+    require_rows(model, squares, x, y, "hooks")
+    own = Sums(batched=True)
+    own.load_state_dict(model.state_dict())
+    found = Scope(model, squares, backend="hooks", rows="token").per_sample_gradients(x, y)
+    for name, right in oracle(own, squares, x, y).items():
+        torch.testing.assert_close(found[name], right, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -69,7 +69,7 @@ def test_packed_sequences_are_refused():
     packed = pack_padded_sequence(torch.randn(2, 7, 4), torch.tensor([7, 3]), batch_first=True)
     states = (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))
     order = (packed.data, packed.batch_sizes, states, model.a._flat_weights, True, 1, 0.0, False)
-    with pytest.raises(NotImplementedError, match="packed"):
+    with pytest.raises(UnsupportedError, match="packed"):
         recurrent(STEPS[torch.lstm], *order, False)
 
 

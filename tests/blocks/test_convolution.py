@@ -52,7 +52,6 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(convolution, size, 1 if small else 10**9)
     if small:
         monkeypatch.setattr(base, "TILE_BYTES", 1)
-    monkeypatch.setattr(convolution, "FEW_PATCHES", 10**9 if "patches" in request.param else 0)
     with Tuner(preferred=frozenset(VARIANTS[request.param])).active():
         yield
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.blocks import OuterBlock, Tuner, products, unmeasured
+from gradscope.blocks import OuterBlock, Tuner, outer, unmeasured
 from gradscope.blocks.variants import Variant, fastest
 from gradscope.core.cache import Cache
 
@@ -105,12 +105,12 @@ def test_what_is_not_tried(predicted: dict[str, float], runs: dict[str, int]) ->
 
 def test_without_measuring_arithmetic_chooses() -> None:
     clock = Clock(a=1.0, b=2.0)
-    outer = Tuner(measures=False)
-    with outer.active():  # the outermost decides
+    outermost = Tuner(measures=False)
+    with outermost.active():  # the outermost decides
         assert clock.asked(b=0.5) == "b"
-    (choice,) = outer.chosen.values()
+    (choice,) = outermost.chosen.values()
     assert (choice.variant, choice.seconds) == ("b", {"a": 1.0, "b": 0.5})
-    assert not choice.measured and outer.settled() == {}
+    assert not choice.measured and outermost.settled() == {}
     assert clock.runs == {"a": 0, "b": 1}
     assert not clock.tuner.chosen
     with clock.tuner.active(), unmeasured():
@@ -199,7 +199,7 @@ def test_contracted(variant: str, k: int, dtype: torch.dtype, first: str) -> Non
     if first == "positions":
         left, right = (f.transpose(0, 2).contiguous().transpose(0, 2) for f in (left, right))
     with preferring(variant):
-        found = products.contracted(left, right)
+        found = outer.contracted(left, right)
     exact = torch.einsum("nktr,nktc->krc", left.cdouble(), right.cdouble())
     torch.testing.assert_close(found.cdouble(), exact, rtol=1e-5, atol=1e-5)
 
@@ -211,13 +211,13 @@ def test_separate(
     variant: str, axes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sample by sample, in whatever order the axes lie in memory; into a buffer, too."""
-    monkeypatch.setattr(products, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(outer, "WORTH_A_CALL", 0)
     torch.manual_seed(0)
     given = torch.randn(6, 9, 4, dtype=dtype), torch.randn(6, 9, 5, dtype=dtype)
     left, right = (f.permute(axes).contiguous().permute(axes) for f in given)
     out = torch.full((6, 4, 5), torch.nan, dtype=dtype)
     with preferring(variant):
-        found = [products.separate(left, right), products.separate(left, right, out), out]
+        found = [outer.separate(left, right), outer.separate(left, right, out), out]
     for product in found:
         torch.testing.assert_close(product, torch.einsum("mtr,mtc->mrc", *given))
 
@@ -228,7 +228,7 @@ def test_ghost_norms_of_many_positions(t: int, dtype: torch.dtype) -> None:
     torch.manual_seed(t)
     left, right = torch.randn(3, t, 5, dtype=dtype), torch.randn(3, t, 4, dtype=dtype)
     dense = torch.einsum("mtr,mtc->mrc", left, right)
-    torch.testing.assert_close(products.ghost(left, right), dense.abs().square().sum((1, 2)))
+    torch.testing.assert_close(outer.ghost(left, right), dense.abs().square().sum((1, 2)))
 
 
 @pytest.mark.parametrize("variant", ["gram", "dense"])
@@ -244,8 +244,8 @@ def test_kernels_without_a_derivative_are_not_taken_where_one_is_asked_for() -> 
     left = torch.randn(6, 1, 4, 8, requires_grad=True)
     right, wanted = torch.randn(6, 1, 4, 5), torch.randn(1, 8, 5)
     with preferring("oneDNN"):
-        (products.contracted(left, right) * wanted).sum().backward()
-        batched = torch.func.vmap(products.contracted)(left.detach()[None], right[None])
+        (outer.contracted(left, right) * wanted).sum().backward()
+        batched = torch.func.vmap(outer.contracted)(left.detach()[None], right[None])
     assert left.grad is not None
     torch.testing.assert_close(left.grad, torch.einsum("nktc,krc->nktr", right, wanted))
     exact = torch.einsum("nktr,nktc->krc", left.detach(), right)

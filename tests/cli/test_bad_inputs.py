@@ -185,6 +185,16 @@ def test_what_the_forward_pass_raises(forked: Forked, folder: Path) -> None:
     assert not any("torch/nn/modules" in line for line in lines)
 
 
+def test_a_model_that_does_not_run_on_one_sample_alone(forked: Forked, folder: Path) -> None:
+    code = "return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
+    (folder / "model.py").write_text(f"from torch import nn\ndef build(): {code}\n")
+    made = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    torch.save(made.state_dict(), folder / "w.pt")
+    for options in ("", "--batch-size 4", "--memory 1GB"):
+        done = compute(forked, folder, "--mode", "train", *options.split())
+        assert_clear(done, 4, "runs on a batch but not on one sample alone", folder)
+
+
 def test_the_result_goes_where_it_was_asked_for(forked: Forked, folder: Path) -> None:
     """Even if the user's code goes elsewhere; what it prints is kept from stdout."""
     (folder / "elsewhere").mkdir()

@@ -1,6 +1,10 @@
 """Runs with a row for each token: files, shards, a run that goes on, what reads them."""
 
+import json
+import re
+from base64 import b64decode
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +12,12 @@ import torch
 from torch import nn
 
 import gradscope as package
+from gradscope.attribution import open_scores
+from gradscope.view import look
 from tests.cli.conftest import Gradscope
 from tests.cli.forked import Forked
 
+Rows = np.ndarray[Any, Any]
 N, T, V = 40, 7, 11
 MODEL = """
 from torch import nn
@@ -156,6 +163,107 @@ def test_a_stopped_run_goes_on(forked: Forked, project: Path) -> None:
                 np.testing.assert_array_equal(rows[...], other.chains[k][name][...])
 
 
+def flat(path: str) -> tuple[Rows, Rows, Rows]:
+    """Return the rows (n, p) of a file's first chain, and sample and position of each (n,)."""
+    with package.open(path) as file:
+        every = [v[...].reshape(file.n, -1) for v in file.chains[0].values()]
+        table = file.samples
+        of = [np.asarray(table[k]) for k in ("sample", "position") if k in table]
+        return np.concatenate(every, 1), *(of or [np.arange(file.n), np.zeros(file.n, int)])
+
+
+@pytest.mark.parametrize("model", ["build", "mixed"])
+def test_tokens_are_scored_for_tokens_and_for_samples(
+    gradscope: Gradscope, project: Path, model: str
+) -> None:
+    assert gradscope(*words(model, "--samples", "2:37", "-o", "train.h5")).code == 0
+    assert gradscope(*words(model, "--samples", "0:4", "-o", "tokens.h5")).code == 0
+    whole = words(model, "--samples", "0:4", "-o", "whole.h5")
+    whole[whole.index("causal_lm")], whole[whole.index("token")] = (
+        "causal_lm:per_sample=sum",
+        "sample",
+    )
+    assert gradscope(*whole).code == 0
+    train, sample, position = flat("train.h5")
+    how = ("--curvature", "identity", "-q", "-o")
+    for query, more in (("tokens.h5", ()), ("whole.h5", ()), ("tokens.h5", ("--stream",))):
+        done = gradscope("attribute", "train.h5", query, *more, *how, "scores.h5", "--overwrite")
+        assert done.code == 0, done.err
+        right, own, at = flat(query)
+        with open_scores("scores.h5") as scores:
+            found = np.asarray(scores.values[...])
+            np.testing.assert_allclose(found, right @ train.T / len(train), atol=1e-12)
+            np.testing.assert_array_equal(scores.samples["sample"], sample)
+            np.testing.assert_array_equal(scores.samples["position"], position)
+            if "position" in scores.queries:
+                np.testing.assert_array_equal(scores.queries["sample"], own)
+                np.testing.assert_array_equal(scores.queries["position"], at)
+    best = found[0].argmax()
+    shown = gradscope("stats", "scores.h5")
+    assert f"{sample[best]}:{position[best]}" in shown.out
+    assert f"{len(train)} tokens" in shown.out
+    assert gradscope("export", "scores.h5", "-o", "queries.csv").code == 0
+    header, first, *_ = Path("queries.csv").read_text().splitlines()
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert (int(row["sample"]), int(row["position"])) == (own[0], at[0])
+    with package.open("tokens.h5") as file, open_scores("scores.h5") as scores:
+        view = look(file, scores=scores).document()
+    (name, _), *_ = view["scores"]["of"]["0"][0]
+    places = np.frombuffer(b64decode(view["scores"]["places"]["i4"]), "<i4").tolist()
+    assert view["scores"]["ids"][places.index(name)] == f"{sample[best]}:{position[best]}"
+    moved = json.loads(gradscope("stats", "train.h5", "tokens.h5", "--json").out)
+    assert moved["common"] == np.isin(own, sample).sum() > 0  # rows are counted anew in each run
+    assert all(row["moved"] < 1e-12 for row in moved["samples"])
+    mixed_up = gradscope("view", "whole.h5", "--scores", "scores.h5", "-o", "page.html")
+    assert mixed_up.code == 2
+    assert "the other of tokens" in mixed_up.err
+    untrained = gradscope("validate", "scores.h5", "--train", "model.py:build")
+    assert untrained.code == 2
+    assert "of tokens" in untrained.err
+
+
+def test_projected_tokens_are_refined_with_full_gradients(
+    gradscope: Gradscope, project: Path
+) -> None:
+    random = ("-t", "project:dim=8", "--randomness", "fixed")
+    assert gradscope(*words("build", "--samples", "3:30", *random, "-o", "train.h5")).code == 0
+    assert gradscope(*words("build", "--samples", "0:2", *random, "-o", "query.h5")).code == 0
+    how = ("--curvature", "identity", "--refine", 3, "-q", "-o", "scores.h5")
+    done = gradscope("attribute", "train.h5", "query.h5", *how)
+    assert done.code == 0, done.err
+    for name, samples in (("full.h5", "3:30"), ("asked.h5", "0:2")):
+        assert gradscope(*words("build", "--samples", samples, "-o", name)).code == 0
+    (train, *_), (query, *_) = flat("full.h5"), flat("asked.h5")
+    right = query @ train.T / len(train)
+    with open_scores("scores.h5") as scores:
+        places = np.asarray(scores.refined["places"][...]).astype(int)
+        found = np.asarray(scores.refined["scores"][...])
+    assert places.shape == (len(query), 6) and (places >= 0).all()
+    np.testing.assert_allclose(found, np.take_along_axis(right, places, 1), atol=1e-12)
+
+
+def test_what_is_shown_is_said_of_tokens(gradscope: Gradscope, project: Path) -> None:
+    chains = ("-t", "identity", "-t", "mean")
+    made = gradscope(*[w for w in words("build", *chains, "-o", "out.h5") if w != "-q"])
+    assert made.code == 0, made.err
+    page = gradscope("stats", "out.h5", "--html", "out.html")
+    assert page.code == 0, page.err
+    assert gradscope("view", "out.h5", "-o", "view.html").code == 0
+    shown = [made.out, gradscope("stats", "out.h5").out, gradscope("stats", "out.h5", "--full").out]
+    text = re.sub(r"<pre.*?</pre>", "", Path("out.html").read_text(), flags=re.DOTALL)
+    shown.append(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL))
+    for found in shown:
+        assert "tokens" in found
+        assert not re.search(r"\b(?<!--)samples?\b", found, re.IGNORECASE), found
+    mixed = gradscope(*[w for w in words("mixed", "--dry-run") if w != "-q"])
+    told = " ".join(mixed.out.split())
+    assert "tokens 192 tokens" in told and f"backward pass, {T - 1} a sample" in told, told
+    assert "The tokens</h2>" in Path("view.html").read_text()
+    document = json.loads(gradscope("stats", "out.h5", "--json").out)
+    with package.open("out.h5") as file:
+        assert document["file"]["samples"] == file.n
+
+
 def test_commands_read_it_or_say_why_not(gradscope: Gradscope, project: Path) -> None:
     assert gradscope(*words("build", "-t", "identity", "-o", "out.h5")).code == 0
     shown = gradscope("stats", "out.h5", "--full")
@@ -164,9 +272,6 @@ def test_commands_read_it_or_say_why_not(gradscope: Gradscope, project: Path) ->
         top = int(np.argmax(file.samples["norm"]))
         name = f"{file.samples['sample'][top]}:{file.samples['position'][top]}"
     assert name in shown.out
-    refused = gradscope("attribute", "out.h5", "out.h5", "-o", "scores.h5")
-    assert refused.code == 2
-    assert "rows are tokens" in refused.err
     compare = ["compare", *words("build", "--samples", "0:5", "--against", "out.h5")[1:]]
     done = gradscope(*compare)
     assert done.code == 0, done.out + done.err

@@ -107,6 +107,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("--against model.py:nothing", 3, "nothing"),
         ("--against mean.h5", 2, "-t identity"),
         ("--against missing.h5", 3, "missing.h5"),
+        ("--against opacu", 3, "Give backpack, opacus, FILE.py"),
     ],
     "merge -o new.h5": [
         ("no.h5", 3, "there is no such file"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.backends import backends
+from gradscope.backends.base import backends
 from gradscope.backends.loop import loop
 from gradscope.blocks import Evaluation
 from gradscope.comparison import BackendRow, Comparison, compare

@@ -32,7 +32,9 @@ from gradscope.config import CheckpointSpec, DatasetSpec, ModelSpec, load, resol
 from gradscope.core.batch import tensors
 from gradscope.errors import GradscopeError
 from gradscope.run import merge
-from gradscope.sources import load_into, load_model, open_dataset
+from gradscope.sources.data import open_dataset
+from gradscope.sources.models import load_model
+from gradscope.sources.weights import load_into
 from gradscope.stats import summarize
 from gradscope.storage import open_file
 from tests import fuzz_files

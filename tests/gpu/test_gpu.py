@@ -44,6 +44,48 @@ print([counted(run) for run in (
 """
 
 
+GENERATOR = """
+import torch
+from torch import nn
+import gradscope
+from tests.gpu import device, steps
+there = device.register()
+own = torch.Generator().manual_seed(5)  # the device's
+torch.standin.get_rng_state = lambda device=None: own.get_state()
+torch.standin.manual_seed_all = own.manual_seed
+torch.standin.set_rng_state = lambda state, device=None: own.set_state(state)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+    def forward(self, x):
+        noise = torch.rand(len(x), 2, generator=own).to(there)
+        return self.layer(x) + self.size * noise
+model = device.placed(Model())
+x, y = steps.moved(there)((torch.ones(4, 3), torch.tensor([0, 1, 0, 1])))
+before = own.get_state()
+for model.size in (0.0, 1.0):
+    for verify in ("never", "first"):
+        try:
+            gradscope.norms(model, "cross_entropy", x, y, backend="loop", verify=verify)
+            print("answered", torch.equal(before, own.get_state()))
+        except gradscope.errors.GradscopeError as error:
+            print(error.what.partition(":")[0], torch.equal(before, own.get_state()))
+"""
+
+
+def test_the_generator_of_any_device_is_put_back_and_watched() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GENERATOR],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answered = ["answered True"] * 3
+    assert done.stdout.splitlines() == [*answered, "the forward pass is random True"]
+
+
 def test_device_refuses_and_counts_what_a_gpu_would() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FAULTS],

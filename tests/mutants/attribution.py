@@ -80,13 +80,13 @@ scored(
     "found *= self.pair.weight",
 )
 scored(
-    "attribution/fisher.py",
+    "attribution/curvature.py",
     "twice the damping: what is added to the Fisher matrix is not what was asked for",
     "matrix.diagonal().add_(damping)",
     "matrix.diagonal().add_(2 * damping)",
 )
 scored(
-    "attribution/fisher.py",
+    "attribution/curvature.py",
     "all samples counted: the Gram matrix is divided by those that were left out, too",
     "return damped_root(self.products / self.n, self.damping)",
     "return damped_root(self.products / len(self.products), self.damping)",

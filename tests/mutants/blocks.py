@@ -6,7 +6,7 @@ from tests.mutants.base import mutant
 from tests.mutants.scenarios import Asked
 
 outer = partial(mutant, "blocks/outer.py")
-products = partial(mutant, "blocks/products.py")
+products = partial(mutant, "blocks/outer.py")
 scatter = partial(mutant, "blocks/scatter.py")
 convolution = partial(mutant, "blocks/convolution.py")
 

@@ -34,7 +34,7 @@ vmap(
     Asked("gru", backend="vmap"),
 )
 mutant(
-    "backends/expand/indexing.py",
+    "backends/expand/axes.py",
     "one table for all samples: tokens are added into the first sample's table",
     "return indices + offsets.reshape(-1, *[1] * (indices.dim() - 1))",
     "return indices",

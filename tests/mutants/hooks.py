@@ -5,8 +5,8 @@ from functools import partial
 from tests.mutants.base import mutant
 from tests.mutants.scenarios import Asked
 
-layers = partial(mutant, "backends/hooks/rules/layers.py")
-recurrent = partial(mutant, "backends/hooks/rules/recurrent.py", scenario=Asked("lstm"))
+layers = partial(mutant, "backends/hooks/rules.py")
+recurrent = partial(mutant, "backends/hooks/recurrent.py", scenario=Asked("lstm"))
 axes = partial(mutant, "backends/hooks/graph/axes.py")
 analysis = partial(mutant, "backends/hooks/graph/analysis.py")
 pullback = partial(mutant, "backends/hooks/pullback.py")
@@ -37,7 +37,7 @@ layers(
     Asked("stacked_expert_weights_with_bias"),
 )
 mutant(
-    "backends/hooks/rules/base.py",
+    "backends/hooks/rules.py",
     "bias at one position: a bias is not summed over the positions of a sequence",
     "moved.sum(axes, keepdim=True)",
     "moved[:, :1].sum(axes, keepdim=True)",

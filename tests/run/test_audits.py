@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from gradscope.backends import Evaluate, backends
+from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.vmap import vmap
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch

@@ -285,6 +285,25 @@ def test_without_a_budget_there_is_what_the_machine_has(
     assert job.scope.notes == []
 
 
+@pytest.mark.parametrize("wide", [0, 1000])
+def test_no_sizes_are_tried_where_the_batch_is_the_smaller_part(
+    wide: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the memory does not suffice, all of it does; what a smaller batch saves differs."""
+    model = {"wide": wide} if wide else None
+    job = prepare(spec(write(tmp_path), model, samples="0:2", transform=["var"]))
+    sizes = Sizes.of(job)
+    assert sizes is not None
+    assert (2 * sizes.each > sizes.fixed) == bool(wide)
+    tried: list[int] = []
+    monkeypatch.setattr(Rehearsals, "peak", lambda self, n: tried.append(n) or 1)
+    for share in (1, 2):
+        found = plan(job, there=sizes.most(2) // share)
+        assert found.samples == 2 or wide
+        assert bool(tried) == bool(wide)
+        assert bool(found.notes) == (share == 2) or wide
+
+
 def test_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
     """The first batch of the run is proved as a whole, whatever was tried before."""
     job = prepare(spec(write(tmp_path), memory="1GB", transform=["center | var"], backend="auto"))

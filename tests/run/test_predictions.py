@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.config import RunSpec, resolve
 from gradscope.core.batch import Batch
-from gradscope.engine import Session, Settings
+from gradscope.engine.session import Session, Settings
 from gradscope.errors import OutputError
 from gradscope.run import compute, prepare, start
 from gradscope.run.execute import table_of

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from gradscope.errors import CheckpointError
-from gradscope.sources import CheckpointReport, checkpoint_readers, load_into
+from gradscope.sources.formats import checkpoint_readers
+from gradscope.sources.weights import CheckpointReport, load_into
 
 WROTE = []  # what a payload would write to
 

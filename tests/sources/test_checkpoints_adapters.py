@@ -12,13 +12,14 @@ import peft
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor, nn
 
 import gradscope
 from gradscope.cli.app import run as command_line
 from gradscope.config import CheckpointSpec, ModelSpec, load
 from gradscope.errors import CheckpointError, InputError, ModelError
-from gradscope.sources import LoadedModel, load_model
+from gradscope.sources.models import LoadedModel, load_model
 from tests import oracle
 from tests.sources.test_checkpoints_hugging_face import TOKENS, saved
 
@@ -38,6 +39,10 @@ KINDS = {
         target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True
     ),
     "vera": peft.VeraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    "biases and a head": peft.LoraConfig(**LORA, bias="all", modules_to_save=["ln_f"]),
+    "one bank": peft.VBLoRAConfig(
+        r=2, num_vectors=8, vector_length=4, target_modules=["c_attn"], fan_in_fan_out=True
+    ),
     "loha": peft.LoHaConfig(r=2, target_modules=["lm_head"]),
 }
 
@@ -198,7 +203,9 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
             CheckpointError,
         ),
         (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
-        (lambda f: configured(f, r=3), "peft cannot put the adapter onto its base", ModelError),
+        (lambda f: configured(f, r=3), "PeftModel: size mismatch for base_model", ModelError),
+        (lambda f: configured(f, brand_new=True), "has no setting brand_new", ModelError),
+        (lambda f: configured(f, peft_type="XLORA"), "mixes adapters of other folders", ModelError),
         (lambda f: configured(f, target_modules=["no"]), "peft cannot put the ada", ModelError),
         (lambda f: configured(f, peft_type="NEW"), "peft cannot put the adapter", ModelError),
         (lambda f: configured(f, peft_type=None), "no table of settings with a", CheckpointError),
@@ -227,6 +234,23 @@ def test_an_adapter_that_is_refused(
     with pytest.raises(error, match=expected) as raised:
         held(tmp_path)
     assert str(tmp_path) in str(raised.value.where)
+
+
+def test_a_class_with_a_head_that_the_adapter_brings(tmp_path: Path) -> None:
+    saved(tmp_path / "base")
+    kind = transformers.GPT2ForSequenceClassification
+    tuned = kind.from_pretrained(tmp_path / "base", num_labels=3, pad_token_id=0)
+    config = peft.LoraConfig(**LORA, task_type="SEQ_CLS")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own = peft.get_peft_model(tuned, config).eval()
+        own.save_pretrained(str(tmp_path / "tuned"))
+    with pytest.raises(CheckpointError, match=r"base_model\.model\.score") as raised:
+        held(tmp_path)
+    assert "kwargs = { architecture" in str(raised.value.remedy)
+    values = {"num_labels": 3, "pad_token_id": 0}
+    model = held(tmp_path, architecture=kind.__name__, **values).model
+    torch.testing.assert_close(model(TOKENS), own(TOKENS).logits)
 
 
 def test_a_folder_as_the_base_model_of_what_is_no_adapter(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 import gradscope
 from gradscope.config import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, ModelError
-from gradscope.sources import LoadedModel, load_into, load_model
+from gradscope.sources.models import LoadedModel, load_model
+from gradscope.sources.weights import load_into
 from tests.sources.test_checkpoints import WROTE, Payload, legacy, model, state, trained
 
 INPUTS = torch.linspace(-1, 1, 10).reshape(5, 2)

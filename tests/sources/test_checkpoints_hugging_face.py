@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.config import CheckpointSpec, ModelSpec
 from gradscope.errors import CheckpointError, InputError, ModelError
-from gradscope.sources import LoadedModel, load_model, sha256
+from gradscope.sources.formats import sha256
+from gradscope.sources.models import LoadedModel, load_model
 from tests import oracle
 
 GPT2 = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gradscope.errors import ModelError, SpecError
-from gradscope.sources import build, code_digests, load_function
+from gradscope.sources.code import code_digests, load_function
+from gradscope.sources.models import build
 from tests.cli.forked import apart
 
 

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from gradscope.errors import DatasetError
-from gradscope.sources import dataset_readers
+from gradscope.sources.formats import dataset_readers
 from tests.sources.test_datasets import failure, opened
 
 N = 700  # more than the records between two remembered places of a text file

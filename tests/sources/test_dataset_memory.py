@@ -28,7 +28,7 @@ import torch
 
 from gradscope.config import DatasetSpec
 from gradscope.core.memory import release_freed_memory
-from gradscope.sources import open_dataset
+from gradscope.sources.data import open_dataset
 import pyarrow.compute, pyarrow.parquet  # the libraries themselves are not data
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, InputError
-from gradscope.sources import Dataset, open_dataset
+from gradscope.sources.data import Dataset, open_dataset
 
 N = 23
 X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3

@@ -14,7 +14,7 @@ import torch
 
 from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
-from gradscope.sources import Dataset, open_dataset
+from gradscope.sources.data import Dataset, open_dataset
 
 N = 11
 RANDOM = np.random.default_rng(0)

@@ -6,8 +6,7 @@ import pytest
 from torch import nn
 
 from gradscope.errors import ModelError
-from gradscope.sources import build
-from gradscope.sources.models import notes_on
+from gradscope.sources.models import build, notes_on
 
 FILE = """
 import torch

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from gradscope.config import load
-from gradscope.sources import build, load_function, load_into, open_dataset
+from gradscope.sources.code import load_function
+from gradscope.sources.data import open_dataset
+from gradscope.sources.models import build
+from gradscope.sources.weights import load_into
 
 FOLDER = Path(__file__).parents[2] / "sample_models"
 SAMPLES = {path.parent.name: path for path in sorted(FOLDER.glob("*/run.toml"))}

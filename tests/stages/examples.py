@@ -26,8 +26,8 @@ from gradscope.blocks import (
     segmented,
 )
 from gradscope.stages.chain import Chain, bind
-from gradscope.stages.reducers import Reducer, carried_state
-from gradscope.stages.transforms import Vector
+from gradscope.stages.reducers.base import Reducer, carried_state
+from gradscope.stages.transforms.base import Vector
 
 MANY = 23
 N = 5

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
-from gradscope.backends import backends
+from gradscope.backends.base import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
-from gradscope.engine import settled, usable
+from gradscope.engine.fold import settled, usable
 from gradscope.errors import SpecError
 from gradscope.stages.chain import bind
 from tests.oracle import per_sample_gradients

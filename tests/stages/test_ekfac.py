@@ -19,10 +19,10 @@ from gradscope.blocks import (
     layer_of,
 )
 from gradscope.core.batch import Batch
-from gradscope.engine import settled
+from gradscope.engine.fold import settled
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.chain import bind
-from gradscope.stages.reducers import Reducer, depends_on_split
+from gradscope.stages.reducers.base import Reducer, depends_on_split
 from tests.stages.examples import Draw, compare, reducer, run
 
 

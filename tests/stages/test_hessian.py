@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradscope
-from gradscope.backends import backends
+from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
-from gradscope.engine import settled
+from gradscope.engine.fold import settled
 from gradscope.errors import SpecError, UnsupportedError
 from gradscope.stages.chain import bind
-from gradscope.stages.transforms import Vector
+from gradscope.stages.transforms.base import Vector
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -1,6 +1,7 @@
 """Every loss against torch's own, one sample at a time, and against numpy where torch has none."""
 
 import itertools
+import json
 import sys
 from functools import partial
 
@@ -190,6 +191,14 @@ def test_the_column_of_a_mask_comes_from_the_data(tmp_path, monkeypatch):
             assert not found[mask[:, 1:].sum(1) == 0].any() and found.abs().sum() > 0
     monkeypatch.setattr(sys, "argv", ["gradscope", *words[:-1], "causal_lm:mask=sayd"])
     assert command_line() == 3
+    for length, code in ((T, 0), (T - 1, 3)):  # filled up, a mask of the wrong length would fit
+        rows = [{"targets": [1] * T, "said": [1] * T}, {"targets": [1] * T, "said": [1] * length}]
+        (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        spec = 'path = "d.jsonl"\ninputs = ["targets"]\ntargets = ["targets"]\n'
+        (tmp_path / "d.toml").write_text(spec + "pad = { targets = 0, said = 0 }\n")
+        given = [{"d.npz": "d.toml"}.get(word, word) for word in words]
+        monkeypatch.setattr(sys, "argv", ["gradscope", *given])
+        assert command_line() == code
 
 
 def test_a_loss_that_divides_by_the_tokens_of_the_batch_is_told():

@@ -15,7 +15,8 @@ from torch import nn
 from gradscope import Scope
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
 from gradscope.errors import SpecError
-from gradscope.stages.reducers import base, depends_on_split, reducers
+from gradscope.stages.reducers import base
+from gradscope.stages.reducers.base import depends_on_split, reducers
 from tests.stages.examples import (
     DTYPES,
     MANY,

@@ -9,7 +9,7 @@ import torch
 from gradscope.blocks import DenseBlock, Gradients, Tuner, outer
 from gradscope.errors import SpecError
 from gradscope.stages.chain import bind
-from gradscope.stages.transforms import TransformScope, Vector, transforms
+from gradscope.stages.transforms.base import TransformScope, Vector, transforms
 from tests.stages import examples
 from tests.stages.examples import N, Rows, compare, each, everything, example, flat, mean, scaled
 

@@ -114,6 +114,10 @@ def test_lightning_tells_the_batch_and_gets_the_numbers(tmp_path, lightning):
     assert more == [2, 4]
     found = run.loggers[0].found
     assert [found[k]["gradscope/loss"] for k in (2, 4)] == [step.loss for step in history.steps]
+    callback.on_train_start(run, model)  # once more, with all that was asked for
+    run.global_step = 6
+    callback.on_train_batch_end(run, model, None, batch, 0)
+    assert more == [2, 4, 6]
 
 
 def test_a_library_that_is_absent_is_named(monkeypatch):

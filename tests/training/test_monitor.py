@@ -250,6 +250,11 @@ def test_nothing_is_imported_that_is_not_used():
         {"every": 0},
         {"samples": 1},
         {"overhead": 0.0},
+        {"overhead": "3%"},
+        {"max_norm": [1.0, -1.0]},
+        {"probe": torch.zeros(3, 6)},
+        {"trackers": print},
+        {"model": None},
         {"mode": "both"},
         {"errors": "hide"},
         {"trackers": [3]},
@@ -285,3 +290,27 @@ def test_a_fixed_probe_is_measured_every_time():
     nothing.start()
     with pytest.raises(SpecError, match="nothing to measure"):
         nothing.step()
+
+
+def test_a_batch_of_nothing_but_nan_is_measured_too():
+    monitor = Monitor(made(), "cross_entropy", 1, 8, None, errors="raise")
+    monitor.start()
+    targets = torch.randint(3, (8,))
+    monitor.step(torch.full((8, 6), torch.nan), targets)
+    assert monitor.latest.nonfinite == 8
+    monitor.step(torch.randn(8, 6), targets)
+    assert monitor.latest.nonfinite == 0 and monitor.latest.norm_mean > 0
+
+
+def test_what_measures_is_no_state_of_the_model_that_leads_to_it():
+    """As a LightningModule leads to its trainer, and that to its callbacks."""
+    model, batch = made(), (torch.randn(8, 6), torch.randint(3, (8,)))
+    options = {"mode": "train", "coupling": "frozen", "randomness": "fixed", "errors": "raise"}
+    monitor = Monitor(model, "cross_entropy", 1, 8, None, **options)
+    model.trainer = {"callbacks": [monitor]}
+    monitor.start()
+    for step in (1, 2):
+        monitor.step(*batch)
+        assert monitor.latest.step == step
+    buffers = {name: t.clone() for name, t in made().named_buffers()}
+    torch.testing.assert_close(dict(model.named_buffers()), buffers)

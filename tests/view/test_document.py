@@ -198,7 +198,7 @@ def test_without_pillow_the_page_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = computed(tmp_path, "mean")
-    monkeypatch.setattr("gradscope.view.pictures.find_spec", lambda name: None)
+    monkeypatch.setattr("gradscope.view.document.find_spec", lambda name: None)
     found = document(path)
     assert found["album"]["sheet"] is None and "pip install" in found["why"]["samples"]
 

@@ -31,16 +31,15 @@ from gradscope.backends.base import (
     refusing,
     require_unhooked,
 )
-from gradscope.backends.expand import axes, indexing, layers  # noqa: F401  (file rules)
+from gradscope.backends.expand import axes, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
 from gradscope.backends.expand.mode import Interpreter, probe
 from gradscope.backends.expand.tensor import REMEDY, Differ, Own, PerSample, SharedWrite
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
-from gradscope.core.locate import layer_of
 from gradscope.core.problem import Problem, is_model_loss, model_loss
+from gradscope.core.randomness import forked
 from gradscope.core.releases import require
-from gradscope.errors import UnsupportedError
 
 __all__ = ["expand", "rules"]
 
@@ -72,14 +71,9 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require("expand", probe)
         require_unhooked("expand", problem)
-        try:
-            with refusing("expand", problem.model, REMEDY):
-                parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
-                return dense_evaluation(*in_parts(problem, batch, parts, attempt))
-        except UnsupportedError as error:
-            if error.where is None:
-                error.where = layer_of(error, problem.model)
-            raise
+        with refusing("expand", problem.model, REMEDY):
+            parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
+            return dense_evaluation(*in_parts(problem, batch, parts, attempt))
 
     yield evaluate
 
@@ -96,10 +90,9 @@ def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
     inputs, targets = map_tensors(_sample, (batch.inputs, batch.targets))
     found: list[Tensor] = []
     bound = replace(problem, loss=_differentiating(problem.loss, list(params.values()), found))
-    devices = [problem.device] if problem.device.type == "cuda" else []
     with (
         problem.state.kept(),
-        torch.random.fork_rng(devices=devices),
+        forked(problem.device),
         torch.enable_grad(),
         Interpreter(n, own, problem.state.fixed) as mode,
     ):

@@ -21,7 +21,7 @@ from gradscope.backends.expand.tensor import (
     same_as,
     tensors_of,
 )
-from gradscope.core.randomness import Fixed
+from gradscope.core.randomness import Fixed, states
 from gradscope.core.releases import expect
 from gradscope.errors import UnsupportedError
 
@@ -137,11 +137,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _generators(devices: set[torch.device]) -> list[Tensor]:
     """Return the states of the random generators."""
-    return [
-        torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()
-        for d in sorted(devices, key=str)
-        if d.type in ("cpu", "cuda")
-    ]
+    return [read() for d in sorted(devices, key=str) for read in states(d)]
 
 
 # They change what an entry is, and leave leading axes alone.

@@ -5,7 +5,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,26 +17,26 @@ from gradscope.backends.base import (
     ROWS,
     Evaluate,
     Request,
-    apart,
     backends,
     dense_evaluation,
     refusing,
     require_unhooked,
     token_backends,
 )
+from gradscope.backends.hooks import recurrent
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
-from gradscope.backends.hooks.graph.axes import Axis, Marks, SharedAxes, row_axis
+from gradscope.backends.hooks.graph.axes import Axis, Marks, OwnedAxis, row_axis
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.pullback import pull_back
-from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
-from gradscope.backends.loop import one_sample
+from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Tokens
 from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.core.releases import require
-from gradscope.core.tokens import Tokens
+from gradscope.core.texts import listed
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
@@ -86,7 +86,7 @@ def row_block(kind: str, site: Site) -> Block:
     Raises:
         UnsupportedError: No rule keeps a sample's positions apart here.
     """
-    shared = any(isinstance(axis, SharedAxes) for axis in site.axes)
+    shared = any(isinstance(axis, OwnedAxis) and axis.others for axis in site.axes)
     name = kind.removesuffix("Backward0")
     usable = name in _APART or (name in _MERGED and not shared)
     if name == "Embedding":  # by how often the whole sample looks a row up
@@ -103,29 +103,28 @@ def row_block(kind: str, site: Site) -> Block:
 @token_backends.register("hooks")
 @contextmanager
 def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
-    """One backward pass for all positions of a model that keeps them apart, else for each one.
+    """One backward pass for all positions of a model that keeps them apart, else one for each.
 
     What is looked at lies between the parameters and the losses: a head on frozen attention does.
     Each batch shows it by itself.
     """
-    program = _Program(problem, row_block)
-    mixed = False  # positions depend on each other: that is known from now on
+    program, note = _Program(problem, row_block), ""  # and what is in the way of it
 
-    with apart(hooks, problem) as each:
+    def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
+        nonlocal note
+        assert isinstance(batch, Tokens)
+        require_unhooked("hooks", problem)
+        if not note:  # what one batch shows is known from then on
+            try:
+                with refusing("hooks", problem.model, OTHERS):
+                    return program.evaluate_rows(batch, proved=request.proved)
+            except UnsupportedError as error:
+                why = f"{error.what} ({error.where})"
+                note = f"each token takes a backward pass, {batch.positions} a sample: {why}"
+        with refusing("hooks", problem.model, OTHERS):
+            return replace(one_graph(problem, batch), note=note)
 
-        def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
-            nonlocal mixed
-            assert isinstance(batch, Tokens)
-            require_unhooked("hooks", problem)
-            if not mixed:
-                try:
-                    with refusing("hooks", problem.model, OTHERS):
-                        return program.evaluate_rows(batch, proved=request.proved)
-                except UnsupportedError:
-                    mixed = True
-            return each(batch, request)
-
-        yield evaluate
+    yield evaluate
 
 
 class _Program:
@@ -149,8 +148,10 @@ class _Program:
         new = self.problem.any(known is None)  # what one process looks into, all do
         if new and not proved:  # by who asks
             require_independent(self.problem, batch, recorded.losses.detach())
-        analysis = self._analysis(recorded, batch) if new or known is None else known
-        gradients = self._gradients(self._parts(recorded, analysis), losses)
+        sharding = self.problem.sharding
+        with nullcontext() if sharding is None else sharding.exchange():
+            analysis = self._analysis(recorded, batch) if new or known is None else known
+            gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=new)
 
     def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
@@ -282,7 +283,7 @@ class _Program:
         axes = analysis.located(recorded, at, seed=self.evaluations, agree=agree)
         n = recorded.n
         if rows is not None:
-            n, axes = int((rows >= 0).sum()), self._row_axes(recorded, at, axes, rows)
+            n, axes = int((rows >= 0).sum()), self._row_axes(recorded, analysis, at, axes, rows)
         shared: dict[Node, Any] = {}
 
         def site(edge: FrontierEdge) -> Site:
@@ -324,12 +325,14 @@ class _Program:
     def _row_axes(
         self,
         recorded: Trace,
+        analysis: Analysis,
         at: Mapping[Output, Tensor | None],
         axes: Mapping[Output, Axis],
         rows: Tensor,
     ) -> dict[Output, Axis]:
         """Return which tokens own the entries at the frontier, by marks on the positions."""
-        wanted = {k: gradient for k in axes if (gradient := at.get(k)) is not None}
+        late = sorted(axes, key=lambda k: -internals.moment(recorded.nodes[k[0]]))
+        wanted = {k: gradient for k in late if (gradient := at.get(k)) is not None}
         reached = [t.dtype for t in wanted.values()]
         marks = Marks.of(recorded.losses.detach()[0], self.evaluations, reached)
         passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
@@ -340,9 +343,15 @@ class _Program:
             try:
                 own[output] = row_axis(once, often, axes[output], rows, marks)
             except ValueError as error:
-                where = f"operation {recorded.kinds[output[0]]}"
+                where = f"by {self._used(recorded, analysis, output[0])}"
                 raise UnsupportedError(str(error), where=where, remedy=OTHERS) from error
         return own
+
+    def _used(self, recorded: Trace, analysis: Analysis, node: int) -> str:
+        """Return the names of the parameters that an operation at the frontier takes."""
+        edges = (edge for edge in analysis.frontier if edge.node == node)
+        leaves = {id(leaf) for edge in edges for leaf in recorded.leaves(edge.source[0])}
+        return listed(name for name, p in self.problem.parameters.items() if id(p) in leaves)
 
     def _gradients(self, parts: dict[str, list[Block]], losses: Tensor) -> Gradients:
         rows: dict[str, Block] = {}

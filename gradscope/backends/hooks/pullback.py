@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.trace import Output, Trace
-from gradscope.backends.hooks.rules.layers import scatter
+from gradscope.backends.hooks.rules import scatter
 from gradscope.blocks import Block, DenseBlock, OuterBlock, SegmentBlock, total
 
 Step = Callable[[Trace, int, Block], Block | None]

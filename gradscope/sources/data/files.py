@@ -16,7 +16,7 @@ from gradscope.core.memory import available
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
-from gradscope.sources.data import hdf5, text  # noqa: F401 (they register their readers)
+from gradscope.sources.data import text  # noqa: F401 (it registers its readers)
 from gradscope.sources.data.arrays import open_npy_folder
 from gradscope.sources.data.arrow import (
     open_arrow_files,

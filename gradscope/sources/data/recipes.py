@@ -200,6 +200,9 @@ def encoded(
         if not isinstance(stored, SequenceColumn):
             stored = _as_sequences(stored, source)
         width = spec.length.get(source) or int(stored.lengths.max())
+        tokens = as_numbers(spec.masks[name])[0] if spec.masks.get(name) in padded else stored
+        if isinstance(tokens, SequenceColumn):
+            _require_alike(stored.lengths, tokens.lengths, spec.masks.get(name, ""))
         if source == name:
             return _padded(stored, width, value, name)
         lengths = stored.lengths
@@ -286,6 +289,15 @@ def _as_sequences(stored: Numbers, name: str) -> SequenceColumn:
     n, length, *row = stored.shape
     sizes = torch.full((n,), length), tuple(row)
     return SequenceColumn(stored.dtype, lambda a, b: list(stored[a:b]), lambda: sizes)
+
+
+def _require_alike(mask: Tensor, tokens: Tensor, name: str) -> None:
+    if len(mask) == len(tokens) and bool((mask != tokens).any()):
+        k = int((mask != tokens).nonzero()[0])
+        raise DatasetError(
+            f"its sample {k} has {int(mask[k]):,} entries, but {int(tokens[k]):,} in {name}",
+            remedy="A mask has an entry for each token.",
+        )
 
 
 def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -> NumberColumn:

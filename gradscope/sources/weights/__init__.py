@@ -19,8 +19,7 @@ from gradscope.sources.formats import (
     sha256_of_list,
 )
 from gradscope.sources.weights.fit import fitted
-from gradscope.sources.weights.folders import files_of, weights_in
-from gradscope.sources.weights.readers import TRUSTED, read_trusted
+from gradscope.sources.weights.readers import TRUSTED, files_of, read_trusted, weights_in
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ def load_into(
     key: str | None = None,
     ignore: Sequence[str] = (),
     unsafe_pickle: bool = False,
+    assign: bool = False,
 ) -> CheckpointReport:
     """Load a checkpoint into a model: every tensor of both must fit, or nothing is loaded.
 
@@ -74,6 +74,7 @@ def load_into(
         key: Where in it the state dict is, dotted; found by the model's names when None.
         ignore: Globs of names that are left out where the model has no such name.
         unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
+        assign: The checkpoint's tensors become the model's, whose parameters may be on "meta".
 
     Raises:
         CheckpointError: The file cannot be read or is refused, or it does not fit the model.
@@ -82,6 +83,20 @@ def load_into(
     with located(report.path):
         fit = fitted(model, content, key, ignore)
         with user_file("the model's own load_state_dict"):
-            model.load_state_dict(fit.state, strict=True)
+            tied = _tied(model) if assign else []
+            model.load_state_dict(fit.state, strict=True, assign=assign)
+            for (first, name), *others in tied:
+                for module, other in others:
+                    module._parameters[other] = first._parameters[name]
     notes = report.notes + fit.notes
     return replace(report, notes=notes, tensors=fit.tensors, key=fit.key, prefix=fit.prefix)
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return where each parameter is held, and under which name."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places.setdefault(id(p), []).append((module, name))
+    return list(places.values())

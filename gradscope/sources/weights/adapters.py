@@ -7,18 +7,21 @@ are frozen. Parameters have the names that they have in peft's model.
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradscope.core.locate import first_line
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.formats import located, need, reachable
-from gradscope.sources.weights.folders import ADAPTER, ADAPTER_WEIGHTS, weights_in
+from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, weights_in
 
 _GIVE = "Give its folder, --model FOLDER, or a factory that returns it, --model FILE.py:FACTORY."
+_CLASS = "kwargs = { architecture = ... }"
 _AGAIN = "Save the adapter again with save_pretrained."
 
 
@@ -78,6 +81,13 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
                 **{k: v for k, v in content.items() if k != "runtime_config"}
             )
             _require_kind(config)
+            known = {f.name for f in fields(config)} | {"runtime_config", "peft_version"}
+            unread = sorted(key for key, value in content.items() if value and key not in known)
+            if unread:  # peft would leave it out
+                raise ModelError(
+                    f"peft {peft.__version__} has no setting {listed(unread)}",
+                    remedy="Install the one that wrote it. What does nothing can be deleted here.",
+                )
             config.inference_mode = False  # or nothing could be trained
             held = isinstance(base, peft.PeftModel)  # a factory may have put it there
             model: nn.Module = base if held else peft.PeftModel(base, config)
@@ -87,16 +97,21 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
         except Exception as error:  # whatever peft makes of a config, and of weights
             what = f"peft cannot put the adapter onto its base model: {first_line(error)}"
             raise ModelError(what, remedy=f"Is it the adapter's base model? {_GIVE}") from error
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        missing = sorted(trained & set(told.missing_keys))
-        unknown = sorted(told.unexpected_keys)
+        absent = set(told.missing_keys)
+        named = model.named_parameters(remove_duplicate=False)
+        given = {p for name, p in named if name not in absent}  # layers may share one
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        missing = sorted(name for name, p in trained if p not in given)
+        unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
     what = ""
     if missing:
         what = f"{len(missing)} parameters that the adapter trains are not in it: {listed(missing)}"
     elif unknown:
         what = f"{len(unknown)} tensors have no place in the model: {listed(unknown)}"
     if what:
-        raise CheckpointError(what, remedy=f"{_AGAIN} Or is it another base model's?")
+        raise CheckpointError(
+            what, remedy=f"{_AGAIN} Or is the base model another, or of another class: {_CLASS}?"
+        )
     return model, (f"An adapter ({content['peft_type']}): its parameters alone are trained.",)
 
 
@@ -114,6 +129,12 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
+def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
+    """Whether a bias is there a second time, as it is where all are trained and a whole layer."""
+    one, other = state.get(name), state.get(name.replace(".modules_to_save.", "."))
+    return one is not other and one is not None and other is not None and torch.equal(one, other)
+
+
 def _require_kind(config: Any) -> None:
     """Refuse adapters that are more than modules within the model, or not the same twice."""
     kind = config.peft_type.value
@@ -121,6 +142,11 @@ def _require_kind(config: Any) -> None:
         raise ModelError(
             f"{kind} adds positions to the inputs, not modules to the model",
             remedy="Write a factory that returns the whole model, and a loss for its outputs.",
+        )
+    if kind == "XLORA":
+        raise ModelError(
+            "it mixes adapters of other folders, which is not supported",
+            remedy="Write a factory that returns the whole model, and save its state_dict().",
         )
     drawn = str(getattr(config, "init_lora_weights", ""))
     if "niter" in drawn:

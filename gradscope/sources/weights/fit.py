@@ -53,14 +53,15 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     prefix, named = _stripped(kept, expected)
     values = _without(named, expected, ignore)
     dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
-    values, tied = _with_tied(values, expected)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    values, tied = _with_tied(values, expected, own)
     _check_names(values, expected)
     casts = _check_tensors(values, expected)
     cast = {
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
-    check_finite(cast, expected, {k for k, _ in model.named_parameters(remove_duplicate=False)})
+    check_finite(cast, expected, {*own})
     notes = {
         f"The weights are those under {key!r} of the checkpoint.": key,
         f"Left out of the checkpoint, as not the model's: {listed(dropped)}.": dropped,
@@ -191,12 +192,18 @@ def _stripped(state: StateDict, expected: StateDict) -> tuple[str, StateDict]:
     return max(candidates, key=lambda c: len(c[1].keys() & expected.keys()))
 
 
-def _with_tied(values: StateDict, expected: StateDict) -> tuple[dict[str, Any], list[str]]:
-    """Fill in names of a tensor that the checkpoint has under another of its names."""
+def _with_tied(
+    values: StateDict, expected: StateDict, own: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """Fill in names of a tensor that the checkpoint has under another of its names.
+
+    One without memory is the same if it is the same of the model's `own` parameters.
+    """
     groups: dict[Any, list[str]] = {}
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor) and tensor.numel():
-            memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            at = id(own.get(name)) if tensor.is_meta else tensor.data_ptr()
+            memory = (at, tensor.shape, tensor.stride(), tensor.dtype)
             groups.setdefault(memory, []).append(name)
     result, tied = dict(values), []
     for names in groups.values():

@@ -5,7 +5,7 @@ ones. A model that answers with logits gives these alone, so that losses by name
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,23 @@ from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.formats import located, need, reachable
 
 CONFIG = "config.json"
-_MAX_BYTES = 2**24
+_MAX_BYTES = 2**24  # a config has a few thousand
 _ATTENTION = "attn_implementation"
 _OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
 
 
 def built(
-    folder: Path, state: Mapping[str, Any], kwargs: Mapping[str, Any]
+    folder: Path,
+    state: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    brought: Collection[str] = (),
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model that a folder's config.json describes, with the weights `state`, and notes.
 
     Of `kwargs`, `architecture` is the class in transformers, where it is not the config's;
     `attn_implementation` says how attention is computed; others replace values of the config.
+    Weights `brought` by an adapter may be missing.
     """
     with located(folder / CONFIG):
         content = _content(folder / CONFIG, kwargs)
@@ -56,7 +60,7 @@ def built(
                 ignore_mismatched_sizes=True,  # told below, in our own words
                 **{key: value for key, value in kwargs.items() if key == _ATTENTION},
             )
-        missing = sorted(told["missing_keys"])
+        missing = sorted(set(told["missing_keys"]).difference(brought))
         wrong = sorted(
             f"{name}: {tuple(here)} here, {tuple(there)} in the model"
             for name, here, there in told["mismatched_keys"]

@@ -1,7 +1,6 @@
 """Transforms of per-sample gradients, one family a file."""
 
 from gradscope.stages.transforms import (  # noqa: F401  each registers its transforms
-    adam,
     elementwise,
     hessian,
     norms,
@@ -9,26 +8,3 @@ from gradscope.stages.transforms import (  # noqa: F401  each registers its tran
     random,
     vectors,
 )
-from gradscope.stages.transforms.base import (
-    NeedsMean,
-    NeedsProblem,
-    ReadsNorms,
-    Step,
-    Transform,
-    TransformScope,
-    Vector,
-    transform,
-    transforms,
-)
-
-__all__ = [
-    "NeedsMean",
-    "NeedsProblem",
-    "ReadsNorms",
-    "Step",
-    "Transform",
-    "TransformScope",
-    "Vector",
-    "transform",
-    "transforms",
-]

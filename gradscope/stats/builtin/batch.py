@@ -23,7 +23,12 @@ _SMALLEST, _LARGEST = 16, 2048  # batch sizes of CABS, as published
 
 
 class NoiseScale(Record):
-    """How large a batch is worth: B_simple = trΣ / |G|²."""
+    """How large a batch is worth: B_simple = trΣ / |G|².
+
+    Intervals are of 95%, and None where they are not known. That of `simple` has the `high` None
+    where it has no upper end: the samples do not tell |G|² from zero. Any end is None that
+    overflows float64.
+    """
 
     trace_covariance: float | None = None
     gradient_norm_squared: float | None = None

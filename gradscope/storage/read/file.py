@@ -16,7 +16,7 @@ from typing import Self
 import h5py
 import numpy as np
 
-from gradscope.core import markup
+from gradscope.core import texts
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import SOURCES
@@ -138,7 +138,7 @@ class GradientFile:
             ("certificate", str(self.certificate.get("verdict", "not recorded"))),
             *((f"chain {k}", chain.text) for k, chain in enumerate(self.chains)),
         ]
-        return markup.document(str(self.path), markup.facts(rows))
+        return texts.document(str(self.path), texts.facts(rows))
 
     def close(self) -> None:
         """Close the file; what was read stays valid."""

@@ -111,7 +111,7 @@
       make("strong", { textContent: title }), ...lines.map((line) => make("span", { textContent: line })));
   };
   const sampleCard = (tag, place, more = []) => {
-    const title = `sample ${nameOf(place)}`, lines = [...told(place), ...more];
+    const title = `${data.noun} ${nameOf(place)}`, lines = [...told(place), ...more];
     const made = card(tag, shown(place, `${title}, ${lines.join(", ")}`), title, lines, isWrong(place));
     made.dataset.index = index[place];
     if (tag === "button") {
@@ -150,7 +150,7 @@
     for (const p of order) keys[p] = Number.isNaN(key(p)) ? Infinity : key(p);
     order.sort((a, b) => keys[a] - keys[b] || a - b);
     first = 0;
-    $("count").textContent = `${whole(order.length)} of ${whole(count)} samples`;
+    $("count").textContent = `${whole(order.length)} of ${whole(count)} ${data.noun}s`;
     list();
     dots();
   };
@@ -228,7 +228,7 @@
     const kinds = ["other", "predicted wrongly"];
     if (scatter) scatter.finalize();
     $("chart").replaceChildren();
-    $("chart").setAttribute("aria-label", `Chart of ${name}, a dot a sample`);
+    $("chart").setAttribute("aria-label", `Chart of ${name}, a dot a ${data.noun}`);
     const values = rowsOf(every.length <= DOTS ? every : thinned());
     scatter = await draw($("chart"), {
       width: "container", height: Math.max(260, Math.min(420, window.innerHeight * 0.5)),
@@ -291,7 +291,7 @@
     const [x, y] = at || where(place) || [0, 0];
     box.style.left = `${Math.max(4, Math.min(x + 16, window.innerWidth - box.offsetWidth - 8))}px`;
     box.style.top = `${Math.max(4, Math.min(y + 16, window.innerHeight - box.offsetHeight - 8))}px`;
-    if (speak) $("spoken").textContent = `sample ${nameOf(place)}, ${told(place).join(", ")}`;
+    if (speak) $("spoken").textContent = `${data.noun} ${nameOf(place)}, ${told(place).join(", ")}`;
   };
   const keys = (event) => {
     const at = current === null ? -1 : order.indexOf(current), last = order.length - 1;
@@ -324,7 +324,7 @@
       if (opened !== place) return;
       parts.push(...neighbours(set, k), ...helpers(set, k), ...layers(set, k));
     } else parts.push(make("p", { className: "soft",
-      textContent: "Its picture, parameters and neighbours are not on this page: gradscope view --serve has those of all samples." }));
+      textContent: `Its picture, parameters and neighbours are not on this page: gradscope view --serve has those of all ${data.noun}s.` }));
     body.replaceChildren(...parts);
     if (!$("sample").open) $("sample").showModal();
     $("sample").scrollTop = 0;
@@ -356,7 +356,7 @@
   };
   const beside_ = (set, side, k) => [...set[side].places.subarray(k * set.beside, (k + 1) * set.beside)].filter((p) => p >= 0);
   const neighbours = (set, k) => ["aligned", "opposed"].flatMap((side) => {
-    if (!set[side]) return side === "aligned" ? [make("p", { className: "soft", textContent: `Nearest samples: ${data.why.neighbours ?? "not known"}` })] : [];
+    if (!set[side]) return side === "aligned" ? [make("p", { className: "soft", textContent: `Nearest ${data.noun}s: ${data.why.neighbours ?? "not known"}` })] : [];
     const cards = beside_(set, side, k).map((p, j) => {
       const cosine = set[side].cosines[k * set.beside + j];
       return make("li", {}, sampleCard("button", p, [`cosine ${short(cosine)}`]));
@@ -373,7 +373,7 @@
       if (scores.target) lines.push(`target ${label(scores.target[j])}`);
       if (scores.prediction) lines.push(`predicted ${label(scores.prediction[j])}`);
       lines.push(`score ${short(score)}`);
-      const title = `training sample ${scores.index ? scores.index[j] : p}`;
+      const title = `training ${scores.ids ? "token" : "sample"} ${(scores.ids ?? scores.index ?? [])[j] ?? p}`;
       return make("li", {}, card("div", picture(scores.album, j, title), title, lines, false));
     };
     return ["Helped most: its loss would be higher without", "Harmed most: its loss would be lower without"].flatMap((title, side) =>
@@ -451,9 +451,9 @@
     if (!columns.cosine) hide("opposed");
     if (!columns.prediction2) hide("changed");
     const notes = [];
-    if (data.left_out) notes.push(`${whole(data.left_out)} samples that are not finite are left out.`);
-    if (data.why.samples) notes.push(`The samples themselves are not shown: ${data.why.samples}.`);
-    if (!data.served && details.size < count) notes.push(`Pictures, parameters and neighbours are here for ${whole(details.size)} of ${whole(count)} samples, the largest norms and losses among them; gradscope view --serve has all.`);
+    if (data.left_out) notes.push(`${whole(data.left_out)} ${data.noun}s that are not finite are left out.`);
+    if (data.why.samples) notes.push(`The ${data.noun}s themselves are not shown: ${data.why.samples}.`);
+    if (!data.served && details.size < count) notes.push(`Pictures, parameters and neighbours are here for ${whole(details.size)} of ${whole(count)} ${data.noun}s, the largest norms and losses among them; gradscope view --serve has all.`);
     $("list-note").textContent = notes.join(" ");
     for (const id of ["class", "low", "high", "wrong", "opposed", "changed", "sort", "find"]) $(id).addEventListener("input", refresh);
     $("filters").addEventListener("reset", () => setTimeout(refresh));

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from gradscope.backends.hooks import block_of, hooks
-from gradscope.backends.hooks.rules import Site, masked, node_rules, recurrent
+from gradscope.backends.hooks import block_of, hooks, recurrent
+from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.blocks import Block
 from tests.backends.outcomes import run
 from tests.cases import CASES

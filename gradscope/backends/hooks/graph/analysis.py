@@ -24,8 +24,7 @@ from gradscope.backends.hooks.graph.axes import (
     owned,
     support,
 )
-from gradscope.backends.hooks.graph.movement import Way, ways
-from gradscope.backends.hooks.graph.ownership import Followed, Known, Owners
+from gradscope.backends.hooks.graph.movement import Followed, Known, Owners, Way, ways
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
@@ -123,9 +122,7 @@ class Analysis:
             try:
                 found[output] = owned(once, weighted, unknown[output], marks)
             except ValueError as error:
-                raise UnsupportedError(
-                    str(error), where=f"operation {batch.kinds[output[0]]}", remedy=OTHERS
-                ) from error
+                raise _refused(batch, output[0], str(error)) from error
         return found
 
     def _axis(self, output: Output) -> int:
@@ -147,19 +144,7 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         CoupledSamplesError: A loss depends on other samples.
     """
     if not first.same_program(second):
-        differing = (
-            f"operation {a} at {first.n} samples, {b} at {second.n}"
-            for a, b in zip(first.kinds, second.kinds, strict=False)
-            if a != b
-        )
-        lengths = (
-            f"{len(first.kinds)} operations at {first.n} samples, {len(second.kinds)} at {second.n}"
-        )
-        raise UnsupportedError(
-            "the model runs other operations for another number of samples",
-            where=next(differing, lengths),
-            remedy=OTHERS,
-        )
+        raise _other_program(first, second)
     found = {
         (node, k): growth(shape, first.n, other, second.n)
         for node, shapes in enumerate(first.shapes)
@@ -187,11 +172,8 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     }
     axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed}, also)
     for node in sorted((_upstream_closed(first, on_samples) - on_samples) & wanted):
-        raise UnsupportedError(
-            "a value without a sample axis is computed from all samples of the batch",
-            where=f"operation {first.kinds[node]}",
-            remedy=OTHERS,
-        )
+        what = "a value without a sample axis is computed from all samples of the batch"
+        raise _refused(first, node, what)
     return Analysis(
         program=RecordedProgram.of(first),
         axes=axes,
@@ -200,6 +182,22 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         ways=how,
         frontier=frontier,
         sizes=sizes,
+    )
+
+
+def _other_program(first: Trace, second: Trace) -> UnsupportedError:
+    differing = (
+        f"operation {a} at {first.n} samples, {b} at {second.n}"
+        for a, b in zip(first.kinds, second.kinds, strict=False)
+        if a != b
+    )
+    lengths = (
+        f"{len(first.kinds)} operations at {first.n} samples, {len(second.kinds)} at {second.n}"
+    )
+    return UnsupportedError(
+        "the model runs other operations for another number of samples",
+        where=next(differing, lengths),
+        remedy=OTHERS,
     )
 
 
@@ -230,11 +228,8 @@ def _layouts(
     growths: dict[Output, Growth] = {}
     for (node, k), grows in sizes.items():
         if grows is None:
-            raise UnsupportedError(
-                f"an output of shape {trace.shapes[node][k]} has no single sample axis",
-                where=f"operation {trace.kinds[node]}",
-                remedy=OTHERS,
-            )
+            what = f"an output of shape {trace.shapes[node][k]} has no single sample axis"
+            raise _refused(trace, node, what)
         growths[node, k] = grows
     growths.update(also)
     axes: dict[Output, SampleAxis] = {}
@@ -269,12 +264,13 @@ def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -
     """
     if not supports or not bool((torch.stack(list(supports.values())).sum(0) > 1).any()):
         return
-    where = f"operation {trace.kinds[output[0]]}"
     if internals.leaf(trace.nodes[output[0]]) is not None:
         raise CoupledSamplesError(
             "the loss of one sample has a gradient with respect to the values of another",
-            where=where,
+            where=f"operation {trace.kinds[output[0]]}",
         )
-    raise UnsupportedError(
-        "a value is made from several samples, or is used by them", where=where, remedy=OTHERS
-    )
+    raise _refused(trace, output[0], "a value is made from several samples, or is used by them")
+
+
+def _refused(trace: Trace, node: int, what: str) -> UnsupportedError:
+    return UnsupportedError(what, where=f"operation {trace.kinds[node]}", remedy=OTHERS)

@@ -61,104 +61,79 @@ class SampleAxis:
 
 @dataclass(frozen=True, eq=False)
 class OwnedAxis:
-    """An axis on which samples hold any entries: masked, sorted or packed rows."""
+    """An axis on which samples hold any entries: masked, sorted or packed rows.
+
+    Rows of tokens may lie along several axes together: that of the samples, and of positions.
+    """
 
     axis: int  # its position
-    # (entries,) int64, the sample that owns each entry, -1 where the gradient is zero
+    # (entries of these axes, taken together,) int64, the sample that owns each entry, or the row of
+    # tokens; -1 where the gradient is zero
     owner: Tensor
+    others: tuple[int, ...] = ()  # the positions' axes
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """All of these axes."""
+        return (self.axis, *self.others)
 
     def first(self, values: Tensor, n: int) -> Tensor:
-        """Move the samples to the front, padded with zeros to the largest number of entries."""
+        """Move the samples to the front, padded with zeros to the largest number of entries.
+
+        These lie along `axis`; the other axes have size 1.
+        """
         kept = torch.nonzero(self.owner >= 0).squeeze(1)
         kept = kept[torch.argsort(self.owner[kept], stable=True)]
         owner = self.owner[kept]
         counts = torch.bincount(owner, minlength=n)
         place = torch.arange(len(kept), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        rows = values.movedim(self.axis, 0)
+        rows = together(values, self.own)
         padded = rows.new_zeros(n, max(1, int(counts.max())), *rows.shape[1:])
         padded[owner, place] = rows[kept]
-        return padded.movedim(1, self.axis + 1)
+        return self._back(
+            padded.reshape(*padded.shape[:2], *[1] * len(self.others), *rows.shape[1:])
+        )
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
         """Return `values` with zeros everywhere but at `sample`."""
-        mine = (self.owner == sample).reshape(-1, *[1] * (values.dim() - self.axis - 1))
+        shape = [values.shape[k] for k in self.own] + [1] * (values.dim() - len(self.own))
+        mine = (self.owner == sample).reshape(shape).movedim([*range(len(self.own))], self.own)
         return torch.where(mine, values, torch.zeros_like(values))
 
     def owners(self, n: int, device: torch.device) -> Tensor:
-        """Return the sample that owns each entry of the axis, -1 where there is none."""
+        """Return the sample that owns each entry of the axes together, -1 where there is none."""
         return self.owner.to(device)
 
-    def summed(self, values: Tensor, n: int) -> Tensor:
-        """Move the axis to the front and sum each sample's entries (n, ...)."""
-        rows = precise(values.movedim(self.axis, 0))
-        bucket = torch.where(self.owner < 0, n, self.owner)  # what belongs to nobody comes last
-        found = rows.new_zeros(n + 1, *rows.shape[1:]).index_add_(0, bucket, rows)
-        return found[:n].to(values.dtype)
+    def summed(self, values: Tensor, shape: tuple[int, ...], n: int) -> Tensor:
+        """Sum each sample's entries to (n, *shape), which was broadcast to the values' shape.
+
+        A parameter with an entry for each position keeps them apart.
+        """
+        padded = (1,) * (values.dim() - len(shape)) + shape
+        axes = [k for k, size in enumerate(padded) if size == 1 and k not in self.own]
+        rows = precise(together(values.sum(axes, keepdim=True) if axes else values, self.own))
+        places = torch.zeros((), dtype=torch.int64, device=values.device)
+        for k in self.own:
+            at = torch.arange(values.shape[k], device=values.device)
+            places = places.unsqueeze(-1) * padded[k] + at * (padded[k] > 1)
+        count = prod(padded[k] for k in self.own)
+        # what belongs to nobody comes last
+        place = torch.where(self.owner < 0, n * count, self.owner * count + places.flatten())
+        found = rows.new_zeros(n * count + 1, *rows.shape[1:]).index_add_(0, place, rows)
+        apart = found[:-1].reshape(n, *(padded[k] for k in self.own), *rows.shape[1:])
+        return self._back(apart).reshape(n, *shape).to(values.dtype)
 
     def is_even(self, n: int) -> bool:
         """Whether most samples hold about as many entries as the one that holds the most."""
         counts = torch.bincount(self.owner[self.owner >= 0], minlength=n)
         return n * int(counts.max()) <= _EVEN * int(counts.sum())
 
-
-@dataclass(frozen=True, eq=False)
-class SharedAxes:
-    """Several axes that hold the rows of tokens together: that of the samples, and of positions."""
-
-    axis: int  # the samples'
-    others: tuple[int, ...]  # the positions'
-    owner: Tensor  # (entries of these axes, taken together,) int64, whose each is, or -1
-
-    def together(self, values: Tensor) -> Tensor:
-        """Return (entries, ...) with these axes as the first one, and the others as they were."""
-        return together(values, (self.axis, *self.others))
-
-    def first(self, values: Tensor, n: int) -> Tensor:
-        """Move the rows to the front; their entries lie along `axis`, the others have size 1."""
-        rows = OwnedAxis(0, self.owner).first(self.together(values), n)  # (n, entries, ...)
-        own = (self.axis, *self.others)
-        rest = [k for k in range(values.dim()) if k not in own]
-        place = {k: j for j, k in enumerate((*own, *rest))}
-        shape = (*rows.shape[:2], *[1] * len(self.others), *rows.shape[2:])
-        order = [place[k] + 1 for k in range(values.dim())]
-        return rows.reshape(shape).permute(0, *order)
-
-    def only(self, values: Tensor, n: int, sample: int) -> Tensor:
-        """Return `values` with zeros everywhere but at one row."""
-        own = (self.axis, *self.others)
-        shape = [values.shape[k] for k in own] + [1] * (values.dim() - len(own))
-        mine = (self.owner == sample).reshape(shape).movedim([*range(len(own))], own)
-        return torch.where(mine, values, torch.zeros_like(values))
-
-    def owners(self, n: int, device: torch.device) -> Tensor:
-        """Return the row that owns each entry of the axes together, -1 where there is none."""
-        return self.owner.to(device)
-
-    def summed(self, values: Tensor, shape: tuple[int, ...], n: int) -> Tensor:
-        """Sum each row's entries to (n, *shape), which was broadcast to the values' shape.
-
-        A parameter with an entry for each position keeps them apart.
-        """
-        padded = (1,) * (values.dim() - len(shape)) + shape
-        own = (self.axis, *self.others)
-        axes = [k for k, size in enumerate(padded) if size == 1 and k not in own]
-        rows = self.together(values.sum(axes, keepdim=True) if axes else values)
-        places = torch.zeros((), dtype=torch.int64, device=values.device)
-        for k in own:
-            at = torch.arange(values.shape[k], device=values.device)
-            places = places.unsqueeze(-1) * padded[k] + at * (padded[k] > 1)
-        count = prod(padded[k] for k in own)
-        place = torch.where(self.owner < 0, n * count, self.owner * count + places.flatten())
-        found = precise(rows).new_zeros(n * count + 1, *rows.shape[1:])
-        found.index_add_(0, place, precise(rows))
-        rest = [k for k in range(values.dim()) if k not in own]
-        order = {k: j + 1 for j, k in enumerate((*own, *rest))}
-        apart = found[:-1].reshape(n, *(padded[k] for k in own), *rows.shape[1:])
-        moved = apart.permute(0, *(order[k] for k in range(values.dim())))
-        return moved.reshape(n, *shape).to(values.dtype)
+    def _back(self, values: Tensor) -> Tensor:
+        """Move these axes (n, *own, ...) to where they were."""
+        return values.movedim([*range(1, 1 + len(self.own))], [k + 1 for k in self.own])
 
 
-Axis = SampleAxis | OwnedAxis | SharedAxes
+Axis = SampleAxis | OwnedAxis
 
 
 def together(values: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -308,7 +283,7 @@ def row_axis(
         nobody = (position < 0) | (samples < 0)
         owner = torch.where(nobody, -1, rows[samples, position])
         if others:
-            return SharedAxes(axis.axis, others, owner)
+            return OwnedAxis(axis.axis, owner, others)
         m = int((rows >= 0).sum())
         in_order = len(owner) == m and bool((owner == torch.arange(m, device=owner.device)).all())
         return SampleAxis(axis.axis) if in_order else OwnedAxis(axis.axis, owner)

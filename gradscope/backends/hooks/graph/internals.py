@@ -1,9 +1,9 @@
 """Everything that torch documents for inspection but does not promise, in this one module.
 
-`Node.next_functions`, `Node._input_metadata`, `Node._saved_*`, `AccumulateGrad.variable`, calling a
-Node, `GradientEdge`, and what the engine is about to do. `probe` uses all of them before a graph is
-first read: a torch release that changes them makes the backend refuse, which says so. Whatever is
-read of a graph in future is read here, and tried there.
+`Node.next_functions`, `Node._input_metadata`, `Node._sequence_nr`, `Node._saved_*`, calling a Node,
+`AccumulateGrad.variable`, `GradientEdge`, and what the engine is about to do. `probe` uses all of
+them before a graph is first read: a torch release that changes them makes the backend refuse, which
+says so. Whatever is read of a graph in future is read here, and tried there.
 """
 
 import re
@@ -50,6 +50,11 @@ def leaf(node: Node) -> Tensor | None:
 def edge(node: Node, output: int) -> GradientEdge:
     """Return the handle by which `torch.autograd.grad` knows an operation's output."""
     return GradientEdge(node, output)
+
+
+def moment(node: Node) -> int:
+    """Return a number that is larger for operations that ran later."""
+    return node._sequence_nr()
 
 
 def root(losses: Tensor) -> Node:
@@ -165,6 +170,7 @@ def probe() -> None:
             "the name of addmm's Node": (kind(node), "AddmmBackward0"),
             "_input_metadata's shapes": (output_shapes(node), ((4, 2),)),
             "_input_metadata's dtypes": (output_dtypes(node), (torch.float32,)),
+            "_sequence_nr": (moment(root(total)) > moment(node), True),
             "next_functions": (edges(root(total)), ((node, 0),)),
             "AccumulateGrad's first variable": (leaves[0] is bias, True),
             "the leaves next to addmm's Node": (len(leaves), 3),

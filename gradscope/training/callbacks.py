@@ -1,4 +1,4 @@
-"""`TrainerMonitor`: a callback of transformers' Trainer, whose class is added on import."""
+"""Callbacks of transformers' Trainer and of Lightning's, whose classes are added on import."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,15 +6,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.core.randomness import random_numbers_kept
+from gradscope.core.randomness import forked, random_numbers_kept
 from gradscope.errors import SpecError
 from gradscope.stages.losses import resolve
 from gradscope.training.monitor import Monitor
 
+
+class _Callback:
+    """What both have: a `monitor`, which is told of the end."""
+
+    monitor: Monitor | None = None
+
+    def on_train_end(self, *args: Any, **known: Any) -> None:
+        """Say that the training has ended."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+class LightningMonitor(_Callback):
+    """Measures a LightningModule while it is trained; `Monitor` says what and how.
+
+    The first `samples` samples of the step's batch are measured, by the module's `forward`. The
+    numbers also go to the Trainer's own loggers.
+
+    Args:
+        loss: As of `Scope`, of what `forward` returns and the targets.
+        every: As of `Monitor`.
+        samples: Likewise.
+        overhead: Likewise.
+        split: From a batch to inputs and targets; by default it is a pair of them.
+        options: Others of `Monitor`.
+
+    Attributes:
+        monitor: The `Monitor`, once the training has begun.
+    """
+
+    def __init__(
+        self,
+        loss: str | Callable[..., Tensor],
+        every: int = 50,
+        samples: int = 64,
+        overhead: float | None = 0.03,
+        *,
+        split: Callable[[Any], tuple[Any, Any]] = tuple,
+        **options: Any,
+    ) -> None:
+        self._loss, self._split = loss, split
+        self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin."""
+
+        def log(step: int, values: Any) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics=dict(values), step=step)
+
+        options = self._options | {"trackers": [log, *self._options.get("trackers", ())]}
+        self.monitor = Monitor(pl_module, self._loss, **options)
+        self.monitor.start(trainer.global_step)
+
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Measure if it is time."""
+        if self.monitor is not None:
+            inputs, targets = self._split(batch)
+            self.monitor.step(inputs, targets, step=trainer.global_step)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Say that the training was stopped."""
+        if self.monitor is not None:
+            self.monitor.close(f"stopped by {type(exception).__name__}")
+
+
 _LABELS = "labels"
 
 
-class TrainerMonitor:
+class TrainerMonitor(_Callback):
     """Measures the model of a Trainer; `Monitor` says what and how.
 
     The Trainer tells its callbacks no batch. So `samples` samples are drawn once, by `seed`, from
@@ -55,15 +128,8 @@ class TrainerMonitor:
         self._loss = _of_logits(loss) if isinstance(loss, str) else loss
         self._given, self._labels, self._seed, self._samples = batch, labels, seed, samples
         self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
-        self.monitor: Monitor | None = None
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **known: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Draw the samples, and begin."""
         if not state.is_world_process_zero:
             return
@@ -82,27 +148,10 @@ class TrainerMonitor:
         batch = args.train_batch_size * args.gradient_accumulation_steps
         self.monitor.start(state.global_step, batch)
 
-    def on_step_end(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **known: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Measure if it is time."""
         if self.monitor is not None:
             self.monitor.step(step=state.global_step)
-
-    def on_train_end(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **known: Any,
-    ) -> None:
-        """Say that the training has ended."""
-        if self.monitor is not None:
-            self.monitor.close()
 
 
 def drawn_batch(loader: Any, samples: int, seed: int) -> Any:
@@ -122,7 +171,7 @@ def drawn_batch(loader: Any, samples: int, seed: int) -> Any:
         )
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(data), generator=draw)[:samples].tolist()
-    with torch.random.fork_rng(), random_numbers_kept():
+    with forked(), random_numbers_kept():
         return loader.collate_fn([data[row] for row in rows])
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import SampleAxis
-from gradscope.backends.hooks.rules.base import Site, node_rules
+from gradscope.backends.hooks.rules import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
 
 KIND = "MkldnnRnnLayerBackward0"
