@@ -12,6 +12,7 @@ from gradscope.errors import RefusedError, ResultFileError, SpecError
 
 if TYPE_CHECKING:
     from gradscope.comparison import Comparison
+    from gradscope.core.problem import RowKind
     from gradscope.run import Job
 
 DISAGREEMENT = 5
@@ -49,7 +50,7 @@ def compare(
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
     rows = job.samples if spec.compute.samples else job.samples[:size]
-    others = {name: _loaded(name, rows) for name in against or []}
+    others = {name: _loaded(name, rows, spec.compute.rows) for name in against or []}
     if dry_run:
         names = ", ".join(spec.compare.backends)
         typer.echo(f"would compare {names} on {len(rows)} samples", file=streams.out())
@@ -91,12 +92,12 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
     )
 
 
-def _loaded(reference: str, rows: range) -> Any:
+def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
     """Return a function of the user's or a library's, or the rows of a result's `identity`."""
     from gradscope.comparison import PEERS, peer
 
     if reference in PEERS:
-        return peer(reference)
+        return peer(reference, rows)
     if ":" in reference:
         from gradscope.sources.code import load_function
 
@@ -119,17 +120,21 @@ def _loaded(reference: str, rows: range) -> Any:
                 where=reference,
                 remedy="Compute it with -t identity.",
             )
-        places: dict[int, list[int]] = {}  # of a run of tokens, a sample has several rows
+        # of a run of tokens, a sample has several rows, or none
+        places: dict[int, list[int]] = {
+            k: [] for k in range(*file.run.get("tokens", {}).get("samples", (0, 0)))
+        }
         for row, k in enumerate(file.samples.get("sample", file.samples["index"])):
             places.setdefault(int(k), []).append(row)
-        missing = [k for k in rows if k not in places]
+        missing = [k for k in samples if k not in places]
         if missing:
             raise SpecError(
                 f"the result does not hold sample {missing[0]}",
                 where=reference,
                 remedy="Choose samples that it holds with --samples A:B.",
             )
-        wanted = [row for k in rows for row in places[k]]
+        wanted = [row for k in samples for row in places[k]]
         return {
-            name: np.stack([array[k : k + 1][0] for k in wanted]) for name, array in chain.items()
+            name: np.concatenate([array[:0], *(array[k : k + 1] for k in wanted)])
+            for name, array in chain.items()
         }

@@ -58,7 +58,8 @@ def merge(
         merging(files, output, **how, code=code or [], anew=anew) as under_way,
     ):
         total = len(under_way.parts)
-        for part in track(under_way.parts.files, total, quiet=quiet or json):
+        unit = f"{under_way.parts.noun}s"
+        for part in track(under_way.parts.files, total, unit=unit, quiet=quiet or json):
             under_way.add(part)
         report = under_way.finish()
     with stops.told(lambda: f"stopped; {output} is complete"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradscope.comparison.run import Implementation
 from gradscope.core.batch import call
 from gradscope.core.locate import layer_of
-from gradscope.core.problem import Loss, is_model_loss
+from gradscope.core.problem import Loss, RowKind, is_model_loss
 from gradscope.errors import SpecError, UnsupportedError
 
 
@@ -24,13 +24,19 @@ class Peer(NamedTuple):
     make: Callable[[], Implementation]  # an implementation that prepares each model once
 
 
-def peer(name: str) -> Implementation:
+def peer(name: str, rows: RowKind = "sample") -> Implementation:
     """Return the implementation called `name`, one of `PEERS`, prepared anew.
 
     Raises:
-        SpecError: The library is not installed.
+        SpecError: The library is not installed, or has no such rows.
     """
     found = PEERS[name]
+    if rows == "token":
+        raise SpecError(
+            f"{found.package} has a row for each sample, and none for a token",
+            where=f"against {name}",
+            remedy="Compare it with --rows sample.",
+        )
     if find_spec(found.module) is None:
         raise SpecError(
             f"{found.package} is not installed",

@@ -78,11 +78,17 @@ class Comparison:
     coupled: bool
     rows: tuple[BackendRow, ...]  # one a backend, then one an implementation or stored result
     ways: tuple[Chosen, ...] = ()  # which kernel variant was chosen where there are several
+    tokens: tuple[str, ...] | None = None  # SAMPLE:POSITION of each row, where these are tokens
 
     def to_json(self) -> dict[str, Any]:
         """Return a document of plain JSON values; what is not finite becomes null."""
         plain = json.loads(TypeAdapter(Comparison).dump_json(self))
         return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}
+
+    @property
+    def noun(self) -> str:
+        """What has a row: sample or token."""
+        return "sample" if self.tokens is None else "token"
 
     def _repr_html_(self) -> str:
         """Return a row a backend, for a notebook."""
@@ -97,7 +103,7 @@ class Comparison:
             for row in self.rows
         ]
         heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
-        title = f"{self.samples:,} samples: {'agrees' if self.agrees else 'DISAGREES'}"
+        title = f"{self.samples:,} {self.noun}s: {'agrees' if self.agrees else 'DISAGREES'}"
         return texts.document(title, texts.table(heads, rows))
 
 
@@ -177,6 +183,7 @@ def compare(
         coupled=setting.oracle.coupled,
         rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
+        tokens=tuple(batch.named) if isinstance(batch, Tokens) else None,
     )
 
 

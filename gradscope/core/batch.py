@@ -93,6 +93,12 @@ class Batch:
     def __len__(self) -> int:
         return int(self.index.shape[0])
 
+    @property
+    def told(self) -> str:
+        """Which samples these are, in words."""
+        first, last = int(self.index.min()), int(self.index.max())
+        return f"sample {first}" if first == last else f"samples {first} to {last}"
+
     def select(self, rows: slice | Tensor) -> "Batch":
         """Return the samples `rows` (a slice, or a tensor of positions or a mask) of this batch."""
 
@@ -164,9 +170,21 @@ class Tokens(Batch):
         return Batch(self.inputs, self.targets, self.held)
 
     @property
+    def told(self) -> str:
+        """Which tokens these are, in words."""
+        what = f"position {int(self.position)}" if len(self) == 1 else f"{len(self)} tokens"
+        return f"{what} of {self.whole.told}"
+
+    @property
     def samples(self) -> Tensor:
         """Where in the data set the sample of each row is (m,)."""
         return self.held[self.sample]
+
+    @property
+    def named(self) -> list[str]:
+        """SAMPLE:POSITION of each row, the sample by where it is in the data set."""
+        pairs = zip(self.samples.tolist(), self.position.tolist(), strict=True)
+        return [f"{sample}:{position}" for sample, position in pairs]
 
     def apart(self) -> Batch:
         """Return m samples, one a row, for `Problem.apart`: targets (targets, position (m,))."""

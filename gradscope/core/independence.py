@@ -138,7 +138,7 @@ def _require_same(
             company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
             where = mixing_layer(problem, batch, int(rows[worst]))
             raise CoupledSamplesError(
-                f"the loss of sample {int(batch.index[rows[worst]])} is {float(apart[worst]):.6g} "
+                f"the loss of {batch.select(rows[worst][None]).told} is {float(apart[worst]):.6g} "
                 f"{company} but {float(here[worst]):.6g} in a batch of {len(batch)}: it depends "
                 "on other samples",
                 where=where,
@@ -265,8 +265,8 @@ def _require_own(
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
             where = mixing_layer(problem, whole_of(batch), k)
             raise CoupledSamplesError(
-                "the loss of another sample has a gradient by the inputs of sample "
-                f"{int(whole_of(batch).index[k])}",
+                "the loss of another sample has a gradient by the inputs of "
+                f"{whole_of(batch).one(k).told}",
                 where=where,
                 remedy=coupled_remedy(where),
             )

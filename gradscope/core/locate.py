@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, tensors
+from gradscope.core.batch import Batch, tensors, whole_of
 from gradscope.core.randomness import Unplanned
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
@@ -197,9 +197,10 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
 
 def _sample(tree: object, batch: Batch, value: int) -> str | None:
     """Return the first sample among whose integers there is `value`."""
+    samples = whole_of(batch)
     for tensor in tensors(tree):
-        if tensor.dtype in _WHOLE and tensor.dim() and len(tensor) == len(batch):
-            rows: Tensor = (tensor == value).reshape(len(batch), -1).any(1)
+        if tensor.dtype in _WHOLE and tensor.dim() and len(tensor) == len(samples):
+            rows: Tensor = (tensor == value).reshape(len(samples), -1).any(1)
             if rows.any():
-                return f"sample {int(batch.index[rows.cpu()][0])}"
+                return samples.one(int(rows.nonzero()[0])).told
     return None

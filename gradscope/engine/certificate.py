@@ -375,7 +375,7 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
         return
     worst = int(gap.nan_to_num().argmax())
     told = f"{float(found[worst]):.6g}, the model by itself {float(right[worst]):.6g}"
-    raise wrong(answer.backend, f"gives the loss {told}", f"sample {int(batch.index[worst])}")
+    raise wrong(answer.backend, f"gives the loss {told}", batch.one(worst).told)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
@@ -445,14 +445,8 @@ def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) 
             backend,
             f"failed the proof of {what}: relative error {check.error:.2e} against "
             f"{_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",
-            f"parameter {check.parameter!r}, {span(batch)}",
+            f"parameter {check.parameter!r}, {batch.told}",
         )
-
-
-def span(batch: Batch) -> str:
-    """Return which samples a batch has, in words."""
-    first, last = int(batch.index.min()), int(batch.index.max())
-    return f"sample {first}" if first == last else f"samples {first} to {last}"
 
 
 def _digits(dtype: str) -> int:

@@ -155,10 +155,10 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
     if bool(finite.all()):
         return evaluation.gradients, session.problem, labelled
     if asked == "fail":
-        worst = int(labelled.index[int((~finite).nonzero()[0])])
+        worst = int((~finite).nonzero()[0])
         raise NonFiniteError(
             "its gradient is not finite",
-            where=f"sample {worst}",
+            where=labelled.one(worst).told,
             remedy="Use nonfinite skip to leave such samples out, or keep to keep them.",
         )
     if not bool(finite.any()):

@@ -20,7 +20,7 @@ from gradscope.core.registry import suggestion
 from gradscope.core.releases import untested
 from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
-from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
+from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed
 from gradscope.engine.sharded import Lockstep
 from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
 from gradscope.stages.labels import Labels, Mode
@@ -404,7 +404,7 @@ class Session:
                 return self._audited(batch, request, number, look, again)
             raise CertificateError(
                 f"the forward pass changes {state.latest}, and with it the losses",
-                where=span(batch),
+                where=batch.told,
                 remedy="It is put back from now on: begin again with the first batch.",
             )
         except CertificateError as error:

@@ -25,7 +25,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.independence import other_random_numbers, same
 from gradscope.core.problem import Problem, summed
 from gradscope.core.ranks import Sharding
-from gradscope.engine.certificate import Certificate, finite_samples, span
+from gradscope.engine.certificate import Certificate, finite_samples
 from gradscope.engine.judge import TOLERANCES, Claim, LargestError, require_consistent
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.sources.code import load_function
@@ -209,7 +209,7 @@ class Lockstep:
             wrong.append(
                 UnsupportedError(
                     "the forward pass is random, or is another one the second time",
-                    where=span(batch),
+                    where=batch.told,
                     remedy="Use mode eval, or set the dropout probabilities to zero.",
                 )
             )
@@ -329,7 +329,7 @@ def require_divisible(chain: Chain) -> None:
 def _coupled(batch: Batch, rows: Tensor) -> Exception:
     return CoupledSamplesError(
         "the losses are others in other company: they depend on other samples",
-        where=span(batch.select(rows)),
+        where=batch.select(rows).told,
         remedy="Mode eval puts normalisation layers on their running statistics; GroupNorm and "
         "LayerNorm never couple.",
     )
@@ -339,6 +339,6 @@ def _failed(check: LargestError, batch: Batch) -> Exception:
     return CertificateError(
         f"the hooks backend failed the proof: relative error {check.error:.2e} against autograd's "
         f"gradient ({check.dtype}, tolerance {check.tolerance:.0e})",
-        where=f"parameter {check.parameter!r}, {span(batch)}",
+        where=f"parameter {check.parameter!r}, {batch.told}",
         remedy="Evaluate the model in float64, or on one process.",
     )

@@ -207,10 +207,10 @@ def _scatter(picture: ScatterPicture, axes: "Axes") -> None:
         axes.plot([min(both), max(both)], [min(both), max(both)], color=_ORANGE, linewidth=0.8)
     some = sorted(picture.named[:_NAMED])  # with labels in a row above, in the order of x
     axes.set_title(axes.get_title(), pad=20)
-    for k, (left, up, index) in enumerate(some):
+    for k, (left, up, name) in enumerate(some):
         axes.scatter(left, up, s=22, color=_ORANGE, linewidths=0)
         axes.annotate(
-            str(index),
+            name,
             (left, up),
             xytext=((k + 1) / (len(some) + 1), 1.02),
             textcoords="axes fraction",

@@ -1,8 +1,8 @@
 """What the commands say when they are done: compare, compute, its plan, check, merge, export."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
@@ -18,6 +18,7 @@ from gradscope.stats.sections import (
     Fact,
     Styled,
     Table,
+    called,
     count,
     duration,
     listed,
@@ -60,38 +61,40 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         _render_kernels(comparison.ways, console)
     for row in rows:
         if not all(p.agrees for p in row.parameters):
-            _render_disagreement(row, console)
+            _render_disagreement(comparison, row, console)
     for row in rows:
         if not row.parameters and (row.reason or row.remedy):
             console.print()
             name = Text(visible(row.backend), "bold")
             console.print(Text(" ").join([name, safe(_STATUS[row.status])]))
-            _render_advice(row, console, ())
+            _render_advice(row, comparison.noun, console, ())
     console.print()
     tally = Counter(_STATUS[row.status].text for row in rows)
     counts = ", ".join(f"{n} {word}" for word, n in tally.items())
-    text = f"{count(comparison.samples, 'sample')}, {count(len(rows), 'backend')}: {counts}"
+    text = f"{count(comparison.samples, comparison.noun)}, {count(len(rows), 'backend')}: {counts}"
     console.print(Text(text, style="green" if comparison.agrees else "bold red"))
 
 
-def _render_disagreement(row: "BackendRow", console: Console) -> None:
+def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: Console) -> None:
+    noun, tokens = comparison.noun, comparison.tokens or ()
     wrong = [p for p in row.parameters if not p.agrees]
     heading(console, f"{row.backend} disagrees in {count(len(wrong), 'parameter')}")
-    places = [NONE if p.worst_sample is None else str(p.worst_sample) for p in wrong]
+    worst = [p.worst_sample for p in wrong]
+    places = [NONE if k is None else called(k, tokens[k] if tokens else None) for k in worst]
     columns = [
         Column("relative error", [short(p.relative) for p in wrong]),
         Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
         Column("cosine", [_precise(p.cosine) for p in wrong], rank=2),
-        Column("worst sample", places, rank=1),
+        Column(f"worst {noun}", places, rank=1),
         Column("factor", [_precise(p.factor) for p in wrong]),
     ]
     print_table(console, Table(columns, "parameter", [p.name for p in wrong]))
     meanings: dict[str, list[str]] = {}
     for p in wrong:
-        meanings.setdefault(p.meaning, []).append(p.name)
-    for meaning, names in meanings.items():
-        _print_wrapped(f"{', '.join(names)}: " * (len(meanings) > 1) + meaning, console)
-    _render_advice(row, console, meanings)
+        meanings.setdefault(told_of(p.meaning, noun), []).append(p.name)
+    for meaning, of in meanings.items():
+        _print_wrapped(f"{', '.join(of)}: " * (len(meanings) > 1) + meaning, console)
+    _render_advice(row, noun, console, meanings)
 
 
 def _precise(value: float | None) -> str:
@@ -99,8 +102,8 @@ def _precise(value: float | None) -> str:
     return NONE if value is None else f"{value:.5g}"
 
 
-def _render_advice(row: "BackendRow", console: Console, said: Sequence[str] | Any) -> None:
-    for text in (row.reason, row.remedy):
+def _render_advice(row: "BackendRow", noun: str, console: Console, said: Iterable[str]) -> None:
+    for text in told_of((row.reason, row.remedy), noun):
         if text is not None and not any(meaning in text for meaning in said):
             _print_wrapped(text, console)
 

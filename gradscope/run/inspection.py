@@ -101,12 +101,12 @@ class Estimate:
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
     ways: tuple[Chosen, ...]  # kernel variants
-    noun: str = "sample"  # what has a row
+    noun: str = "sample"  # what has a row: sample or token
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
         own = asdict(self)
-        del own["room"], own["noun"]
+        del own["room"]
         own["ways"] = [one.to_json() for one in self.ways]
         return {"schema": "gradscope.plan", "version": 1, **own, **self.room.to_json()}
 

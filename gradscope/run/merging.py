@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from gradscope.config import ComputeSpec, RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
@@ -68,6 +68,7 @@ class MergeReport(Record):
     bytes: int
     files: int  # that it was made from
     virtual: bool  # whether the rows stay in them
+    noun: str = "sample"  # what has a row: sample or token
     samples: int
     nonfinite: int  # samples that are not finite
     chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
@@ -76,7 +77,6 @@ class MergeReport(Record):
     recomputed: int = 0  # samples that were computed anew and gave the same numbers
     notes: tuple[str, ...] = ()  # why no more of them were
     seconds: float
-    noun: str = Field("sample", exclude=True, repr=False)  # what has a row
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Merge:
             recomputed=self.recomputed,
             notes=self.notes,
             seconds=time.perf_counter() - self.begun,
-            noun="token" if "tokens" in self.parts.run else "sample",
+            noun=self.parts.noun,
         )
 
     def _merged(self, owner: str, a: State, b: State) -> State:
@@ -327,9 +327,9 @@ def _recompute(
             for what, stored, found, tolerance in _numbers(job, sample):
                 if not abs(stored - found) <= tolerance:
                     raise ResultFileError(
-                        f"sample {sample.index} has the {what} {stored:.6g} in this file, and "
-                        f"{found:.6g} when it is computed anew: model, loss, data or what they use "
-                        "have changed",
+                        f"{job.load(sample.index, 1).told} has the {what} {stored:.6g} in this "
+                        f"file, and {found:.6g} when it is computed anew: model, loss, data or "
+                        "what they use have changed",
                         where=str(sample.path),
                         remedy="Compute the file again with the code and the data of today, or "
                         "merge where they are as they were.",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from gradscope.blocks import Gradients
@@ -37,6 +37,7 @@ class RunReport(Record):
     certificate: Json  # the proof of the first batch, and what was audited
     backend: str  # which one ran
     notes: tuple[str, ...] = ()  # why that backend, unused parameters, what else is worth a line
+    noun: str = "sample"  # what has a row: sample or token
     samples: int
     nonfinite: int  # samples that are not finite
     chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
@@ -45,7 +46,6 @@ class RunReport(Record):
     bytes: int | None = None
     chains: tuple[str, ...] = ()  # in canonical spelling
     audits: str | None = None  # what was audited, in a line
-    noun: str = Field("sample", exclude=True, repr=False)  # what has a row
 
 
 def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _recheck(
         if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
             worst = int((a - b).abs().nan_to_num().argmax())
             raise OutputError(
-                f"sample {int(batch.index[worst])} had the {what} {then[worst]:.6g} when the run "
+                f"{batch.one(worst).told} had the {what} {then[worst]:.6g} when the run "
                 f"began, and has {now[worst]:.6g} now: model, loss or data have changed",
                 where=str(path),
                 remedy="Go on with the code and the data that the run began with, or start again "

@@ -82,6 +82,7 @@ class FileFacts(Record):
 
     path: str
     bytes: int | None
+    noun: str = "sample"  # what has a row: sample or token
     samples: int
     parameters: int
     entries: int
@@ -102,6 +103,7 @@ class FileFacts(Record):
         return cls(
             path=str(path),
             bytes=path.stat().st_size if path.is_file() else None,
+            noun="token" if "tokens" in run else "sample",
             samples=file.n,
             parameters=len(sizes),
             entries=sum(sizes),
@@ -113,10 +115,9 @@ class FileFacts(Record):
             run=file.run,
         )
 
-    @property
-    def noun(self) -> str:
-        """What has a row: sample or token."""
-        return "token" if "tokens" in self.run else "sample"
+    def label(self, row: Any) -> str:
+        """Return what a row is called in a picture: its index, or a token's SAMPLE:POSITION."""
+        return str(row.id if self.noun == "token" else row.index)
 
     def in_short(self) -> list[Fact]:
         """Return what has to be known of any file: what it is about, and whether it is proved."""

@@ -346,7 +346,8 @@ def _pictures(found: Difference) -> Iterator[Picture]:
             second=True,
         )
     if found.samples:
-        named = [(r.norm.first or 0.0, r.norm.second or 0.0, r.index) for r in found.samples]
+        label = found.files[0].label
+        named = [(r.norm.first or 0.0, r.norm.second or 0.0, label(r)) for r in found.samples]
         pairs = found.norms or [(x, y) for x, y, _ in named]  # read back from JSON it has no others
         yield ScatterPicture(
             label="Norms of the samples in both files",

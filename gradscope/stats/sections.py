@@ -102,11 +102,11 @@ class HistogramPicture(Picture):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPicture(Picture):
-    """Points; some (x, y, index) are named; `diagonal` draws the line of equal values."""
+    """Points; some (x, y, name) are named; `diagonal` draws the line of equal values."""
 
     x: Sequence[float]
     y: Sequence[float]
-    named: Sequence[tuple[float, float, int]] = ()
+    named: Sequence[tuple[float, float, str]] = ()
     diagonal: bool = False
 
 
@@ -290,6 +290,11 @@ def percent(share: float | None) -> str:
 def count(n: int, noun: str) -> str:
     """Return "1 sample", "1,797 samples"."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def called(index: int, own: int | str | None) -> str:
+    """Return the index of a sample, to be copied as it is, and its own name where it has one."""
+    return str(index) if own is None else f"{index} ({own})"
 
 
 def shape_text(dimensions: Sequence[int]) -> str:

@@ -80,6 +80,11 @@ class Parts:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def noun(self) -> str:
+        """What has a row: sample or token."""
+        return "token" if "tokens" in self.run else "sample"
+
 
 def check_parts(paths: Iterable[Path]) -> Parts:
     """Open every file, and return what they are together; refuse what is not all of one run."""
@@ -201,8 +206,8 @@ def _in_order(parts: Parts) -> Parts:
     for before, after in pairwise(files):
         if after.start < before.stop:
             raise ResultFileError(
-                f"samples {after.start:,} to {min(before.stop, after.stop):,} are in two files: "
-                f"here and in {before.path}",
+                f"{parts.noun}s {after.start:,} to {min(before.stop, after.stop):,} are in two "
+                f"files: here and in {before.path}",
                 where=str(after.path),
                 remedy="Give each file once, and the shards of one division only.",
             )
@@ -210,7 +215,7 @@ def _in_order(parts: Parts) -> Parts:
     if gaps:
         more = f", and {len(gaps) - 3:,} more gaps" if len(gaps) > 3 else ""
         raise ResultFileError(
-            f"samples are missing: {'; '.join(gaps[:3])}{more}",
+            f"{parts.noun}s are missing: {'; '.join(gaps[:3])}{more}",
             where=str(files[0].path.parent),
             remedy="Compute the missing shards (the same command again), and merge then.",
         )

@@ -354,7 +354,7 @@ def test_the_proof_finds_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(gradient, weighted, axis, rows[:, [1, 0, *range(2, T)]], marks)
 
     monkeypatch.setattr(hooks, "row_axis", swapped)
-    with pytest.raises(CertificateError):
+    with pytest.raises(CertificateError, match=r"(position . |tokens )of sample"):
         Scope(linear(), squares, backend="hooks", rows="token").norms(*data("linear"))
 
 

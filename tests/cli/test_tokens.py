@@ -43,6 +43,18 @@ def loss(outputs, ids):
     return nn.functional.cross_entropy(outputs.mT, ids, reduction="none")
 """
 
+WRONG = """
+import torch
+
+def second_row(model, loss, ids, targets):
+    values, counts = loss(model(ids), targets)
+    names, ps = zip(*model.named_parameters())
+    rows = (torch.autograd.grad(v, ps, retain_graph=True) for v in values[counts])
+    found = dict(zip(names, map(torch.stack, zip(*rows))))
+    found["head.bias"][1] *= 3
+    return found
+"""
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -120,6 +132,9 @@ def test_shards_are_the_whole_run(gradscope: Gradscope, project: Path) -> None:
             np.testing.assert_array_equal(rows[...], other.chains[0][name][...])
     other_span = words("build", "-t", "identity", "--samples", "3:38", "--batch-size", 4)
     assert gradscope(*other_span, "-o", "x.h5", "--shard", "2/3").code == 0
+    lacking = gradscope("merge", *shards[:2], "-o", "y.h5")
+    assert lacking.code == 3
+    assert "tokens are missing" in lacking.err
     mixed_up = gradscope("merge", *shards[:2], project / "x.shard-2-of-3.h5", "-o", "y.h5")
     assert mixed_up.code == 3
     assert "tokens" in mixed_up.err
@@ -262,6 +277,13 @@ def test_what_is_shown_is_said_of_tokens(gradscope: Gradscope, project: Path) ->
     document = json.loads(gradscope("stats", "out.h5", "--json").out)
     with package.open("out.h5") as file:
         assert document["file"]["samples"] == file.n
+    first = document["samples"][0]
+    assert f"token {first['index']} ({first['id']}), " in shown[1]
+    documents = (
+        document["file"],
+        json.loads(gradscope(*words("build", "--dry-run", "--json")).out),
+    )
+    assert {found["noun"] for found in documents} == {"token"}
 
 
 def test_commands_read_it_or_say_why_not(gradscope: Gradscope, project: Path) -> None:
@@ -272,9 +294,16 @@ def test_commands_read_it_or_say_why_not(gradscope: Gradscope, project: Path) ->
         top = int(np.argmax(file.samples["norm"]))
         name = f"{file.samples['sample'][top]}:{file.samples['position'][top]}"
     assert name in shown.out
-    compare = ["compare", *words("build", "--samples", "0:5", "--against", "out.h5")[1:]]
-    done = gradscope(*compare)
+    compare = ["compare", *words("build", "--samples", "0:8")[1:], "--against"]  # one is empty
+    done = gradscope(*compare, "out.h5", "--json")
     assert done.code == 0, done.out + done.err
+    found = json.loads(done.out)
+    assert found["tokens"][-1] == "7:5"
+    Path("wrong.py").write_text(WRONG)
+    told = gradscope(*compare, "wrong.py:second_row")
+    assert told.code == 5
+    assert "1 (0:1)" in told.out and "only token 1 of 33 differs" in told.out
+    assert gradscope(*compare, "opacus").code == 2
     wrong = gradscope(*words("build", "--labels", "sampled", "-o", "x.h5"))
     assert wrong.code == 2
     hint = words("build", "-o", "x.h5")

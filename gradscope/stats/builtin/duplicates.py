@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradscope.stats.records import Floats, Positions, Record
-from gradscope.stats.sections import Line, Section, Styled, count, short
+from gradscope.stats.sections import Line, Section, Styled, called, count, short
 from gradscope.stats.source import Arrays, Samples, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 
@@ -47,12 +47,11 @@ def _sections(found: Duplicates, summary: Summary) -> Iterator[Section]:
             notes.append(Styled(f"{count(len(pairs), 'pair')} {what}"))
         for pair in pairs[:_SHOWN]:
             apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
-            ends = ((pair.first, pair.first_id), (pair.second, pair.second_id))
-            names = [str(index) if own is None else f"{index} ({own})" for index, own in ends]
+            first, second = called(pair.first, pair.first_id), called(pair.second, pair.second_id)
             other = (
                 (", different targets", "bold yellow") if pair.same_target is False else ("", "")
             )
-            notes.append(Styled(f"  {' and '.join(names)}{apart}{other[0]}", other[1]))
+            notes.append(Styled(f"  {first} and {second}{apart}{other[0]}", other[1]))
         if len(pairs) > _SHOWN:
             notes.append(Styled(f"  and {len(pairs) - _SHOWN:,} more (--json has all)"))
     if not found.complete:

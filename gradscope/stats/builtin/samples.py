@@ -20,6 +20,7 @@ from gradscope.stats.sections import (
     ScatterPicture,
     Section,
     Table,
+    called,
     numbers,
     percent,
     positions,
@@ -93,7 +94,7 @@ def _listed(
 
 def _check_labels(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
     if rows:
-        listed = ", ".join(str(row.index) for row in rows[:_ANSWERED])
+        listed = ", ".join(called(row.index, row.id) for row in rows[:_ANSWERED])
         found = summary.predictions
         wrong = "" if found is None else f"; {percent(found.wrong)} predicted wrongly"
         yield "check labels", f"largest losses: {listed}{wrong}"
@@ -148,7 +149,7 @@ def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[st
     if rows:
         first, times = rows[0], rows[0].times_median
         zero = times is None and not first.norm
-        text = f"sample {first.index}, {short(times)} times the median norm"
+        text = f"sample {called(first.index, first.id)}, {short(times)} times the median norm"
         text = "no norm but zero" if zero else text
     yield "who dominates", text
 
@@ -184,7 +185,9 @@ def _picture(found: Points, summary: Summary) -> Iterator[Picture]:
         empty="" if norm else "no finite sample",
         x=loss,
         y=norm,
-        named=[(r.loss, r.norm, r.index) for r in summary.samples if r.loss is not None],
+        named=[
+            (r.loss, r.norm, summary.file.label(r)) for r in summary.samples if r.loss is not None
+        ],
         place=20,
     )
 
@@ -206,6 +209,7 @@ class Nearest(Record):
     """The samples most and least aligned with one."""
 
     index: int
+    id: int | str | None = None
     source: str
     exact: bool
     aligned: tuple[SampleRow, ...]
@@ -216,7 +220,7 @@ def _neighbours(found: Nearest, summary: Summary) -> Iterator[Section]:
     about = "" if found.exact else f", approximately, from {found.source}"
     for word, rows in (("Most", found.aligned), ("Least", found.opposed)):
         if rows:
-            title = f"{word} aligned with sample {found.index}{about}"
+            title = f"{word} aligned with sample {called(found.index, found.id)}{about}"
             formulas = ["cosine = ⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖)"]
             yield Section(title, table=_table(rows), samples=rows, formulas=formulas)
 
@@ -235,6 +239,7 @@ def nearest(data: Data) -> Nearest | None:
     source = data.products.pairs
     return Nearest(
         index=int(samples.index[place]),
+        id=samples.described(place)["id"],
         source=source,
         exact=source in ("rows", "gram"),
         aligned=_rows(data, order, found),
