@@ -348,8 +348,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _by_onednn(*given: Tensor) -> bool:
     """Whether oneDNN's kernels take these numbers: plain ones, of which no derivative is asked."""
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    known = peek is not None and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if not (known and mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
+    if peek is None or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
         return False
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     inside = peek() is not None  # of torch.func's transforms
