@@ -187,7 +187,7 @@ def render_export(found: Sequence["Exported"], console: Console) -> None:
         elif len(one.names) == 1:
             what = f"{one.names[0]} {shape_text(one.shape)}"
         else:
-            what = f"{count(one.shape[0], 'sample')}, {count(one.shape[1], 'column')}"
+            what = f"{count(one.shape[0], 'row')}, {count(one.shape[1], 'column')}"
         console.print(Text(visible(f"{one.path}: {what}, {size(one.bytes)}")), soft_wrap=True)
 
 

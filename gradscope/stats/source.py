@@ -85,12 +85,12 @@ class Samples:
         }
 
     def place(self, index: int) -> int:
-        """Return where in the table the sample `index` of the data set is."""
+        """Return where in the table the row with this `index` is."""
         found = np.flatnonzero(self.index == index)
         if not found.size:
             raise SpecError(
-                f"sample {index} is not among the finite samples of the file",
-                remedy="Samples are named by their position in the data set, as `stats` shows it.",
+                f"no finite row of the file has the index {index}",
+                remedy="It is the column index of what `stats` and `export` show.",
             )
         return int(found[0])
 

@@ -207,8 +207,8 @@ def _matching(names: list[str], globs: Sequence[str]) -> list[str]:
 
 
 def _find_rows(file: GradientFile, samples: slice | None) -> np.ndarray:
-    """Return where the samples with these positions in their data set are, (m,) int64."""
-    index = file.samples["index"]
+    """Return the rows of the samples with these positions in their data set, (m,) int64."""
+    index = file.samples.get("sample", file.samples["index"])  # of tokens, and of samples
     start = 0 if samples is None else samples.start or 0
     stop = None if samples is None else samples.stop
     chosen = (index >= start) & (True if stop is None else index < stop)

@@ -42,7 +42,7 @@ def test_a_table(gradscope: Gradscope, result: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.csv"
     done = gradscope("export", result, "-o", out)
     assert done.code == 0, done.err
-    assert "60 samples, 7 columns" in done.out
+    assert "60 rows, 7 columns" in done.out
     lines = out.read_text().splitlines()
     assert lines[0].split(",") == [
         "finite", "index", "loss", "margin", "norm", "prediction", "target",

@@ -304,6 +304,10 @@ def test_commands_read_it_or_say_why_not(gradscope: Gradscope, project: Path) ->
     assert told.code == 5
     assert "1 (0:1)" in told.out and "only token 1 of 33 differs" in told.out
     assert gradscope(*compare, "opacus").code == 2
+    done = gradscope("export", "out.h5", "-o", "some.csv", "--samples", "4:7")  # 5 has none
+    assert done.code == 0 and "9 rows" in done.out, done.out + done.err
+    lines = [line.split(",") for line in Path("some.csv").read_text().splitlines()]
+    assert {line[lines[0].index("sample")] for line in lines[1:]} == {"4", "6"}
     wrong = gradscope(*words("build", "--labels", "sampled", "-o", "x.h5"))
     assert wrong.code == 2
     hint = words("build", "-o", "x.h5")

@@ -12,6 +12,7 @@
   };
   const columns = Object.fromEntries(Object.entries(data.columns).map(([k, v]) => [k, unpack(v)]));
   const { index, norm, loss } = columns, count = data.samples;
+  const COUNTED = data.noun === "token" ? "row" : "position";  // what index says of each
   const every = Array.from({ length: count }, (_, place) => place);
   const positive = Float64Array.from(norm).sort();
   const median = count ? (positive[(count - 1) >> 1] + positive[count >> 1]) / 2 : NaN;
@@ -128,7 +129,7 @@
     ["smallest margin", columns.margin && ((p) => columns.margin[p])],
     ["norm grown most", columns.norm2 && ((p) => norm[p] - columns.norm2[p])],
     ["loss grown most", columns.loss2 && ((p) => loss[p] - columns.loss2[p])],
-    ["position", (p) => index[p]],
+    [COUNTED, (p) => index[p]],
   ].filter(([, key]) => key);
   let order = every, first = 0, current = null;
   const number = (id) => ($(id).value === "" ? NaN : Number($(id).value));
@@ -310,8 +311,8 @@
   const open = async (place) => {
     opened = place;
     hover(null);
-    const title = `Sample ${nameOf(place)}`;
-    $("sample-title").textContent = data.ids ? `${title} (position ${index[place]})` : title;
+    const title = `${data.noun[0].toUpperCase()}${data.noun.slice(1)} ${nameOf(place)}`;
+    $("sample-title").textContent = data.ids ? `${title} (${COUNTED} ${index[place]})` : title;
     $("sample").dataset.index = index[place];
     const body = $("sample-body");
     try { await need([place]); } catch (error) { body.replaceChildren(make("p", { textContent: error.message })); }
@@ -332,7 +333,7 @@
     if (found) bars(found.set, found.k);
   };
   const about = (place, title) => {
-    const rows = [["position", String(index[place])]];
+    const rows = [[COUNTED, String(index[place])]];
     if (columns.target) rows.push(["target", label(columns.target[place])]);
     if (columns.prediction) rows.push(["prediction", `${label(columns.prediction[place]) ?? "-"}${isWrong(place) ? " (wrong)" : ""}`]);
     rows.push(["norm", `${short(norm[place])}, ${short(norm[place] / median)} times the median`], ["loss", short(loss[place])]);
