@@ -233,8 +233,10 @@ def token_losses(found: Any, n: int, name: str) -> tuple[Tensor, Tensor | None]:
     """
     values, counted = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     fits = isinstance(values, Tensor) and values.dim() == 2 and values.shape[0] == n
-    if not fits or not values.is_floating_point():
-        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if not fits or not values.is_floating_point() or not values.shape[1]:
+        shape = type(values).__name__
+        if isinstance(values, Tensor):
+            shape = f"{tuple(values.shape)} of {str(values.dtype).removeprefix('torch.')}"
         raise SpecError(
             f"with rows token the loss {name!r} must return one number a position, shape ({n}, t) "
             f"of floating point; it returned {shape}",

@@ -397,8 +397,9 @@ def test_all_backends_agree_in_compare() -> None:
 
 def test_what_is_not_of_tokens_is_refused() -> None:
     model, (x, y) = linear(), data("linear")
-    with pytest.raises(SpecError, match="one number a position"):
-        Scope(model, lambda o, y: squares(o, y).sum(1), rows="token").norms(x, y)
+    for wrong in (lambda v: v.sum(1), lambda v: v[:, :0], lambda v: v.long()):
+        with pytest.raises(SpecError, match="one number a position"):
+            Scope(model, lambda o, y, wrong=wrong: wrong(squares(o, y)), rows="token").norms(x, y)
     with pytest.raises(SpecError, match="one number a sample") as caught:
         Scope(model, squares).norms(x, y)
     assert "--rows token" in str(caught.value)

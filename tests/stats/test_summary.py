@@ -115,7 +115,7 @@ def test_samples_have_their_own_names():
         ({"learning_rate": 0.0}, "learning rate"),
         ({"learning_rate": float("nan")}, "learning rate"),
         ({"clip": (-1.0,)}, "clipping norm"),
-        ({"nearest": 1}, "sample 1"),
+        ({"nearest": 1}, "the index 1"),
     ],
 )
 def test_arguments_out_of_range(asked, word):
