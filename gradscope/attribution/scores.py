@@ -275,7 +275,8 @@ def writing_scores(
     own = scoring.asked
     asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine")}
     if own.factors is not None:
-        asked["factors"] = sha256(Path(own.factors))
+        with open_file(own.factors) as file:
+            asked["factors"] = sha256(file.path)
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]
     plan = FilePlan(

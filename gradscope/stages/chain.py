@@ -155,7 +155,8 @@ def stored_vector(reference: str) -> Vector:
     """Read the stored aggregate FILE.h5:CHAIN, where CHAIN is the chain's text or its number."""
     path, _, name = reference.rpartition(".h5:")
     if not path:
-        raise ValueError(reference)
+        remedy = "Write FILE.h5:K, K the number or the text of a chain with a reducer in that file."
+        raise SpecError(f"{reference!r} names no stored vector", remedy=remedy)
     with open_file(f"{path}.h5") as file:
         wanted = "".join(name.split())
         for k, chain in enumerate(file.chains):
