@@ -3,8 +3,9 @@
 Query rows times the damped inverse, (F + λ)⁻¹g, layer by layer. A layer is a weight whose gradient
 has factors, with its bias where that belongs to it (`blocks.layers`); anything else is a parameter
 by itself with its diagonal. The damping is relative: α times the mean eigenvalue of the layer's
-own block is added to each of its eigenvalues, so it means the same in every layer and model. With
-the mean gradient (`Drift`), α is the least, and rises where training stopped early (`trusted`).
+own block is added to each of its eigenvalues, so it means the same in every layer and model; with
+α = 0 the inverse is the pseudo-inverse. With the mean gradient (`Drift`), α is the least, and rises
+where training stopped early (`trusted`).
 The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ itself is inverted exactly (`Gram`, `Moments`), for all
 entries of a row together, or for groups of them (layers), each by itself.
 """
@@ -45,13 +46,8 @@ def trusted(
         Σ_k ḡ_k² Λ_k / (Λ_k + αΛ̄)²  ≤  (2/N) Σ_k Λ_k² / (Λ_k + α₀Λ̄)²,  α₀ = `least`
 
     On the left is dᵀHd of the step d; on the right twice its expectation at α₀, if ḡ were the mean
-    of N draws with mean zero and second moment H. The left side falls as α rises.
-
-    Args:
-        eigenvalues: Of each layer, (p,) or any shape, not negative.
-        squares: Of the mean gradient in the same basis, shaped as they are.
-        n: Number N of training samples.
-        least: α₀.
+    of N = `n` draws with mean zero and second moment H. The left side falls as α rises. The
+    eigenvalues of each layer are not negative and of any shape, the squares shaped as they are.
     """
     each = [(e.double(), s.double()) for e, s in zip(eigenvalues, squares, strict=True) if e.any()]
     noise = _TIMES / n * sum(_step(e, e, least) for e, _ in each)
@@ -82,14 +78,8 @@ def along(gram: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues of K = G Gᵀ / N, and the squares of the mean gradient along them.
 
     The eigenvectors of the empirical Fisher GᵀG / N are Gᵀu / √(Nλ) for those u of K, and the
-    mean gradient is Gᵀ1 / N: so ḡ_k² = λ_k (u_k·1)² / N.
-
-    Args:
-        gram: K (N, N), symmetric; rows and columns of samples left out are zero.
-        n: Number N of those that are not.
-
-    Returns:
-        (N,) and (N,), float64.
+    mean gradient is Gᵀ1 / N: so ḡ_k² = λ_k (u_k·1)² / N. Both are (N,) in float64; of K, `gram`
+    (N, N), rows and columns of samples left out are zero, and `n` counts the others.
     """
     eigenvalues, vectors = torch.linalg.eigh(gram.double())
     eigenvalues = eigenvalues.clamp_(min=0.0)
@@ -102,32 +92,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Drift(NamedTuple):
-    """What is left of the gradient at the end of the training.
+    """What is left of the gradient at the end of the training."""
 
-    Attributes:
-        mean: The mean gradient of the training samples {NAME: (*shape)}.
-        n: Their number N.
-    """
-
-    mean: Aggregate
-    n: int
+    mean: Aggregate  # the mean gradient of the training samples {NAME: (*shape)}
+    n: int  # their number N
 
 
 class Curvature(NamedTuple):
-    """A damped curvature, inverted.
+    """A damped curvature, inverted."""
 
-    Attributes:
-        name: `kfac`, `ekfac`, `diagonal` or `adam`.
-        apply: From gradients of m samples to {name: (m, *shape)}, the dense rows (F + λ)⁻¹g, in the
-            dtype that is asked for or, with None, that of the gradients (float32 at least).
-        damping: λ of each layer, by the name of its weight or only parameter.
-        relative: α, λ over the mean eigenvalue.
-    """
-
-    name: str
+    # from gradients of m samples to {name: (m, *shape)}, the dense rows (F + λ)⁻¹g, in the dtype
+    # that is asked for or, with None, that of the gradients (float32 at least)
     apply: Apply
-    damping: dict[str, float]
-    relative: float
+    damping: dict[str, float]  # λ of each layer, by the name of its weight or only parameter
+    relative: float  # α, λ over the mean eigenvalue
 
 
 class _Part(NamedTuple):
@@ -140,11 +118,8 @@ class _Part(NamedTuple):
 def kfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = None) -> Curvature:
     """Return the inverse of B ⊗ A + λ, taken in the eigenbasis of both factors.
 
-    Args:
-        aggregate: What the chain `kfac` or `kfac:bias=column` has found: {NAME.A, NAME.B,
-            NAME.diagonal}.
-        damping: α ≥ 0; with 0 it is the pseudo-inverse.
-        drift: Raises α where the mean gradient is far from zero.
+    `aggregate` is what the chain `kfac` or `kfac:bias=column` has found: {NAME.A, NAME.B,
+    NAME.diagonal}.
 
     Raises:
         InputError: There are no factors, or one is not finite.
@@ -156,19 +131,15 @@ def kfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = N
             for side, u in zip("AB", basis, strict=True)
         )
         parts[name] = _Part(b.unsqueeze(2) * a.unsqueeze(1), basis)
-    return _damped("kfac", parts, damping, drift)
+    return _damped(parts, damping, drift)
 
 
 def ekfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = None) -> Curvature:
     """Return the inverse of the layers' second moments in their eigenbases, plus λ.
 
     George et al. 2018 (arXiv:1806.03884); for influence, Grosse et al. 2023 (arXiv:2308.03296).
-
-    Args:
-        aggregate: What the chain `ekfac` has found: {NAME.A.vectors, NAME.B.vectors,
-            NAME.eigenvalues, NAME.diagonal}.
-        damping: α ≥ 0; with 0 it is the pseudo-inverse.
-        drift: Raises α where the mean gradient is far from zero.
+    `aggregate` is what the chain `ekfac` has found: {NAME.A.vectors, NAME.B.vectors,
+    NAME.eigenvalues, NAME.diagonal}.
 
     Raises:
         InputError: It is no result of `ekfac`.
@@ -178,31 +149,22 @@ def ekfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = 
         if f"{name}.eigenvalues" not in aggregate:
             raise InputError(f"there are no eigenvalues of {name!r}: this is no result of ekfac")
         parts[name] = _Part(aggregate[f"{name}.eigenvalues"].reshape(basis.sizes), basis)
-    return _damped("ekfac", parts, damping, drift)
+    return _damped(parts, damping, drift)
 
 
 def diagonal_curvature(
     second_moment: Aggregate, damping: float, drift: Drift | None = None
 ) -> Curvature:
-    """Return 1 / (E[g²] + λ), the diagonal of the Fisher inverted.
-
-    Args:
-        second_moment: {NAME: (*shape)}, of the chain `square | mean` or `second_moment`.
-        damping: α ≥ 0; with 0 it is the pseudo-inverse.
-        drift: Raises α where the mean gradient is far from zero.
-    """
-    parts = {k: _Part(v) for k, v in second_moment.items()}
-    return _damped("diagonal", parts, damping, drift)
+    """Return 1 / (E[g²] + λ), the diagonal of the Fisher inverted, from {NAME: E[g²] (*shape)}."""
+    return _damped({k: _Part(v) for k, v in second_moment.items()}, damping, drift)
 
 
 def adam_curvature(second_moment: Aggregate, damping: float) -> Curvature:
     """Return 1 / (√v + λ), Adam's preconditioner; λ is α times the mean of the parameter's √v.
 
-    Args:
-        second_moment: {NAME: (*shape)}: the optimiser's own v̂, or E[g²].
-        damping: α ≥ 0; with 0 it is the pseudo-inverse.
+    `second_moment` {NAME: (*shape)} is the optimiser's own v̂, or E[g²].
     """
-    return _damped("adam", {k: _Part(v.sqrt()) for k, v in second_moment.items()}, damping)
+    return _damped({k: _Part(v.sqrt()) for k, v in second_moment.items()}, damping)
 
 
 def _diagonals(aggregate: Aggregate) -> dict[str, _Part]:
@@ -210,9 +172,7 @@ def _diagonals(aggregate: Aggregate) -> dict[str, _Part]:
     return {k.removesuffix(end): _Part(v) for k, v in aggregate.items() if k.endswith(end)}
 
 
-def _damped(
-    name: str, parts: Mapping[str, _Part], damping: float, drift: Drift | None = None
-) -> Curvature:
+def _damped(parts: Mapping[str, _Part], damping: float, drift: Drift | None = None) -> Curvature:
     """Return the curvature whose eigenvalues are those of all parts, each with its own λ."""
     if not 0 <= damping < inf:
         raise SpecError(f"the damping must be finite and not negative, not {damping}")
@@ -228,7 +188,7 @@ def _damped(
     for own, (values, basis) in parts.items():
         absolute[own] = damping * (float(values.double().mean()) if values.numel() else 0.0)
         inverses[own] = _Part(_inverted(values.double(), absolute[own]), basis)
-    return Curvature(name, partial(_applied, inverses), absolute, damping)
+    return Curvature(partial(_applied, inverses), absolute, damping)
 
 
 def _trusted(parts: Mapping[str, _Part], least: float, drift: Drift) -> float:
@@ -258,9 +218,14 @@ def _applied(
     """Return {name: (m, *shape)}: the rows of each layer times its inverse."""
     shapes = {name: block.shape for name, block in gradients.items()}
     found: dict[str, Tensor] = {}
-    for name, (by, basis) in inverses.items():
+    for name, part in inverses.items():
         if name in shapes:
-            found |= _layer_applied(name, by, basis, gradients, shapes, dtype)
+            layer, rows = _coordinates(name, part, gradients, shapes, dtype)
+            rows = rows * part.eigenvalues.to(rows.device, rows.dtype)
+            if part.basis is None or layer is None:
+                found[name] = rows
+            else:
+                found |= layer.apart(part.basis.back(rows), shapes)
     missing = ", ".join(repr(name) for name in shapes if name not in found)
     if missing:
         raise SpecError(
@@ -268,21 +233,6 @@ def _applied(
             remedy="Compute it of the same parameters as the gradients.",
         )
     return {name: found[name] for name in shapes}
-
-
-def _layer_applied(
-    name: str,
-    by: Tensor,
-    basis: Basis | None,
-    gradients: Gradients,
-    shapes: Shapes,
-    dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
-    layer, found = _coordinates(name, _Part(by, basis), gradients, shapes, dtype)
-    found = found * by.to(found.device, found.dtype)
-    if basis is None or layer is None:
-        return {name: found}
-    return layer.apart(basis.back(found), shapes)
 
 
 def _coordinates(
@@ -316,17 +266,12 @@ Rows = dict[str, Tensor]  # {name: (m, entries)}, real
 
 @dataclass(frozen=True)
 class Gram:
-    """The Gram matrix of N training samples, and its damping.
+    """The Gram matrix of N training samples, and its damping."""
 
-    Args:
-        products: ⟨gᵢ, gⱼ⟩ (N, N) in float64; rows and columns of samples left out are zero.
-        n: The samples that were not left out.
-        damping: λ, in the unit of an eigenvalue of F.
-    """
-
+    # ⟨gᵢ, gⱼ⟩ (N, N) in float64; rows and columns of samples left out are zero
     products: Tensor
-    n: int
-    damping: float
+    n: int  # the samples that were not left out
+    damping: float  # λ, in the unit of an eigenvalue of F
 
     @cached_property
     def _root(self) -> Tensor:
@@ -344,11 +289,7 @@ class Gram:
 
 
 class Moments:
-    """F itself, one block (w, w) for each group of entries of short rows.
-
-    Args:
-        groups: {entry: group}.
-    """
+    """F itself, one block (w, w) for each of some groups {entry: group} of short rows."""
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         self._names: dict[str, list[str]] = {}

@@ -11,27 +11,17 @@ _REPEATS = 1000  # resamplings: the interval's ends then stand to about a tenth 
 
 @dataclass(frozen=True)
 class Lds:
-    """A linear datamodeling score and how surely it is known.
+    """A linear datamodeling score and how surely it is known."""
 
-    Attributes:
-        by_query: Rank correlation of each query (M,), in -1..1.
-        mean: Their mean.
-        low: Lower end of the mean's 95% interval, by bootstrap over the subsets.
-        high: Upper end.
-        subsets: Number S of subsets.
-    """
-
-    by_query: np.ndarray
-    mean: float
-    low: float
-    high: float
-    subsets: int
+    by_query: np.ndarray  # rank correlation of each query (M,), in -1..1
+    mean: float  # of these
+    low: float  # the lower end of the mean's 95% interval, by bootstrap over the subsets
+    high: float  # the upper end
+    subsets: int  # their number S
 
     def subsets_for(self, half_width: float) -> int:
-        """Return about how many subsets give an interval of `mean ± half_width`.
-
-        The width falls as one over the root of the number of subsets.
-        """
+        """Return about how many subsets give an interval of `mean ± half_width`."""
+        # the width falls as one over the root of the number of subsets
         return math.ceil(self.subsets * ((self.high - self.low) / 2.0 / half_width) ** 2)
 
 
@@ -52,9 +42,6 @@ def lds(scores: np.ndarray, subsets: np.ndarray, losses: np.ndarray, *, seed: in
             random in the training.
         seed: Of the resampling.
 
-    Returns:
-        The score of each query, their mean and its 95% interval.
-
     Raises:
         ValueError: The shapes do not fit, a number is not finite, or there are fewer than three
             subsets.
@@ -68,18 +55,16 @@ def lds(scores: np.ndarray, subsets: np.ndarray, losses: np.ndarray, *, seed: in
 
 
 def agreement(predicted: np.ndarray, losses: np.ndarray, *, seed: int = 0) -> Lds:
-    """Compare predicted (M, S) with true losses (S, M), where scores are summed already.
-
-    Args:
-        predicted: Of each query after training on each subset; any increasing function of it.
-        losses: See `lds`.
-        seed: Of the resampling.
-
-    Raises:
-        ValueError: See `lds`.
-    """
+    """Compare losses (S, M) with what they go up with (M, S), scores summed already; see `lds`."""
     predicted, losses = np.asarray(predicted, np.float64), np.asarray(losses, np.float64)
-    _check(predicted, losses)
+    if predicted.ndim != 2 or losses.shape != predicted.shape[::-1]:
+        raise ValueError(
+            f"losses {losses.shape} are to be (S, M), predictions {predicted.shape} (M, S)"
+        )
+    if len(losses) < 3:
+        raise ValueError(f"{len(losses)} subsets have no rank correlation: give at least 3")
+    if not (np.isfinite(predicted).all() and np.isfinite(losses).all()):
+        raise ValueError("a score or a loss is not finite: leave that query or sample out")
     subsets = len(losses)
     by_query = _correlations(predicted, losses.T, np.ones((1, subsets)))[:, 0]
     draws = np.random.default_rng(seed).multinomial(
@@ -90,17 +75,6 @@ def agreement(predicted: np.ndarray, losses: np.ndarray, *, seed: int = 0) -> Ld
     mean = float(by_query.mean())
     low, high = 2.0 * mean - float(most), min(1.0, 2.0 * mean - float(least))
     return Lds(by_query, mean, low, high, subsets)
-
-
-def _check(predicted: np.ndarray, losses: np.ndarray) -> None:
-    if predicted.ndim != 2 or losses.shape != predicted.shape[::-1]:
-        raise ValueError(
-            f"losses {losses.shape} are to be (S, M), predictions {predicted.shape} (M, S)"
-        )
-    if len(losses) < 3:
-        raise ValueError(f"{len(losses)} subsets have no rank correlation: give at least 3")
-    if not (np.isfinite(predicted).all() and np.isfinite(losses).all()):
-        raise ValueError("a score or a loss is not finite: leave that query or sample out")
 
 
 def _correlations(first: np.ndarray, second: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -1,9 +1,10 @@
 """What stands between two gradients: the inverse of the training side's curvature, by its name."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +24,7 @@ from gradscope.attribution.curvature import (
     trusted,
 )
 from gradscope.attribution.products import Groups, Part, Tile, tiles
-from gradscope.attribution.sides import Side, stored_aggregates, sum_squares
+from gradscope.attribution.sides import Side, stored_aggregate, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.memory import available
@@ -109,27 +110,16 @@ def _as_it_is(rows: Gradients) -> Gradients:
     return rows
 
 
-def _all_products(products: dict[str, Tensor]) -> Tensor:
-    return products[""]
-
-
 @dataclass(frozen=True)
 class Curved:
-    """A curvature, as three steps from gradients to scores without their factor 1/N.
+    """A curvature, as three steps from gradients to scores without their factor 1/N."""
 
-    Attributes:
-        before: What queries are multiplied by before their products with training samples.
-        groups: Of parameters whose products are needed apart; None for one of all.
-        after: From these products {group: (m, N)} to scores (m, N).
-        own: Returns gᵢᵀ H⁻¹ gᵢ (N,) in float64; None where that costs much.
-        record: What was chosen.
-    """
-
-    before: Before = _as_it_is
-    groups: Groups | None = None
-    after: Callable[[dict[str, Tensor]], Tensor] = _all_products
-    own: Callable[[], Tensor] | None = None
-    record: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any]  # what was chosen
+    before: Before = _as_it_is  # applied to queries before their products with training samples
+    groups: Groups | None = None  # of parameters whose products are needed apart; None: all in one
+    # from these products {group: (m, N)} to scores (m, N)
+    after: Callable[[dict[str, Tensor]], Tensor] = itemgetter("")
+    own: Callable[[], Tensor] | None = None  # gᵢᵀ H⁻¹ gᵢ (N,) in float64; None where it costs much
 
 
 def curved(train: Side, asked: Settings) -> Curved:
@@ -138,10 +128,14 @@ def curved(train: Side, asked: Settings) -> Curved:
     Raises:
         SpecError: It does not fit the rows, or there are too many.
     """
-    method = _automatic(train, asked) if asked.curvature == "auto" else asked.curvature
+    method = asked.curvature
+    if method == "auto" and train.facts.chain != "identity":
+        method = "fisher"
+    elif method == "auto":
+        method = "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
-        return Curved(own=lambda: _squares(train), record=record)
+        return Curved(record, own=lambda: _squares(train))
     if method in ("fisher", "blockfisher"):
         return _fisher(train, asked, record)
     if method == "shrunk":
@@ -153,13 +147,7 @@ def curved(train: Side, asked: Settings) -> Curved:
             return _fisher(train, asked, {"curvature": "fisher", "without": error.head})
     found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
-    return Curved(before=_applied(found), record=record)
-
-
-def _automatic(train: Side, asked: Settings) -> Method:
-    if train.facts.chain != "identity":
-        return "fisher"
-    return "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
+    return Curved(record, before=_applied(found))
 
 
 def _pairs_pay(train: Side, room: int) -> bool:
@@ -190,7 +178,10 @@ def _widest(shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> int:
 
 def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
     n, products = _gram(train, asked, groups)
-    spectra = partial(_along_pairs, products, n)
+
+    def spectra() -> list[Spectrum]:
+        return [along(gram / n, n) for gram in products.values()]
+
     relative = _relative(asked, record["curvature"], n, n, spectra)
     grams = {
         group: Gram(gram, n, relative * float(gram.diagonal().sum()) / n**2)
@@ -198,15 +189,11 @@ def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups)
     }
     damping = {group: gram.damping for group, gram in grams.items()}
     return Curved(
+        {**record, "damping": relative, "lambda": damping.get("", damping)},
         groups=groups,
         after=lambda found: sum_of([gram.solved(found[k]) for k, gram in grams.items()]),
         own=lambda: sum_of([gram.self_influence() for gram in grams.values()]),
-        record={**record, "damping": relative, "lambda": damping.get("", damping)},
     )
-
-
-def _along_pairs(grams: dict[str, Tensor], n: int) -> list[Spectrum]:
-    return [along(gram / n, n) for gram in grams.values()]
 
 
 def _relative(
@@ -238,9 +225,9 @@ def _moments(train: Side, asked: Settings, record: dict[str, Any], groups: Group
         return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
 
     return Curved(
-        before=before,
+        {**record, "damping": relative, "lambda": damping.get("", damping)},
+        before,
         own=(lambda: _own_products(train, before)) if solving <= _LONG else None,
-        record={**record, "damping": relative, "lambda": damping.get("", damping)},
     )
 
 
@@ -254,10 +241,10 @@ def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
     n, products = _gram(train, asked, None, before)
     gram = Gram(products[""], n, share / (1 - share))
     return Curved(
-        before=before,
+        {**record, "damping": found.relative, "share": share, "lambda": found.damping},
+        before,
         after=lambda rows: gram.solved(rows[""]) / (1 - share),
         own=lambda: gram.self_influence() / (1 - share),
-        record={**record, "damping": found.relative, "share": share, "lambda": found.damping},
     )
 
 
@@ -286,19 +273,13 @@ def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
             remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
         )
     chain, made = _CURVATURES[method]
+    damping = LEAST if asked.damping == "auto" else float(asked.damping)
     if asked.factors is not None:
-        moments = stored_aggregates(asked.factors, train.facts, [chain])[0]
-        return made(moments, chosen(asked.damping))
-    is_moment = method != "adam"  # whose eigenvalues are roots
-    if asked.damping != "auto" or not is_moment:
-        return made(train.aggregates([chain])[0], chosen(asked.damping))
+        return made(stored_aggregate(asked.factors, train.facts, chain), damping)
+    if asked.damping != "auto" or method == "adam":  # whose eigenvalues are roots, not moments
+        return made(train.aggregates([chain])[0], damping)
     moments, mean = train.aggregates([chain, "mean"])
-    return made(moments, LEAST, Drift(mean, train.n))
-
-
-def chosen(damping: Damping) -> float:
-    """Return the relative damping."""
-    return LEAST if damping == "auto" else float(damping)
+    return made(moments, damping, Drift(mean, train.n))
 
 
 def precision(train: Side, rows: int) -> torch.dtype:

@@ -35,7 +35,6 @@ from gradscope.errors import (
     NonFiniteError,
     OutputError,
     ResultFileError,
-    SpecError,
 )
 from gradscope.run import prepare
 from gradscope.run.overlap import BatchSize, to_device
@@ -53,17 +52,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Retraining:
-    """One training that is to be done.
+    """One training that is to be done."""
 
-    Attributes:
-        name: That of its file.
-        kept: Which training samples it is on (N,).
-        seed: What it is started from.
-    """
-
-    name: str
-    kept: Mask
-    seed: int
+    name: str  # that of its file
+    kept: Mask  # which training samples it is on (N,)
+    seed: int  # what it is started from
 
 
 def subset(seed: int, number: int, n: int, fraction: float) -> Retraining:
@@ -167,19 +160,12 @@ def _require_alike(known: nn.Module, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Retrainings:
-    """A folder of retrainings for the queries of a score file.
-
-    Attributes:
-        folder: Where they are.
-        scores: The score file.
-        fit: FIT, as FILE.py:NAME or package.module:NAME.
-        identity: What they are of; those of anything else are refused.
-    """
+    """A folder of retrainings for the queries of a score file."""
 
     folder: Path
     scores: Path
-    fit: str
-    identity: Mapping[str, Any]
+    fit: str  # FIT, as FILE.py:NAME or package.module:NAME
+    identity: Mapping[str, Any]  # what they are of; those of anything else are refused
 
     @cached_property
     def _queries(self) -> Queries:
@@ -211,7 +197,9 @@ class Retrainings:
                     path.unlink(missing_ok=True)
             # a draft is of a process that has begun at the same time
             if ours or all(path.name.startswith(f"{PLAN}.") for path in there):
-                _replace(self.folder / PLAN, json.dumps(self.identity, indent=2).encode())
+                draft = self.folder / f"{PLAN}.{os.getpid()}.part"
+                draft.write_text(json.dumps(self.identity, indent=2))
+                draft.replace(self.folder / PLAN)
         found = self._found()
         if found is None:
             raise OutputError(
@@ -286,7 +274,9 @@ class Retrainings:
                     return False
             try:
                 if not path.exists():
-                    put_in_place(path, _npy(self._trained(one)), part, descriptor)
+                    found = io.BytesIO()
+                    np.save(found, self._trained(one))
+                    put_in_place(path, found.getvalue(), part, descriptor)
             finally:
                 part.unlink(missing_ok=True)
         return True
@@ -323,18 +313,6 @@ class Retrainings:
                 for process, told in processes:
                     _require_well(process, told)
                 connection.wait([p.sentinel for p, _ in processes if p.is_alive()], _POLL)
-
-
-def _npy(values: Floats) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    temporary.write_bytes(data)
-    temporary.replace(path)
 
 
 @contextmanager
@@ -427,11 +405,3 @@ def identity_of(scores: Scores, fit: str, seed: int, fraction: float) -> dict[st
 def _of_samples(table: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     index = np.asarray(table["index"], dtype=np.int64)
     return {"count": len(index), "sha256": hashlib.sha256(index.tobytes()).hexdigest()}
-
-
-def require_fraction(fraction: float) -> None:
-    """Refuse a share of the training samples that is none."""
-    if not 0 < fraction < 1:
-        raise SpecError(
-            f"found {fraction}", where="--fraction", remedy="Accepted: a number between 0 and 1."
-        )

@@ -38,15 +38,10 @@ _CERTIFICATE = {"verified": False, "verdict": "scores: their gradients were prov
 
 @dataclass(frozen=True)
 class Ranked:
-    """Some training samples of a query, the first of them first.
+    """Some training samples of a query, the first of them first."""
 
-    Attributes:
-        places: Their rows in the training side (k,).
-        scores: Theirs (k,).
-    """
-
-    places: NDArray[np.int64]
-    scores: NDArray[np.float64]
+    places: NDArray[np.int64]  # their rows in the training side (k,)
+    scores: NDArray[np.float64]  # theirs (k,)
 
 
 @dataclass(frozen=True)
@@ -230,25 +225,16 @@ class ScoreWriter:
         query = self.scoring.pairs[0].query
         self._run["attribution"] |= self.scoring.record  # the first tile lays the file out
         for part, scores in self.scoring.rows():
-            table = {k: v[part] for k, v in query.table(part.stop).items()}
+            table: dict[str, Any] = {k: v[part] for k, v in query.table(part.stop).items()}
             rows = self._rows({"scores": scores})
             refined: tuple[Gradients, ...] = ()
             if self.scoring.refining is not None:
                 refined = (self._rows(self.scoring.refining.of(part, scores)._asdict()),)
-            self._writer.append(
-                Rows(
-                    index=table["index"],
-                    loss=table["loss"],
-                    norm=table["norm"],
-                    finite=table["finite"],
-                    target=table.get("target"),
-                    predicted={k: table[k] for k in ("prediction", "margin") if k in table},
-                    id=table.get("id"),
-                    sample=table.get("sample"),
-                    position=table.get("position"),
-                    chains=(rows, None, *refined),
-                )
-            )
+            words = ("prediction", "margin")
+            predicted: Table = {k: table.pop(k) for k in words if k in table}
+            table.pop("preview", None)
+            chains = (rows, None, *refined)
+            self._writer.append(Rows(**table, predicted=predicted, chains=chains))
             yield part
 
     def _rows(self, columns: Mapping[str, torch.Tensor]) -> Gradients:
@@ -305,10 +291,9 @@ def _training(scoring: Scoring) -> Table:
 
 
 def _facts(scoring: Scoring) -> dict[str, Any]:
-    pairs = [(pair.train.facts, pair.query.facts) for pair in scoring.pairs]
-    sides = {"train": pairs[0][0], "query": pairs[0][1]}
-    more = [_told(train) for train, _ in pairs[1:]]
-    return {**{k: _told(v) for k, v in sides.items()}, **({"more": more} if more else {})}
+    first, *rest = scoring.pairs
+    found: dict[str, Any] = {"train": _told(first.train.facts), "query": _told(first.query.facts)}
+    return found | ({"more": [_told(pair.train.facts) for pair in rest]} if rest else {})
 
 
 def _told(facts: Facts) -> dict[str, Any]:
@@ -337,7 +322,5 @@ def _ranked(scores: NDArray[np.float64], k: int, sign: float) -> Ranked:
     keys = np.where(np.isfinite(scores), sign * scores, np.inf)
     k = min(k, int(np.isfinite(scores).sum()))
     best = np.argpartition(keys, k - 1)[:k] if 0 < k < len(keys) else np.arange(len(keys))[:k]
-    if k == len(keys):
-        best = np.arange(len(keys))
     best = best[np.lexsort((best, keys[best]))][:k]
     return Ranked(best.astype(np.int64), scores[best])

@@ -17,14 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.attribution.methods import (
-    Curved,
-    Settings,
-    curved,
-    precision,
-    products_of,
-    sum_of,
-)
+from gradscope.attribution.methods import Curved, Settings, curved, precision, products_of, sum_of
 from gradscope.attribution.products import Part, Tile, tiles
 from gradscope.attribution.sides import (
     Side,
@@ -49,19 +42,12 @@ _EXACT = 2**24  # scores that are kept in float64; more of them in float32
 
 @dataclass
 class Pair:
-    """The two sides at one checkpoint.
+    """The two sides at one checkpoint."""
 
-    Args:
-        train: The training samples.
-        query: The queries.
-        weight: What its scores are times, where several are added.
-        curvature: Of the training side; it is found when it is needed if None.
-    """
-
-    train: Side
+    train: Side  # the training samples
     query: Side
-    weight: float = 1.0
-    curvature: Curved | None = None
+    weight: float = 1.0  # what its scores are times, where several are added
+    curvature: Curved | None = None  # of the training side; found when it is needed
 
     def bound(self, asked: Settings) -> "Comparing":
         """Find the curvature of the training side.
@@ -124,20 +110,18 @@ class Scoring:
     Args:
         pairs: One a checkpoint; the scores are the sum over them, each by its weight.
         asked: What is asked for.
-        done: Queries that are scored already.
 
     Raises:
         SpecError: Sides do not fit each other, or the curvature does not fit the rows.
     """
 
-    def __init__(self, pairs: Sequence[Pair], asked: Settings, done: int = 0) -> None:
+    def __init__(self, pairs: Sequence[Pair], asked: Settings) -> None:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
-        self.pairs, self.asked, self.done = pairs, asked, done
+        self.pairs, self.asked = pairs, asked
+        self.done = 0  # queries that are scored already
         cheap = cheaply(asked)
-        self.refining: Refining | None = None
-        if asked.refine:
-            self.refining = Refining([(p.train, p.query, p.weight) for p in pairs], asked)
+        self.refining = Refining(pairs, asked) if asked.refine else None
         self._every = [pair.bound(cheap) for pair in pairs]
         first = pairs[0]
         each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
@@ -202,15 +186,10 @@ _PLACES = 2**24  # beyond, places are no float32 numbers, in which they may be s
 
 
 class Refined(NamedTuple):
-    """Candidates of m queries.
+    """Candidates of m queries."""
 
-    Attributes:
-        places: Their rows in the training side (m, 2K) int64, -1 behind the last of a query.
-        scores: Their exact scores (m, 2K) in float64, NaN of what has none.
-    """
-
-    places: Tensor
-    scores: Tensor
+    places: Tensor  # their rows in the training side (m, 2K) int64, -1 behind the last of a query
+    scores: Tensor  # their exact scores (m, 2K) in float64, NaN of what has none
 
 
 def cheaply(asked: Settings) -> Settings:
@@ -235,20 +214,17 @@ def cheaply(asked: Settings) -> Settings:
 class Refining:
     """Computes the scores of candidates from full gradients.
 
-    Args:
-        sides: (training side, queries, weight), one a checkpoint.
-        asked: What is asked for.
-
     Raises:
         SpecError: A side has no run, its rows are full gradients, or its run has changed.
     """
 
-    def __init__(self, sides: Sequence[tuple[Side, Side, float]], asked: Settings) -> None:
-        if sides[0][0].n > _PLACES:
-            raise SpecError(f"places of {sides[0][0].n:,} samples are not kept", where="--refine")
+    def __init__(self, pairs: Sequence[Pair], asked: Settings) -> None:
+        n = pairs[0].train.n
+        if n > _PLACES:
+            raise SpecError(f"places of {n:,} samples are not kept", where="--refine")
         method: Any = "ekfac" if asked.curvature == "auto" else asked.curvature
         self._asked = replace(asked, curvature=method)
-        self._each = [_Exact(train, query, weight, self._asked) for train, query, weight in sides]
+        self._each = [_Exact(pair, self._asked) for pair in pairs]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -267,17 +243,16 @@ class Refining:
 class _Exact:
     """One checkpoint: both runs, without what was made of the gradients."""
 
-    def __init__(self, train: Side, query: Side, weight: float, asked: Settings) -> None:
-        self._train, self._query = _opened(train), _opened(query)
-        self._weight = weight
-        self._whole = of_job(self._train, train.facts.name)
+    def __init__(self, pair: Pair, asked: Settings) -> None:
+        self._train, self._query = _opened(pair.train), _opened(pair.query)
+        self._whole = of_job(self._train, pair.train.facts.name)
         self._memory = asked.room(self._whole)
-        self.curved: Curved = curved(self._whole, asked)
-        self._finite = max(1, int(train.table()["finite"].sum()))
+        self.curved = curved(self._whole, asked)
+        self._share = pair.weight / max(1, int(pair.train.table()["finite"].sum()))
 
     def scores(self, queries: slice, places: Tensor) -> Tensor:
         """Return the scores of `places` (m, 2K) for some queries, in float64."""
-        found = torch.full(places.shape, torch.nan, dtype=torch.float64)
+        found = torch.empty(places.shape, dtype=torch.float64)
         step = max(1, self._memory // (8 * self._whole.width))
         for start in range(0, len(places), step):
             rows = slice(start, min(start + step, len(places)))
@@ -296,7 +271,7 @@ class _Exact:
         ]
         tile = Tile(parts, precision(self._whole, len(queries)))
         side = some_of(self._train, "candidates", union)
-        products = products_of(tile, side)[""] * (self._weight / self._finite)
+        products = products_of(tile, side)[""] * self._share
         products[:, ~side.table()["finite"]] = torch.nan
         found = torch.full((len(queries), len(union)), torch.nan, dtype=torch.float64)
         found[tile.places] = products

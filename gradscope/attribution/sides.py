@@ -180,25 +180,16 @@ class FileSide:
 
 
 class SessionSide:
-    """Samples whose gradients are computed on each walk; none of them is stored.
-
-    Args:
-        session: Computes them.
-        chain: What happens to each.
-        walk: Starts a walk through all batches.
-        rows: Returns what is kept in the table of a batch and its evaluation.
-        n: The number of samples.
-        facts: What they are of.
-    """
+    """Samples whose gradients are computed on each walk; none of them is stored."""
 
     cheap = False
 
     def __init__(
         self,
-        session: Session,
-        chain: Chain,
-        walk: Callable[[], Iterable[Batch]],
-        rows: Callable[..., Rows],
+        session: Session,  # computes them
+        chain: Chain,  # what happens to each
+        walk: Callable[[], Iterable[Batch]],  # starts a walk through all batches
+        rows: Callable[..., Rows],  # what is kept in the table of a batch and its evaluation
         n: int,
         facts: Facts,
     ) -> None:
@@ -299,14 +290,8 @@ def _side(
 ) -> SessionSide:
     record = job.record()
     told = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
-    return SessionSide(
-        job.scope,
-        chain,
-        walk,
-        lambda batch, evaluation: rows_of(job, (), batch, evaluation),
-        n,
-        Facts(name, chain.text, job.shapes, *told),
-    )
+    facts = Facts(name, chain.text, job.shapes, *told)
+    return SessionSide(job.scope, chain, walk, partial(rows_of, job, ()), n, facts)
 
 
 def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSide:
@@ -444,8 +429,8 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     return ()
 
 
-def stored_aggregates(path: str, train: Facts, chains: Sequence[str]) -> list[dict[str, Tensor]]:
-    """Return the results of chains from a result file of the training side's model.
+def stored_aggregate(path: str, train: Facts, chain: str) -> dict[str, Tensor]:
+    """Return the result of a chain from a result file of the training side's model.
 
     Raises:
         SpecError: The file is of another model or checkpoint, or has no such chain.
@@ -459,15 +444,11 @@ def stored_aggregates(path: str, train: Facts, chains: Sequence[str]) -> list[di
                     where=path,
                     remedy="Compute the factors of the same checkpoint and model.",
                 )
-        found = [stored_result(file, chain) for chain in chains]
-        for chain, result in zip(chains, found, strict=True):
-            if result is None:
-                raise SpecError(
-                    f"the file has no chain {chain!r}",
-                    where=path,
-                    remedy=f"Compute it: -t {chain!r}.",
-                )
-        return [result for result in found if result is not None]
+        found = stored_result(file, chain)
+        if found is None:
+            remedy = f"Compute it: -t {chain!r}."
+            raise SpecError(f"the file has no chain {chain!r}", where=path, remedy=remedy)
+        return found
 
 
 def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:

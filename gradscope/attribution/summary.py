@@ -127,19 +127,17 @@ def summarize_scores(
     Raises:
         SpecError: There is no such column.
     """
-    rows = []
     by, groups, sums = _grouped(scores, by)
-    for q in range(scores.shape[0]):
-        known = _predicted(scores.queries, q)
-        rows.append(
-            QueryRow(
-                **known,
-                loss=number(scores.queries["loss"][q]),
-                helpful=_scored(scores, scores.helpful(q, top)),
-                harmful=_scored(scores, scores.harmful(q, top)),
-                sums=tuple(sums[q].tolist()),
-            )
+    rows = tuple(
+        QueryRow(
+            **_predicted(scores.queries, q),
+            loss=number(scores.queries["loss"][q]),
+            helpful=_scored(scores, scores.helpful(q, top)),
+            harmful=_scored(scores, scores.harmful(q, top)),
+            sums=tuple(sums[q].tolist()),
         )
+        for q in range(scores.shape[0])
+    )
     own = scores.samples.get("self_influence")
     best: tuple[Scored, ...] = ()
     if own is not None:
@@ -152,7 +150,7 @@ def summarize_scores(
         samples=scores.shape[1],
         left_out=int((~scores.samples["finite"].astype(bool)).sum()),
         record=dict(scores.record),
-        rows=tuple(rows),
+        rows=rows,
         most_influential=best,
         by=by,
         groups=groups,

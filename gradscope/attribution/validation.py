@@ -14,13 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.attribution.lds import Lds, agreement
+from gradscope.attribution.lds import agreement
 from gradscope.attribution.retraining import (
     Mask,
     Retraining,
     Retrainings,
     identity_of,
-    require_fraction,
     seed_of,
     subset,
     without,
@@ -57,24 +56,21 @@ Predicted = NDArray[np.float64]  # (M, S), what each query's loss goes up with
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for.
+    """What is asked for."""
 
-    Attributes:
-        retrainings: On how many random subsets, at least 3.
-        fraction: The share of the training samples in each.
-        seed: Of the subsets and of the trainings.
-        width: Of the interval: how many retrainings it takes is told.
-        removal: Up to how many of a query's most helpful samples are removed; 0 for no such curve.
-    """
-
-    retrainings: int = 50
-    fraction: float = 0.5
-    seed: int = 0
-    width: float = 0.02
-    removal: int = 0
+    retrainings: int = 50  # on how many random subsets, at least 3
+    fraction: float = 0.5  # the share of the training samples in each
+    seed: int = 0  # of the subsets and of the trainings
+    width: float = 0.02  # of the interval: how many retrainings it takes is told
+    removal: int = 0  # up to how many of a query's most helpful samples are removed, if any
 
     def __post_init__(self) -> None:
-        require_fraction(self.fraction)
+        if not 0 < self.fraction < 1:
+            raise SpecError(
+                f"found {self.fraction}",
+                where="--fraction",
+                remedy="Accepted: a number between 0 and 1.",
+            )
         if self.retrainings < _LEAST:
             raise SpecError(
                 f"{count(self.retrainings, 'retraining')} have no rank correlation",
@@ -105,22 +101,15 @@ class QueryLds(Record):
 
 
 class Removal(Record):
-    """What the loss of a query does when some training samples are left out.
-
-    Attributes:
-        k: How many.
-        predicted: Their scores' sum, the k most helpful ones'.
-        helpful: The rise of the loss without these, one a seed.
-        drawn: The rise without k others, drawn at random.
-    """
+    """What the loss of a query does when some training samples are left out."""
 
     index: int
     id: int | str | None = None
     target: Plain
-    k: int
-    predicted: float
-    helpful: tuple[float, ...]
-    drawn: tuple[float, ...]
+    k: int  # how many
+    predicted: float  # the scores' sum of the k most helpful ones
+    helpful: tuple[float, ...]  # the rise of the loss without these, one a seed
+    drawn: tuple[float, ...]  # the rise without k others, drawn at random
 
 
 class Validation(Record):
@@ -144,12 +133,10 @@ class Validation(Record):
 
     def overview(self) -> Overview:
         """Return what is shown."""
+        share = f"{self.fraction:.0%}"
         facts: list[Fact] = [
             ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
-            (
-                "retrained",
-                f"{self.retrainings:,} times, each on {self.fraction:.0%} of the samples",
-            ),
+            ("retrained", f"{self.retrainings:,} times, each on {share} of the samples"),
             ("kept in", self.folder),
             *listed("note", self.notes),
         ]
@@ -198,7 +185,9 @@ class Validating:
             n = scores.shape[1]
             _require_sizes(path, n, asked)
             found = identity_of(scores, fit, asked.seed, asked.fraction)
-            self._known = _finite_queries(scores)
+            self._known = np.flatnonzero(scores.queries["finite"])
+            if not len(self._known):
+                raise SpecError("no query has a score: their gradients are not finite")
             self._curve = _Curve.of(scores, self._known, asked) if asked.removal else None
         self._work = Retrainings(self.folder, path, fit, found)
         self._work.begin(overwrite=overwrite)
@@ -241,7 +230,10 @@ class Validating:
             retrainings=asked.retrainings,
             fraction=asked.fraction,
             seed=asked.seed,
-            rows=tuple(_row(name, value) for name, value in found.items()),
+            rows=tuple(
+                LdsRow(scores=name, lds=one.mean, interval=Interval(low=one.low, high=one.high))
+                for name, one in found.items()
+            ),
             by_query=tuple(by_query),
             width=asked.width,
             needed=own.subsets_for(asked.width / 2),
@@ -285,15 +277,6 @@ def _require_sizes(path: Path, n: int, asked: Asked) -> None:
             where="--removal",
             remedy=f"Give at most {n - 1:,}.",
         )
-
-
-def _finite_queries(scores: Scores) -> NDArray[np.int64]:
-    """Return the queries that have scores."""
-    finite = np.asarray(scores.queries["finite"], dtype=bool)
-    known = np.flatnonzero(finite)
-    if not len(known):
-        raise SpecError("no query has a score: their gradients are not finite")
-    return known
 
 
 def _predictions(
@@ -418,10 +401,6 @@ class _Curve:
 
     def _without(self, name: str, left_out: NDArray[np.int64], repeat: int) -> Retraining:
         return without(name, left_out, self.n, seed_of(self.seed, _FIRST_REMOVAL + repeat))
-
-
-def _row(name: str, found: Lds) -> LdsRow:
-    return LdsRow(scores=name, lds=found.mean, interval=Interval(low=found.low, high=found.high))
 
 
 def _scores_section(found: Validation) -> Section:

@@ -333,6 +333,25 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True  # nothing depends on them here
 
 
+def probe() -> None:
+    """Draw for three samples and for one of them: it must have the same numbers.
+
+    Raises:
+        Exception: This torch lets nobody answer for it.
+    """
+    fixed, layer, three = Fixed(0), nn.Dropout(), Batch.of(torch.ones(3, 8, device="cpu"))
+
+    def drawn(batch: Batch) -> Tensor:
+        def losses(batch: Batch) -> Tensor:
+            found: Tensor = layer(batch.inputs).sum(1)
+            return found
+
+        return fixed.over(layer, batch, lambda: losses(batch), losses)
+
+    if not torch.equal(drawn(three)[2:], drawn(three.one(2))):
+        raise RuntimeError("a sample's numbers are others in a batch")
+
+
 class Extreme(TorchDispatchMode):
     """Draws one and the same word everywhere: what is drawn is as small, or as large, as it gets.
 
@@ -408,6 +427,12 @@ def forked(device: torch.device | None = None) -> AbstractContextManager[None]:
     module, devices = _drawing(place)
     kind = "cuda" if place is None or module is None else place.type
     return torch.random.fork_rng(devices, device_type=kind)
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's generators that are in use: a device that is not has the caller's own seed."""
+    _, devices = _drawing(torch.accelerator.current_accelerator())
+    (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
 
 
 @contextmanager

@@ -8,16 +8,24 @@ from typing import Any, Literal, Self, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradscope.backends.base import AUTO, ROWS, Evaluate, Request, backend_of, candidates
+from gradscope.backends.base import (
+    AUTO,
+    ROWS,
+    Evaluate,
+    Request,
+    backend_of,
+    candidates,
+    refusing,
+)
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
 from gradscope.core.independence import same
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
-from gradscope.core.randomness import Fixed
+from gradscope.core.randomness import Fixed, probe
 from gradscope.core.registry import suggestion
-from gradscope.core.releases import untested
+from gradscope.core.releases import require, untested
 from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed, span
@@ -133,7 +141,10 @@ class Session:
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
-        self._fixed = Fixed(settings.seed) if settings.randomness == "fixed" else None
+        self._fixed = None
+        if settings.randomness == "fixed":
+            require("randomness fixed", probe)
+            self._fixed = Fixed(settings.seed)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
         self.keeps_apart = False  # the last answer about tokens had none in its dense form
@@ -350,9 +361,11 @@ class Session:
         def evaluate(batch: Batch, own: Request = ROWS, /) -> Evaluation:
             return bound(batch, replace(own, factors=request.factors))
 
-        evaluation, proof = certify(
-            self.problem, self.backend, evaluate, batch, own_loss=asked.own_loss, seed=seed
-        )
+        # what its blocks raise, too, is for the next backend
+        with refusing(self.backend, self.problem.model, "Use another backend, as auto does."):
+            evaluation, proof = certify(
+                self.problem, self.backend, evaluate, batch, own_loss=asked.own_loss, seed=seed
+            )
         self.certificate = proof
         self._due = not proof.proves
         return evaluation

@@ -13,16 +13,7 @@ from gradscope.stats.builtin.expectations import Fisher, fisher_of
 from gradscope.stats.builtin.parameters import parameter_rows
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Tiles, flat
-from gradscope.stats.records import (
-    Floats,
-    Plain,
-    Positions,
-    Record,
-    average,
-    number,
-    ratio,
-    spread,
-)
+from gradscope.stats.records import Floats, Plain, Positions, Record, average, number, ratio, spread
 from gradscope.stats.sections import (
     POINTS,
     BarPicture,

@@ -1,23 +1,10 @@
 """Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.export import Exported, export
-from gradscope.storage.format.files import (
-    deferred,
-    locked,
-    put_in_place,
-    require_place,
-    writing,
-)
+from gradscope.storage.format.files import deferred, locked, put_in_place, require_place, writing
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
-from gradscope.storage.merge import (
-    Joiner,
-    Part,
-    Parts,
-    check_parts,
-    open_joiner,
-    require_free,
-)
+from gradscope.storage.merge import Joiner, Part, Parts, check_parts, open_joiner, require_free
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
 from gradscope.storage.read.arrays import StoredArray, StoredChain
 from gradscope.storage.read.file import GradientFile, open_file

@@ -1,9 +1,3 @@
 """Reducers over samples, streamed and mergeable, one family a file."""
 
-from gradscope.stages.reducers import (  # noqa: F401  each registers its reducers
-    counts,
-    gram,
-    kfac,
-    moments,
-    order,
-)
+from gradscope.stages.reducers import counts, gram, kfac, moments, order  # noqa: F401  each registers its reducers

@@ -18,13 +18,7 @@ from torch import Tensor
 from gradscope.blocks import Block
 from gradscope.blocks.base import as_rows
 from gradscope.core.precision import double, doubled
-from gradscope.stages.reducers.base import (
-    Part,
-    Reducer,
-    for_each_parameter,
-    reducers,
-    tiles,
-)
+from gradscope.stages.reducers.base import Part, Reducer, for_each_parameter, reducers, tiles
 
 _MOST = 2**24  # bins
 _DIGITS = 40  # cells are no finer than so many binary digits below the largest coordinate

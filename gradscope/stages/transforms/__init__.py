@@ -1,10 +1,3 @@
 """Transforms of per-sample gradients, one family a file."""
 
-from gradscope.stages.transforms import (  # noqa: F401  each registers its transforms
-    elementwise,
-    hessian,
-    norms,
-    project,
-    random,
-    vectors,
-)
+from gradscope.stages.transforms import elementwise, hessian, norms, project, random, vectors  # noqa: F401  each registers its transforms
