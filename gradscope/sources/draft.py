@@ -87,8 +87,8 @@ def draft(
     """
     result = Draft()
     beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    model_lines = _model(result, model, checkpoint, folder, beside)
     checkpoint_lines = _checkpoint(result, checkpoint, folder)
+    model_lines = _model(result, model, checkpoint, folder, beside)
     found, why = "mse", "an example"
     spec = data.suffix.lower() == ".toml"
     if spec or function_of(str(data)) is not None:  # the samples of a function are not looked at
@@ -207,21 +207,18 @@ def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, s
 
     inputs, targets, why = _columns(arrays)
     padded = [k for k in inputs if arrays[k].sample is None and arrays[k].dtype != "text"]
-    masked = padded == ["input_ids"] and isinstance(inputs, dict)
-    shown: Any = inputs
-    if isinstance(inputs, list) and len(inputs) > 1 and {arrays[k].sample for k in inputs} == {()}:
+    masked = isinstance(inputs, dict) and padded == ["input_ids"]
+    if isinstance(inputs, dict):
+        guess("inputs", {**inputs, "attention_mask": "input_ids_mask"} if masked else inputs, why)
+    elif len(inputs) > 1 and all(arrays[k].sample == () for k in inputs):
         guess("columns", {"table": inputs}, "numbers that stand side by side")
-        shown = ["table"]
-    elif masked:
-        shown = inputs | {"attention_mask": "input_ids_mask"}
-    guess("inputs", shown, why)
+        guess("inputs", ["table"], why)
+    else:
+        guess("inputs", inputs, why)
     guess("targets", targets, why)
     if padded:
-        guess(
-            "pad",
-            dict.fromkeys(padded, 0),
-            "of different lengths; NAME_mask says which entries are real",
-        )
+        of = "of different lengths; NAME_mask says which entries are their own"
+        guess("pad", dict.fromkeys(padded, 0), of)
     pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
     if pixels:
         kinds = listed(sorted({arrays[k].dtype for k in pixels}))

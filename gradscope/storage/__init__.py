@@ -1,7 +1,15 @@
 """Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.export import Exported, export
-from gradscope.storage.format.files import deferred, locked, put_in_place, require_place, writing
+from gradscope.storage.format.files import (
+    deferred,
+    locked,
+    put_in_place,
+    require_place,
+    write_page,
+    writing,
+    written,
+)
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
 from gradscope.storage.merge import Joiner, Part, Parts, check_parts, open_joiner, require_free
@@ -46,5 +54,7 @@ __all__ = [
     "require_compression",
     "require_free",
     "require_place",
+    "write_page",
     "writing",
+    "written",
 ]

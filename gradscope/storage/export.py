@@ -11,8 +11,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -26,11 +25,14 @@ from gradscope.core.registry import suggestion
 from gradscope.core.texts import printable
 from gradscope.errors import OutputError, SpecError
 from gradscope.storage.format.files import (
+    DRAFT,
+    Write,
     excess,
-    locked,
     require_free,
     require_place,
     require_short,
+    told,
+    written,
 )
 from gradscope.storage.format.numbers import escape
 from gradscope.storage.read.arrays import StoredArray, StoredChain
@@ -39,14 +41,11 @@ from gradscope.storage.read.file import GradientFile
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
 _TABLES = (".parquet", ".csv")
-_SUFFIX = ".part"  # of what is not complete
 _BLOCK_BYTES = 2**25  # of dense numbers in memory at a time
 _TABLE_ROWS = 2**16  # at a time
 _DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 _ALIGNED = 8
-
-Write = Callable[[BinaryIO], None]
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ def export(
         ResultFileError: The data are damaged; nothing is written then.
         OutputError: A file cannot be written.
     """
-    require_short(path, _SUFFIX if path.suffix else "")
-    with _reported(path):
+    require_short(path, DRAFT if path.suffix else "")
+    with told(path):
         is_same = path.exists() and path.samefile(file.path)
         suffix = "" if path.is_dir() else path.suffix.lower()
     if is_same:
@@ -147,14 +146,14 @@ def export(
             remedy=f"Supported: {', '.join(FORMATS)}, and a folder of .npy files.",
         )
     _require_room([Path(one.path) for one, _ in made], sum(one.bytes for one, _ in made), overwrite)
-    return [replace(one, bytes=_written(Path(one.path), write)) for one, write in made]
+    return [replace(one, bytes=written(Path(one.path), write)) for one, write in made]
 
 
 def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
     """Check that files of `size` bytes in all may be written, and that the disk has room."""
     for place in places:
-        require_place(place, _SUFFIX)
-        with _reported(place):
+        require_place(place, DRAFT)
+        with told(place):
             is_folder = place.is_dir()
             free = shutil.disk_usage(place.absolute().parent).free
             require_free(place, overwrite=overwrite or is_folder)
@@ -230,7 +229,7 @@ def _folder(selected: Sequence[_Selected], path: Path) -> list[Made]:
             remedy="Choose one of them with --parameter, or export .safetensors.",
         )
     for name in names:
-        if excess(name + _SUFFIX, path.absolute().parent):
+        if excess(name + DRAFT, path.absolute().parent):
             raise SpecError(
                 f"the name of the parameter {name[:40]}… is too long for a file of its own",
                 where=str(path),
@@ -337,37 +336,3 @@ def _write_csv(blocks: Iterator[Mapping[str, np.ndarray]], names: list[str], out
         writer.writerows(zip(*map(texts, block.values()), strict=True))
     text.flush()
     text.detach()
-
-
-@contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that is to be written into an `OutputError`."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"cannot be written: {error.strerror or error}",
-            where=str(path),
-            remedy="Check the place, and the space on its disk; nothing was left there.",
-        ) from error
-
-
-def _written(path: Path, write: Write) -> int:
-    """Write `path`.part, which is synced and becomes `path` when it is complete; return its size.
-
-    Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
-    killed leaves the `.part`, which the next one clears.
-    """
-    part = path.with_name(path.name + _SUFFIX)
-    with _reported(path), locked(part) as descriptor:
-        try:
-            os.ftruncate(descriptor, 0)
-            with os.fdopen(descriptor, "wb", closefd=False) as file:
-                write(file)
-            os.fsync(descriptor)
-            part.replace(path)
-        except BaseException:
-            with suppress(OSError):  # what went wrong first is said
-                part.unlink(missing_ok=True)
-            raise
-        return path.stat().st_size
