@@ -31,7 +31,7 @@ from gradscope.run.execute import batches, rows_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain, bind
-from gradscope.storage import GradientFile, Rows, StoredChain, open_file
+from gradscope.storage import GradientFile, Rows, StoredChain, chain_called, open_file
 
 _SAME = {
     "second_moment": ("square|mean",),
@@ -360,14 +360,13 @@ def _sections(path: Path) -> set[str]:
 
 
 def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
-    """Return the chain with rows that is asked for by number or text; the first one by default."""
+    """Return the chain with rows that is asked for by number or text; the best one by default."""
     rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
+    if asked is None and rows:
+        asked = best_rows([chain.text for chain in rows.values()])
+    if asked is not None and (chain := chain_called(file, asked, reduced=False)) is not None:
+        return chain
     known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
-    best = best_rows([chain.text for chain in rows.values()]) if rows else None
-    for k, chain in rows.items():
-        found = {str(k), "".join(chain.text.split())}
-        if chain.text == best if asked is None else "".join(asked.split()) in found:
-            return chain
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
     raise SpecError(
         f"the file has {wanted}",
@@ -453,9 +452,8 @@ def stored_aggregate(path: str, train: Facts, chain: str) -> dict[str, Tensor]:
 
 def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
     """Return the stored result of a chain, None where the file has none."""
-    same = (chain, *_SAME.get(chain, ()))
-    for stored in file.chains:
-        if stored.reduced and "".join(stored.text.split()) in same:
+    for name in (chain, *_SAME.get(chain, ())):
+        if (stored := chain_called(file, name, reduced=True)) is not None:
             return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
     return None
 

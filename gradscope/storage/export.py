@@ -34,7 +34,7 @@ from gradscope.storage.format.files import (
 )
 from gradscope.storage.format.numbers import escape
 from gradscope.storage.read.arrays import StoredArray, StoredChain
-from gradscope.storage.read.file import GradientFile
+from gradscope.storage.read.file import GradientFile, chain_called
 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
@@ -134,7 +134,15 @@ def export(
             raise SpecError("the sample table belongs to no chain", remedy="Leave out --chain.")
         made = [_table(file, parameters, samples, path)]
     elif suffix in FORMATS or not suffix:
-        found = _find_chain(file, chain or "0")
+        name = chain or "0"
+        found = chain_called(file, name)
+        if found is None:
+            known = ", ".join(f"{k} ({one.text})" for k, one in enumerate(file.chains))
+            raise SpecError(
+                f"there is no chain {name!r}",
+                where=str(file.path),
+                remedy=f"Give the number or the text of one of: {known}.",
+            )
         selected = _select(file, found, parameters, samples)
         if suffix == ".safetensors":
             made = [_arrays(file, found, selected, path)]
@@ -166,20 +174,6 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
                 where=str(place),
                 remedy="Choose another disk, or export fewer samples or parameters.",
             )
-
-
-def _find_chain(file: GradientFile, name: str) -> StoredChain:
-    """Return the chain of that number or text."""
-    plain = "".join(name.split())
-    for k, chain in enumerate(file.chains):
-        if plain in (str(k), "".join(chain.text.split())):
-            return chain
-    known = ", ".join(f"{k} ({chain.text})" for k, chain in enumerate(file.chains))
-    raise SpecError(
-        f"there is no chain {name!r}",
-        where=str(file.path),
-        remedy=f"Give the number or the text of one of: {known}.",
-    )
 
 
 def _select(

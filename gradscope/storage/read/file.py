@@ -177,6 +177,17 @@ def open_file(path: str | Path) -> GradientFile:
         raise
 
 
+def chain_called(
+    file: GradientFile, name: str, *, reduced: bool | None = None
+) -> StoredChain | None:
+    """Return the chain of that number or text; only one that is `reduced`, or not, if given."""
+    wanted = "".join(name.split())
+    for k, chain in enumerate(file.chains):
+        if wanted in (str(k), "".join(chain.text.split())) and reduced in (None, chain.reduced):
+            return chain
+    return None
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A file that holds some of the rows of a virtual one."""

@@ -185,16 +185,8 @@ class Writer:
             self._commit_point()
         with self._journal.trusting():
             self._put_back(regions)
-            complete(
-                self._paths,
-                self._target,
-                regions,
-                results,
-                certificate,
-                norm_attributes or {},
-                states or {},
-                look,
-            )
+            ending = (results, certificate, norm_attributes or {}, states or {}, look)
+            complete(self._paths, self._target, regions, *ending)
         self._done = True
 
     def close(self) -> None:
