@@ -230,11 +230,7 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
     """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = setting.problem, setting.batch
     try:
-        with (
-            double_precision(),
-            setting.exact.state.kept(),
-            backend(setting.exact) as evaluate,
-        ):
+        with double_precision(), setting.exact.state.kept(), backend(setting.exact) as evaluate:
             row = _in_every_order(name, evaluate, setting)
     except Exception as error:
         return _stopped(name, error, setting.exact.model)

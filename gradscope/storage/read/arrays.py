@@ -180,9 +180,7 @@ def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.
     digest = wanted and hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()
     if digest != wanted:
         raise ResultFileError(
-            "the column's data are damaged: its checksum does not match",
-            where=where,
-            remedy=REMEDY,
+            "the column's data are damaged: its checksum does not match", where=where, remedy=REMEDY
         )
     return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
 
