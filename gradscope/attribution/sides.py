@@ -5,12 +5,13 @@ of the walk and stay in the table, where `finite` says so.
 """
 
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -66,45 +67,42 @@ class Facts:
         return " | ".join(map(str, stages)) or "identity"
 
 
-class Side(Protocol):
+class Side(ABC):
     """Samples with their gradients."""
 
-    @property
-    def facts(self) -> Facts:
-        """What they are of."""
-
-    @property
-    def n(self) -> int:
-        """How many there are, finite or not."""
+    facts: Facts  # what they are of
+    n: int  # how many there are, finite or not
+    cheap: ClassVar[bool]  # whether a second walk costs little
 
     @property
     def width(self) -> int:
         """The numbers of a row."""
+        return sum(map(prod, self.shapes().values()))
 
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each entry of a row."""
 
-    @property
-    def cheap(self) -> bool:
-        """Whether a second walk costs little."""
-
+    @abstractmethod
     def table(self, stop: int | None = None) -> Table:
         """Return index, loss, norm, finite, each (stop,); target, id, ... where there are any."""
 
+    @abstractmethod
     def parts(self) -> Iterator[Part]:
         """Yield the finite samples, in order."""
 
+    @abstractmethod
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         """Return the results of chains with reducers over all samples, in one walk."""
 
 
-class FileSide:
+class FileSide(Side):
     """The rows of a chain in a result file."""
 
     cheap = True
 
     def __init__(self, file: GradientFile, chain: str | None) -> None:
-        self._file = file
+        self._file, self.n = file, file.n
         self._rows = _chosen(file, chain)
         self._seen = 0  # samples whose rows were found finite or not
         digests = file.run.get("digests", {})
@@ -117,14 +115,6 @@ class FileSide:
             spec=file.run.get("spec"),
             rows="token" if "position" in file.samples else "sample",
         )
-
-    @property
-    def n(self) -> int:
-        return self._file.n
-
-    @property
-    def width(self) -> int:
-        return sum(map(prod, self.shapes().values()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: array.shape[1:] for name, array in self._rows.items()}
@@ -179,7 +169,7 @@ class FileSide:
         return {name: total / count for name, total in found.items()}
 
 
-class SessionSide:
+class SessionSide(Side):
     """Samples whose gradients are computed on each walk; none of them is stored."""
 
     cheap = False
@@ -198,10 +188,6 @@ class SessionSide:
         self._chain = chain
         self._ready: Chain | None = None
         self._seen: list[Rows] = []
-
-    @property
-    def width(self) -> int:
-        return sum(map(prod, self.shapes().values()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         found = dict(self.facts.parameters)
@@ -241,11 +227,7 @@ class SessionSide:
         session = self._session
         bound = settled(session, [bind(chain) for chain in chains], self._walk)
         states = fold(session, self._walk(), bound).states
-        found = [
-            chain.result(state)
-            for chain, state in zip(bound, states, strict=True)
-            if state is not None
-        ]
+        found = [c.result(s) for c, s in zip(bound, states, strict=True) if s is not None]
         if len(found) < len(chains):
             raise SpecError("no sample has a finite gradient", where=self.facts.name)
         return found

@@ -33,8 +33,7 @@ from gradscope.storage.format.files import (
     require_short,
 )
 from gradscope.storage.format.numbers import escape
-from gradscope.storage.read.arrays import StoredArray, StoredChain
-from gradscope.storage.read.file import GradientFile, chain_called
+from gradscope.storage.read.file import GradientFile, StoredArray, StoredChain, chain_called
 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from gradscope.errors import OutputError, RefusedError, ResultFileError
 from gradscope.storage.format.files import locked, reading, require_place, writing
 from gradscope.storage.format.files import require_free as require_not_taken
-from gradscope.storage.format.forms import (
+from gradscope.storage.format.layout import (
+    SOURCES,
+    TABLES,
     Form,
     describe,
     factors_group,
@@ -29,10 +31,9 @@ from gradscope.storage.format.forms import (
     stored_form,
     utf8_links,
 )
-from gradscope.storage.format.layout import SOURCES, TABLES
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.plan import FilePlan, States, differences, to_json
-from gradscope.storage.read.arrays import column, stored_states
+from gradscope.storage.read.file import column, stored_states
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 from gradscope.storage.write.create import Look, complete, lay_out
 from gradscope.storage.write.journal import LONGEST, Paths, require_not_there

@@ -19,8 +19,15 @@ from gradscope.blocks import Block
 from gradscope.blocks.base import TILE_BYTES
 from gradscope.errors import OutputError
 from gradscope.storage.format.files import reading, write, writing
-from gradscope.storage.format.forms import DENSE
-from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets, Shape, datasets
+from gradscope.storage.format.layout import (
+    DENSE,
+    KINDS,
+    RECORD,
+    TABLES,
+    ChunkOffsets,
+    Shape,
+    datasets,
+)
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
 from gradscope.storage.format.seal import NO_RECORDS, Checks
 from gradscope.storage.plan import Rows

@@ -17,7 +17,7 @@ from gradscope.storage.format.files import (
     secure_space,
     writing,
 )
-from gradscope.storage.format.forms import create_columns, stored_form
+from gradscope.storage.format.layout import create_columns, stored_form
 from gradscope.storage.format.seal import Checks
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.read.file import open_file
