@@ -26,7 +26,7 @@ from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.looking import scale
 from gradscope.stats.records import Floats, cosines_of, plain, wide
-from gradscope.stats.sections import Fact, Spark, told_of
+from gradscope.stats.sections import WRONG, Fact, Spark, told_of
 from gradscope.stats.source import (
     gram_of,
     keys_of,
@@ -145,6 +145,7 @@ class View:
             "warnings": [visible(line) for line in summary_of(self.data).overview().warnings],
             "samples": samples.n,
             "noun": self.noun,
+            "wrong": WRONG,
             "left_out": samples.total - samples.n,
             "served": most is None,
             "columns": {name: packed(column) for name, column in self._columns().items()},
