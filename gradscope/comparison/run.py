@@ -111,6 +111,12 @@ class _Setting:
     wide: Batch
     oracle: Oracle
 
+    @classmethod
+    def of(cls, problem: Problem, batch: Batch) -> "_Setting":
+        exact, wide = problem.converted(torch.float64), batch.in_double_precision()
+        with double_precision(), exact.state.kept():
+            return cls(problem, batch, exact, wide, Oracle.of(exact, wide))
+
 
 @torch.enable_grad()  # whoever calls may be under no_grad
 def compare(
@@ -160,10 +166,7 @@ def compare(
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
         batch = Tokens.among(batch, problem.counted(batch)[0])
-    exact, wide = problem.converted(torch.float64), batch.in_double_precision()
-    with double_precision(), exact.state.kept():
-        setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
-
+    setting = _Setting.of(problem, batch)
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
         found = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
