@@ -219,6 +219,11 @@ class Session:
         """Whether the last answer was proved whole."""
         return self._doubtful == 0
 
+    def needs_proof(self) -> bool:
+        """Return whether the next batch is proved, as the first is, and what follows a change."""
+        self.bound_anew()
+        return self._due and self.settings.verify != "never"
+
     @property
     def has_others(self) -> bool:
         """Whether another backend waits for its turn, now that the last one was found wrong."""
