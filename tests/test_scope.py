@@ -134,6 +134,15 @@ def test_the_model_is_left_as_it_was_found(model, data) -> None:
     assert torch.equal(random, torch.random.get_rng_state())
 
 
+def test_a_gpu_that_is_not_in_use_keeps_the_callers_seed(model, data, monkeypatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)  # as soon as it is
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    gradscope.per_sample_gradients(model, "cross_entropy", *data)
+    assert seeded == []
+
+
 def test_inputs_need_not_be_detached(model, data) -> None:
     inputs = data[0].clone().requires_grad_(True)
     found = gradscope.per_sample_gradients(model, "cross_entropy", inputs, data[1])

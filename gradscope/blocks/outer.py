@@ -347,12 +347,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _by_onednn(*given: Tensor) -> bool:
     """Whether oneDNN's kernels take these numbers: plain ones, of which no derivative is asked."""
-    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    known = known and hasattr(torch._C._functorch, "peek_interpreter_stack")
-    if not (known and mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    if peek is None or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
         return False
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    inside = torch._C._functorch.peek_interpreter_stack() is not None  # of torch.func's
+    inside = peek() is not None  # of torch.func's transforms
     return not (tracked or inside) and all(
         t.device.type == "cpu"
         and t.dtype == torch.float32

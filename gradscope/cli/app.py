@@ -7,7 +7,7 @@ without torch.
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -97,9 +97,15 @@ def _code(error: BaseException) -> int:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):
         return show_error(error)
-    from gradscope.sources.code import blamed
+    found = None
+    with suppress(ImportError):  # another torch may lack what these import
+        from gradscope.core.releases import untested
 
-    found = blamed(error)
+        for note in filter(None, [untested()]):
+            error.add_note(note)
+        from gradscope.sources.code import blamed
+
+        found = blamed(error)
     if found is None:
         raise error
     return show_error(found)

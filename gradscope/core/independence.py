@@ -19,7 +19,13 @@ from torch.overrides import TorchFunctionMode
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of
 from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
-from gradscope.core.randomness import Extreme, extreme_numbers, forked, random_numbers_kept
+from gradscope.core.randomness import (
+    Extreme,
+    extreme_numbers,
+    forked,
+    random_numbers_kept,
+    seed_all,
+)
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
@@ -329,7 +335,7 @@ def other_random_numbers(trial: int = 1) -> Iterator[None]:
     """Let the body draw other random numbers than the caller would."""
     with forked(), random_numbers_kept():
         seed = int(torch.randint(2**31, (), generator=torch.default_generator).item()) ^ trial
-        torch.manual_seed(seed)
+        seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)
         yield

@@ -1,9 +1,9 @@
 """Releases of torch: which were tested, and what one must be like before it is relied on.
 
-Some of what gradscope reads torch documents for inspection but does not promise. A backend that
-reads such things has a probe: a function that uses each of them once, on a few numbers, and raises
-where it is not what it was. It runs when the backend is first used; where it fails, the backend
-refuses, and `auto` goes on with the next one, which says so in its notes.
+Some of what gradscope reads torch documents for inspection but does not promise. What reads such
+things has a probe: a function that uses each of them once, on a few numbers, and raises where it is
+not what it was. It runs when it is first needed; where it fails, a backend refuses, and `auto` goes
+on with the next one, which says so in its notes.
 """
 
 import re
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from gradscope.core.locate import first_line
 from gradscope.core.shortage import is_shortage
 from gradscope.errors import UnsupportedError
 
@@ -32,19 +31,24 @@ def untested() -> str | None:
     )
 
 
-def require(backend: str, probe: Callable[[], None]) -> None:
-    """Refuse a backend whose probe fails with this torch; each probe runs once.
+def require(who: str, probe: Callable[[], None]) -> None:
+    """Refuse what has a probe, such as "the hooks backend", where it fails; each runs once.
 
     Raises:
-        UnsupportedError: It fails.
+        UnsupportedError: It fails with this torch.
     """
     reason = _failure(probe)
     if reason is not None:
-        raise UnsupportedError(
-            f"torch {torch.__version__} is not as the {backend} backend knows it ({reason}); "
-            f"gradscope was tested with torch {TESTED}",
-            remedy="Install one of these, or use another backend, as auto does.",
-        )
+        raise changed(who, reason)
+
+
+def changed(who: str, reason: str) -> UnsupportedError:
+    """Return the refusal of what knows torch otherwise than it is."""
+    return UnsupportedError(
+        f"torch {torch.__version__} is not as {who} knows it ({reason}); "
+        f"gradscope was tested with torch {TESTED}",
+        remedy="Install one of these. Where another backend can do it, auto takes that one.",
+    )
 
 
 def expect(read: Mapping[str, tuple[Any, Any]]) -> None:
@@ -66,5 +70,7 @@ def _failure(probe: Callable[[], None]) -> str | None:
     except Exception as error:  # whatever another torch raises
         if is_shortage(error):
             raise
+        from gradscope.core.locate import first_line  # needs more of torch than this file does
+
         return first_line(error)
     return None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from os import _exit  # as it is before anybody takes its place
 from types import FrameType
 
@@ -26,6 +27,34 @@ class Stopped(BaseException):
         super().__init__(number)
         self.number = number  # the signal
         self.word = word  # what there is to say about it
+
+
+class OutOfTime(Stopped):
+    """What was given so many seconds takes longer."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+_OVER: ContextVar[Callable[[], bool] | None] = ContextVar("over", default=None)
+
+
+@contextmanager
+def within(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
+    """Raise `OutOfTime` where the body's next forward pass would begin after so many seconds."""
+    end = clock() + seconds
+    before = _OVER.set(lambda: clock() > end)
+    try:
+        yield
+    finally:
+        _OVER.reset(before)
+
+
+def require_time() -> None:
+    """Raise `OutOfTime` if the seconds are over that the caller has given."""
+    over = _OVER.get()
+    if over is not None and over():
+        raise OutOfTime
 
 
 class _Unwinding:

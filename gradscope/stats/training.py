@@ -110,7 +110,8 @@ def measure(
 
 
 def _numpy(values: Tensor) -> Any:
-    return values.detach().cpu().numpy()
+    values = values.detach().cpu()
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy()
 
 
 class Layer(Record):
@@ -311,7 +312,7 @@ def append(path: str | Path, *lines: Step | End) -> None:
                     data = data[file.write(data) :]
     except OSError as error:
         raise OutputError(
-            f"the step cannot be written: {error.strerror or error}", where=str(path)
+            f"the history cannot be written: {error.strerror or error}", where=str(path)
         ) from error
 
 

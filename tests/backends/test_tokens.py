@@ -292,6 +292,16 @@ def test_a_single_sample_and_a_single_row() -> None:
         require_rows(model, squares, x[:1], y[:1, :1].expand(1, T, 3), "hooks")
 
 
+def test_losses_that_cancel_in_their_sum() -> None:
+    """Differences of neighbours: of all positions but the ends the total has no gradient."""
+
+    def differences(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs[:, 1:, 0] - outputs[:, :-1, 0]
+
+    scope = require_rows(nn.Linear(D, 1), differences, *data("linear"), "hooks")
+    assert not scope.session.keeps_apart
+
+
 def test_tokens_sum_to_the_sample() -> None:
     model, (x, _) = MODELS["attention"][0]().eval(), data("attention")
     classes = torch.randint(0, 3, (N, T))

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.backends.hooks.graph import internals
+from gradscope.cli.app import _code
 from gradscope.core import releases
 from gradscope.errors import ModelError, UnsupportedError
 from gradscope.sources.code import blamed
@@ -38,8 +40,20 @@ def lost(*given: object) -> None:
     raise AttributeError("'AddmmBackward0' object has no attribute '_input_metadata'")
 
 
-def scope(model: nn.Module | None = None, backend: str = "auto") -> gradscope.Scope:
-    return gradscope.Scope(nn.Linear(3, 2) if model is None else model, "mse", backend=backend)
+def scope(
+    model: nn.Module | None = None, backend: str = "auto", loss: Any = "mse", **settings: Any
+) -> gradscope.Scope:
+    model = nn.Linear(3, 2) if model is None else model
+    return gradscope.Scope(model, loss, backend=backend, **settings)
+
+
+def require_right(one: gradscope.Scope, *, rows: int = 1) -> None:
+    """Hold gradients, of which a sample has so many rows, against the loop in float64."""
+    found = one.per_sample_gradients(INPUTS, TARGETS)
+    _, wanted = oracle.per_sample_gradients(one.problem.model, mse, INPUTS, TARGETS)
+    for name, value in wanted.items():
+        mean = found[name].double().unflatten(0, (len(value), rows)).mean(1)
+        torch.testing.assert_close(mean, value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.10.0+cpu", "2.15.1"])
@@ -65,21 +79,70 @@ def test_the_probe_uses_all_that_reads_a_graph(name: str, monkeypatch: pytest.Mo
         internals.probe()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 def test_a_probe_that_fails_goes_to_the_next_backend_loudly(
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(internals, "output_shapes", lost)
-    model = nn.Linear(3, 2)
-    with scope(model) as one:
-        found = one.per_sample_gradients(INPUTS, TARGETS)
+    tokens = {"loss": lambda o, t: (o - t).square(), "rows": "token"} if rows == 2 else {}
+    with scope(**tokens) as one:
+        require_right(one, rows=rows)
         assert one.backend == "vmap"
         (note,) = one.notes
     assert "hooks refused" in note and "_input_metadata" in note and "2.8 to 2.15" in note
-    _, wanted = oracle.per_sample_gradients(model, mse, INPUTS, TARGETS)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-6)
     with pytest.raises(UnsupportedError, match=r"tested with torch 2\.8 to 2\.15"):
-        scope(model, "hooks").per_sample_gradients(INPUTS, TARGETS)
+        scope(backend="hooks", **tokens).per_sample_gradients(INPUTS, TARGETS)
+
+
+class Padded(nn.Module):
+    """A convolution over the inputs' entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x.unsqueeze(1)).square().mean(2)
+        return found
+
+
+@pytest.mark.parametrize(("name", "times"), [("pads", 1), ("padding", 2)])
+def test_what_an_operation_keeps_under_another_name_or_meaning(
+    name: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = internals.saved
+
+    def other(node: Any, asked: str) -> Any:
+        return read(node, asked) if asked != "padding" else times * read(node, name)
+
+    monkeypatch.setattr(internals, "saved", other)
+    with scope(Padded()) as one:
+        require_right(one)
+        assert one.backend == "vmap"
+        (note,) = one.notes
+    assert "hooks refused" in note
+    if times == 1:
+        assert "ConvolutionBackward0 has no _saved_pads" in note and "2.8 to 2.15" in note
+
+
+def test_a_second_derivative_reads_the_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "edges", lost)
+    with pytest.raises(UnsupportedError, match=r"not as hvp knows it .* 2\.8 to 2\.15"):
+        scope(backend="loop").expectation("hvp | mean", INPUTS, TARGETS)
+
+
+def test_fixed_random_numbers_have_a_probe_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_DisableTorchDispatch")
+    with pytest.raises(UnsupportedError, match="not as randomness fixed knows it"):
+        scope(randomness="fixed")
+
+
+def test_a_bug_on_another_release_says_which_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    with pytest.raises(KeyError) as caught:
+        _code(KeyError("what torch 3 has not"))
+    (note,) = caught.value.__notes__
+    assert "2.8 to 2.15" in note
 
 
 def test_expand_has_a_probe_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,11 @@ KINDS = {
     "one bank": peft.VBLoRAConfig(
         r=2, num_vectors=8, vector_length=4, target_modules=["c_attn"], fan_in_fan_out=True
     ),
+    "activated": peft.LoraConfig(**LORA, alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"),
+    "skills": peft.PolyConfig(
+        r=2, n_tasks=2, n_skills=2, target_modules=["lm_head"], task_type="CAUSAL_LM"
+    ),
+    "prompts": peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
     "loha": peft.LoHaConfig(r=2, target_modules=["lm_head"]),
 }
 
@@ -52,7 +57,7 @@ def adapter(folder: Path, config: Any) -> Any:
     base = saved(folder / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.PeftModel(base, config)
+        model = peft.get_peft_model(base, config)
         for p in model.parameters():
             if p.requires_grad:  # one begins with zeros, which have no gradients
                 p.data += 0.1 * torch.randn_like(p)
@@ -73,12 +78,14 @@ def test_gradients_of_the_adapter_alone_are_those_of_pefts_own_model(
 ) -> None:
     own = adapter(tmp_path, KINDS[kind])
     loaded = held(tmp_path)
+    inputs = {"input_ids": TOKENS}
+    if kind == "skills":
+        inputs["task_ids"] = TOKENS[:, 0] % 2
     torch.testing.assert_close(
-        loaded.model(TOKENS), own(TOKENS).logits, rtol=1e-5, atol=1e-6, msg="not the same model"
+        loaded.model(**inputs), own(**inputs).logits, rtol=1e-5, atol=1e-6, msg="not the same model"
     )
     trained = {name for name, p in own.named_parameters() if p.requires_grad}
     assert trained and all("base_model.model" in name for name in trained)
-    inputs = {"input_ids": TOKENS}
     found = gradscope.per_sample_gradients(loaded.model, "causal_lm", inputs, TOKENS)
 
     def loss(answer: Any, tokens: Tensor) -> Tensor:
@@ -203,6 +210,21 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
             CheckpointError,
         ),
         (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
+        (
+            lambda f: rewritten(f, lambda c: {k: v * 1j for k, v in c.items()}),
+            "other than named real tensors",
+            CheckpointError,
+        ),
+        (
+            lambda f: shutil.copy(f / "base" / "model.safetensors", f / "tuned"),
+            "it holds a model, model.safetensors, and an adapter, adapter_model.safetensors",
+            CheckpointError,
+        ),
+        (
+            lambda f: configured(f, peft_type="VBLORA", save_only_topk_weights=True),
+            "only the largest were saved",
+            ModelError,
+        ),
         (lambda f: configured(f, r=3), "PeftModel: size mismatch for base_model", ModelError),
         (lambda f: configured(f, brand_new=True), "has no setting brand_new", ModelError),
         (lambda f: configured(f, peft_type="XLORA"), "mixes adapters of other folders", ModelError),

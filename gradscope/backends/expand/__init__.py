@@ -69,7 +69,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         return in_parts(problem, batch, [torch.tensor(group) for group in groups.values()], attempt)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
-        require("expand", probe)
+        require("the expand backend", probe)
         require_unhooked("expand", problem)
         with refusing("expand", problem.model, REMEDY):
             parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much

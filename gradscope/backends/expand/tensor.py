@@ -69,7 +69,7 @@ class PerSample(Tensor):
     """
 
     raw: Tensor
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = getattr(torch._C, "_disabled_torch_function_impl", None)
 
     @staticmethod
     def __new__(cls, raw: Tensor, requires_grad: bool = False) -> "PerSample":

@@ -63,7 +63,7 @@ def hooks(
     program = _Program(problem, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
-        require("hooks", internals.probe)
+        require("the hooks backend", internals.probe)
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) > 1:
@@ -113,6 +113,7 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         nonlocal note
         assert isinstance(batch, Tokens)
+        require("the hooks backend", internals.probe)
         require_unhooked("hooks", problem)
         if not note:  # what one batch shows is known from then on
             try:

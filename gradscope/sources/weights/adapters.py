@@ -4,7 +4,6 @@ The weights are read by our own readers; peft puts them onto the base model, who
 are frozen. Parameters have the names that they have in peft's model.
 """
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,7 +17,7 @@ from gradscope.core.locate import first_line
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.formats import located, need, reachable
-from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, weights_in
+from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, table, weights_in
 
 _GIVE = "Give its folder, --model FOLDER, or a factory that returns it, --model FILE.py:FACTORY."
 _CLASS = "kwargs = { architecture = ... }"
@@ -26,11 +25,22 @@ _AGAIN = "Save the adapter again with save_pretrained."
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint, a folder or the file in it, is what PEFT writes of an adapter."""
+    """Whether a checkpoint, a folder or the file in it, is what PEFT writes of an adapter.
+
+    Raises:
+        CheckpointError: The folder holds a whole model, too.
+    """
     with reachable(path, CheckpointError):
         folder = path if path.is_dir() else path.parent
-        found = (folder / ADAPTER).is_file()
-        return found and (weights_in(path) if path.is_dir() else path).stem == ADAPTER_WEIGHTS
+        if not (folder / ADAPTER).is_file():
+            return False
+        file = weights_in(path) if path.is_dir() else path
+        own = sorted(p.name for p in folder.glob(f"{ADAPTER_WEIGHTS}.*"))
+    if path.is_dir() and own and file.name not in own:
+        what = f"it holds a model, {file.name}, and an adapter, {own[0]}"
+        remedy = f"Give one of these files; the adapter with --model {folder}, if that is its base."
+        raise CheckpointError(what, where=str(path), remedy=remedy)
+    return file.stem == ADAPTER_WEIGHTS
 
 
 def base_of(folder: Path) -> Path:
@@ -72,8 +82,9 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
     path = folder / ADAPTER
     content = _content(path)
     peft = need("peft", "this adapter", ModelError)
-    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise CheckpointError("it holds something other than named tensors", remedy=_AGAIN)
+    values = state.values() if isinstance(state, Mapping) else [state]
+    if not all(isinstance(v, Tensor) and not v.is_complex() for v in values):
+        raise CheckpointError("it holds something other than named real tensors", remedy=_AGAIN)
     with located(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, to who trains an adapter
         try:
@@ -90,7 +101,7 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
                 )
             config.inference_mode = False  # or nothing could be trained
             held = isinstance(base, peft.PeftModel)  # a factory may have put it there
-            model: nn.Module = base if held else peft.PeftModel(base, config)
+            model: nn.Module = base if held else _class(peft, config)(base, config)
             told = peft.set_peft_model_state_dict(model, dict(state), model.active_adapter)
         except (ModelError, MemoryError):
             raise
@@ -116,17 +127,22 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
 
 
 def _content(path: Path) -> dict[str, Any]:
-    with reachable(path, CheckpointError):
-        text = path.read_bytes()
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as failure:
-        what = f"is no JSON: {first_line(failure)}"
-        raise CheckpointError(what, where=str(path), remedy=_AGAIN) from failure
-    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+    content = table(path, CheckpointError, _AGAIN)
+    if not isinstance(content.get("peft_type"), str):
         what = "is no table of settings with a `peft_type`"
         raise CheckpointError(what, where=str(path), remedy=_AGAIN)
     return content
+
+
+def _class(peft: Any, config: Any) -> Any:
+    """Return peft's class of a model; that of any, unless the adapter asks what it is called with.
+
+    A Poly reads `task_ids`, an activated LoRA where the tokens invoke it.
+    """
+    if getattr(config, "alora_invocation_tokens", None):
+        return peft.PeftModelForCausalLM  # others leave it off
+    tasks = {"CAUSAL_LM": peft.PeftModelForCausalLM, "SEQ_2_SEQ_LM": peft.PeftModelForSeq2SeqLM}
+    return tasks.get(config.task_type if config.peft_type == "POLY" else "", peft.PeftModel)
 
 
 def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
@@ -138,7 +154,7 @@ def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
 def _require_kind(config: Any) -> None:
     """Refuse adapters that are more than modules within the model, or not the same twice."""
     kind = config.peft_type.value
-    if config.is_prompt_learning or config.is_adaption_prompt:
+    if config.is_prompt_learning:
         raise ModelError(
             f"{kind} adds positions to the inputs, not modules to the model",
             remedy="Write a factory that returns the whole model, and a loss for its outputs.",
@@ -147,6 +163,11 @@ def _require_kind(config: Any) -> None:
         raise ModelError(
             "it mixes adapters of other folders, which is not supported",
             remedy="Write a factory that returns the whole model, and save its state_dict().",
+        )
+    if getattr(config, "save_only_topk_weights", False):
+        raise ModelError(
+            "of its weights only the largest were saved (save_only_topk_weights)",
+            remedy="Save it again without that: the others have gradients, too.",
         )
     drawn = str(getattr(config, "init_lora_weights", ""))
     if "niter" in drawn:

@@ -4,7 +4,6 @@ The weights are read by our own readers; transformers builds the model and maps 
 ones. A model that answers with logits gives these alone, so that losses by name take its output.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,10 @@ from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
-from gradscope.sources.formats import located, need, reachable
+from gradscope.sources.formats import located, need
+from gradscope.sources.weights.readers import table
 
 CONFIG = "config.json"
-_MAX_BYTES = 2**24  # a config has a few thousand
 _ATTENTION = "attn_implementation"
 _OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
@@ -89,15 +88,7 @@ def built(
 
 def _content(path: Path, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Read config.json; refuse what would be executed: classes of the folder, other kernels."""
-    with reachable(path, ModelError), path.open("rb") as file:
-        text = file.read(_MAX_BYTES + 1)
-    try:
-        content = json.loads(text) if len(text) <= _MAX_BYTES else None
-    except (ValueError, RecursionError) as failure:
-        raise ModelError(f"is no JSON: {first_line(failure)}", remedy=_SAVED) from failure
-    if not isinstance(content, dict):
-        what = f"is no table of settings of at most {_MAX_BYTES:,} bytes"
-        raise ModelError(what, remedy=_SAVED)
+    content = table(path, ModelError, _SAVED)
     if "quantization_config" in content:
         remedy = "Give the folder of the model before quantizing."
         raise ModelError("the weights are quantized", remedy=remedy)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError
+from gradscope.errors import CheckpointError, InputError
 from gradscope.sources.code import importable
 from gradscope.sources.formats import (
     AGAIN,
@@ -240,6 +240,21 @@ _SUFFIXES = {".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2"}
 _OTHERS = {"optimizer", "scheduler", "rng_state", "training_args", "scaler"}  # of a trainer
 _MAX_BYTES = 2**27  # the names of the largest models take a few megabytes
 _AGAIN = "Download the folder again, or write it again with save_pretrained."
+
+
+def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -> dict[str, Any]:
+    """Return a file's table of settings, JSON of at most so many bytes, or raise `error`."""
+    with reachable(path, error), path.open("rb") as file:
+        text = file.read(most + 1)
+    try:
+        content = json.loads(text) if len(text) <= most else None
+    except (ValueError, RecursionError) as failure:
+        what = f"is no JSON: {first_line(failure)}"
+        raise error(what, where=str(path), remedy=remedy) from failure
+    if not isinstance(content, dict):
+        what = f"is no table of settings of at most {most:,} bytes"
+        raise error(what, where=str(path), remedy=remedy)
+    return content
 
 
 def weights_in(folder: Path) -> Path:

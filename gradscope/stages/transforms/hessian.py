@@ -11,16 +11,17 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradscope.backends.hooks.graph import internals
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
 from gradscope.core.locate import unsupported
 from gradscope.core.precision import wider
 from gradscope.core.problem import Problem, unfused
+from gradscope.core.releases import require
 from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.stages.transforms.base import (
     NeedsProblem,
@@ -30,7 +31,7 @@ from gradscope.stages.transforms.base import (
     transform,
 )
 
-_ERROR_NODE = "torch::autograd::Error"
+_ERROR_NODE = "Error"
 _STEP = 1e-5  # of the length of the parameters, for differences of gradients
 _TOLERANCE = 1e-4  # of the product: two sides of a difference lose about half the digits
 
@@ -47,6 +48,8 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
     """
 
     def given(problem: Problem, batch: Batch) -> Transform:
+        require("hvp", internals.probe)
+
         def apply(gradients: Gradients) -> Gradients:
             found = {name: block.shape for name, block in gradients.items()}
             if found != {name: tuple(p.shape) for name, p in problem.parameters.items()}:
@@ -96,7 +99,7 @@ def _product(
         torch.enable_grad(),
     ):
         value = problem.losses(batch)[position]
-        custom = any(isinstance(node, BackwardCFunction) for node in _nodes(value))
+        custom = any(map(internals.is_custom, _nodes(value)))
         products = []
         slopes = _gradients(value, problem, create_graph=True)
         for name, slope in zip(problem.parameters, slopes, strict=True):
@@ -104,7 +107,7 @@ def _product(
             product = slope.to(dtype) * vector[name].to(dtype).conj()
             products.append(product.sum().real)
         along = torch.stack(products).sum()
-        if any(node.name() == _ERROR_NODE for node in _nodes(along)):
+        if any(internals.kind(node) == _ERROR_NODE for node in _nodes(along)):
             once = "a custom autograd function allows one derivative only (once_differentiable)"
             raise UnsupportedError(f"{what}: {once}", remedy=remedy)
         found = [g.detach() for g in _gradients(along, problem)]
@@ -129,7 +132,7 @@ def _nodes(value: Tensor) -> Iterator[Node]:
     while waiting:
         node = waiting.pop()
         yield node
-        found = {n for n, _ in node.next_functions if n is not None} - seen
+        found = {n for n, _ in internals.edges(node) if n is not None} - seen
         seen |= found
         waiting.extend(found)
 

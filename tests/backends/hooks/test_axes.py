@@ -100,22 +100,33 @@ def test_owners_are_read_off_marked_gradients(axis: int, dtype: torch.dtype, n: 
     assert owned(*pair, axis, marks).owner.tolist() == owner.tolist()
 
 
-@pytest.mark.parametrize("share", [0.5, 0.3, 1e-2])
-def test_an_entry_of_two_samples_has_no_owner(share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "dtype"),
+    [*((k, torch.float32) for k in (0.5, 0.3, 1e-2)), (0.5, torch.bfloat16), (0.3, torch.bfloat16)],
+)
+def test_an_entry_of_two_samples_has_no_owner(share: float, dtype: torch.dtype) -> None:
     """Whatever the marks are, bar chance: also in equal shares, whose mark is the middle."""
     seen = 0
     for seed in range(20):
-        marks = Marks.of(torch.zeros(6), seed)
-        weights = marks.weights[0]
-        gradient = torch.ones(6, 3)
-        weighted = weights.unsqueeze(1).expand(6, 3).clone()
-        weighted[2] = (1 - share) * weights[2] + share * weights[4]
+        marks = Marks.of(torch.zeros(6, dtype=dtype), seed)
+        gradient = torch.ones(6, 3, dtype=dtype)
+        gradient[2] = 0.3
+        every = [w.unsqueeze(1) * gradient for w in marks.weights]
+        for weighted, w in zip(every, marks.weights, strict=True):
+            weighted[2] = 0.3 * ((1 - share) * w[2] + share * w[4])
         try:
-            owned(gradient, [weighted], 0, marks)
+            owned(gradient, every, 0, marks)
         except ValueError as error:
             assert "several samples" in str(error)
             seen += 1
     assert seen >= 19
+
+
+def test_what_cancels_belongs_to_both() -> None:
+    marks = Marks.of(torch.zeros(2), seed=0)
+    (weighted,) = (torch.stack([w, (w[0] - w[1]).expand(2)]) for w in marks.weights)
+    with pytest.raises(ValueError, match="several samples"):
+        owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], 0, marks)
 
 
 def test_uneven_samples_are_padded_with_zeros() -> None:

@@ -176,48 +176,52 @@ class Marks:
     """Weights of the losses by which a gradient tells whose it is.
 
     A sample's number is written in digits, and each digit is a weight of its own in one backward
-    pass. Low precision tells few digits apart. Digits are not evenly spaced and numbers are dealt
-    out at random, so that what two samples share has the weight of neither.
+    pass. Digits are not evenly spaced and numbers are dealt out at random, so that what two samples
+    share has the weight of neither. In half precision they are powers of two, which rounding leaves
+    as they are, and numbers dealt out anew are a check.
     """
 
     weights: Tensor  # (passes, n), of each sample's loss
     values: Tensor  # (base,) increasing, the weight that stands for each digit
-    samples: Tensor  # (base ** passes,), the sample with each number, -1 where there is none
+    samples: Tensor  # (base ** digits,), the sample with each number, -1 where there is none
+    digits: int  # so many passes write a number, and a further one is the check
     eps: float = 0.0  # of the narrowest numbers that gradients go through
 
     @classmethod
     def of(cls, losses: Tensor, seed: int, reached: Iterable[torch.dtype] = ()) -> "Marks":
         """Return marks for losses (n,), whose gradients go through numbers of the dtypes given."""
-        n, passes = len(losses), 1
+        n, digits = len(losses), 1
         dtypes = {dtype.to_real() for dtype in (losses.dtype, *reached)}
-        base = min(max(n, 2), *(_DIGITS.get(dtype, 4) for dtype in dtypes))
-        while base**passes < n:
-            passes += 1
+        base = min(max(n, 2), *(_DIGITS.get(dtype, 2**3) for dtype in dtypes))
+        while base**digits < n:
+            digits += 1
         generator = torch.Generator().manual_seed(seed)
         jitter = 0.4 * torch.rand(base, generator=generator, dtype=torch.float64) - 0.2
-        values = (torch.arange(1, base + 1) + jitter).to(losses.dtype)
+        half = any(dtype.itemsize < 4 for dtype in dtypes)
+        every = torch.arange(base)
+        values = (2.0 ** (every - base // 2) if half else every + 1 + jitter).to(losses.dtype)
         numbers = torch.randperm(n, generator=generator)
-        written = [numbers // base**k % base for k in range(passes)]
-        samples = torch.full((base**passes,), -1)
+        written = [numbers // base**k % base for k in range(digits)]
+        written += [torch.randperm(n, generator=generator) % base] * half
+        samples = torch.full((base**digits,), -1)
         samples[numbers] = torch.arange(n)
         found = [t.to(losses.device) for t in (values[torch.stack(written)], values, samples)]
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return cls(found[0], found[1], found[2], eps)
+        return cls(found[0], found[1], found[2], digits, eps)
 
-    def owners(self, ratios: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the sample (m,) that each entry's ratios (m,) stand for, and what they should be.
+    def owners(self, ratios: Sequence[Tensor]) -> Tensor:
+        """Return the sample (m,) that each entry's ratios (m,) stand for, -1 where it is none.
 
         There is one ratio a pass: weighted gradients over those with all weights 1.
         """
         middles = (self.values[1:] + self.values[:-1]) / 2
-        digits = [torch.bucketize(ratio, middles) for ratio in ratios]
+        digits = [torch.bucketize(ratio, middles) for ratio in ratios[: self.digits]]
         base = len(self.values)
-        numbers = torch.stack([digit * base**k for k, digit in enumerate(digits)]).sum(0)
-        return self.samples[numbers], [self.values[digit] for digit in digits]
+        return self.samples[torch.stack([d * base**k for k, d in enumerate(digits)]).sum(0)]
 
 
 _NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
-_DIGITS = {torch.float64: 2**16, torch.float32: 2**9}
+_DIGITS = {torch.float64: 2**16, torch.float32: 2**9, torch.bfloat16: 2**6}
 
 
 def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks) -> OwnedAxis:
@@ -232,22 +236,24 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
     Raises:
         ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
-    once = _entries(gradient, axis)
+    once, often = _entries(gradient, axis), [_entries(t, axis) for t in weighted]
     size = once.abs().amax(1)
-    empty = size == 0
-    often = [_entries(t, axis) for t in weighted]
-    ratios = [torch.where(empty, 1, t.abs().amax(1) / size).to(marks.values.dtype) for t in often]
-    owner, wanted = marks.owners(ratios)
+    sizes = [t.abs().amax(1) for t in often]
+    ratios = [torch.where(size == 0, 1, t / size).to(marks.values.dtype) for t in sizes]
+    owner = marks.owners(ratios)
     eps = max(torch.finfo(gradient.dtype).eps, marks.eps)
-    torn = ~empty & (owner < 0)
-    for entries, factor in zip(often, wanted, strict=True):
+    torn = owner < 0
+    for entries, weights in zip(often, marks.weights, strict=True):
+        factor = weights[owner].to(size)
         own = factor.to(once.dtype).unsqueeze(1)
         gap = torch.addcmul(entries, own, once, value=-1).abs().amax(1)
         torn |= ~(gap <= eps**0.5 * size * factor)
-    noise = size <= _NOISE * eps * size.amax() if len(size) else empty
+    # what samples share may cancel with all weights 1, and with others does not
+    most = torch.stack([size, *(t / marks.values[-1].to(t.dtype) for t in sizes)]).amax(0)
+    noise = most <= min(_NOISE * eps, eps**0.75) * most.amax() if len(most) else torn
     if bool((torn & ~noise).any()):
         raise ValueError("an entry's gradient comes from the losses of several samples")
-    return OwnedAxis(axis, torch.where(empty | torn, -1, owner))
+    return OwnedAxis(axis, torch.where((most == 0) | torn, -1, owner))
 
 
 def _entries(values: Tensor, axis: int) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from gradscope.core.releases import expect
+from gradscope.core.releases import changed, expect
 
 FUSED_RECURRENT = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"})
 
@@ -25,6 +25,11 @@ _NO_CONSTANT: Any = object()
 def kind(node: Node) -> str:
     """Return the node's type, such as "AddmmBackward0"."""
     return node.name().rpartition("::")[2]
+
+
+def is_custom(node: Node) -> bool:
+    """Whether the operation is a Function written in Python."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def edges(node: Node) -> tuple[tuple[Node | None, int], ...]:
@@ -47,9 +52,9 @@ def leaf(node: Node) -> Tensor | None:
     return node.variable if kind(node) == "AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
-def edge(node: Node, output: int) -> GradientEdge:
+def edge(node: Node, output: int) -> "torch.autograd.graph.GradientEdge":
     """Return the handle by which `torch.autograd.grad` knows an operation's output."""
-    return GradientEdge(node, output)
+    return torch.autograd.graph.GradientEdge(node, output)
 
 
 def moment(node: Node) -> int:
@@ -68,7 +73,12 @@ def saved(node: Node, name: str) -> Any:
     """Return what the operation saved under `name`, tensors without their graph.
 
     A size or index of -1 comes out of torch as an unsigned number and is set right here.
+
+    Raises:
+        UnsupportedError: Operations of this kind save no such thing.
     """
+    if not hasattr(type(node), f"_saved_{name}"):
+        raise changed("the hooks backend", f"{kind(node)} has no _saved_{name}")
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else _signed(value)
 
@@ -84,9 +94,7 @@ def constants(node: Node) -> dict[str, Any]:
     Shapes are left out, which are known from elsewhere, and so are tensors but for single numbers
     on the host. Of indices there is their kind; of a Function written in Python what it keeps.
     """
-    own: dict[str, Any] = (
-        vars(node) if isinstance(node, torch.autograd.function.BackwardCFunction) else {}
-    )
+    own: dict[str, Any] = vars(node) if is_custom(node) else {}
     names = (*_attributes(type(node)), *own)
     read = ((name, constant(node, name)) for name in names)
     return {name: value for name, value in read if value is not _NO_CONSTANT}
@@ -175,6 +183,7 @@ def probe() -> None:
             "AccumulateGrad's first variable": (leaves[0] is bias, True),
             "the leaves next to addmm's Node": (len(leaves), 3),
             "an operation's variable": (leaf(node), None),
+            "which Node is a Function's": ([*map(is_custom, (node, custom))], [False, True]),
             "_saved_mat1": (saved(node, "mat1").shape, inputs.shape),
             "_saved_alpha": (constant(node, "_saved_alpha"), 1),
             "_saved_padding_idx": (saved(table, "padding_idx"), -1),

@@ -26,6 +26,7 @@ from gradscope.backends.hooks.graph.axes import Growth, SampleAxis
 from gradscope.backends.hooks.graph.trace import Output, Trace
 
 _TO_THE_END = 2**62  # what a slice without an end is recorded with, and more than any size
+_AXES = ("dim", "dims", "dim1", "dim2", "dimension", "axis")  # as operations save them
 _SUFFIX = re.compile(r"Backward\d+$")  # without a number: a Function written in Python
 
 # the same entries in the same order
@@ -39,9 +40,9 @@ class Passage:
     """A value with a sample axis, on its way through an operation."""
 
     name: str  # the operation's kind without "Backward0"
-    # reads what the operation saved, by name; None where it saved no such thing
-    saved: Callable[[str], Any]
+    saved: Callable[[str], Any]  # reads what the operation saved, by name
     again: Callable[[str], Any]  # likewise, of the same operation on another number of samples
+    axes: tuple[Any, ...]  # along which the operation goes, if it says so: numbers, or several
     slot: int  # which of the operation's inputs the value is
     rank: int  # how many axes the value has, and the operation's output
     axis: int  # the ones that hold the samples
@@ -122,8 +123,9 @@ def _way(
     fixed = test(
         Passage(
             name=named(first.kinds[node]),
-            saved=partial(internals.found, first.nodes[node]),
-            again=partial(internals.found, second.nodes[node]),
+            saved=partial(internals.saved, first.nodes[node]),
+            again=partial(internals.saved, second.nodes[node]),
+            axes=tuple(internals.found(first.nodes[node], name) for name in _AXES),
             slot=slot,
             rank=len(first.shapes[source][output]),
             axis=known[0][0],
@@ -144,8 +146,7 @@ def _aligned(p: Passage) -> bool:
 
 def _other_axes(p: Passage) -> bool:
     """Operations along given axes, which are not that of the samples."""
-    axes = [p.saved(name) for name in ("dim", "dims", "dim1", "dim2", "dimension", "axis")]
-    given = [a for axis in axes for a in _listed(axis)]
+    given = [a for axes in p.axes for a in _listed(axes)]
     return bool(given) and all(a % p.rank != p.axis for a in given)
 
 
@@ -337,7 +338,7 @@ class Followed:
         node = output[0]
         name = named(self.batch.kinds[node])
         step = Step(
-            saved=lambda k: internals.found(self.batch.nodes[node], k),
+            saved=partial(internals.saved, self.batch.nodes[node]),
             slot=slot,
             shape=self.batch.shapes[source[0]][source[1]],
             axis=sizes[0][0],
