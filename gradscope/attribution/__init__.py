@@ -93,8 +93,7 @@ def attribute(
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
-            for _ in writer.remaining():
-                pass
+            list(writer.remaining())
             writer.finish()
     return open_scores(output)
 
@@ -110,16 +109,10 @@ def opened(
     samples: str | None = None,
     stream: bool = False,
 ) -> Iterator[list[Pair]]:
-    """Open both sides, at each checkpoint.
+    """Open both sides, at each checkpoint; see `attribute`.
 
-    Args:
-        train: See `attribute`.
-        query: See `attribute`; with several checkpoints no result file.
-        chain: See `attribute`.
-        checkpoints: See `attribute`.
-        weights: See `attribute`.
-        samples: "A:B", which queries, where they are computed.
-        stream: Compute the training gradients on the way, also where a file has them.
+    `samples`, "A:B", says which queries, where they are computed; `stream` has the training
+    gradients computed on the way, also where a file has them.
     """
     sources = [train, *checkpoints]
     if weights is not None and len(weights) != len(sources):

@@ -15,25 +15,15 @@ from gradscope.stats.sections import Card, Overview, Pixels, Section, Shown, sho
 class Named(Protocol):
     """A row about a sample."""
 
-    @property
-    def index(self) -> int:
-        """Its position in the data set."""
-
-    @property
-    def id(self) -> int | str | None:
-        """Its own name."""
+    index: int  # its position in the data set
+    id: int | str | None  # its own name
 
 
 class Known(Named, Protocol):
     """A row that says what is known of a sample."""
 
-    @property
-    def target(self) -> Plain:
-        """Its target."""
-
-    @property
-    def prediction(self) -> Plain:
-        """What the model makes of it."""
+    target: Plain
+    prediction: Plain  # what the model makes of it
 
 
 def name_of(row: Named) -> str:

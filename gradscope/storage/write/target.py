@@ -148,10 +148,6 @@ class Target:
         finally:
             self.close()
 
-    def write_piece(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes (m,) uint8 of a data set that lies in one piece to their place."""
-        write(self.descriptor, data.data, offset)
-
     def write_chunks(self, places: np.ndarray, chunks: Sequence[np.ndarray]) -> list[int]:
         """Write chunks that have a place, offset and size (m, 2); return the CRC-32C of each.
 

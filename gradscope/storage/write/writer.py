@@ -17,7 +17,7 @@ from gradscope.storage.format.files import (
     secure_space,
     writing,
 )
-from gradscope.storage.format.forms import create_columns, stored_form
+from gradscope.storage.format.layout import create_columns, stored_form
 from gradscope.storage.format.seal import Checks
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.read.file import open_file
@@ -185,16 +185,8 @@ class Writer:
             self._commit_point()
         with self._journal.trusting():
             self._put_back(regions)
-            complete(
-                self._paths,
-                self._target,
-                regions,
-                results,
-                certificate,
-                norm_attributes or {},
-                states or {},
-                look,
-            )
+            ending = (results, certificate, norm_attributes or {}, states or {}, look)
+            complete(self._paths, self._target, regions, *ending)
         self._done = True
 
     def close(self) -> None:
