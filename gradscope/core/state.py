@@ -28,6 +28,7 @@ from torch.utils import checkpoint as checkpointing
 from gradscope.core.batch import tensors
 from gradscope.core.randomness import Fixed, random_numbers_kept, states
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
+from gradscope.core.stops import timely
 from gradscope.errors import GradscopeError, UnsupportedError
 
 _COPIED = 2**24  # bytes of a value of which a copy is kept
@@ -187,7 +188,8 @@ class State:
             self._begin()
         known = {id(p): p._version for p in own} if again else {}
         room = [_ROOM]
-        before = {key: _take(table, but=known, room=room) for key, table in reachable(roots, own)}
+        tables = timely(reachable(roots, own))
+        before = {key: _take(table, but=known, room=room) for key, table in tables}
         generators = {
             value.gi_frame: taken.table.named(key)
             for taken in before.values()
