@@ -64,14 +64,11 @@ def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
 
 
 def fastest(request: str, sizes: Mapping[str, int], like: Tensor, variants: "Variants") -> Tensor:
-    """Return the answer by the variant that the active tuner chooses.
+    """Return the answer by the variant that the active tuner chooses; one is not optional.
 
-    Args:
-        request: What is asked for, with the sizes that are the parameter's own.
-        sizes: Those that differ from batch to batch, such as n and t; choices are kept for each
-            power of two.
-        like: A tensor of the dtype and on the device of the work.
-        variants: By name, at least one of them not optional.
+    `request` has the sizes that are the parameter's own; `sizes` are those that differ from batch
+    to batch, such as n and t: choices are kept for each power of two. `like` is a tensor of the
+    dtype and on the device of the work.
     """
     tuner = _active.get()
     if tuner is None:
