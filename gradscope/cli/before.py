@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.config import HELD, RunSpec
 from gradscope.core import stops
 from gradscope.errors import OutputError
@@ -58,9 +59,7 @@ def registries() -> "dict[str, list[Registry[Any]]]":
 def init(
     checkpoint: Annotated[Path, options.flag("checkpoint", "path")],
     dataset: Annotated[Path, options.flag("dataset", "path")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="RUN.toml", help="The run file.")
-    ] = Path("run.toml"),
+    output: Annotated[Path, option("--output -o RUN.toml", "The run file.")] = Path("run.toml"),
     model: Annotated[str | None, options.flag("model", "factory")] = None,
     loss: Annotated[str | None, options.flag("loss", "name")] = None,
     overwrite: options.Overwrite = False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.config import RunSpec
 from gradscope.core import stops, streams
 from gradscope.errors import RefusedError, ResultFileError, SpecError
@@ -25,10 +26,9 @@ def compare(
     spec: RunSpec,
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            "--against",
-            metavar="FILE.py:FUNCTION|RESULT.h5|opacus|backpack",
-            help="Your own implementation, a stored result, or what another library computes, as "
+        option(
+            "--against FILE.py:FUNCTION|RESULT.h5|opacus|backpack",
+            "Your own implementation, a stored result, or what another library computes, as "
             "a further row; repeatable.",
         ),
     ] = None,

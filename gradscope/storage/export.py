@@ -35,8 +35,7 @@ from gradscope.storage.format.files import (
     written,
 )
 from gradscope.storage.format.numbers import escape
-from gradscope.storage.read.arrays import StoredArray, StoredChain
-from gradscope.storage.read.file import GradientFile
+from gradscope.storage.read.file import GradientFile, StoredArray, StoredChain, chain_called
 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
@@ -133,8 +132,7 @@ def export(
             raise SpecError("the sample table belongs to no chain", remedy="Leave out --chain.")
         made = [_table(file, parameters, samples, path)]
     elif suffix in FORMATS or not suffix:
-        found = _find_chain(file, chain or "0")
-        selected = _select(file, found, parameters, samples)
+        found, selected = _select(file, chain or "0", parameters, samples)
         if suffix == ".safetensors":
             made = [_arrays(file, found, selected, path)]
         else:
@@ -167,24 +165,18 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
             )
 
 
-def _find_chain(file: GradientFile, name: str) -> StoredChain:
-    """Return the chain of that number or text."""
-    plain = "".join(name.split())
-    for k, chain in enumerate(file.chains):
-        if plain in (str(k), "".join(chain.text.split())):
-            return chain
-    known = ", ".join(f"{k} ({chain.text})" for k, chain in enumerate(file.chains))
-    raise SpecError(
-        f"there is no chain {name!r}",
-        where=str(file.path),
-        remedy=f"Give the number or the text of one of: {known}.",
-    )
-
-
 def _select(
-    file: GradientFile, chain: StoredChain, globs: Sequence[str], samples: slice | None
-) -> list[_Selected]:
-    """Return the parameters of a chain that match a glob (all without any), and their samples."""
+    file: GradientFile, name: str, globs: Sequence[str], samples: slice | None
+) -> tuple[StoredChain, list[_Selected]]:
+    """Return the chain `name`, its parameters that match a glob (all without any), of samples."""
+    chain = chain_called(file, name)
+    if chain is None:
+        known = ", ".join(f"{k} ({one.text})" for k, one in enumerate(file.chains))
+        raise SpecError(
+            f"there is no chain {name!r}",
+            where=str(file.path),
+            remedy=f"Give the number or the text of one of: {known}.",
+        )
     if chain.reduced and samples is not None:
         raise SpecError(
             f"the chain {chain.text!r} is an aggregate and has no samples",
@@ -192,7 +184,7 @@ def _select(
             remedy="Leave out --samples, or choose a chain of rows.",
         )
     rows = None if chain.reduced else _find_rows(file, samples)
-    return [_Selected(chain[name], rows) for name in _matching(list(chain), globs)]
+    return chain, [_Selected(chain[own], rows) for own in _matching(list(chain), globs)]
 
 
 def _matching(names: list[str], globs: Sequence[str]) -> list[str]:

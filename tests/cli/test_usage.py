@@ -13,16 +13,7 @@ import torch
 from tests.cli.forked import Forked
 from tests.run import project
 
-RUN = """
-[model]
-factory = "model.py:build"
-[checkpoint]
-path = "weights.pt"
-[dataset]
-path = "data.npz"
-[loss]
-name = "model.py:loss"
-"""
+RUN = project.RUN.format(loss="model.py:loss")
 WRONG = RUN.replace("model.py:loss", "mes") + (
     '[compute]\nbackend = "hoks"\ntransform = ["mean", "clip | maen"]\n'
     '[compare]\nbackends = ["lop"]\n'
