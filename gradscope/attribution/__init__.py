@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.attribution.methods import Damping, Method, Settings
-from gradscope.attribution.scores import (
-    Ranked,
-    Scores,
-    ScoreWriter,
-    in_memory,
-    is_scores,
-    open_scores,
-    writing_scores,
-)
-from gradscope.attribution.scoring import UNIT, Pair, Scoring
+from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
+from gradscope.attribution.scoring import Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
 from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
@@ -25,13 +17,8 @@ from gradscope.run import prepare
 from gradscope.storage import GradientFile, open_file
 
 __all__ = [
-    "UNIT",
     "Asked",
-    "Damping",
-    "Method",
-    "Ranked",
     "ScoreSummary",
-    "ScoreWriter",
     "Scores",
     "Scoring",
     "Settings",
@@ -39,7 +26,6 @@ __all__ = [
     "Validation",
     "attribute",
     "in_memory",
-    "is_scores",
     "looked",
     "open_scores",
     "opened",

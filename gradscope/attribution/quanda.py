@@ -85,12 +85,7 @@ class _Explaining(_Quanda):  # type: ignore[misc]
         return Comparing(Pair(self._train, self._train), self._asked)
 
     def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
-        """Return the scores (m, N) of test samples; 0 for what has no finite gradient.
-
-        Args:
-            test_data: Inputs (m, ...).
-            targets: Labels (m,).
-        """
+        """Return the scores (m, N) of inputs (m, ...); 0 for what has no finite gradient."""
         given = torch.as_tensor(targets).to(self.device)
         query = of_scope("queries", self._scope, test_data.to(self.device), given)
         rows = Scoring([Pair(self._train, query)], self._asked, self._own.curved).rows()

@@ -173,13 +173,6 @@ _SAME = ("checkpoint", "model", "dataset")
 _PLACES = 2**24  # beyond, places are no float32 numbers, in which they may be stored
 
 
-class Refined(NamedTuple):
-    """Candidates of m queries."""
-
-    places: Tensor  # their rows in the training side (m, 2K) int64, -1 behind the last of a query
-    scores: Tensor  # their exact scores (m, 2K) in float64, NaN of what has none
-
-
 def cheaply(asked: Settings) -> Settings:
     """Return what finds the candidates, on rows of whatever chain.
 
@@ -219,13 +212,17 @@ class Refining:
         """What was chosen, for the result."""
         return {"k": self._asked.refine, "checkpoints": [one.curved.record for one in self._each]}
 
-    def of(self, queries: slice, scores: Tensor) -> Refined:
-        """Return the candidates of some queries, whose cheap scores are (m, N)."""
+    def of(self, queries: slice, scores: Tensor) -> dict[str, Tensor]:
+        """Return the candidates of some queries, whose cheap scores are (m, N).
+
+        `places` (m, 2K) int64 are their rows in the training side, -1 behind the last of a query;
+        `scores` (m, 2K) are exact, in float64, NaN of what has none.
+        """
         places = torch.stack([candidates(row, self._asked.refine) for row in scores])
         found = torch.zeros(places.shape, dtype=torch.float64)
         for one in self._each:
             found += one.scores(queries, places)
-        return Refined(places, found.masked_fill(places < 0, torch.nan))
+        return {"places": places, "scores": found.masked_fill(places < 0, torch.nan)}
 
 
 class _Exact:

@@ -40,15 +40,11 @@ def label(opened: Opened, target: Any) -> str:
 
 
 class Album:
-    """Samples opened, those of several data sets side by side.
-
-    Attributes:
-        sides: The data sets.
-        contents: What the samples are, by side and index, where they can be shown.
-    """
+    """Samples opened, those of several data sets side by side."""
 
     def __init__(self, sides: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
-        self.sides = sides
+        self.sides = sides  # the data sets
+        # what the samples are, by side and index, where they can be shown
         self.contents: dict[tuple[str, int], Content] = {}
         for side, indexes in wanted.items():
             found = zip(indexes, sides[side].contents(indexes), strict=True)

@@ -60,13 +60,9 @@ class Limits:
 
 
 class Tiles:
-    """The rows of the finite samples, in tiles; the parts of complex numbers are own entries.
+    """The rows of the finite samples of an array (N, *shape), in tiles.
 
-    Args:
-        array: (N, *shape), as stored.
-        samples: The finite samples.
-        reader: Reads the next tile while one is in work.
-        limits: Of memory.
+    The parts of complex numbers are own entries. `reader` reads the next tile while one is in work.
     """
 
     def __init__(self, array: Any, samples: Samples, reader: Executor, limits: Limits) -> None:

@@ -321,9 +321,6 @@ class HistoryReader:
 
     Of a step that was recorded again, as after a restart, the last counts. A last line that is not
     whole yet is left for the next time; other lines that are no steps are left out and counted.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str | Path) -> None:

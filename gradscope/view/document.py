@@ -132,8 +132,7 @@ class View:
     def document(self, most: int | None = _MOST) -> dict[str, Any]:
         """Return all that the page knows, as plain JSON values.
 
-        Args:
-            most: How many samples have details; None for none, which are asked of a server.
+        `most` samples have details; None for none, which are asked of a server.
         """
         samples, places = self.data.samples, _chosen(self.data, most or 0)
         album = self._album(places)
@@ -162,12 +161,7 @@ class View:
         return Album(self.opened, self.data.samples.index[places].tolist())
 
     def details(self, places: Places, album: "Album | None" = None) -> dict[str, Any]:
-        """Return the details of the samples at `places` (k,) among the finite ones.
-
-        Args:
-            places: Which samples.
-            album: They, if they have been read.
-        """
+        """Return the details of the samples at `places` (k,); `album` has them, if it is known."""
         samples, album = self.data.samples, album or self._album(places)
         names, rows = list(self.file.norms), samples.rows[places]
         few = places if len(places) * len(names) <= _LAYERED else places[: _LAYERED // len(names)]
@@ -356,12 +350,7 @@ def _chosen(data: Data, most: int) -> Places:
 def look(
     file: GradientFile, other: GradientFile | None = None, scores: Scores | None = None
 ) -> View:
-    """Open the samples of a file, and what goes with them.
-
-    Args:
-        file: The result file.
-        other: A second one of the same data, such as of a later checkpoint.
-        scores: Attribution of the file's samples, as queries, to training samples.
+    """Open the samples of a file; beside a second of the same data, and scores of them as queries.
 
     Raises:
         SpecError: They are about other data.

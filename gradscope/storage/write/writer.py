@@ -71,12 +71,7 @@ def open_writer(
 
 
 class Writer:
-    """A result file that is being written.
-
-    Attributes:
-        completed: The number of rows in the file; after resuming, go on with this row.
-        states: The reducers' states after these rows, as stored; empty at the beginning.
-    """
+    """A result file that is being written."""
 
     def __init__(
         self,
@@ -91,6 +86,8 @@ class Writer:
         self._paths, self._plan, self._found = paths, plan, found
         self._done = is_done
         self._point = self._proved = Point() if found is None else found.point
+        # the rows that are in the file: a run that resumes goes on with this one, and with the
+        # reducers' states after them
         self.completed = plan.n if is_done else self._point.completed
         self.states: Any = self._point.states
         self._target = Target(descriptor)
