@@ -4,6 +4,7 @@ And how well the scores predict what retraining does.
 """
 
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -155,7 +156,10 @@ def _run(scoring: Any, output: Path | None, top: int, *, quiet: bool, **how: boo
 
 
 def _floats(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
+    found = [float(word) for word in text.split(",")]
+    if not all(map(isfinite, found)):
+        raise ValueError(text)
+    return found
 
 
 def _read(text: str, read: Callable[[str], Any], flag: str, accepted: str) -> Any:
