@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -13,10 +14,11 @@ if os.environ.get("CI"):
 # what is measured on one day is not to decide on the last digits of another's
 os.environ.setdefault("GRADSCOPE_CACHE", "off")
 
+# a shell's job in the background ignores Ctrl-C, and so would the commands that are stopped here
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
-if (
-    workers
-):  # or each of them, and whatever they start, would run as many threads as there are cores
+if workers:  # or they, and whatever they start, would run as many threads each as there are cores
     share = max(1, (os.cpu_count() or 1) // int(workers))
     os.environ.setdefault("OMP_NUM_THREADS", str(share))
 

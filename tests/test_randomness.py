@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import gradscope
 from gradscope.core.batch import Batch
 from gradscope.core.randomness import Place
-from gradscope.errors import CertificateError, DatasetError, RefusedError, UnsupportedError
+from gradscope.errors import (
+    CertificateError,
+    CoupledSamplesError,
+    DatasetError,
+    RefusedError,
+    UnsupportedError,
+)
 
 BACKENDS = ("hooks", "vmap", "expand")
 N, T, I, O = 7, 5, 6, 8  # noqa: E741
@@ -64,6 +70,15 @@ def filled(h: Tensor) -> Tensor:
     return h * (made + torch.empty_like(h).normal_(0, 2) + torch.empty_like(h).cauchy_() * 1e-3)
 
 
+def shuffled_and_back(h: Tensor) -> Tensor:
+    order = torch.randperm(len(h))
+    return F.dropout(h, 0.3) + h[order].tanh()[order.argsort()]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
 def recomputed(reentrant: bool) -> Callable[[Net, Tensor], Tensor]:
     def fn(net: Net, h: Tensor) -> Tensor:
         def inner(h: Tensor) -> Tensor:
@@ -103,6 +118,14 @@ CASES: dict[str, Callable[[], Net]] = {
     "randperm": between(lambda h: h[:, torch.randperm(O)]),
     "random": between(lambda h: h * torch.empty_like(h).random_(2, 9)),
     "poisson": between(lambda h: h * torch.poisson(h.detach().exp() * 3)),
+    "binomial": between(
+        lambda h: h * torch.binomial(torch.arange(O).to(h).expand_as(h), h.sigmoid().detach())
+    ),
+    "gamma": between(lambda h: h + torch.distributions.Gamma(h.exp(), 2.0).rsample()),
+    "laplace": between(lambda h: torch.distributions.Laplace(h, h.exp()).rsample()),
+    "dirichlet": between(lambda h: h * torch.distributions.Dirichlet(h.exp()).rsample()),
+    "shuffled_and_back": between(shuffled_and_back),
+    "generator_for_all": between(lambda h: h * torch.rand(O, generator=seeded())),
     "multinomial": between(lambda h: h * torch.multinomial(h.softmax(-1), 1)),
     "multinomial_order": between(lambda h: h.gather(1, torch.multinomial(h.softmax(-1), O))),
     "multinomial_again": between(
@@ -158,9 +181,17 @@ CASES: dict[str, Callable[[], Net]] = {
     "checkpointed_reentrant": sequence(recomputed(reentrant=True), c=lambda: nn.Linear(O, O)),
     "compiled": sequence(lambda net, h: net.c(h.mean(1)), c=compiled),
 }
-SHARED = ("multinomial_shared", "shared_by_all", "one_way_for_all", "python_and_numpy", "randperm")
-REFUSES = {  # what torch.func has no rule for
-    "vmap": ("rrelu", "one_way_for_all", "randperm", "checkpointed", "checkpointed_reentrant")
+SHARED = (
+    *("multinomial_shared", "shared_by_all", "one_way_for_all", "python_and_numpy", "randperm"),
+    "generator_for_all",
+)
+OWN = ("generator_for_all",)  # numbers that all samples share, which the model has seeded
+REFUSES = {
+    "vmap": (  # what torch.func has no rule for
+        *("rrelu", "one_way_for_all", "randperm", "checkpointed", "checkpointed_reentrant"),
+        *("dirichlet", "shuffled_and_back", *OWN),
+    ),
+    "expand": OWN,
 }
 PLACES = torch.tensor([5, 0, 3, 6, 1])
 
@@ -325,6 +356,9 @@ def test_choices_have_the_law_of_their_weights() -> None:
         (lambda t: t.log_normal_(0.5, 0.7), stats.lognorm(0.7, scale=np.exp(0.5))),
         (lambda t: t.normal_(-1, 3), stats.norm(-1, 3)),
         (lambda t: t.uniform_(-2, 5), stats.uniform(-2, 7)),
+        (lambda t: torch._standard_gamma(t.fill_(0.3)), stats.gamma(0.3)),
+        (lambda t: torch._standard_gamma(t.fill_(70.0)), stats.gamma(70)),
+        (lambda t: torch._sample_dirichlet(t.fill_(2.0))[:, :1], stats.beta(2, 39_998)),
     ],
 )
 def test_numbers_fit_their_distribution(fill: Callable[[Tensor], Tensor], law) -> None:
@@ -339,6 +373,8 @@ def test_numbers_fit_their_distribution(fill: Callable[[Tensor], Tensor], law) -
         (lambda t: t.bernoulli_(0.2), stats.bernoulli(0.2)),
         (lambda t: t.random_(3, 10), stats.randint(3, 10)),
         (lambda t: t.random_(4), stats.randint(0, 4)),
+        (lambda t: torch.binomial(t.fill_(9), torch.tensor(0.7)), stats.binom(9, 0.7)),
+        (lambda t: torch.binomial(t.fill_(5000), torch.tensor(0.005)), stats.binom(5000, 0.005)),
     ],
 )
 def test_whole_numbers_fit_their_distribution(fill: Callable[[Tensor], Tensor], law) -> None:
@@ -430,9 +466,8 @@ def masked(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (between(lambda h: h * torch._standard_gamma(h.detach().exp())), "_standard_gamma draws"),
-        (between(lambda h: h * torch.empty_like(h).random_()), "random draws"),
-        (between(lambda h: h + h[torch.randperm(len(h))]), "randperm draws numbers"),
+        (between(lambda h: h * torch.rand(h.shape, out=torch.empty(()))), "rand draws random"),
+        (between(lambda h: h * torch.empty_like(h).random_()), "no fixed random integers"),
         (between(lambda h: h * torch.empty(len(h) + 1, 1).uniform_()[:-1]), "uniform draws"),
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
         (lambda: Net(kept_apart), "preserve_rng_state=True"),
@@ -447,6 +482,13 @@ def test_what_cannot_be_fixed_is_refused(make: Callable[[], Net], words: str, ba
         scope(model, backend).per_sample_gradients(x, y)
     assert words in str(caught.value)
     assert streams() == before
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_a_shuffle_that_mixes_samples_couples_them(backend: str) -> None:
+    model, x, y = built(between(lambda h: h + h[torch.randperm(len(h))]))
+    with pytest.raises(CoupledSamplesError, match="before layer 'b'"):
+        scope(model, backend).norms(x, y)
 
 
 @pytest.mark.parametrize("backend", ["auto", "loop", "expand"])
@@ -574,6 +616,55 @@ def test_checkpointed_and_compiled_models_run_as_they_are_written(name: str, bac
         own = torch.autograd.grad(loss, [p for _, p in model.named_parameters()])
         for (key, _), right in zip(model.named_parameters(), own, strict=True):
             torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
+
+
+def test_a_checkpoint_that_training_gives_no_gradient_is_told_of() -> None:
+    def body(net: Net, x: Tensor, reentrant: bool) -> Tensor:
+        return net.b(checkpoint(net.a, x.mean(1), use_reentrant=reentrant))
+
+    for reentrant in (True, False):
+        model, x, y = built(lambda r=reentrant: Net(partial(body, reentrant=r)))
+        asked = gradscope.Scope(model, "cross_entropy")
+        rows = asked.per_sample_gradients(x, y)["a.weight"]
+        assert rows.flatten(1).any(1).all()
+        assert (
+            any("training gives its parameters none" in note for note in asked.notes) == reentrant
+        )
+
+
+def test_what_computes_in_less_than_its_parameters_precision_is_told_of() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=net.training):
+            return net.b(net.a(x.mean(1))).float()
+
+    for train in (True, False):
+        model, x, y = built(lambda: Net(body))
+        asked = gradscope.Scope(model.float().train(train), "cross_entropy")
+        asked.norms(x.float(), y)
+        assert any("computes in bfloat16" in note for note in asked.notes) == train
+
+
+def turned_later(net: Net, x: Tensor) -> Tensor:
+    """As many numbers, which for eight samples have one shape either way."""
+    keep = torch.rand(O, len(x)).T if x.max() > 9 else torch.rand(len(x), O)
+    return net.b(net.a(x.mean(1)) * keep)
+
+
+def random_later(net: Net, x: Tensor) -> Tensor:
+    keep = torch.rand(len(x), O) if x.max() > 9 else torch.ones(len(x), O)
+    return net.b(net.a(x.mean(1)) * keep)
+
+
+@pytest.mark.parametrize(("body", "fixed"), [(turned_later, "fixed"), (random_later, "refuse")])
+def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
+    model, x, y = built(lambda: Net(body))
+    x, y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
+    asked = gradscope.Scope(model, "cross_entropy", backend="hooks", randomness=fixed)
+    asked.session.auditor.clock = lambda: 0.0  # there is no time for other audits
+    asked.norms(x, y)
+    x[0, 0, 0] = 10.0
+    with pytest.raises((RefusedError, CertificateError)):
+        asked.norms(x, y)
 
 
 def test_an_index_is_one_whole_number_a_sample() -> None:

@@ -152,7 +152,7 @@ class _Rewrites(TorchFunctionMode):
         if func is _SET_REQUIRES_GRAD and args[1] is True:
             self._require_gradient(args[0])
             return None
-        if func is torch.empty and self._own is not None:
+        if func in (torch.empty, Tensor.new) and self._own is not None:
             made = func(*args, **kwargs)
             return self._own.new_empty(made.shape, dtype=made.dtype, device=made.device)
         if func in STEPS:

@@ -26,6 +26,7 @@ from gradscope.core.randomness import Fixed, forked
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.core.shortage import is_shortage
 from gradscope.core.state import State
+from gradscope.core.stops import require_time
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
 
 T = TypeVar("T")
@@ -325,6 +326,7 @@ class Problem:
                 layer.training = True
 
     def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
+        require_time()
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))

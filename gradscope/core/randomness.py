@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,12 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.core.batch import Batch
+from gradscope.core.draws import EVAL, draw, is_random, kind_of
 from gradscope.core.memory import beside_host
 from gradscope.errors import ModelError, UnsupportedError
 
 T = TypeVar("T")
 _NUMBER = torch.ops.aten._local_scalar_dense.default
-Words = Callable[[Sequence[int], torch.device], Tensor]  # of a shape: int32, every bit random
 Wrap = Callable[[Tensor], Tensor]
 
 _MARK, _RUNS, _CALLS = 0x6773, 28, 20  # a mark, and bits for the number of the run and of the call
@@ -45,8 +45,10 @@ _PLANS = 256  # programs: sequences of so many lengths, for example
 _TRIALS = 4  # other numbers for a sample, until one of them changes its loss
 _CLEAR = 1e-3  # of the change of a sample's own loss: others change by less, that is by rounding
 _PIECE = 2**16  # words made at a time, which fit in a cache
-_HALVINGS = 32  # of an interval of numbers; 16 √rate are in it
-_EVAL = "Use mode eval, or set the dropout probabilities to zero."
+_REMEDY = (
+    "Draw them for all samples at once, as many for each, in tensors of which one axis is the "
+    f"samples' (torch.rand(len(x), ...), no loop over samples). Otherwise: {EVAL}"
+)
 
 
 class Unplanned(BaseException):
@@ -54,6 +56,10 @@ class Unplanned(BaseException):
 
     What evaluates is to find out, and to begin anew.
     """
+
+
+class _OwnNumbers(Exception):  # noqa: N818
+    """A call whose numbers come from a generator of the model's, and are the same for all."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ class _Run:
     recorded: list[Call] | None = None  # all of them, where they are looked for
     # the calls in which the sample at position 1 draws others, and the number of the trial
     other: tuple[frozenset[int], int] = (frozenset(), 0)
+    before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
+    program: int = 0  # stands for the operations so far
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
         """Return where the samples are in the numbers of a call, of one of some shapes.
@@ -125,14 +133,20 @@ class _Run:
 
 @dataclass(eq=False)
 class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws every random number of a model by `seed`, the number of the call, and the sample."""
+    """Draws every random number of a model by `seed`, the number of the call, and the sample.
+
+    Programs that draw in the same shapes pass for one, though one may turn what it draws another
+    way than the other. So whoever proves answers is told of programs that are `new`.
+    """
 
     seed: int
+    new: bool = False  # a sequence of operations has run as none did before; to be reset
+    _programs: set[int] = field(default_factory=set)
     _plans: list[Plan] = field(default_factory=list)
     _runs: OrderedDict[int, _Run] = field(default_factory=OrderedDict)
     _begun: int = 0
     _active: bool = False
-    _running: int = 0  # forward passes, one within another
+    _open: list[_Run] = field(default_factory=list)  # one within another
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,7 +196,10 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with self._run(_Run(batch.index, [plan], apart)):
                     return evaluate()
             except Unplanned:
-                raise _unclear("it draws others for these samples than for some of them") from None
+                error = _unclear("it draws others for these samples than for some of them")
+                if apart:
+                    error.remedy = "Use the backends hooks or loop, which may tell."
+                raise error from None
 
     @contextmanager
     def _run(self, run: _Run) -> Iterator[None]:
@@ -192,13 +209,17 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._runs) > _KEPT:
             self._runs.popitem(last=False)
         torch.default_generator.manual_seed(_code(self._begun))
-        self._running += 1
+        self._open.append(run)
         random.seed(self.seed)  # what is drawn of these two is the same for all samples
         np.random.seed(self.seed % 2**32)
         try:
             yield
         finally:
-            self._running -= 1
+            self._open.pop()
+            self.new |= run.program not in self._programs
+            self._programs.add(run.program)
+            for generator, state in run.before.items():
+                generator.set_state(state)
             torch.default_generator.manual_seed(before)
 
     def __torch_dispatch__(
@@ -206,9 +227,11 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, or draw in its place."""
         kwargs = kwargs or {}
+        if self._open:
+            self._open[-1].program = hash((self._open[-1].program, func))
         if func is _NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # what an operation has saved of itself is one already
-        if not _is_random(func) or (not self._running and kwargs.get("generator") is not None):
+        if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
             return func(*args, **kwargs)  # in a proof, for one
         result = self.drawn(func, args, kwargs)
         return _undrawn(func, args, kwargs) if result is NotImplemented else result
@@ -222,18 +245,38 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs: Of it.
             wrap: Makes the tensor that the operation takes of each sample's numbers (n, ...).
         """
-        rule = _RULES.get(_kind(func))
-        given = None if rule is None else _bound(func, args, kwargs)
         code = torch.default_generator.initial_seed()
-        ours = code >> (_RUNS + _CALLS) == _MARK
-        if rule is None or given is None or not ours:  # numbers the model has seeded are its own
-            return NotImplemented if rule is None or given is None else func(*args, **kwargs)
-        return rule(func, given, partial(self._words, _kind(func), code, wrap))
+        generator = kwargs.get("generator")
+        words = partial(self._words, kind_of(func), code, wrap, generator is not None)
+        try:
+            if code >> (_RUNS + _CALLS) != _MARK:  # the model has seeded them
+                raise _OwnNumbers
+            return draw(func, args, kwargs, words)
+        except _OwnNumbers:
+            run = self._open[-1] if self._open else None
+            if run is not None and run.apart:
+                raise UnsupportedError(
+                    f"the model seeds what {kind_of(func)} draws by itself, for all samples alike",
+                    remedy="Use the backends hooks or loop, which let it.",
+                ) from None
+            if run is not None and generator is not None:
+                run.before.setdefault(generator, generator.get_state())
+            return func(*args, **kwargs)
 
     def _words(
-        self, kind: str, code: int, wrap: Wrap | None, shape: Sequence[int], device: torch.device
+        self,
+        kind: str,
+        code: int,
+        wrap: Wrap | None,
+        own: bool,
+        shape: Sequence[int],
+        device: torch.device,
     ) -> Tensor:
-        """Return what a call draws, in the form in which the operation takes it."""
+        """Return what a call draws, in the form in which the operation takes it.
+
+        Raises:
+            _OwnNumbers: All samples share it, and the model draws it from a generator of its `own`.
+        """
         run, call = self._runs.get(code >> _CALLS & 2**_RUNS - 1), code & 2**_CALLS - 1
         if run is None:
             raise UnsupportedError(
@@ -256,6 +299,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         n = len(run.index)  # in front of the axis of each, or merged with it
         shapes = [full[1:], (full[0] // n, *full[1:])] if stacked else [full]
         place = run.place(call, kind, *shapes)
+        if place.axis is None and own:
+            raise _OwnNumbers
         if place.axis is None:
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
@@ -368,13 +413,11 @@ class Extreme(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, or draw in its place."""
-        rule = _RULES.get(_kind(func)) if _is_random(func) else None
-        given = None if rule is None else _bound(func, args, kwargs or {})
+        kwargs, found = kwargs or {}, NotImplemented
         own = torch.default_generator.initial_seed() != _code(0)  # numbers the model has seeded
-        if rule is None or given is None or own or given.get("generator") is not None:
-            return func(*args, **(kwargs or {}))
-        found = rule(func, given, self._words)
-        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+        if is_random(func) and not own and kwargs.get("generator") is None:
+            found = draw(func, args, kwargs, self._words)
+        return func(*args, **kwargs) if found is NotImplemented else found
 
     def _words(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return torch.full(tuple(shape), self._word, dtype=torch.int32, device=device)
@@ -453,7 +496,7 @@ def _code(run: int) -> int:
 
 def _unclear(why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"which of the model's random numbers are whose cannot be told: {why}", remedy=_EVAL
+        f"which of the model's random numbers are whose cannot be told: {why}", remedy=_REMEDY
     )
 
 
@@ -464,7 +507,7 @@ def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> Place:
         return Place(kind, two, None)
     k = changed[0] if changed else 0
     even = len(two) == len(three) and len(changed) == 1 and two[k] * 3 == three[k] * 2
-    if not even or two[k] % 2 or kind == "randperm":
+    if not even or two[k] % 2:
         raise _unclear(
             f"{kind} draws numbers of shape {two} for two samples, {three} for three, of which "
             "not as many belong to each"
@@ -477,9 +520,6 @@ def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> Place:
 _GAMMA, _FIRST, _SECOND = (  # of SplitMix64 (Steele, Lea and Flood 2014), as signed integers
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-
-
-_cast = torch.ops.aten._to_copy.default  # as `Tensor.to`, of which nothing is made below autograd
 
 
 def _mixed(z: Tensor) -> Tensor:
@@ -515,160 +555,6 @@ def _numbers(
     return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
 
 
-def _unit(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers from [0, 1): the same in any precision, but for its rounding down."""
-    digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
-    whole: Tensor = _cast((w >> 32 - digits) & 2**digits - 1, dtype=dtype)
-    return whole.mul_(2.0**-digits)
-
-
-def _inner(w: Tensor) -> Tensor:
-    """Return numbers from (0, 1), in the precision that the device has."""
-    dtype = torch.float32 if w.device.type == "mps" else torch.float64
-    return _unit(w, dtype).add_(2.0**-25)
-
-
-def _chance(w: Tensor, p: Any) -> Tensor:
-    """Return where an event of probability p happens."""
-    if isinstance(p, Tensor):
-        return _unit(w, torch.promote_types(p.dtype, torch.float32)) < p
-    level = round(float(p) * 2**32) - 2**31
-    return (w >> 31) <= 0 if level >= 2**31 else w < level
-
-
-def _normal(w: Tensor) -> Tensor:
-    return torch.erfinv(_inner(w).mul_(2).sub_(1)).mul_(2**0.5)
-
-
-def _whole(w: Tensor, low: int, high: int) -> Tensor:
-    if not 0 < high - low <= 2**31:
-        raise UnsupportedError(f"there are no fixed random integers from {low} to {high}")
-    words: Tensor = _cast(w, dtype=torch.int64) & 2**32 - 1
-    return ((words * (high - low)) >> 32) + low
-
-
-def _poisson(w: Tensor, rate: Tensor) -> Tensor:
-    """Return the least k of which P(X ≤ k) = Q(k + 1, rate) is not below a uniform number."""
-    u, spread = _inner(w), 8 * rate.sqrt()  # P is below 2⁻²⁵, the least u, and above 1 - 2⁻²⁵ there
-    rate = _cast(rate, dtype=u.dtype)
-    low, high = (rate - spread - 8).floor().clamp(min=-1), (rate + spread + 24).ceil()
-    for _ in range(_HALVINGS):
-        middle = ((low + high) / 2).floor()
-        below = (middle < 0) | (torch.special.gammaincc(middle + 1, rate) < u)
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high
-
-
-# What operations draw: of words and the operation's arguments, by name.
-_DRAWS: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
-    "bernoulli": lambda w, g: _chance(w, g["self"] if g.get("p") is None else g["p"]),
-    "rand": lambda w, g: _unit(w, g["dtype"]),
-    "rand_like": lambda w, g: _unit(w, g["dtype"]),
-    "uniform": lambda w, g: _unit(w, g["dtype"]) * (g["to"] - g["from"]) + g["from"],
-    "randn": lambda w, g: _normal(w),
-    "randn_like": lambda w, g: _normal(w),
-    "normal": lambda w, g: _normal(w) * g["std"] + g["mean"],
-    "log_normal": lambda w, g: (_normal(w) * g["std"] + g["mean"]).exp(),
-    "exponential": lambda w, g: _inner(w).log() / -g["lambd"],
-    "cauchy": lambda w, g: (_inner(w).sub(0.5) * math.pi).tan() * g["sigma"] + g["median"],
-    "geometric": lambda w, g: (_inner(w).log() / math.log1p(-g["p"])).ceil(),
-    "randint": lambda w, g: _whole(w, g.get("low", 0), g["high"]),
-    "randint_like": lambda w, g: _whole(w, g.get("low", 0), g["high"]),
-    "random": lambda w, g: _whole(w, g.get("from") or 0, g["to"]),
-    "randperm": lambda w, g: w.argsort(stable=True),
-    "poisson": lambda w, g: _poisson(w, g["self"]),
-}
-
-
-def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """Draw in the place of an operation that makes a tensor of random numbers, or fills one."""
-    found = [t for t in given.values() if isinstance(t, Tensor)]
-    if "size" in given:
-        shape = given["size"]
-    elif "n" in given:
-        shape = [given["n"]]
-    elif "self" in given:
-        shape = given["self"].shape
-    else:
-        shape = torch.broadcast_shapes(*(t.shape for t in found))  # type: ignore[no-untyped-call]
-    place = found[0].device if found else given.get("device")
-    kind = _kind(func)
-    if kind == "random" and given.get("to") is None:  # as large as the dtype can hold
-        return NotImplemented
-    whole = torch.int64 if kind in ("randint", "randperm") else torch.get_default_dtype()
-    dtype = given.get("dtype")
-    if not isinstance(dtype, torch.dtype):  # a number, where it is the schema's own default
-        dtype = found[0].dtype if found else whole
-    if dtype.is_complex or (kind == "uniform" and not dtype.is_floating_point):
-        raise UnsupportedError(f"there are no fixed random numbers {dtype}", remedy=_EVAL)
-    drawn = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
-    if func._schema.name.endswith("_"):
-        return given["self"].copy_(drawn)
-    return _cast(drawn, dtype=dtype)
-
-
-def _dropout(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """`native_dropout`: what is kept, scaled, and the mask."""
-    x, p = given["input"], given["p"]
-    if given["train"] is False:
-        return NotImplemented
-    kept = _chance(words(x.shape, x.device), 1 - p)
-    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
-
-
-def _rrelu(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """`rrelu_with_noise`: random slopes below zero, which are left in `noise`."""
-    x, low, high = given["self"], given["lower"], given["upper"]
-    if not given["training"]:
-        return NotImplemented
-    slopes = _unit(words(x.shape, x.device), x.dtype) * (high - low) + low
-    given["noise"].copy_(torch.where(x <= 0, slopes, torch.ones_like(x)))
-    found = x * given["noise"]
-    return x.copy_(found) if func._schema.name.endswith("_") else found
-
-
-def _multinomial(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """`multinomial`: by the order of exponential clocks, or where uniform numbers fall, (n, k)."""
-    weights, k = given["self"], given["num_samples"]
-    again = given["replacement"]
-    w = words((*weights.shape[:-1], k) if again else weights.shape, weights.device)
-    u = _cast(w, dtype=_inner(w).dtype).add_(2**31 + 0.5).mul_(2.0**-32)  # all bits: few are equal
-    if not again:
-        return (u.log() / weights).sort(dim=-1, descending=True, stable=True)[1].narrow(-1, 0, k)
-    ends = _cast(weights, dtype=u.dtype).cumsum(-1)
-    return (ends.unsqueeze(-2) <= (u * ends.narrow(-1, -1, 1)).unsqueeze(-1)).sum(-1)
-
-
-_RULES = {
-    **dict.fromkeys(_DRAWS, _made),
-    "native_dropout": _dropout,
-    "multinomial": _multinomial,
-    "rrelu_with_noise": _rrelu,
-}
-
-
-@cache
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-@cache
-def _kind(func: Any) -> str:
-    """Return an operation's name, whether it writes in place or not."""
-    name: str = func._schema.name
-    return name.partition("::")[2].rstrip("_")
-
-
-def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments by name, defaults filled in; None of an operation with out=."""
-    arguments = func._schema.arguments
-    if any(a.is_out for a in arguments):
-        return None
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given.update({a.name: value for a, value in zip(arguments, args, strict=False)})
-    return given | kwargs
-
-
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation that may draw, and refuse it if it does."""
     with forked():
@@ -678,7 +564,7 @@ def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if all(torch.equal(a, read()) for a, read in zip(before, reads, strict=True)):
             return result
     raise UnsupportedError(
-        f"{_kind(func)} draws random numbers that cannot be fixed for each sample",
+        f"{kind_of(func)} draws random numbers that cannot be fixed for each sample",
         remedy="Draw them by torch.rand, randn, bernoulli and the like, or outside the model, and "
-        f"pass them as inputs. Otherwise: {_EVAL}",
+        f"pass them as inputs. Otherwise: {EVAL}",
     )

@@ -27,6 +27,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.independence import computed_in, nearby
 from gradscope.core.precision import doubled, on_host, products
 from gradscope.core.problem import Problem, double_precision
+from gradscope.core.stops import timely
 from gradscope.errors import CertificateError, ModelError, RefusedError
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -265,7 +266,7 @@ def _norm(t: Tensor) -> float:
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
     """Hold what blocks say of samples at positions `chosen` against the sums of each by itself."""
-    for name, block in gradients.items():
+    for name, block in timely(gradients.items()):
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
         if not len(few):

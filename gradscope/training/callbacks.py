@@ -34,7 +34,8 @@ class LightningMonitor(_Callback):
         every: As of `Monitor`.
         samples: Likewise.
         overhead: Likewise.
-        split: From a batch to inputs and targets; by default it is a pair of them.
+        split: From a batch to inputs and targets, asked when one is measured; by default a batch
+            is a pair of them.
         options: Others of `Monitor`.
 
     Attributes:
@@ -48,10 +49,10 @@ class LightningMonitor(_Callback):
         samples: int = 64,
         overhead: float | None = 0.03,
         *,
-        split: Callable[[Any], tuple[Any, Any]] = tuple,
+        split: Callable[[Any], tuple[Any, Any]] | None = None,
         **options: Any,
     ) -> None:
-        self._loss, self._split = loss, split
+        self._loss, self._split = loss, split or _pair
         self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -75,13 +76,22 @@ class LightningMonitor(_Callback):
     ) -> None:
         """Measure if it is time."""
         if self.monitor is not None:
-            inputs, targets = self._split(batch)
-            self.monitor.step(inputs, targets, step=trainer.global_step)
+            self.monitor.advance(trainer.global_step, lambda: self._split(batch))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say that the training was stopped."""
         if self.monitor is not None:
             self.monitor.close(f"stopped by {type(exception).__name__}")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise SpecError(
+        f"a batch is no pair of inputs and targets, but {type(batch).__name__}",
+        where="LightningMonitor",
+        remedy="Say what its inputs and targets are: split=lambda batch: (..., ...).",
+    )
 
 
 _LABELS = "labels"

@@ -6,25 +6,33 @@ until the training has lasted long enough to pay for it. Besides its file it goe
 callable (step, values), or an object's `log`.
 """
 
+import gc
 import math
+import os
+import re
 import sys
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+import numpy.ma  # noqa: F401  # percentiles load it: not while a training waits
 import torch
 from torch import Tensor, nn
 
+from gradscope.core import stops
 from gradscope.core.batch import Batch
 from gradscope.core.memory import settle
 from gradscope.core.randomness import forked, random_numbers_kept
 from gradscope.errors import GradscopeError, SpecError, UnsupportedError
 from gradscope.scope import Scope
+from gradscope.stats.summary import in_place
 from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
 
 _FEW = 4  # samples on which the first proof is made, so that it costs little
@@ -65,6 +73,16 @@ def as_log(tracker: Tracker | Log) -> Log:
 
 class MonitorWarning(UserWarning):
     """A training is measured no more, or was not; it goes on all the same."""
+
+
+@dataclass
+class _Progress:
+    """How far a training is."""
+
+    start: float | None = None  # by the clock
+    first: int = 0  # steps made before
+    step: int = 0
+    batch: int = 1  # samples in a step
 
 
 class Monitor:
@@ -142,20 +160,23 @@ class Monitor:
                 raise SpecError(f"is one of {', '.join(words)}, not {word!r}", where=name)
         begun = clock()
         self._model = _within(model)
-        self.every, self.samples, self.overhead, self.path = every, samples, overhead, path
+        self.every, self.samples, self.overhead = every, samples, overhead
+        self.path = None if path is None else Path(path).absolute()  # wherever the training goes
         self._clip = clip
         self._probe, self._mode, self._errors, self._clock = probe, mode, errors, clock
         self._trackers = [*map(as_log, trackers)]
         self.latest: Step | None = None
-        self._step = self._first = 0
-        self._batch = samples  # in a step
-        self._start: float | None = None  # of the training
-        self._proofs = 0.0  # seconds
+        self._training = _Progress(batch=samples)
+        self._proofs = self._proof = 0.0  # seconds of all proofs, and of the last
+        self._cut_off = 0.0  # seconds of a proof for which there was no more time
         self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
         self._closed = not _is_first_process()
         self.scope = Scope(self._model, loss, **{"verify": "first", **options})
-        if path is not None and not self._closed:
-            append(path)
+        in_place()  # loads statistics: not while the training waits
+        self._left = None
+        if self.path is not None and not self._closed:
+            append(self.path)
+            self._left = weakref.finalize(self, _leave, os.getpid(), self.path, self._training)
         self._spent = self._ahead = clock() - begun  # seconds; those before the training
 
     def start(self, step: int = 0, batch: int | None = None) -> None:
@@ -165,8 +186,9 @@ class Monitor:
             step: How many steps were made before, where a training is continued.
             batch: How many samples a step takes, where `step` is not given a batch.
         """
-        self._start, self._first, self._step = self._clock(), step, step
-        self._batch = batch or self._batch
+        training = self._training
+        training.start, training.first, training.step = self._clock(), step, step
+        training.batch = batch or training.batch
 
     def step(self, inputs: Any = None, targets: Any = None, *, step: int | None = None) -> None:
         """Count a step of the optimiser, and measure if it is time.
@@ -177,14 +199,19 @@ class Monitor:
             targets: Likewise.
             step: The number of the step, where somebody else counts.
         """
-        before, self._step = self._step, self._step + 1 if step is None else step
-        if self._start is None:
-            self.start(self._step)
-        elif not self._closed and self._step % self.every == 0 and self._step != before:
+        self.advance(self._training.step + 1 if step is None else step, lambda: (inputs, targets))
+
+    def advance(self, step: int, batch: Callable[[], tuple[Any, Any]]) -> None:
+        """Do as `step`, of this number, whose batch is asked for if it is measured."""
+        training, before = self._training, self._training.step
+        training.step = step
+        if training.start is None:
+            self.start(step)
+        elif not self._closed and step // self.every > before // self.every:
             settle(self.scope.problem.device)
             begun = self._clock()
             try:
-                self._measure(inputs, targets, begun)
+                self._measure(batch, begun)
             except Exception as error:  # whatever it is, the training is not to blame
                 self._give_up(error)
             finally:
@@ -199,18 +226,19 @@ class Monitor:
         if self._closed:
             return
         self._closed = True
-        trained = self._trained(self._clock()) if self._start is not None else 0.0
         if self.latest is None and reason is None:
-            reason = (
-                f"no measurement: the first is taken to last {self._expected(trained):.2g} s, and "
-                f"of {trained:.2g} s of training {(self.overhead or 0) * trained:.2g} s may go "
-                f"into measuring, and {self._spent:.2g} s have; train longer, "
-                "allow more overhead, or take fewer samples"
-            )
+            reason = f"no measurement: {self._why_none()}"
             warnings.warn(reason, MonitorWarning, stacklevel=2)
-        if self.path is not None:
+        if self.path is not None and self._left is not None:
+            self._left.detach()
+            trained = self._trained(self._clock())
             share = self._spent / trained if trained > 0 else None
-            append(self.path, End(step=self._step, overhead=share, reason=reason))
+            try:
+                append(self.path, End(step=self._training.step, overhead=share, reason=reason))
+            except GradscopeError as error:
+                if self._errors == "raise":
+                    raise
+                _warn(_told(error))
         self.scope.close()
 
     def __enter__(self) -> Self:
@@ -220,28 +248,23 @@ class Monitor:
         """Say that the training has ended, and of which exception."""
         self.close(None if kind is None else f"stopped by {kind.__name__}")
 
-    def _measure(self, inputs: Any, targets: Any, begun: float) -> None:
-        trained, proved = self._trained(begun), self.scope.certificate
-        batch = self._samples(inputs, targets)
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: a model may hold what measures it, and be copied."""
+        return self
+
+    def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
+        trained, batch = self._trained(begun), self._samples(of)
         if not self._allowed(trained, self._expected(trained)):
             return
         with self._untouched():
-            if proved is None:
-                self.scope.evaluate(batch.select(slice(0, _FEW)))
-                settle(self.scope.problem.device)
-                proved, proof = self.scope.certificate, self._clock() - begun
-                self._proofs += proof
-                if not self._allowed(trained, proof + self._expected(trained)):
-                    return
+            if not self._proved(batch, trained, begun):
+                return
             now = self._clock()
             summary = measure(self.scope, batch.inputs, batch.targets, clip=self._clip)
         settle(self.scope.problem.device)
-        took, again = self._clock() - now, self.scope.certificate
-        if again is not None and again is not proved:  # the model was changed
-            took -= again.seconds
-            self._proofs += again.seconds
-        self._lately.append(took)
-        seconds = self._clock() - begun
+        done = self._clock()
+        self._lately.append(done - now)
+        seconds = done - begun
         spent = self._spent + seconds
         cost = Cost(
             seconds=seconds,
@@ -250,35 +273,72 @@ class Monitor:
             budget=self.overhead,
             interval=self._interval(trained, spent),
         )
-        self.latest = Step.of(self._step, summary, cost)
+        self.latest = Step.of(self._training.step, summary, cost)
         if self.path is not None:
             append(self.path, self.latest)
         self._track(self.latest)
 
-    def _samples(self, inputs: Any, targets: Any) -> Batch:
-        if self._probe is not None:
-            inputs, targets = self._probe
-        elif inputs is None:
+    def _proved(self, batch: Batch, trained: float, begun: float) -> bool:
+        """Return whether the model is proved, as it is now, and there is time to measure it.
+
+        If it is not, few samples are: what the budget has left ends a proof before its time.
+        """
+        if not self.scope.session.needs_proof():
+            return True
+        budget = math.inf if self.overhead is None else self.overhead * trained
+        left = budget - self._spent - (self._clock() - begun)
+        try:
+            with stops.within(left, self._clock):
+                self.scope.evaluate(batch.select(slice(0, _FEW)))
+                settle(self.scope.problem.device)
+            self._cut_off, self._proof = 0.0, self._clock() - begun
+        except stops.OutOfTime:
+            self._cut_off = self._clock() - begun
+        took = self._clock() - begun
+        self._proofs += took
+        return not self._cut_off and self._allowed(trained, took + self._expected(trained))
+
+    def _samples(self, of: Callable[[], tuple[Any, Any]]) -> Batch:
+        inputs, targets = of() if self._probe is None else self._probe
+        if inputs is None:
             raise SpecError(
                 "there is nothing to measure", remedy="Give `step` a batch, or a probe."
             )
         batch = Batch.of(inputs, targets)
         if self._probe is None:
-            self._batch = len(batch)
+            self._training.batch = len(batch)
         return batch.select(slice(0, self.samples)).to(self.scope.problem.device, None)
 
     def _trained(self, now: float) -> float:
         """Return the seconds of training so far, without those of measurements."""
-        assert self._start is not None
-        return now - self._start - (self._spent - self._ahead)
+        start = self._training.start
+        return 0.0 if start is None else now - start - (self._spent - self._ahead)
+
+    def _each(self, trained: float) -> float:
+        """Return the seconds of training that a step takes."""
+        return trained / max(1, self._training.step - self._training.first)
 
     def _expected(self, trained: float) -> float:
-        """Return how many seconds the next measurement will take."""
+        """Return how many seconds the next measurement will take, with its proof."""
+        sample = self._each(trained) / self._training.batch
+        proof = 2 * self._cut_off
+        if not proof and self.scope.certificate is None:
+            proof = _PROOF * sample * min(_FEW, self.samples)
         if self._lately:
-            return max(self._lately)
-        each = trained / max(1, self._step - self._first) / self._batch  # seconds of a sample
-        proof = 0 if self.scope.certificate is not None else _PROOF * min(_FEW, self.samples)
-        return each * (proof + _MEASURE * self.samples)
+            return proof + max(self._lately)
+        return proof + max(self._proof, _MEASURE * sample * self.samples)
+
+    def _why_none(self) -> str:
+        """Say why the training ends without a measurement."""
+        step, every, trained = self._training.step, self.every, self._trained(self._clock())
+        if self.overhead is None or step // every == self._training.first // every:
+            return f"the training ends at step {step:,}, before one is measured (every={every:,})"
+        return (
+            f"the first is taken to last {self._expected(trained):.2g} s, and "
+            f"of {trained:.2g} s of training {self.overhead * trained:.2g} s may go "
+            f"into measuring, and {self._spent:.2g} s have; train longer, "
+            "allow more overhead, or take fewer samples"
+        )
 
     def _allowed(self, trained: float, seconds: float) -> bool:
         return self.overhead is None or self._spent + seconds <= self.overhead * trained
@@ -288,7 +348,7 @@ class Monitor:
         if self.overhead is None or trained <= 0:
             return self.every
         waits = (spent + max(self._lately)) / self.overhead - trained
-        steps = waits * max(1, self._step - self._first) / trained
+        steps = waits / self._each(trained)
         return max(1, math.ceil(steps / self.every)) * self.every
 
     def _track(self, step: Step) -> None:
@@ -306,13 +366,15 @@ class Monitor:
             raise error
         reason = f"measured no more: {_told(error)}"
         _warn(f"the training goes on, but is {reason}")
-        with suppress(GradscopeError):
+        with warnings.catch_warnings(action="ignore"):  # a full disk has been told
             self.close(reason)
-        self._closed = True
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Leave random generators, modes, autocast and compiled code as they are."""
+        """Leave random generators, modes, autocast and compiled code as they are.
+
+        Nor is garbage collected: a walk through all that a training holds would count as measuring.
+        """
         modes = [(m, m.training) for m in self._model.modules()] if self._mode == "eval" else []
         device = self.scope.problem.device.type
         with ExitStack() as stack:
@@ -321,6 +383,9 @@ class Monitor:
             stack.enter_context(torch.autocast(device, enabled=False))
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if gc.isenabled():
+                stack.callback(gc.enable)
+                gc.disable()
             try:
                 for module, _ in modes:
                     module.training = False
@@ -341,6 +406,13 @@ def _told(error: Exception) -> str:
 
 def _warn(text: str) -> None:
     warnings.warn(text, MonitorWarning, stacklevel=5)
+
+
+def _leave(process: int, path: Path, training: _Progress) -> None:
+    """End a history whose monitor is gone without a word, as after an exception."""
+    if os.getpid() == process:  # a child of it has no part in the training
+        with suppress(GradscopeError):
+            append(path, End(step=training.step, reason="its monitor is gone, and was not closed"))
 
 
 def _is_first_process() -> bool:
@@ -384,10 +456,11 @@ def values_of(step: Step) -> dict[str, float]:
 
 def to_tensorboard(writer: Any) -> Log:
     """Return a tracker that adds scalars to a `SummaryWriter`."""
+    add = _method(writer, "add_scalar")
 
     def log(step: int, values: Values) -> None:
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
+            add(name, value, step)
 
     return log
 
@@ -395,8 +468,11 @@ def to_tensorboard(writer: Any) -> Log:
 def to_wandb(run: Any = None) -> Log:
     """Return a tracker that logs to a run of Weights & Biases, by default the one under way.
 
-    Values are drawn over `gradscope/step`: others may log to the run by a count of their own.
+    Values are drawn over `gradscope/step`: others may log to the run by a count of their own. Each
+    time is a row of the run, so that a `step=` of one's own must not be behind their number.
     """
+    if run is not None:
+        _method(run, "define_metric")
 
     def log(step: int, values: Values) -> None:
         to = run if run is not None else _imported("wandb").run
@@ -409,13 +485,24 @@ def to_wandb(run: Any = None) -> Log:
 
 
 def to_mlflow(client: Any = None) -> Log:
-    """Return a tracker that logs to MLflow's run under way, or to what has its `log_metrics`."""
+    """Return a tracker that logs to MLflow's run under way, or to what has its `log_metrics`.
+
+    Characters that MLflow takes in no name are left out.
+    """
+    if client is not None:
+        _method(client, "log_metrics")
 
     def log(step: int, values: Values) -> None:
-        names = {name.replace("%", ""): value for name, value in values.items()}
+        names = {re.sub(r"[^\w. :/-]", "", name): value for name, value in values.items()}
         (client if client is not None else _imported("mlflow")).log_metrics(names, step=step)
 
     return log
+
+
+def _method(tracker: Any, name: str) -> Any:
+    if not callable(found := getattr(tracker, name, None)):
+        raise SpecError(f"{type(tracker).__name__} has no `{name}`", where="trackers")
+    return found
 
 
 def _imported(name: str) -> Any:

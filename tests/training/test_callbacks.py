@@ -120,6 +120,22 @@ def test_lightning_tells_the_batch_and_gets_the_numbers(tmp_path, lightning):
     assert more == [2, 4, 6]
 
 
+def split_wrongly(batch):
+    raise KeyError("inputs")
+
+
+@pytest.mark.parametrize("options", [{}, {"split": split_wrongly}])
+def test_a_batch_that_cannot_be_split_ends_no_training(lightning, options):
+    callback = gradscope.training.LightningMonitor("cross_entropy", 2, 8, None, **options)
+    run, batch = types.SimpleNamespace(loggers=[], global_step=0), {"inputs": 1, "targets": 2}
+    callback.on_train_start(run, nn.Linear(5, 3))
+    run.global_step = 1  # nobody asks for its batch
+    callback.on_train_batch_end(run, None, None, batch, 0)
+    run.global_step = 2
+    with pytest.warns(gradscope.training.MonitorWarning, match="no pair.*dict\n.*split=|KeyError"):
+        callback.on_train_batch_end(run, None, None, batch, 1)
+
+
 def test_a_library_that_is_absent_is_named(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)

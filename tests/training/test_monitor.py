@@ -1,7 +1,9 @@
 """Monitor: numbers against float64, a training that is left alone, a budget that is kept."""
 
+import copy
 import gc
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -104,6 +106,16 @@ def test_a_batch_is_not_kept():
     assert known() is None
 
 
+def test_other_precisions_are_measured_as_well():
+    batch, found = (torch.randn(16, 6), torch.randint(3, (16,))), []
+    for dtype in (torch.float64, torch.bfloat16):
+        monitor = Monitor(made(dtype), "cross_entropy", 1, 16, None, errors="raise")
+        monitor.start()
+        monitor.step(batch[0].to(dtype), batch[1])
+        found.append((monitor.latest.loss, monitor.latest.norm_mean))
+    assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
 class Clock:
     """Time that passes when somebody says so, and with each forward pass of a measurement."""
 
@@ -152,11 +164,33 @@ def test_the_budget_is_kept(tmp_path, monkeypatch, budget):
         assert len(steps) > 110  # every five steps, but for a start
 
 
-def test_a_training_too_short_for_a_measurement_says_so(tmp_path):
+def test_a_proof_that_takes_longer_than_expected_is_cut_off(monkeypatch):
+    clock, model, passes = Clock(5.0, monkeypatch), made(), []
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+    monitor = Monitor(model, "cross_entropy", 5, 16, 0.03, clock=clock, errors="raise")
+    monitor.start()
+    for _ in range(20_000):
+        clock.now += 0.5
+        inside = clock.inside
+        monitor.step(*batch)
+        assert clock.inside <= 0.03 * (clock.now - clock.inside) + 5.0  # the pass under way
+        if clock.inside > inside:
+            passes.append((clock.inside - inside) / 5.0)
+            if monitor.latest is not None:
+                break
+    assert passes[0] == 1  # half a second was expected
+    assert passes[:-1] == sorted(passes[:-1])  # the last measures
+
+
+@pytest.mark.parametrize(
+    ("every", "overhead", "word"),
+    [(2, 1e-6, "the first is taken to last"), (50, None, "ends at step 6, before one is measured")],
+)
+def test_a_training_too_short_for_a_measurement_says_so(tmp_path, every, overhead, word):
     path = tmp_path / "run.jsonl"
     with (
-        pytest.warns(MonitorWarning, match="no measurement: the first is taken to last"),
-        Monitor(made(), "cross_entropy", 2, 16, 1e-6, path=path) as monitor,
+        pytest.warns(MonitorWarning, match=f"no measurement: .*{word}"),
+        Monitor(made(), "cross_entropy", every, 16, overhead, path=path) as monitor,
     ):
         for _ in range(6):
             monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))
@@ -183,6 +217,27 @@ def test_what_is_refused_ends_the_measuring_and_not_the_training(tmp_path):
     assert all(module.training for module in model.modules())
 
 
+def test_its_file_is_ended_where_it_was_begun(tmp_path, monkeypatch):
+    """Also where nobody closes the monitor; what cannot be written ends no training."""
+    monkeypatch.chdir(tmp_path)
+    model, batch = made(), (torch.randn(16, 6), torch.randint(3, (16,)))
+    monitor = Monitor(model, "cross_entropy", 5, 8, None, path="run.jsonl", errors="raise")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    monitor.start()
+    for step in (3, 6, 9, 12):  # of each five, one
+        monitor.step(*batch, step=step)
+    del monitor
+    gc.collect()
+    history = read_history(tmp_path / "run.jsonl")
+    assert [step.step for step in history.steps] == [6, 12]
+    assert history.end.text == "ended at step 12: its monitor is gone, and was not closed"
+    monitor = Monitor(model, "cross_entropy", 1, 8, None, path="run.jsonl")
+    monitor.path = tmp_path
+    with pytest.warns(MonitorWarning, match="is a file"):
+        monitor.close("the end")
+
+
 class Kept:
     """The calls that trackers of the named libraries have in their documented interfaces."""
 
@@ -199,6 +254,7 @@ class Kept:
         self.found += [(data["gradscope/step"], k, v) for k, v in data.items()]
 
     def log_metrics(self, metrics, step=None):
+        assert all(re.fullmatch(r"[/\w.\- :]*", name) for name in metrics)  # as MLflow has it
         self.found += [(step, k, v) for k, v in metrics.items()]
 
 
@@ -216,7 +272,9 @@ def test_trackers_get_the_numbers():
     trackers = [to_tensorboard(boards[0]), to_wandb(boards[1]), to_mlflow(boards[2]), own]
     trackers.append(lambda step, values: plain.extend((step, k, v) for k, v in values.items()))
     trackers.insert(2, lambda step, values: 1 / 0)
-    monitor = Monitor(made(), "cross_entropy", 1, 8, None, trackers=trackers, max_norm=0.5)
+    model = made()
+    model.add_module("a(b)", nn.Linear(3, 3))
+    monitor = Monitor(model, "cross_entropy", 1, 8, None, trackers=trackers, max_norm=0.5)
     monitor.start(7)
     with pytest.warns(MonitorWarning, match="gets nothing more: ZeroDivisionError"):
         monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))
@@ -229,14 +287,16 @@ def test_trackers_get_the_numbers():
     assert [one for one in boards[1].found if not one[1].endswith("/step")] == plain
     assert boards[1].metrics == [("gradscope/*", "gradscope/step")]
     assert [one[2] for one in boards[2].found] == [one[2] for one in plain]
-    assert not any("%" in one[1] for one in boards[2].found)
     monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))  # without the one that failed
+    for wrong in (to_tensorboard, to_wandb, to_mlflow):
+        with pytest.raises(SpecError, match="int has no"):
+            wrong(3)
 
 
 def test_nothing_is_imported_that_is_not_used():
     program = (
         "import sys, gradscope.training as t\n"
-        "t.to_wandb(), t.to_mlflow(), t.to_tensorboard(None)\n"
+        "t.to_wandb(), t.to_mlflow()\n"
         "heavy = {'transformers', 'lightning', 'pytorch_lightning', 'wandb', 'mlflow'}\n"
         "assert not heavy & sys.modules.keys()\n"
         "assert 'torch.utils.tensorboard' not in sys.modules\n"
@@ -312,5 +372,6 @@ def test_what_measures_is_no_state_of_the_model_that_leads_to_it():
     for step in (1, 2):
         monitor.step(*batch)
         assert monitor.latest.step == step
+    assert copy.deepcopy(model).trainer == model.trainer
     buffers = {name: t.clone() for name, t in made().named_buffers()}
     torch.testing.assert_close(dict(model.named_buffers()), buffers)
