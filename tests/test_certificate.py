@@ -1,11 +1,13 @@
 """The proof catches what it must: scale, permutation, a wrong axis, a missing row, coupling."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.loop import loop
@@ -223,3 +225,35 @@ def test_a_mistake_in_a_layer_that_rounds_to_float32_is_found(name: str) -> None
     backend = mistaken(MISTAKES[name], "1.weight")
     with registered(backend), backend(problem) as evaluate, pytest.raises(CertificateError):
         certify(problem, "mistaken", evaluate, batch)
+
+
+class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Rounds the factors of float32 products to ten binary digits, as a GPU does with TF32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            args = [
+                ((t.contiguous().view(torch.int32) + 0xFFF) & ~0x1FFF).view(torch.float32)
+                if isinstance(t, Tensor) and t.dtype == torch.float32 and t.dim() > 1
+                else t
+                for t in args
+            ]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("allowed", ["highest", "high"])
+def test_products_in_tf32_are_proved_to_its_digits_where_it_is_allowed(allowed: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs, targets = torch.randn(12, 6), torch.arange(12) % 3
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(allowed)
+    try:
+        with (
+            RoundedProducts(),
+            Scope(model, "cross_entropy", backend="vmap") as scope,
+            nullcontext() if allowed == "high" else pytest.raises(CertificateError),
+        ):
+            scope.norms(inputs, targets)
+    finally:
+        torch.set_float32_matmul_precision(before)

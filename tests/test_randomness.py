@@ -618,6 +618,55 @@ def test_checkpointed_and_compiled_models_run_as_they_are_written(name: str, bac
             torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
 
 
+def test_a_checkpoint_that_training_gives_no_gradient_is_told_of() -> None:
+    def body(net: Net, x: Tensor, reentrant: bool) -> Tensor:
+        return net.b(checkpoint(net.a, x.mean(1), use_reentrant=reentrant))
+
+    for reentrant in (True, False):
+        model, x, y = built(lambda r=reentrant: Net(partial(body, reentrant=r)))
+        asked = gradscope.Scope(model, "cross_entropy")
+        rows = asked.per_sample_gradients(x, y)["a.weight"]
+        assert rows.flatten(1).any(1).all()
+        assert (
+            any("training gives its parameters none" in note for note in asked.notes) == reentrant
+        )
+
+
+def test_what_computes_in_less_than_its_parameters_precision_is_told_of() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=net.training):
+            return net.b(net.a(x.mean(1))).float()
+
+    for train in (True, False):
+        model, x, y = built(lambda: Net(body))
+        asked = gradscope.Scope(model.float().train(train), "cross_entropy")
+        asked.norms(x.float(), y)
+        assert any("computes in bfloat16" in note for note in asked.notes) == train
+
+
+def turned_later(net: Net, x: Tensor) -> Tensor:
+    """As many numbers, which for eight samples have one shape either way."""
+    keep = torch.rand(O, len(x)).T if x.max() > 9 else torch.rand(len(x), O)
+    return net.b(net.a(x.mean(1)) * keep)
+
+
+def random_later(net: Net, x: Tensor) -> Tensor:
+    keep = torch.rand(len(x), O) if x.max() > 9 else torch.ones(len(x), O)
+    return net.b(net.a(x.mean(1)) * keep)
+
+
+@pytest.mark.parametrize(("body", "fixed"), [(turned_later, "fixed"), (random_later, "refuse")])
+def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
+    model, x, y = built(lambda: Net(body))
+    x, y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
+    asked = gradscope.Scope(model, "cross_entropy", backend="hooks", randomness=fixed)
+    asked.session.auditor.clock = lambda: 0.0  # there is no time for other audits
+    asked.norms(x, y)
+    x[0, 0, 0] = 10.0
+    with pytest.raises((RefusedError, CertificateError)):
+        asked.norms(x, y)
+
+
 def test_an_index_is_one_whole_number_a_sample() -> None:
     model, x, y = built(CASES["dropout"])
     for index in (torch.arange(3), torch.rand(N)):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
-from gradscope.errors import CoupledSamplesError, ModelError, SpecError
+from gradscope.errors import CoupledSamplesError, ModelError, SpecError, UnsupportedError
 from gradscope.scope import NonFiniteWarning
 from tests.cases import CASES, COUPLED, INDEPENDENT
 from tests.oracle import per_sample_gradients
@@ -132,6 +132,14 @@ def test_the_model_is_left_as_it_was_found(model, data) -> None:
     assert model.training
     assert all(not m._forward_hooks and not m._backward_hooks for m in model.modules())
     assert torch.equal(random, torch.random.get_rng_state())
+
+
+def test_what_has_no_values_or_lies_elsewhere_is_refused(model, data) -> None:
+    with pytest.raises(ModelError, match="on one device") as mixed:
+        gradscope.norms(model, "cross_entropy", data[0].to("meta"), data[1])
+    assert "layer '0' (Linear)" in str(mixed.value)
+    with pytest.raises(UnsupportedError, match=r"parameter '0\.weight'.* no value"):
+        gradscope.norms(model.to("meta"), "cross_entropy", *data)
 
 
 def test_a_gpu_that_is_not_in_use_keeps_the_callers_seed(model, data, monkeypatch) -> None:

@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.attribution.methods import Damping, Method, Settings
-from gradscope.attribution.scores import (
-    Ranked,
-    Scores,
-    ScoreWriter,
-    in_memory,
-    is_scores,
-    open_scores,
-    writing_scores,
-)
-from gradscope.attribution.scoring import UNIT, Pair, Scoring
+from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
+from gradscope.attribution.scoring import Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
 from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
@@ -25,13 +17,8 @@ from gradscope.run import prepare
 from gradscope.storage import GradientFile, open_file
 
 __all__ = [
-    "UNIT",
     "Asked",
-    "Damping",
-    "Method",
-    "Ranked",
     "ScoreSummary",
-    "ScoreWriter",
     "Scores",
     "Scoring",
     "Settings",
@@ -39,7 +26,6 @@ __all__ = [
     "Validation",
     "attribute",
     "in_memory",
-    "is_scores",
     "looked",
     "open_scores",
     "opened",
@@ -93,8 +79,7 @@ def attribute(
         if output is None:
             return in_memory(scoring)
         with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
-            for _ in writer.remaining():
-                pass
+            list(writer.remaining())
             writer.finish()
     return open_scores(output)
 
@@ -110,16 +95,10 @@ def opened(
     samples: str | None = None,
     stream: bool = False,
 ) -> Iterator[list[Pair]]:
-    """Open both sides, at each checkpoint.
+    """Open both sides, at each checkpoint; see `attribute`.
 
-    Args:
-        train: See `attribute`.
-        query: See `attribute`; with several checkpoints no result file.
-        chain: See `attribute`.
-        checkpoints: See `attribute`.
-        weights: See `attribute`.
-        samples: "A:B", which queries, where they are computed.
-        stream: Compute the training gradients on the way, also where a file has them.
+    `samples`, "A:B", says which queries, where they are computed; `stream` has the training
+    gradients computed on the way, also where a file has them.
     """
     sources = [train, *checkpoints]
     if weights is not None and len(weights) != len(sources):

@@ -22,13 +22,9 @@ class Part(NamedTuple):
 
 
 class Tile:
-    """Some samples' gradients, whose products with any others are taken.
+    """Some samples' gradients, whose products with any others are taken, in float32 or float64.
 
     A block's dense rows are formed once, and only where products of factors do not cost less.
-
-    Args:
-        parts: The samples.
-        dtype: What products are taken in: float32 or float64.
     """
 
     def __init__(self, parts: list[Part], dtype: torch.dtype) -> None:
@@ -43,12 +39,7 @@ class Tile:
         return len(self.places)
 
     def with_each(self, other: Gradients, groups: Groups | None = None) -> dict[str, Tensor]:
-        """Return Re⟨gᵢ, hⱼ⟩ (m, n) with the gradients h of n other samples, by group.
-
-        Args:
-            other: Their gradients.
-            groups: Of each parameter; one group "" if None.
-        """
+        """Return Re⟨gᵢ, hⱼ⟩ (m, n) with n other samples' gradients, by group; one "" if None."""
         every: dict[str, Tensor] = {}
         for name, block in other.items():
             group, top = "" if groups is None else groups[name], 0

@@ -5,13 +5,14 @@
 quanda (https://github.com/dilyabareeva/quanda, 0.5 or later) is imported when the name is.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradscope.attribution.methods import Settings
-from gradscope.attribution.scoring import Pair, Scoring
+from gradscope.attribution.scoring import Comparing, Pair, Scoring
 from gradscope.attribution.sides import of_scope
 from gradscope.errors import SpecError
 from gradscope.scope import Scope
@@ -75,25 +76,25 @@ class _Explaining(_Quanda):  # type: ignore[misc]
         self._scope = Scope(self.model, loss)
         loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=_READ)
         inputs, targets = zip(*loader, strict=True)
-        train = of_scope("training samples", self._scope, torch.cat(inputs), torch.cat(targets))
-        self._train = Pair(train, train)
+        self._train = of_scope(
+            "training samples", self._scope, torch.cat(inputs), torch.cat(targets)
+        )
+
+    @cached_property
+    def _own(self) -> Comparing:
+        return Comparing(Pair(self._train, self._train), self._asked)
 
     def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
-        """Return the scores (m, N) of test samples; 0 for what has no finite gradient.
-
-        Args:
-            test_data: Inputs (m, ...).
-            targets: Labels (m,).
-        """
+        """Return the scores (m, N) of inputs (m, ...); 0 for what has no finite gradient."""
         given = torch.as_tensor(targets).to(self.device)
         query = of_scope("queries", self._scope, test_data.to(self.device), given)
-        rows = Scoring([self._train.asking(query, self._asked)], self._asked).rows()
+        rows = Scoring([Pair(self._train, query)], self._asked, self._own.curved).rows()
         found = torch.cat([scores for _, scores in rows])
         return found.nan_to_num(nan=0.0).to(self.device, torch.float32)
 
     def self_influence(self, batch_size: int = 32) -> Tensor:
         """Return s(i, i) (N,) of the training samples; 0 for what has no finite gradient."""
-        own = self._train.bound(self._asked).self_influence()
+        own = self._own.self_influence()
         if own is None:
             found: Tensor = super().self_influence(batch_size)
             return found

@@ -204,10 +204,10 @@ def in_memory(scoring: Scoring) -> Scores:
         if scoring.refining is not None:
             refined.append(scoring.refining.of(part, rows))
     first = scoring.pairs[0]
-    each = zip(("places", "scores"), zip(*refined, strict=True), strict=False)
+    names = refined[0] if refined else ()
     return Scores(
         values=torch.cat(found).numpy(),
-        refined={name: torch.cat(parts).numpy() for name, parts in each},
+        refined={name: torch.cat([one[name] for one in refined]).numpy() for name in names},
         queries=_plain(first.query.table()),
         samples=_plain(_training(scoring)),
         record={**scoring.record, **_facts(scoring)},
@@ -229,7 +229,7 @@ class ScoreWriter:
             rows = self._rows({"scores": scores})
             refined: tuple[Gradients, ...] = ()
             if self.scoring.refining is not None:
-                refined = (self._rows(self.scoring.refining.of(part, scores)._asdict()),)
+                refined = (self._rows(self.scoring.refining.of(part, scores)),)
             words = ("prediction", "margin")
             predicted: Table = {k: table.pop(k) for k in words if k in table}
             table.pop("preview", None)
@@ -261,7 +261,8 @@ def writing_scores(
     own = scoring.asked
     asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine")}
     if own.factors is not None:
-        asked["factors"] = sha256(Path(own.factors))
+        with open_file(own.factors) as file:
+            asked["factors"] = sha256(file.path)
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]
     plan = FilePlan(

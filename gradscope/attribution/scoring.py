@@ -10,7 +10,7 @@ candidates alone are computed in full. Nothing is stored of them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,45 +40,32 @@ UNIT = (
 _EXACT = 2**24  # scores that are kept in float64; more of them in float32
 
 
-@dataclass
-class Pair:
+class Pair(NamedTuple):
     """The two sides at one checkpoint."""
 
     train: Side  # the training samples
     query: Side
     weight: float = 1.0  # what its scores are times, where several are added
-    curvature: Curved | None = None  # of the training side; found when it is needed
-
-    def bound(self, asked: Settings) -> "Comparing":
-        """Find the curvature of the training side.
-
-        Raises:
-            SpecError: The sides do not fit each other, or the curvature does not fit the rows.
-        """
-        notes = require_same(self.train.facts, self.query.facts)
-        if self.curvature is None:
-            self.curvature = curved(self.train, asked)
-        if "without" in self.curvature.record:
-            why = str(self.curvature.record["without"]).partition("\n")[0]
-            notes += (f"by the Fisher alone, as there is no EK-FAC: {why}",)
-        error = projection_error(self.train)
-        if error is not None:
-            self.curvature.record["projection_error"] = error
-            notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
-        return Comparing(self, self.curvature, notes)
-
-    def asking(self, query: Side, asked: Settings) -> "Pair":
-        """Return the pair for other queries; the curvature is not found again."""
-        return replace(self, query=query, curvature=self.bound(asked).curved)
 
 
-@dataclass(frozen=True)
 class Comparing:
-    """Two sides, and the curvature by which they are compared."""
+    """Two sides, and the curvature by which they are compared: of the training side, or as known.
 
-    pair: Pair
-    curved: Curved
-    notes: tuple[str, ...]
+    Raises:
+        SpecError: The sides do not fit each other, or the curvature does not fit the rows.
+    """
+
+    def __init__(self, pair: Pair, asked: Settings, known: Curved | None = None) -> None:
+        notes = require_same(pair.train.facts, pair.query.facts)
+        self.pair, self.curved = pair, known or curved(pair.train, asked)
+        if "without" in self.curved.record:
+            why = str(self.curved.record["without"]).partition("\n")[0]
+            notes += (f"by the Fisher alone, as there is no EK-FAC: {why}",)
+        error = projection_error(pair.train)
+        if error is not None:
+            self.curved.record["projection_error"] = error
+            notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
+        self.notes = notes
 
     @property
     def finite(self) -> Tensor:
@@ -110,19 +97,20 @@ class Scoring:
     Args:
         pairs: One a checkpoint; the scores are the sum over them, each by its weight.
         asked: What is asked for.
+        known: The curvature of the training side, where it has been found before.
 
     Raises:
         SpecError: Sides do not fit each other, or the curvature does not fit the rows.
     """
 
-    def __init__(self, pairs: Sequence[Pair], asked: Settings) -> None:
+    def __init__(self, pairs: Sequence[Pair], asked: Settings, known: Curved | None = None) -> None:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
         self.pairs, self.asked = pairs, asked
         self.done = 0  # queries that are scored already
         cheap = cheaply(asked)
         self.refining = Refining(pairs, asked) if asked.refine else None
-        self._every = [pair.bound(cheap) for pair in pairs]
+        self._every = [Comparing(pair, cheap, known) for pair in pairs]
         first = pairs[0]
         each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
         self.step = max(1, min(first.query.n, asked.room(first.train) // each))
@@ -185,13 +173,6 @@ _SAME = ("checkpoint", "model", "dataset")
 _PLACES = 2**24  # beyond, places are no float32 numbers, in which they may be stored
 
 
-class Refined(NamedTuple):
-    """Candidates of m queries."""
-
-    places: Tensor  # their rows in the training side (m, 2K) int64, -1 behind the last of a query
-    scores: Tensor  # their exact scores (m, 2K) in float64, NaN of what has none
-
-
 def cheaply(asked: Settings) -> Settings:
     """Return what finds the candidates, on rows of whatever chain.
 
@@ -231,13 +212,17 @@ class Refining:
         """What was chosen, for the result."""
         return {"k": self._asked.refine, "checkpoints": [one.curved.record for one in self._each]}
 
-    def of(self, queries: slice, scores: Tensor) -> Refined:
-        """Return the candidates of some queries, whose cheap scores are (m, N)."""
+    def of(self, queries: slice, scores: Tensor) -> dict[str, Tensor]:
+        """Return the candidates of some queries, whose cheap scores are (m, N).
+
+        `places` (m, 2K) int64 are their rows in the training side, -1 behind the last of a query;
+        `scores` (m, 2K) are exact, in float64, NaN of what has none.
+        """
         places = torch.stack([candidates(row, self._asked.refine) for row in scores])
         found = torch.zeros(places.shape, dtype=torch.float64)
         for one in self._each:
             found += one.scores(queries, places)
-        return Refined(places, found.masked_fill(places < 0, torch.nan))
+        return {"places": places, "scores": found.masked_fill(places < 0, torch.nan)}
 
 
 class _Exact:

@@ -5,12 +5,13 @@ of the walk and stay in the table, where `finite` says so.
 """
 
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from gradscope.run.execute import batches, rows_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain, bind
-from gradscope.storage import GradientFile, Rows, StoredChain, open_file
+from gradscope.storage import GradientFile, Rows, StoredChain, chain_called, open_file
 
 _SAME = {
     "second_moment": ("square|mean",),
@@ -66,45 +67,42 @@ class Facts:
         return " | ".join(map(str, stages)) or "identity"
 
 
-class Side(Protocol):
+class Side(ABC):
     """Samples with their gradients."""
 
-    @property
-    def facts(self) -> Facts:
-        """What they are of."""
-
-    @property
-    def n(self) -> int:
-        """How many there are, finite or not."""
+    facts: Facts  # what they are of
+    n: int  # how many there are, finite or not
+    cheap: ClassVar[bool]  # whether a second walk costs little
 
     @property
     def width(self) -> int:
         """The numbers of a row."""
+        return sum(map(prod, self.shapes().values()))
 
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each entry of a row."""
 
-    @property
-    def cheap(self) -> bool:
-        """Whether a second walk costs little."""
-
+    @abstractmethod
     def table(self, stop: int | None = None) -> Table:
         """Return index, loss, norm, finite, each (stop,); target, id, ... where there are any."""
 
+    @abstractmethod
     def parts(self) -> Iterator[Part]:
         """Yield the finite samples, in order."""
 
+    @abstractmethod
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         """Return the results of chains with reducers over all samples, in one walk."""
 
 
-class FileSide:
+class FileSide(Side):
     """The rows of a chain in a result file."""
 
     cheap = True
 
     def __init__(self, file: GradientFile, chain: str | None) -> None:
-        self._file = file
+        self._file, self.n = file, file.n
         self._rows = _chosen(file, chain)
         self._seen = 0  # samples whose rows were found finite or not
         digests = file.run.get("digests", {})
@@ -117,14 +115,6 @@ class FileSide:
             spec=file.run.get("spec"),
             rows="token" if "position" in file.samples else "sample",
         )
-
-    @property
-    def n(self) -> int:
-        return self._file.n
-
-    @property
-    def width(self) -> int:
-        return sum(map(prod, self.shapes().values()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: array.shape[1:] for name, array in self._rows.items()}
@@ -179,7 +169,7 @@ class FileSide:
         return {name: total / count for name, total in found.items()}
 
 
-class SessionSide:
+class SessionSide(Side):
     """Samples whose gradients are computed on each walk; none of them is stored."""
 
     cheap = False
@@ -198,10 +188,6 @@ class SessionSide:
         self._chain = chain
         self._ready: Chain | None = None
         self._seen: list[Rows] = []
-
-    @property
-    def width(self) -> int:
-        return sum(map(prod, self.shapes().values()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         found = dict(self.facts.parameters)
@@ -241,11 +227,7 @@ class SessionSide:
         session = self._session
         bound = settled(session, [bind(chain) for chain in chains], self._walk)
         states = fold(session, self._walk(), bound).states
-        found = [
-            chain.result(state)
-            for chain, state in zip(bound, states, strict=True)
-            if state is not None
-        ]
+        found = [c.result(s) for c, s in zip(bound, states, strict=True) if s is not None]
         if len(found) < len(chains):
             raise SpecError("no sample has a finite gradient", where=self.facts.name)
         return found
@@ -360,14 +342,13 @@ def _sections(path: Path) -> set[str]:
 
 
 def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
-    """Return the chain with rows that is asked for by number or text; the first one by default."""
+    """Return the chain with rows that is asked for by number or text; the best one by default."""
     rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
+    if asked is None and rows:
+        asked = best_rows([chain.text for chain in rows.values()])
+    if asked is not None and (chain := chain_called(file, asked, reduced=False)) is not None:
+        return chain
     known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
-    best = best_rows([chain.text for chain in rows.values()]) if rows else None
-    for k, chain in rows.items():
-        found = {str(k), "".join(chain.text.split())}
-        if chain.text == best if asked is None else "".join(asked.split()) in found:
-            return chain
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
     raise SpecError(
         f"the file has {wanted}",
@@ -453,9 +434,8 @@ def stored_aggregate(path: str, train: Facts, chain: str) -> dict[str, Tensor]:
 
 def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
     """Return the stored result of a chain, None where the file has none."""
-    same = (chain, *_SAME.get(chain, ()))
-    for stored in file.chains:
-        if stored.reduced and "".join(stored.text.split()) in same:
+    for name in (chain, *_SAME.get(chain, ())):
+        if (stored := chain_called(file, name, reduced=True)) is not None:
             return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
     return None
 

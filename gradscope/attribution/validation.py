@@ -263,8 +263,7 @@ def validate(
     """
     place = None if folder is None else Path(folder)
     under_way = Validating(Path(scores), fit, asked or Asked(), place)
-    for _ in under_way.remaining(workers):
-        pass
+    list(under_way.remaining(workers))
     return under_way.finish()
 
 

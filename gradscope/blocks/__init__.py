@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gradscope.blocks.base import Block, DenseBlock, Factors, wide
+from gradscope.blocks.base import Block, DenseBlock, wide
 from gradscope.blocks.convolution import ConvolutionBlock, Geometry
 from gradscope.blocks.derived import (
     CenteredBlock,
@@ -23,7 +23,7 @@ from gradscope.blocks.derived import (
     SquaredBlock,
 )
 from gradscope.blocks.gradients import Evaluation, Gradients
-from gradscope.blocks.layers import Layer, belongs, bias_of, layer_of, with_ones
+from gradscope.blocks.layers import Layer, belongs, bias_of, layer_of
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock, SparseBlock
 from gradscope.blocks.segments import SegmentBlock, segmented
@@ -39,7 +39,6 @@ __all__ = [
     "DerivedBlock",
     "Evaluation",
     "ExpectedBlock",
-    "Factors",
     "Geometry",
     "Gradients",
     "KroneckerBlock",
@@ -63,19 +62,11 @@ __all__ = [
     "total",
     "unmeasured",
     "wide",
-    "with_ones",
 ]
 
 
 def from_factors(kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Block:
-    """Return the block of which these are the `Factors`.
-
-    Args:
-        kind: "outer" or "scatter".
-        tensors: By name: left (n, k, t, r) and right (n, k, t, c); or index (n, t) and
-            rows (n, t, d).
-        shape: The parameter's.
-    """
+    """Return the block of which these are the `Factors`."""
     if kind == "scatter":
         return ScatterBlock(tensors["index"], tensors["rows"], shape[0])
     return OuterBlock(tensors["left"], tensors["right"], shape)

@@ -107,12 +107,8 @@ class ConvolutionBlock(TensorBlock):
         """The sizes (groups, t, r, c) of the block as an outer product."""
         rows, columns, *kernel = self.shape
         small, groups = self._small_and_large[0], self.geometry.groups
-        return (
-            groups,
-            prod(small.shape[3:]) * small.shape[1],
-            rows // groups,
-            columns * prod(kernel),
-        )
+        t = prod(small.shape[3:]) * small.shape[1]
+        return groups, t, rows // groups, columns * prod(kernel)
 
     @property
     def factored_size(self) -> int:
@@ -289,17 +285,8 @@ class ConvolutionBlock(TensorBlock):
         small, large = self._small_and_large
         kernels = torch.cat([right.to(dtype).reshape(-1, *self.shape[1:])] * groups)
         still = (0,) * len(walk.stride)
-        convolved = torch.convolution(
-            large.flatten(0, 1).to(dtype),
-            kernels,
-            None,
-            walk.stride,
-            walk.padding,
-            walk.dilation,
-            False,
-            still,
-            groups,
-        )
+        how = (walk.stride, walk.padding, walk.dilation, False, still, groups)
+        convolved = torch.convolution(large.flatten(0, 1).to(dtype), kernels, None, *how)
         columns = self._positions(convolved.flatten(2).unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
         return OuterBlock(self._positions(small.flatten(3)), columns, self.shape).left_sided(left)
 
@@ -340,25 +327,15 @@ class ConvolutionBlock(TensorBlock):
         return max(1, size // max(1, groups * t * c * self.dtype.itemsize))
 
     @staticmethod
-    def _kernel(
-        gradients: Tensor, inputs: Tensor, geometry: Geometry, shape: tuple[int, ...]
-    ) -> Tensor:
+    def _kernel(gradients: Tensor, inputs: Tensor, g: Geometry, shape: tuple[int, ...]) -> Tensor:
         """Return the gradient of a kernel of `shape`, summed over a batch (N, ...)."""
         weight = inputs.new_empty(()).expand(shape)  # only its shape matters
-        _, found, _ = torch.ops.aten.convolution_backward(
-            gradients,
-            inputs,
-            weight,
-            None,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            geometry.transposed,
-            geometry.output_padding,
-            geometry.groups,
-            (False, True, False),
+        how = (g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups)
+        wanted = (False, True, False)  # of inputs, weight and bias
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            gradients, inputs, weight, None, *how, wanted
         )
-        return found  # type: ignore[no-any-return]
+        return found[1]
 
     def _positions(self, values: Tensor) -> Tensor:
         """Move (n, f, groups·c, positions) to (n, groups, t, c), the frames along t."""

@@ -21,19 +21,12 @@ _ROUNDINGS = 4  # of a factor and of a bias on their way here: a sum over frames
 
 
 class Layer(NamedTuple):
-    """A weight, and perhaps its bias, read as k matrices (r, c).
+    """A weight, and perhaps its bias, read as k matrices (r, c)."""
 
-    Attributes:
-        weight: The name of the weight.
-        bias: The name of the bias that is in the matrices, if any is.
-        sizes: (k, r, c), the bias counted.
-        below: The bias is their last row, as where a weight is stored inputs first; else it is
-            their last column.
-    """
-
-    weight: str
-    bias: str | None
-    sizes: tuple[int, int, int]
+    weight: str  # its name
+    bias: str | None  # the name of the bias that is in the matrices, if any is
+    sizes: tuple[int, int, int]  # (k, r, c), the bias counted
+    # the bias is their last row, as where a weight is stored inputs first; else their last column
     below: bool = False
 
     def factors(self, gradients: Gradients) -> tuple[Tensor, Tensor] | None:
@@ -82,12 +75,9 @@ def bias_of(weight: str) -> str | None:
 
 
 def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> Layer | None:
-    """Return the layer that has these matrices, None where they are none of this weight's.
+    """Return the layer with matrices of `sizes` (k, r, c), None where they are not this weight's.
 
-    Args:
-        weight: Its name.
-        sizes: (k, r, c).
-        shapes: {name: shape} of all parameters.
+    `shapes` are those of all parameters.
     """
     (k, r, c), bias = sizes, bias_of(weight)
     shape = shapes[weight]
@@ -108,15 +98,11 @@ def with_ones(factor: Tensor) -> Tensor:
 
 
 def belongs(bias: Block, factor: Tensor) -> Tensor:
-    """Return (n,), True where a sample's bias gradient is the sum of its factor over positions.
+    """Return (n,), True where a bias gradient (k·f) is the factor (n, k, t, f) summed over t.
 
     Two sums of the same t numbers, taken in float32 at least, differ by t units in the last place
     of the sum of their sizes at most, and by a few units of the precision they are rounded to on
     the way. Where that is half of it, nothing is known. What is not finite contradicts nothing.
-
-    Args:
-        bias: Of k·f entries.
-        factor: (n, k, t, f).
     """
     n, k, t, f = factor.shape
     if prod(bias.shape) != k * f:

@@ -33,7 +33,10 @@ def total(blocks: Sequence[Block]) -> Block:
         outer = [b for b in outer if b not in alike]
         found = [b for b in rows if b.rows_by_columns == sizes]
         rows = [b for b in rows if b not in found]
-        parts.append(_one_after_another([*found, *map(SegmentBlock.of, alike)]))
+        every = [*found, *map(SegmentBlock.of, alike)]
+        fields = ("left", "right", "sample", "group")
+        joined = (_joined([getattr(b, name) for b in every], 0) for name in fields)
+        parts.append(segmented(joined, every[0].sizes, every[0].shape))
     while outer:
         k, _, r, c = outer[0].sizes
         same = [b for b in outer if b.sizes[0::2] == (k, r) and b.sizes[3] == c]
@@ -50,12 +53,6 @@ def total(blocks: Sequence[Block]) -> Block:
 
 def _joined(factors: list[Tensor], axis: int) -> Tensor:
     return torch.cat(factors, axis) if len(factors) > 1 else factors[0]
-
-
-def _one_after_another(blocks: list[SegmentBlock]) -> SegmentBlock:
-    names = ("left", "right", "sample", "group")
-    rows = (_joined([getattr(b, name) for b in blocks], 0) for name in names)
-    return segmented(rows, blocks[0].sizes, blocks[0].shape)
 
 
 @dataclass(frozen=True, eq=False)

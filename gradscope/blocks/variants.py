@@ -64,14 +64,11 @@ def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
 
 
 def fastest(request: str, sizes: Mapping[str, int], like: Tensor, variants: "Variants") -> Tensor:
-    """Return the answer by the variant that the active tuner chooses.
+    """Return the answer by the variant that the active tuner chooses; one is not optional.
 
-    Args:
-        request: What is asked for, with the sizes that are the parameter's own.
-        sizes: Those that differ from batch to batch, such as n and t; choices are kept for each
-            power of two.
-        like: A tensor of the dtype and on the device of the work.
-        variants: By name, at least one of them not optional.
+    `request` has the sizes that are the parameter's own; `sizes` are those that differ from batch
+    to batch, such as n and t: choices are kept for each power of two. `like` is a tensor of the
+    dtype and on the device of the work.
     """
     tuner = _active.get()
     if tuner is None:
@@ -98,29 +95,21 @@ def known_of(device: torch.device) -> Cache | None:
 
 
 class Tuner:
-    """Chooses variants while it is active, and remembers what it chose for as long as it lives.
-
-    Args:
-        measures: Try variants, where that can save time, and look into the cache.
-        kept: Choices of earlier, by request, which stand.
-        cache: For a device, what was measured earlier on it, if that is of interest.
-        preferred: Names of variants to be taken wherever they exist.
-        timed: Runs a variant for a device; returns its seconds and its answer.
-
-    Attributes:
-        chosen: By request, in the order chosen.
-    """
+    """Chooses variants while it is active, and remembers what it chose for as long as it lives."""
 
     def __init__(
         self,
         *,
-        measures: bool = True,
-        kept: Mapping[str, str] | None = None,
+        measures: bool = True,  # try variants, where that can save time, and look into the cache
+        kept: Mapping[str, str] | None = None,  # choices of earlier, by request, which stand
+        # for a device, what was measured earlier on it, if that is of interest
         cache: Callable[[torch.device], Cache | None] = lambda device: None,
-        preferred: frozenset[str] = frozenset(),
+        preferred: frozenset[str] = frozenset(),  # variants to be taken wherever they exist
+        # runs a variant for a device; returns its seconds and its answer
         timed: Callable[[Callable[[], Tensor], torch.device], tuple[float, Tensor]] = timed,
     ) -> None:
         self.measures, self.preferred = measures, preferred
+        # by request, in the order chosen
         self.chosen = {k: Chosen(k, variant, {}) for k, variant in (kept or {}).items()}
         self._used = set(self.chosen)  # others were asked for only by variants that were tried
         self._trying = False

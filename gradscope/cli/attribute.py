@@ -4,12 +4,14 @@ And how well the scores predict what retraining does.
 """
 
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.core import stops
 from gradscope.errors import SpecError
 
@@ -17,99 +19,67 @@ _CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 
 Train = Annotated[
     Path,
-    typer.Argument(
-        metavar="TRAIN",
-        help="A result file with rows (gradients or projections) of the training samples; or "
+    option(
+        "TRAIN",
+        "A result file with rows (gradients or projections) of the training samples; or "
         "their run file, from which they are computed on the way and none is stored.",
     ),
 ]
-
 Query = Annotated[
     Path,
-    typer.Argument(
-        metavar="QUERY",
-        help="A result file of the same model and chain; or a run file, dataset.toml or data "
+    option(
+        "QUERY",
+        "A result file of the same model and chain; or a run file, dataset.toml or data "
         "file, whose gradients are computed on the way.",
     ),
 ]
-
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="SCORES.h5", help="The score file.")
-]
-
+Output = Annotated[Path | None, option("--output -o SCORES.h5", "The score file.")]
 Curvature = Annotated[
     str,
-    typer.Option(
-        "--curvature",
-        metavar=_CURVATURES,
-        help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
+    option(
+        f"--curvature {_CURVATURES}",
+        "H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
         "samples are too many.",
     ),
 ]
-
-Damping = Annotated[
-    str,
-    typer.Option("--damping", metavar="auto|NUMBER", help="λ, relative to H's mean eigenvalue."),
-]
-
+Damping = Annotated[str, option("--damping auto|NUMBER", "λ, relative to H's mean eigenvalue.")]
 Chain = Annotated[
-    str | None,
-    typer.Option("--chain", metavar="K|TEXT", help="Which rows [the first chain that has some]."),
+    str | None, option("--chain K|TEXT", "Which rows [the first chain that has some].")
 ]
-
 More = Annotated[list[Path] | None, typer.Argument(metavar="", show_default=False, hidden=True)]
-
 Checkpoints = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--checkpoints",
-        metavar="TRAIN...",
-        help="The training samples at other checkpoints; scores are added up.",
+    option(
+        "--checkpoints TRAIN...", "The training samples at other checkpoints; scores are added up."
     ),
 ]
-
 Weights = Annotated[
     str | None,
-    typer.Option(
-        "--weights",
-        metavar="W,W,...",
-        help="Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
+    option(
+        "--weights W,W,...",
+        "Of TRAIN and each of --checkpoints, such as learning rates [the mean].",
     ),
 ]
-
 Factors = Annotated[
     Path | None,
-    typer.Option(
-        "--factors",
-        metavar="FILE.h5",
-        help="Take the chain ekfac, kfac:bias=column or second_moment from there.",
+    option(
+        "--factors FILE.h5", "Take the chain ekfac, kfac:bias=column or second_moment from there."
     ),
 ]
-
 Stream = Annotated[
-    bool,
-    typer.Option("--stream", help="Compute the training gradients on the way, by TRAIN's own run."),
+    bool, option("--stream", "Compute the training gradients on the way, by TRAIN's own run.")
 ]
-
 Refine = Annotated[
     int,
-    typer.Option(
-        "--refine",
-        metavar="K",
-        min=0,
-        help="Of projections: score the K most helpful and the K most harmful samples of each "
+    option(
+        "--refine K",
+        "Of projections: score the K most helpful and the K most harmful samples of each "
         "query again with full gradients, by --curvature [ekfac].",
+        min=0,
     ),
 ]
-
-Memory = Annotated[
-    str | None,
-    typer.Option("--memory", metavar="SIZE", help="For queries at a time, such as 2GB."),
-]
-
-Top = Annotated[
-    int, typer.Option("--top", metavar="K", min=1, help="How many samples a query to show.")
-]
+Memory = Annotated[str | None, option("--memory SIZE", "For queries at a time, such as 2GB.")]
+Top = Annotated[int, option("--top K", "How many samples a query to show.", min=1)]
 
 
 def attribute(
@@ -128,21 +98,23 @@ def attribute(
     refine: Refine = 0,
     memory: Memory = None,
     top: Top = 3,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where it was stopped.")] = False,
+    resume: Annotated[bool, option("--resume", "Go on where it was stopped.")] = False,
     overwrite: options.Overwrite = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Score each training sample for each query: positive ones helped it, negative ones harmed."""
-    numbers = _read(weights, _numbers, "--weights", "numbers, with commas between")
+    commas, number = "numbers, with commas between", "auto, or a number such as 0.1"
+    numbers = None if weights is None else _read(weights, _floats, "--weights", commas)
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
     from gradscope.storage import LONGEST, require_place
     from gradscope.storage.format.files import require_free
 
+    chosen: Any = "auto" if damping == "auto" else _read(damping, float, "--damping", number)
     asked = Settings(
         curvature=cast("Any", curvature),
-        damping=_read(damping, _damping, "--damping", "auto, or a number such as 0.1"),
+        damping=chosen,
         memory=None if memory is None else parse_memory(memory),
         factors=None if factors is None else str(factors),
         refine=refine,
@@ -153,24 +125,14 @@ def attribute(
     if output is not None:
         require_place(output, LONGEST)
         require_free(output, overwrite=overwrite or resume)
-    how: dict[str, Any] = {
-        "chain": chain,
-        "checkpoints": [*(checkpoints or ()), *(more or ())],
-        "weights": numbers,
-        "stream": stream,
-    }
+    how: Any = {"chain": chain, "weights": numbers, "samples": samples, "stream": stream}
+    others = [*(checkpoints or ()), *(more or ())]
     with (
         stops.told(lambda: "stopped; go on with --resume" if output else "stopped"),
-        opened(train, query, samples=samples, **how) as pairs,
+        opened(train, query, checkpoints=others, **how) as pairs,
     ):
-        report = _run(
-            Scoring(pairs, asked),
-            output,
-            top,
-            resume=resume,
-            overwrite=overwrite,
-            quiet=quiet or json,
-        )
+        ways = {"resume": resume, "overwrite": overwrite}
+        report = _run(Scoring(pairs, asked), output, top, quiet=quiet or json, **ways)
     from gradscope.report import render
 
     options.show(report, render, json=json, quiet=quiet)
@@ -185,86 +147,57 @@ def _run(scoring: Any, output: Path | None, top: int, *, quiet: bool, **how: boo
         with in_memory(scoring) as scores:
             return summarize_scores(scores, top=top, notes=scoring.notes)
     with writing_scores(scoring, output, **how) as writer:
-        for _ in track(
-            writer.remaining(), total, unit="queries", size=lambda q: q.stop - q.start, quiet=quiet
-        ):
+        tiles = writer.remaining()
+        for _ in track(tiles, total, unit="queries", size=lambda q: q.stop - q.start, quiet=quiet):
             stops.once_more()
         writer.finish()
     with open_scores(output) as scores:
         return summarize_scores(scores, top=top, notes=scoring.notes)
 
 
-def _damping(text: str) -> Any:
-    return text if text == "auto" else float(text)
+def _floats(text: str) -> list[float]:
+    found = [float(word) for word in text.split(",")]
+    if not all(map(isfinite, found)):
+        raise ValueError(text)
+    return found
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
-
-
-def _read(text: str | None, read: Callable[[str], Any], option: str, accepted: str) -> Any:
-    """Return what an option's text says, None where it is not given."""
+def _read(text: str, read: Callable[[str], Any], flag: str, accepted: str) -> Any:
+    """Return what an option's text says."""
     try:
-        return None if text is None else read(text)
+        return read(text)
     except ValueError as error:
         remedy = f"Accepted: {accepted}."
-        raise SpecError(f"found {text!r}", where=option, remedy=remedy) from error
+        raise SpecError(f"found {text!r}", where=flag, remedy=remedy) from error
 
 
-Scores = Annotated[
-    Path,
-    typer.Argument(metavar="SCORES.h5", help="A score file: gradscope attribute -o wrote it."),
-]
-
+Scores = Annotated[Path, option("SCORES.h5", "A score file: gradscope attribute -o wrote it.")]
 Fit = Annotated[
     str,
-    typer.Option(
-        "--train",
-        metavar="FILE.py:FIT",
-        help="FIT(indices, seed): trains on the samples at these positions of the training "
+    option(
+        "--train FILE.py:FIT",
+        "FIT(indices, seed): trains on the samples at these positions of the training "
         "data, and returns the model in the mode to evaluate it in.",
     ),
 ]
-
-Retrainings = Annotated[
-    int,
-    typer.Option("--retrainings", metavar="N", help="How many, each on a random subset."),
-]
-
-Fraction = Annotated[
-    float,
-    typer.Option("--fraction", metavar="SHARE", help="Of the training samples in a subset."),
-]
-
+Retrainings = Annotated[int, option("--retrainings N", "How many, each on a random subset.")]
+Fraction = Annotated[float, option("--fraction SHARE", "Of the training samples in a subset.")]
 Width = Annotated[
-    float,
-    typer.Option(
-        "--width", metavar="WIDTH", help="Say how many retrainings an interval so wide takes."
-    ),
+    float, option("--width WIDTH", "Say how many retrainings an interval so wide takes.")
 ]
-
 Removal = Annotated[
     int,
-    typer.Option(
-        "--removal",
-        metavar="K",
-        min=0,
-        help="For a few queries, also train without up to K most helpful samples.",
+    option(
+        "--removal K", "For a few queries, also train without up to K most helpful samples.", min=0
     ),
 ]
-
-Workers = Annotated[
-    int, typer.Option("--workers", metavar="N", min=1, help="Processes that train at once.")
-]
-
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of subsets and trainings.")]
-
+Workers = Annotated[int, option("--workers N", "Processes that train at once.", min=1)]
+Seed = Annotated[int, option("--seed N", "Of subsets and trainings.", min=0)]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--folder",
-        metavar="FOLDER",
-        help="Where retrainings are kept, for other scores of the same samples, too "
+    option(
+        "--folder FOLDER",
+        "Where retrainings are kept, for other scores of the same samples, too "
         "[SCORES.validation].",
     ),
 ]

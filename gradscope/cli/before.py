@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.config import HELD, RunSpec
 from gradscope.core import stops
 from gradscope.errors import OutputError
@@ -58,9 +59,7 @@ def registries() -> "dict[str, list[Registry[Any]]]":
 def init(
     checkpoint: Annotated[Path, options.flag("checkpoint", "path")],
     dataset: Annotated[Path, options.flag("dataset", "path")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="RUN.toml", help="The run file.")
-    ] = Path("run.toml"),
+    output: Annotated[Path, option("--output -o RUN.toml", "The run file.")] = Path("run.toml"),
     model: Annotated[str | None, options.flag("model", "factory")] = None,
     loss: Annotated[str | None, options.flag("loss", "name")] = None,
     overwrite: options.Overwrite = False,
@@ -69,7 +68,7 @@ def init(
     """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
     from gradscope.report import print_facts
     from gradscope.sources.draft import draft
-    from gradscope.storage import require_place
+    from gradscope.storage import require_place, written
 
     require_place(output)
     if output.exists() and not overwrite:
@@ -79,11 +78,7 @@ def init(
     # what is wrong with an option is told before anything is written
     options.run_spec(None, {**given, "model": model or HELD, "loss": loss or "mse"})
     found = draft(checkpoint, dataset, output.parent, model=model, loss=loss)
-    try:
-        output.write_text(found.text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise OutputError(what, where=str(output), remedy="Choose another name.") from error
+    written(output, lambda file: file.write(found.text.encode()))
     told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
     following = shlex.join(["gradscope", "check", "--config", str(output)])

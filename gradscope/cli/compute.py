@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.config import RunSpec, this_worker
 from gradscope.core import stops, streams
 from gradscope.errors import SpecError
@@ -22,7 +23,7 @@ def compute(
     *,
     output: Annotated[Path | None, options.OUTPUT] = None,
     spec: RunSpec,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
+    resume: Annotated[bool, option("--resume", "Go on with a stopped run.")] = False,
     overwrite: options.Overwrite = False,
     json: options.Json = False,
     quiet: options.Quiet = False,

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.core import stops
 from gradscope.errors import ResultFileError
 
@@ -18,27 +17,23 @@ _UNFINISHED = (".part", ".progress", ".tmp")
 
 def merge(
     shards: Annotated[
-        list[Path],
-        typer.Argument(metavar="SHARD...", help="Result files, folders with shards, or patterns."),
+        list[Path], option("SHARD...", "Result files, folders with shards, or patterns.")
     ],
     output: Annotated[Path, options.OUTPUT],
     virtual: Annotated[
-        bool, typer.Option("--virtual", help="Refer to the shards' rows instead of copying them.")
+        bool, option("--virtual", "Refer to the shards' rows instead of copying them.")
     ] = False,
     code: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--code",
-            metavar="FILE.py",
-            help="Code that reducers of yours are in and that may be run; repeatable.",
+        option(
+            "--code FILE.py", "Code that reducers of yours are in and that may be run; repeatable."
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            metavar="RUN.toml",
-            help="Compute a few samples of each shard anew from this run file, and compare.",
+        option(
+            "--config RUN.toml",
+            "Compute a few samples of each shard anew from this run file, and compare.",
         ),
     ] = None,
     overwrite: options.Overwrite = False,

@@ -16,21 +16,24 @@ from gradscope.errors import GradscopeError, SpecError
 
 NONFINITE = 7  # the exit code of a command that is done, where something is not finite
 
-Config = Annotated[
-    Path | None, typer.Option("--config", metavar="RUN.toml", help="A run file; flags win over it.")
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Show which kernels were chosen, and their times.")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Load, choose, prove and estimate; write nothing.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
-OUTPUT = typer.Option("--output", "-o", metavar="OUT.h5", help="The result file.")
+
+def option(flag: str, help: str, **how: Any) -> Any:
+    """Return what typer is to know of an option, "--top -t K", or of an argument, "FILE"."""
+    words = flag.split()
+    names = [word for word in words if word.startswith("-")]
+    if not names:
+        return typer.Argument(metavar=flag, help=help, **how)
+    metavar = words[-1] if len(words) > len(names) else None
+    return typer.Option(*names, metavar=metavar, help=help, **how)
+
+
+Config = Annotated[Path | None, option("--config RUN.toml", "A run file; flags win over it.")]
+Json = Annotated[bool, option("--json", "Print one JSON document to stdout, and nothing else.")]
+Quiet = Annotated[bool, option("--quiet -q", "No progress and no notices.")]
+Verbose = Annotated[bool, option("--verbose", "Show which kernels were chosen, and their times.")]
+DryRun = Annotated[bool, option("--dry-run", "Load, choose, prove and estimate; write nothing.")]
+Overwrite = Annotated[bool, option("--overwrite", "Replace an output that exists.")]
+OUTPUT = option("--output -o OUT.h5", "The result file.")
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -73,12 +76,9 @@ def _info(setting: Setting) -> Any:
     shown = ",".join(default) if isinstance(default, tuple) else str(default)
     default = "" if default is None or isinstance(default, bool) else f" [{shown}]"
     repeatable = "; repeatable" if _type(setting) == list[str] | None else ""
-    help = f"{setting.help}{repeatable}{default}."
-    if not name.startswith("-"):
-        return typer.Argument(metavar=name, show_default=False, help=help)
     names = (f"{name}/--no-{name[2:]}",) if setting.type is bool else setting.flags
-    metavar = setting.metavar or None
-    return typer.Option(*names, metavar=metavar, show_default=False, help=help)
+    words = [*names, setting.metavar] if setting.metavar else names
+    return option(" ".join(words), f"{setting.help}{repeatable}{default}.", show_default=False)
 
 
 def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:

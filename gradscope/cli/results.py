@@ -1,14 +1,14 @@
 """What is done with results: `gradscope stats`, `gradscope export` and `gradscope view`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradscope.cli import options
+from gradscope.cli.options import option
 from gradscope.config import parse_samples
 from gradscope.core import stops, streams
 from gradscope.errors import SpecError
@@ -17,61 +17,38 @@ if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary
     from gradscope.stats import Difference, History, Step, Summary
     from gradscope.stats.sections import Shown
-    from gradscope.storage import GradientFile
     from gradscope.view import View
 
     Found = Summary | Difference | History | ScoreSummary
 
 _LARGE = 2**28  # bytes of data: more are not read for a glance
-
-
 _FILES = "OUT.h5 [OTHER.h5]"
 
 Results = Annotated[
     list[Path],
-    typer.Argument(
-        metavar=_FILES,
-        help="A result file, two to compare, a score file, or the history of a training (*.jsonl).",
+    option(
+        _FILES,
+        "A result file, two to compare, a score file, or the history of a training (*.jsonl).",
     ),
 ]
 Top = Annotated[
-    int | None,
-    typer.Option(
-        "--top", metavar="K", min=1, help="How many samples to list [10; 5 for each query]."
-    ),
+    int | None, option("--top K", "How many samples to list [10; 5 for each query].", min=1)
 ]
-Nearest = Annotated[
-    int | None, typer.Option("--nearest", metavar="I", help="List the neighbours of sample I.")
-]
-Rate = Annotated[
-    float | None, typer.Option("--lr", metavar="RATE", help="The learning rate, for a batch size.")
-]
+Nearest = Annotated[int | None, option("--nearest I", "List the neighbours of sample I.")]
+Rate = Annotated[float | None, option("--lr RATE", "The learning rate, for a batch size.")]
 Clip = Annotated[
-    list[float] | None,
-    typer.Option("--clip", metavar="NORM", help="Say how many samples it clips; repeatable."),
+    list[float] | None, option("--clip NORM", "Say how many samples it clips; repeatable.")
 ]
 By = Annotated[
-    str | None,
-    typer.Option(
-        "--by", metavar="COLUMN", help="Sum scores by this column of the training samples."
-    ),
+    str | None, option("--by COLUMN", "Sum scores by this column of the training samples.")
 ]
-Rows = Annotated[
-    bool, typer.Option("--rows/--no-rows", help="Whether to read the stored gradients.")
-]
-Full = Annotated[bool, typer.Option("--full", help="Show all there is, not what fits one screen.")]
+Rows = Annotated[bool, option("--rows/--no-rows", "Whether to read the stored gradients.")]
+Full = Annotated[bool, option("--full", "Show all there is, not what fits one screen.")]
 Follow = Annotated[
-    bool,
-    typer.Option(
-        "--follow", help="Show a history (*.jsonl) while it grows, until its training ends."
-    ),
+    bool, option("--follow", "Show a history (*.jsonl) while it grows, until its training ends.")
 ]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw to a png, svg or pdf.")
-]
-Html = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write one page with everything.")
-]
+Plot = Annotated[Path | None, option("--plot FILE", "Draw to a png, svg or pdf.")]
+Html = Annotated[Path | None, option("--html FILE", "Write one page with everything.")]
 
 
 def stats(
@@ -89,10 +66,20 @@ def stats(
     html: Html = None,
 ) -> None:
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
-    own = {"nearest": nearest, "lr": lr, "clip": clip or []}
-    looks = None if json and html is None else Looks(every=top is not None or html is not None)
-    read = partial(_followed, json=json) if follow else None
-    found, shown = _found(files, own, by, looks, read, top=top, rows=rows)
+    given = {"nearest": nearest, "lr": lr, "clip": clip}
+    own = {name: value for name, value in given.items() if value not in (None, [])}
+    history = any(file.suffix == ".jsonl" for file in files)
+    _require_options(files, list(own), history=history, by=by is not None, follow=follow)
+    stops.unwinding()
+    if history:
+        from gradscope.stats import read_history
+
+        found: Found = _followed(files[0], json=json) if follow else read_history(files[0])
+        shown: Shown = found
+    else:
+        largest = None if top is not None or html is not None else _LARGE
+        largest = 0 if json and html is None else largest
+        found, shown = _found(files, own, by, largest, top=top, rows=rows)
     if plot is not None:
         from gradscope.report import plot_stats
 
@@ -107,67 +94,49 @@ def stats(
         options.show(found if json else shown, render, json=json, full=full)
 
 
-class Looks(NamedTuple):
-    """That samples are to be opened; `every` also where their data are large."""
-
-    every: bool
-
-
 def _found(
     files: list[Path],
     own: dict[str, Any],
     by: str | None,
-    looks: Looks | None,
-    follow: "Callable[[Path], History] | None",
+    largest: int | None,
     *,
     top: int | None,
     rows: bool,
 ) -> "tuple[Found, Shown]":
     """Return what there is to say, and what is shown of it.
 
-    Args:
-        files: Those that are asked about.
-        own: The options that only one result file takes.
-        by: The column by which scores are summed.
-        looks: Whether samples are to be seen.
-        follow: How to read a history that grows, if that is asked for.
-        top: How many samples to list, by default as many as suit the kind of file.
-        rows: Whether to read stored gradients.
+    `own` are the given options that only one result file takes. Samples are opened of data of at
+    most `largest` bytes, of any if None, of none if 0.
     """
-    history = any(file.suffix == ".jsonl" for file in files)
-    asked = [name for name, value in own.items() if value not in (None, [])]
-    _require_options(files, asked, history=history, by=by is not None, follow=follow is not None)
-    from gradscope.stats import difference, read_history, summarize
+    from gradscope.stats import difference, summarize
     from gradscope.storage import open_file
 
-    stops.unwinding()
-    if history:
-        found: Found = (follow or read_history)(files[0])
-        return found, found
+    found: Found
     with open_file(files[0]) as first:
         if len(files) == 2:
             with open_file(files[1]) as second:
                 found = difference(first, second, top=top or 10, rows=rows)
-        elif "attribution" in first.run:
-            return _scores(first, asked, top=top or 5, by=by, opened=bool(looks and looks.every))
-        elif by is not None:
-            raise SpecError("--by is for score files", remedy="Leave it out.")
-        else:
-            found = summarize(
-                first,
-                top=top,
-                rows=rows,
-                nearest=own["nearest"],
-                learning_rate=own["lr"],
-                clip=own["clip"],
-            )
-            if looks is not None:
-                from gradscope.sources.opened import Opened
-                from gradscope.stats.looking import looked
+                return found, found
+        if "attribution" in first.run:
+            from gradscope.attribution import Scores, summarize_scores
+            from gradscope.attribution import looked as opened
 
-                most = None if looks.every else _LARGE
-                return found, looked(found, Opened.of(first.run, first.samples, most))
-        return found, found
+            if own:
+                what = f"--{next(iter(own))} is for gradients, not for scores"
+                raise SpecError(what, remedy="Leave it out.")
+            scores = Scores.of(first)
+            found = summarize_scores(scores, top=top or 5, by=by)
+            return found, opened(found, scores) if largest is None else found
+        if by is not None:
+            raise SpecError("--by is for score files", remedy="Leave it out.")
+        how = {"nearest": own.get("nearest"), "learning_rate": own.get("lr")}
+        found = summarize(first, top=top, rows=rows, clip=own.get("clip", ()), **how)
+        if largest == 0:
+            return found, found
+        from gradscope.sources.opened import Opened
+        from gradscope.stats.looking import looked
+
+        return found, looked(found, Opened.of(first.run, first.samples, largest))
 
 
 def _require_options(
@@ -201,41 +170,24 @@ def _followed(file: Path, *, json: bool) -> "History":
         return follow(HistoryReader(file), console(), tell if json else None)
 
 
-def _scores(
-    file: "GradientFile", asked: list[str], *, top: int, by: str | None, opened: bool
-) -> "tuple[ScoreSummary, Shown]":
-    """Return what the scores in a file say, and that with its samples if these are `opened`."""
-    from gradscope.attribution import Scores, looked, summarize_scores
-
-    if asked:
-        raise SpecError(f"--{asked[0]} is for gradients, not for scores", remedy="Leave it out.")
-    scores = Scores.of(file)
-    found = summarize_scores(scores, top=top, by=by)
-    return found, looked(found, scores) if opened else found
-
-
 def export(
-    file: Annotated[Path, typer.Argument(metavar="RESULT.h5", help="A result file.")],
+    file: Annotated[Path, option("RESULT.h5", "A result file.")],
     output: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE|FOLDER",
-            help="Its ending is the format: .npy, .safetensors, .parquet or .csv (the sample "
+        option(
+            "--output -o FILE|FOLDER",
+            "Its ending is the format: .npy, .safetensors, .parquet or .csv (the sample "
             "table); a folder takes one .npy a parameter.",
         ),
     ],
     chain: Annotated[
-        str | None,
-        typer.Option("--chain", metavar="K|TEXT", help="Its number from 0, or its text [0]."),
+        str | None, option("--chain K|TEXT", "Its number from 0, or its text [0].")
     ] = None,
     parameter: Annotated[
         list[str] | None,
-        typer.Option(
-            "--parameter",
-            metavar="GLOB",
-            help="Only parameters of these names; repeatable. In a table: their norms, too.",
+        option(
+            "--parameter GLOB",
+            "Only parameters of these names; repeatable. In a table: their norms, too.",
         ),
     ] = None,
     samples: Annotated[str | None, options.flag("compute", "samples")] = None,
@@ -258,28 +210,18 @@ def export(
 def view(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            metavar=_FILES,
-            help="A result file, or two of the same data, to see each sample before and after.",
+        option(
+            _FILES, "A result file, or two of the same data, to see each sample before and after."
         ),
     ],
     scores: Annotated[
-        Path | None,
-        typer.Option(
-            "--scores", metavar="SCORES.h5", help="Attribution: who helped and harmed a sample."
-        ),
+        Path | None, option("--scores SCORES.h5", "Attribution: who helped and harmed a sample.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE.html", help="The page [OUT.html]."),
-    ] = None,
+    output: Annotated[Path | None, option("--output -o FILE.html", "The page [OUT.html].")] = None,
     serve: Annotated[
-        bool,
-        typer.Option("--serve", help="Answer on localhost: all samples, however many."),
+        bool, option("--serve", "Answer on localhost: all samples, however many.")
     ] = False,
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Of --serve [any].")
-    ] = 0,
+    port: Annotated[int, option("--port N", "Of --serve [any].", min=0, max=65535)] = 0,
     json: options.Json = False,
 ) -> None:
     """Show the samples of a result file: each dot of the chart is one, opened by a click."""

@@ -117,6 +117,12 @@ class _Setting:
     wide: Batch
     oracle: Oracle
 
+    @classmethod
+    def of(cls, problem: Problem, batch: Batch) -> "_Setting":
+        exact, wide = problem.converted(torch.float64), batch.in_double_precision()
+        with double_precision(), exact.state.kept():
+            return cls(problem, batch, exact, wide, Oracle.of(exact, wide))
+
 
 @torch.enable_grad()  # whoever calls may be under no_grad
 def compare(
@@ -166,10 +172,7 @@ def compare(
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
         batch = Tokens.among(batch, problem.counted(batch)[0])
-    exact, wide = problem.converted(torch.float64), batch.in_double_precision()
-    with double_precision(), exact.state.kept():
-        setting = _Setting(problem, batch, exact, wide, Oracle.of(exact, wide))
-
+    setting = _Setting.of(problem, batch)
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
         found = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
@@ -237,11 +240,7 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
     """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = setting.problem, setting.batch
     try:
-        with (
-            double_precision(),
-            setting.exact.state.kept(),
-            backend(setting.exact) as evaluate,
-        ):
+        with double_precision(), setting.exact.state.kept(), backend(setting.exact) as evaluate:
             row = _in_every_order(name, evaluate, setting)
     except Exception as error:
         return _stopped(name, error, setting.exact.model)

@@ -147,6 +147,9 @@ def _layers(
     }
     above = _Layer("command line", _anchored(given, Path.cwd(), flags=True))
     below = []
+    weights = _toml(above, "checkpoint")
+    if config is None and weights is not None:
+        problems.append(_run_file(weights))
     if config is not None:
         values = _read(config, problems)
         if _names_spec(above):  # another data set: nothing of the run file's describes it
@@ -263,10 +266,14 @@ _ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
 
 def _names_spec(layer: _Layer) -> bool:
     table = layer.values.get("dataset")
-    if not isinstance(table, dict):
-        return False
-    path = table.get("path")
-    return "spec" in table or (isinstance(path, Path) and path.suffix.lower() == ".toml")
+    return isinstance(table, dict) and ("spec" in table or _toml(layer, "dataset") is not None)
+
+
+def _toml(layer: _Layer, section: str) -> Path | None:
+    """Return the path of a section, if it ends in .toml."""
+    table = layer.values.get(section)
+    path = table.get("path") if isinstance(table, dict) else None
+    return path if isinstance(path, Path) and path.suffix.lower() == ".toml" else None
 
 
 def _expanded(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
@@ -280,8 +287,18 @@ def _expanded(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
         where, remedy = layer.place(("dataset", "spec")), "Accepted: the path of a TOML file."
         problems.append(SpecError(f"found {_shown(spec)}", where=where, remedy=remedy))
         return [rest]
-    contents = _anchored({"dataset": _read(spec, problems)}, spec.parent)
+    values = _read(spec, problems)
+    if {"model", "dataset"} <= values.keys():
+        problems.append(_run_file(spec))
+        return [rest]
+    contents = _anchored({"dataset": values}, spec.parent)
     return [_Layer(str(spec), contents, flat=True), rest]
+
+
+def _run_file(path: Path) -> SpecError:
+    """Say that a run file stands where a checkpoint or data belong."""
+    remedy = "Give it with --config in front, in place of CHECKPOINT and DATASET."
+    return SpecError("this is a run file", where=str(path), remedy=remedy)
 
 
 def _shown(value: Any) -> str:

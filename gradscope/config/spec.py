@@ -25,11 +25,7 @@ _COMPUTE = ("compute",)
 
 
 def option(
-    default: Any,
-    flag: str = "",
-    commands: tuple[str, ...] = (),
-    help: str = "",
-    accepted: str = "",
+    default: Any, flag: str = "", commands: tuple[str, ...] = (), help: str = "", accepted: str = ""
 ) -> Any:
     """Describe a setting.
 

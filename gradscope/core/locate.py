@@ -26,6 +26,7 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 _LABEL = re.compile(r"Target (-?\d+) is out of bounds")
 _TARGET = re.compile(r"expected target dtype to be Long")
 _COUNT = re.compile(r"positional arguments? but|required positional|unexpected keyword argument")
+_DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
 _DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type|not implemented for")
 
@@ -180,6 +181,11 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
         return None, (
             f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
             "with (outputs, targets): [dataset] inputs and targets say which arrays these are."
+        )
+    if _DEVICES.search(text):
+        return None, (
+            "Inputs, targets, the model and the tensors that it makes must be on one device: "
+            "inputs.to(device), torch.zeros(..., device=x.device)."
         )
     if _TARGET.search(text):
         return None, (

@@ -1,5 +1,6 @@
 """The widest floating point of a device: float64, and float32 where there is none (Apple's MPS)."""
 
+import warnings
 from functools import cache
 
 import torch
@@ -29,6 +30,23 @@ def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def doubled(t: Tensor) -> Tensor:
     """Return a tensor, real or complex, in the dtype in which its sums are taken."""
     return t.to(wider(t.dtype, t.device))
+
+
+def products(device: torch.device) -> torch.dtype:
+    """Return a dtype with the digits to which a device may round the factors of float32 products.
+
+    That is float32's own, unless it is allowed TF32, with the digits of float16, or less.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
+        try:
+            asked = torch.get_float32_matmul_precision()
+            convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+        except RuntimeError:  # they were set by two interfaces: ask for no more than either allows
+            asked, convolutions = "high", True
+    if asked == "medium":
+        return torch.bfloat16
+    return torch.float16 if convolutions or asked == "high" else torch.float32
 
 
 def on_host(t: Tensor) -> Tensor:

@@ -417,6 +417,9 @@ def _require_ordinary(name: str, p: Tensor) -> None:
     if nn.parameter.is_lazy(p):
         what = "the parameter has no shape yet"
         remedy = "Run the model once: lazy layers take their shapes from the first batch."
+    elif p.is_meta:
+        what = "the parameter is on the device meta, where it has no value"
+        remedy = "Load the weights: model.to_empty(device=...), then load_state_dict."
     elif not p.is_leaf:
         what = "the parameter is computed from other tensors, so it is no parameter of its own"
         remedy = (

@@ -109,6 +109,7 @@ class _Run:
     # the calls in which the sample at position 1 draws others, and the number of the trial
     other: tuple[frozenset[int], int] = (frozenset(), 0)
     before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
+    program: int = 0  # stands for the operations so far
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
         """Return where the samples are in the numbers of a call, of one of some shapes.
@@ -132,9 +133,15 @@ class _Run:
 
 @dataclass(eq=False)
 class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws every random number of a model by `seed`, the number of the call, and the sample."""
+    """Draws every random number of a model by `seed`, the number of the call, and the sample.
+
+    Programs that draw in the same shapes pass for one, though one may turn what it draws another
+    way than the other. So whoever proves answers is told of programs that are `new`.
+    """
 
     seed: int
+    new: bool = False  # a sequence of operations has run as none did before; to be reset
+    _programs: set[int] = field(default_factory=set)
     _plans: list[Plan] = field(default_factory=list)
     _runs: OrderedDict[int, _Run] = field(default_factory=OrderedDict)
     _begun: int = 0
@@ -209,6 +216,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._open.pop()
+            self.new |= run.program not in self._programs
+            self._programs.add(run.program)
             for generator, state in run.before.items():
                 generator.set_state(state)
             torch.default_generator.manual_seed(before)
@@ -218,6 +227,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, or draw in its place."""
         kwargs = kwargs or {}
+        if self._open:
+            self._open[-1].program = hash((self._open[-1].program, func))
         if func is _NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # what an operation has saved of itself is one already
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):

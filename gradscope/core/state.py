@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
+from gradscope.core.batch import tensors
 from gradscope.core.randomness import Fixed, random_numbers_kept, states
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
+from gradscope.core.stops import timely
 from gradscope.errors import GradscopeError, UnsupportedError
 
 _COPIED = 2**24  # bytes of a value of which a copy is kept
@@ -85,12 +87,13 @@ class State:
     """The state of a model and its loss; `latest` is the name of what was last seen to change.
 
     `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a
-    forward pass has asked torch's generators for others.
+    forward pass has asked torch's generators for others, `untrained` whether a part of it is
+    checkpointed in such a way that training gives its parameters no gradient.
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: Fixed | None = None) -> None:
         self._model, self._loss, self.fixed = model, loss, fixed
-        self.drew = False
+        self.drew = self.untrained = False
         self.latest = ""
         # tables, each with its keys that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
@@ -114,14 +117,14 @@ class State:
         """Put back what the body changes; one within another begins with the outer one's state.
 
         Backward passes belong into the body, for what they compute anew. There, and in the forward
-        passes, the model runs as it is written; see `as_written`.
+        passes, the model runs as it is written; see `_as_written`.
         """
         if self._before is not None:
             self._begin()
             yield
             return
         fixed = nullcontext() if self.fixed is None else self.fixed.active(self._model)
-        with as_written(), fixed:
+        with self._as_written(), fixed:
             yield from self._kept()
 
     def _kept(self) -> Iterator[None]:
@@ -145,6 +148,35 @@ class State:
             taken.put({**taken.items, **fresh})
 
     @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Let what is compiled, or checkpointed by a custom function, record its own operations.
+
+        A part compiled by `torch.compile` runs as it is written: compiled, it records a single
+        operation, in which the samples cannot be told apart. Reentrant activation checkpointing, of
+        which torch takes no gradient by a chosen tensor, becomes the other kind: the same values,
+        computed anew in the same way.
+        """
+        own = checkpointing.CheckpointFunction
+        loaded = "torch._dynamo" in sys.modules  # otherwise nothing has been compiled
+        try:
+            checkpointing.CheckpointFunction = types.SimpleNamespace(  # type: ignore[misc,assignment]
+                apply=self._checkpointed
+            )
+            with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
+                yield
+        finally:
+            checkpointing.CheckpointFunction = own  # type: ignore[misc]
+
+    def _checkpointed(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Return what `run` returns; it is run again in the backward pass."""
+        found = checkpointing.checkpoint(
+            run, *args, use_reentrant=False, preserve_rng_state=preserve
+        )
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            self.untrained |= any(t.requires_grad for t in tensors(found))
+        return found
+
+    @contextmanager
     def watched(self, *, again: bool = False) -> Iterator[None]:
         """Look everywhere for what the body changes, and put it back, now and from now on.
 
@@ -156,7 +188,8 @@ class State:
             self._begin()
         known = {id(p): p._version for p in own} if again else {}
         room = [_ROOM]
-        before = {key: _take(table, but=known, room=room) for key, table in reachable(roots, own)}
+        tables = timely(reachable(roots, own))
+        before = {key: _take(table, but=known, room=room) for key, table in tables}
         generators = {
             value.gi_frame: taken.table.named(key)
             for taken in before.values()
@@ -225,42 +258,12 @@ def _changed(lost: list[str]) -> UnsupportedError:
     )
 
 
-@contextmanager
-def as_written() -> Iterator[None]:
-    """Let what is compiled, or checkpointed by a custom function, record its own operations.
-
-    A part compiled by `torch.compile` runs as it is written: compiled, it records a single
-    operation, in which the samples cannot be told apart. Reentrant activation checkpointing, of
-    which torch takes no gradient by a chosen tensor, becomes the other kind: the same values,
-    computed anew in the same way.
-    """
-    own = checkpointing.CheckpointFunction
-    loaded = "torch._dynamo" in sys.modules  # otherwise nothing has been compiled
-    try:
-        checkpointing.CheckpointFunction = _Checkpoint  # type: ignore[misc,assignment]
-        with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
-            yield
-    finally:
-        checkpointing.CheckpointFunction = own  # type: ignore[misc]
-
-
 def compiled_part(model: nn.Module) -> str | None:
     """Name the first module that `torch.compile` was applied to, None if there is none."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             return f"layer {name!r}" if name else "the model"
     return None
-
-
-class _Checkpoint:
-    """Stands for torch's function of the same name."""
-
-    @staticmethod
-    def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Return what `run` returns; it is run again in the backward pass."""
-        return checkpointing.checkpoint(
-            run, *args, use_reentrant=False, preserve_rng_state=preserve
-        )
 
 
 def facts(model: nn.Module) -> list[Any]:

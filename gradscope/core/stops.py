@@ -9,11 +9,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from os import _exit  # as it is before anybody takes its place
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN = 1.0  # seconds; what passes signals on to its children often sends them twice
@@ -41,7 +44,7 @@ _OVER: ContextVar[Callable[[], bool] | None] = ContextVar("over", default=None)
 
 @contextmanager
 def within(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Raise `OutOfTime` where the body's next forward pass would begin after so many seconds."""
+    """Raise `OutOfTime` in the body where something long would begin after so many seconds."""
     end = clock() + seconds
     before = _OVER.set(lambda: clock() > end)
     try:
@@ -55,6 +58,13 @@ def require_time() -> None:
     over = _OVER.get()
     if over is not None and over():
         raise OutOfTime
+
+
+def timely(items: Iterable[T]) -> Iterator[T]:
+    """Yield items as long as there is time."""
+    for item in items:
+        require_time()
+        yield item
 
 
 class _Unwinding:

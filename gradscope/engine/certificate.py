@@ -31,6 +31,7 @@ from gradscope.core.independence import (
     require_own_gradients,
     same,
 )
+from gradscope.core.precision import products
 from gradscope.core.problem import Problem
 from gradscope.engine.judge import (
     NOTHING,
@@ -369,7 +370,8 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
     require_deterministic(answer.problem, batch)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
-    dtypes = (found.dtype, computed_in(answer.problem, batch))
+    place = answer.problem.device
+    dtypes = (found.dtype, computed_in(answer.problem, batch), products(place))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if bool((gap <= eps**0.5 * size).all()):
         return

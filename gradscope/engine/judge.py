@@ -4,7 +4,8 @@ What is compared is Σ wᵢ gᵢ with ∇ Σ wᵢ Lᵢ; a single sample has weig
 more than the tolerance, rounding may be to blame, and has to show it: by the gradient of the same
 samples in other company, for parameters whose gradient all but vanishes; or in float64, by what
 other last digits of the parameters do to the gradient, as where an activation is at its kink. Of a
-model in float64 that casts to less on the way, the tolerance is that of what it casts to.
+model in float64 that casts to less on the way, the tolerance is that of what it casts to; of one
+in float32 whose products may be rounded to TF32, that of as many digits.
 
 That proves sums over samples. Norms, rows, sums of squares, inner products and scaled sums are
 found by shortcuts of their own; of a few samples they are held against the sums of each by itself.
@@ -24,8 +25,9 @@ from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.independence import computed_in, nearby
-from gradscope.core.precision import doubled, on_host
+from gradscope.core.precision import doubled, on_host, products
 from gradscope.core.problem import Problem, double_precision
+from gradscope.core.stops import timely
 from gradscope.errors import CertificateError, ModelError, RefusedError
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -170,11 +172,12 @@ def judged(
     if doubtful and dtype != torch.float64:
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
             truth, spread = _in_float64(problem, objective, doubtful)
-            dtype = torch.float64
+            dtype, narrow = torch.float64, products(problem.device)
+            rounded = TOLERANCES[narrow] if problem.precision == torch.float32 else tolerance
             for k in doubtful:
                 size = max(sizes[k], _norm(truth[k]))
                 errors[k] = _relative(_norm(claim.value(k).to(truth[k]) - truth[k]), size)
-                allowed[k] = max(tolerance, _KINKS * _relative(spread[k], size))
+                allowed[k] = max(rounded, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
     elif doubtful:  # part of the model may be less precise than its parameters
@@ -263,7 +266,7 @@ def _norm(t: Tensor) -> float:
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
     """Hold what blocks say of samples at positions `chosen` against the sums of each by itself."""
-    for name, block in gradients.items():
+    for name, block in timely(gradients.items()):
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
         if not len(few):

@@ -1,7 +1,7 @@
 """A session: model, loss and settings, bound once; batches in, proved evaluations out."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -20,7 +20,7 @@ from gradscope.backends.base import (
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
-from gradscope.core.independence import same
+from gradscope.core.independence import computed_in, same
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed, probe
@@ -30,7 +30,13 @@ from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed
 from gradscope.engine.sharded import Lockstep
-from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError, SpecError
+from gradscope.errors import (
+    CertificateError,
+    CoupledSamplesError,
+    ModelError,
+    RefusedError,
+    SpecError,
+)
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import of_tokens, resolve
 from gradscope.stages.predictions import Columns, Predictions
@@ -283,8 +289,12 @@ class Session:
             self._due = True  # until a proof has passed, nothing more is answered
             raise
         self._facts = now
-        if evaluation.note and evaluation.note not in self.notes:
-            self.notes.append(evaluation.note)
+        self._note(evaluation.note)
+        if self.problem.state.untrained:
+            self._note(
+                "a part is checkpointed (use_reentrant=True) whose inputs require no gradient: "
+                "training gives its parameters none, these are what use_reentrant=False gives"
+            )
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         waits = self.settings.verify == "audit" and proof is None
@@ -298,11 +308,15 @@ class Session:
         self, batch: Batch, request: Request, number: int, *, last: bool
     ) -> tuple[Evaluation, Certificate | None]:
         """Return an answer, audited if it is to be, and its proof if all of it was proved."""
-        before = self.certificate
+        before, drew = self.certificate, self.problem.state.drew
         answer: Evaluate = self._uncompiled if self._compiled is None else self._compiled
+        if self._fixed is not None:
+            self._fixed.new = False
         evaluation = answer(batch, request)
         proof = None if self.certificate is before else self.certificate
-        look = self.auditor.begin(len(batch), number, last=last, new=evaluation.new, proof=proof)
+        new = evaluation.new or self.problem.state.drew > drew
+        new = new or (self._fixed is not None and self._fixed.new)
+        look = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
         audited = self.settings.verify == "audit" and proof is None
         audited = audited and (look.whole or look.alone > 0)
         if audited:
@@ -373,7 +387,22 @@ class Session:
             )
         self.certificate = proof
         self._due = not proof.proves
+        with suppress(ModelError):  # not every model takes one sample of them
+            self._note_precision(computed_in(self.problem, batch))
         return evaluation
+
+    def _note_precision(self, narrow: torch.dtype) -> None:
+        """Say that a model computes in less than its parameters' precision, if it does."""
+        eps = torch.finfo(narrow).eps
+        if eps > torch.finfo(self.problem.precision).eps:
+            self._note(
+                f"part of the model computes in {str(narrow).removeprefix('torch.')}: between "
+                f"backends and batches gradients differ by its rounding, some {eps:.0e}"
+            )
+
+    def _note(self, note: str) -> None:
+        if note and note not in self.notes:
+            self.notes.append(note)
 
     def drop_backend(self, error: RefusedError) -> bool:
         """Let go of a backend that has no right answer; return whether there is another."""

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gradscope.core import texts
-from gradscope.errors import OutputError
 from gradscope.report import plots
 from gradscope.report.terminal import bins
 from gradscope.stats.sections import (
@@ -28,6 +27,7 @@ from gradscope.stats.sections import (
     told_of,
     whole,
 )
+from gradscope.storage import write_page
 
 _LARGEST = 112  # pixels of a sample's side
 _INK = "#010203"  # in the picture, to be replaced by the page's own text colour
@@ -121,15 +121,9 @@ def write_html(result: Shown, path: str | Path) -> None:
     """Write the page; it has pictures when matplotlib is installed.
 
     Raises:
-        OutputError: The file cannot be written.
+        OutputError: The file cannot be written, or is another one.
     """
-    text = _page(result.overview())
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(
-            f"the page cannot be written: {error.strerror or error}", where=str(path)
-        ) from error
+    write_page(Path(path), _page(result.overview()), "gradscope stats")
 
 
 def _page(found: Overview) -> str:
@@ -149,6 +143,7 @@ def _page(found: Overview) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="gradscope stats">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{_safe(names)}: gradient statistics</title>

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gradscope.errors import OutputError, SpecError
+from gradscope.errors import SpecError
 from gradscope.report.console import fit_names
 from gradscope.stats.sections import (
     BarPicture,
@@ -19,6 +19,7 @@ from gradscope.stats.sections import (
     Shown,
     short,
 )
+from gradscope.storage import written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,12 +86,7 @@ def plot_stats(result: Shown, path: str | Path) -> None:
     if not pictures:
         raise SpecError("there is nothing to draw", where=str(path), remedy="Leave out --plot.")
     drawn = figure(pictures)
-    try:
-        save(drawn, target, target.suffix.lower()[1:])
-    except OSError as error:
-        raise OutputError(
-            f"the picture cannot be written: {error.strerror or error}", where=str(path)
-        ) from error
+    written(target, lambda file: save(drawn, file, target.suffix.lower()[1:]))
 
 
 def figure(pictures: Sequence[Picture], ink: str = "black") -> "Figure":

@@ -145,12 +145,13 @@ def _shown(console: Console, tell: Show | None) -> Iterator[Show]:
         yield lambda found, new: _print(found, new, console)
     else:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            drawn: tuple[int, int] | None = None
+            drawn: object = None
 
             def show(found: History | None, new: Sequence[Step]) -> None:
                 nonlocal drawn
-                if new or drawn != console.size:
-                    drawn = console.size
+                now = console.size, found and (len(found.steps), found.broken)
+                if new or drawn != now:
+                    drawn = now
                     live.update(_screen(found, console), refresh=True)
 
             yield show

@@ -31,7 +31,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, MergeReport, Phase, Room, RunReport
+    from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
     from gradscope.storage import Exported
 
 _STATUS = {
@@ -255,6 +255,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
     print_facts(console, rows)
     first = found.first
     samples = count(first.samples, "sample")
+    took = [f"{p.phase}: {duration(p.seconds)}, {p.passes:.2g} plain passes" for p in found.phases]
     lost = Styled(f"{first.nonfinite:,} of {samples}", "bold red")
     heading(console, "The first batch")
     rows = [
@@ -264,14 +265,10 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         *([("not finite", lost)] if first.nonfinite else []),
         ("certificate", verdict(found.certificate)),
         *unused_facts(found.certificate),
-        *listed("took", [_phase(one) for one in found.phases]),
+        *listed("took", took),
     ]
     print_facts(console, rows)
     render_plan(found.plan, console, verbose)
-
-
-def _phase(one: "Phase") -> str:
-    return f"{one.phase}: {duration(one.seconds)}, {one.passes:.2g} plain passes"
 
 
 def _sizes(shape: Sequence[int]) -> str:

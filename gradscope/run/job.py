@@ -30,8 +30,10 @@ from gradscope.config import (
 )
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
+from gradscope.core.locate import first_line
 from gradscope.core.problem import Loss
 from gradscope.core.ranks import Ranks, divided
+from gradscope.core.shortage import is_shortage
 from gradscope.engine.fold import request_of
 from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
@@ -369,7 +371,22 @@ def _placed(model: nn.Module, device: str | None, dtype: str | None) -> nn.Modul
                 where="device",
                 remedy="Use --device cpu, or leave it out.",
             )
+        _require_usable(torch.device(device))
     return model.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
+
+
+def _require_usable(device: torch.device) -> None:
+    """Refuse a GPU on which nothing runs: of another generation, with another driver, lost."""
+    try:
+        torch.ones(2, device=device).sum().item()
+    except (RuntimeError, AssertionError) as error:
+        if is_shortage(error):
+            raise
+        raise SpecError(
+            f"{device} does not compute: {first_line(error)}",
+            where="device",
+            remedy="Use --device cpu, or leave it out; or install a torch for this GPU and driver.",
+        ) from error
 
 
 def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:

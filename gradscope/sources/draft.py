@@ -25,6 +25,7 @@ from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
 _SHOWN = 6  # tensors named in a comment
+_READ = 10_000  # targets that are read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
@@ -82,15 +83,17 @@ def draft(
 ) -> Draft:
     """Return a run file for a folder; the factory and the loss are guessed where not known.
 
-    `data` is a data file, or a dataset spec ending in .toml.
+    `data` is a data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
     """
     result = Draft()
     beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    model_lines = _model(result, model, checkpoint, folder, beside)
     checkpoint_lines = _checkpoint(result, checkpoint, folder)
+    model_lines = _model(result, model, checkpoint, folder, beside)
     found, why = "mse", "an example"
-    if data.suffix.lower() == ".toml":
-        dataset_lines = [f"spec = {quoted(_relative(data, folder))}"]
+    spec = data.suffix.lower() == ".toml"
+    if spec or function_of(str(data)) is not None:  # the samples of a function are not looked at
+        reference = _relative(data, folder) if spec else _anchored(str(data), folder)
+        dataset_lines = [f"{'spec' if spec else 'path'} = {quoted(reference)}"]
         result.missing += [] if loss else ["loss.name"]
     else:
         dataset_lines, found, why = _dataset(result, data, folder)
@@ -195,28 +198,53 @@ def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, s
     """Return what is known of a data file, a loss that takes its targets, and why."""
     kind, opened = open_arrays(data)
     arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names}
-    inputs, targets, why = _columns(arrays)
     held = listed(f"{name} {array}" for name, array in arrays.items())
     lines = [f"# {kind}: {_comment(held)}", f"path = {quoted(_relative(data, folder))}"]
-    for key, value in (("inputs", _value(inputs)), ("targets", _value(targets))):
-        result.guessed[f"dataset.{key}"] = f"{value}: {why}"
-        lines.append(f"{key} = {value}  # guessed: {why}")
+
+    def guess(key: str, value: Any, why: str) -> None:
+        result.guessed[f"dataset.{key}"] = f"{_value(value)}: {why}"
+        lines.append(f"{key} = {_value(value)}  # guessed: {_comment(why)}")
+
+    inputs, targets, why = _columns(arrays)
+    padded = [k for k in inputs if arrays[k].sample is None and arrays[k].dtype != "text"]
+    masked = isinstance(inputs, dict) and padded == ["input_ids"]
+    if isinstance(inputs, dict):
+        guess("inputs", {**inputs, "attention_mask": "input_ids_mask"} if masked else inputs, why)
+    elif len(inputs) > 1 and all(arrays[k].sample == () for k in inputs):
+        guess("columns", {"table": inputs}, "numbers that stand side by side")
+        guess("inputs", ["table"], why)
+    else:
+        guess("inputs", inputs, why)
+    guess("targets", targets, why)
+    if padded:
+        of = "of different lengths; NAME_mask says which entries are their own"
+        guess("pad", dict.fromkeys(padded, 0), of)
     pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
     if pixels:
-        casts, scales = (_value(dict.fromkeys(pixels, value)) for value in ("float32", 1 / 255))
-        result.guessed["dataset.dtype"] = f"{casts}: inputs are bytes"
-        lines.append(f"dtype = {casts}  # guessed: these inputs are bytes, such as pixels")
+        kinds = listed(sorted({arrays[k].dtype for k in pixels}))
+        guess("dtype", dict.fromkeys(pixels, "float32"), f"inputs are {kinds}")
+        scales = _value(dict.fromkeys(pixels, 1 / 255))
         lines.append(f"# scale = {scales}  # times this, as the model was trained")
+    texts = opened.load(targets[0]) if targets else None
+    if isinstance(texts, TextColumn):
+        first = sorted(set(texts.read(0, min(texts.n, _READ))))
+        guess("classes", {targets[0]: first}, f"the texts of the first {_READ:,} samples, sorted")
     if not targets:
         return lines, "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
-    target = arrays[targets[0]]
-    if "int" in target.dtype and "input_ids" in inputs and target.sample != ():
-        return lines, "causal_lm", "targets are token ids, one a position"
-    if "int" in target.dtype:
-        return lines, "cross_entropy", "targets are integers, taken for classes"
+    found, why = _loss(arrays[targets[0]], tokens="input_ids" in inputs)
+    return lines, f"{found}:mask=input_ids_mask" if masked and found == "causal_lm" else found, why
+
+
+def _loss(target: _DataArray, *, tokens: bool) -> tuple[str, str]:
+    """Return a loss for such targets of inputs that are `tokens` or others, and why."""
+    if "int" in target.dtype and tokens and target.sample != ():
+        return "causal_lm", "targets are token ids, one a position"
+    if "int" in target.dtype or target.dtype == "text":
+        kind = "texts" if target.dtype == "text" else "integers"
+        return "cross_entropy", f"targets are {kind}, taken for classes"
     if target.dtype == "bool":
-        return lines, "bce_with_logits", "targets are true or false"
-    return lines, "mse", f"targets are {target.dtype}"
+        return "bce_with_logits", "targets are true or false"
+    return "mse", f"targets are {target.dtype}"
 
 
 def _columns(
@@ -226,15 +254,20 @@ def _columns(
     n = Counter(array.length for array in arrays.values()).most_common(1)[0][0] if arrays else 0
     usable = [name for name, array in arrays.items() if array.length == n]
     targets = [name for name in usable if _TARGETS & set(re.split(r"[\W_]+", name.lower()))]
-    inputs = [k for k in usable if k not in targets and k.lower() not in _NO_INPUTS]
+    rest = [k for k in usable if k not in targets and k.lower() not in _NO_INPUTS]
+    inputs = [k for k in rest if arrays[k].dtype != "text"] or rest  # texts need a tokenizer
     if not inputs:  # one array, or only names that look like targets
         inputs, targets = targets[:1] or usable[:1], targets[1:]
     if "input_ids" in inputs and not targets:
         targets = ["input_ids"]
     known = {name: name for name in inputs if name in _KEYWORDS}
-    if len(inputs) == 2 and not targets and not known:
+    if targets or known or len(inputs) < 2:
+        return known or inputs, targets, "by their names"
+    if len(inputs) == 2:
         return inputs[:1], inputs[1:], "of two arrays, the first and the second"
-    return known or inputs, targets, "by their names"
+    if all(arrays[k].sample == () for k in rest):
+        return inputs[:-1], inputs[-1:], "of a table, the last column is the target"
+    return inputs, targets, "by their names"
 
 
 def _value(value: Any) -> str:

@@ -32,7 +32,7 @@ from gradscope.stages.transforms.base import (
     Vector,
     transforms,
 )
-from gradscope.storage import open_file
+from gradscope.storage import chain_called, open_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,17 +155,16 @@ def stored_vector(reference: str) -> Vector:
     """Read the stored aggregate FILE.h5:CHAIN, where CHAIN is the chain's text or its number."""
     path, _, name = reference.rpartition(".h5:")
     if not path:
-        raise ValueError(reference)
+        remedy = "Write FILE.h5:K, K the number or the text of a chain with a reducer in that file."
+        raise SpecError(f"{reference!r} names no stored vector", remedy=remedy)
     with open_file(f"{path}.h5") as file:
-        wanted = "".join(name.split())
-        for k, chain in enumerate(file.chains):
-            if chain.reduced and wanted in (str(k), "".join(chain.text.split())):
-                values = {}
-                for key, array in chain.items():
-                    stored = array[:]
-                    dtype = np.complex128 if np.iscomplexobj(stored) else np.float64
-                    values[key] = torch.from_numpy(np.asarray(stored, dtype=dtype))
-                return Vector(values, reference)
+        if chain := chain_called(file, name, reduced=True):
+            values = {}
+            for key, array in chain.items():
+                stored = array[:]
+                dtype = np.complex128 if np.iscomplexobj(stored) else np.float64
+                values[key] = torch.from_numpy(np.asarray(stored, dtype=dtype))
+            return Vector(values, reference)
         known = [f"{k} ({c.text})" for k, c in enumerate(file.chains) if c.reduced]
     raise SpecError(
         f"there is no reduced chain {name!r} in the file",

@@ -194,11 +194,7 @@ def _require_tensors(outputs: Any, targets: Any) -> None:
 
 
 def _entrywise(
-    fn: Callable[..., Tensor],
-    outputs: Tensor,
-    targets: Tensor,
-    per_sample: Normaliser,
-    **options: Any,
+    fn: Callable[..., Tensor], outputs: Tensor, targets: Tensor, per_sample: Normaliser, **how: Any
 ) -> Tensor:
     """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
     _require_tensors(outputs, targets)
@@ -208,7 +204,7 @@ def _entrywise(
             where="loss",
             remedy="Reshape one of them: broadcasting would mix the samples.",
         )
-    return per_sample_loss(fn(outputs, targets, reduction="none", **options), per_sample)
+    return per_sample_loss(fn(outputs, targets, reduction="none", **how), per_sample)
 
 
 def _two_classes(outputs: Tensor) -> Tensor:
@@ -284,13 +280,8 @@ def nll(
     The options are those of `cross_entropy`.
     """
     _require_tensors(outputs, targets)
-    values = F.nll_loss(
-        outputs,
-        targets,
-        class_weights(weight, outputs, 1),
-        ignore_index=ignore_index,
-        reduction="none",
-    )
+    own = class_weights(weight, outputs, 1)
+    values = F.nll_loss(outputs, targets, own, ignore_index=ignore_index, reduction="none")
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 

@@ -6,7 +6,6 @@ A statistic is in one file of `builtin/`; `statistic` registers one from anywher
 from gradscope.stats.summary import (  # first: the statistics register with it
     Data,
     Options,
-    Statistic,
     Summary,
     statistic,
     statistics,
@@ -33,7 +32,6 @@ __all__ = [
     "Proof",
     "Record",
     "Section",
-    "Statistic",
     "Step",
     "Summary",
     "builtin",

@@ -1,7 +1,6 @@
 """Two files: what changed from the first to the second."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -12,7 +11,7 @@ from gradscope.stats.builtin.batch import NoiseScale, noise_scale
 from gradscope.stats.builtin.expectations import Fisher, fisher_of
 from gradscope.stats.builtin.parameters import parameter_rows
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.products import Tiles, flat
+from gradscope.stats.products import Tiles, distances, flat
 from gradscope.stats.records import Floats, Plain, Positions, Record, average, number, ratio, spread
 from gradscope.stats.sections import (
     POINTS,
@@ -45,7 +44,6 @@ from gradscope.stats.source import (
     rows_unusable,
 )
 
-_TILE = 2**21  # numbers of a file in work at a time
 _DRAWN = 40  # parameters in a picture
 _COMPARED = ("mean_norm", "mean_gradient_norm", "signal_to_noise")  # of a parameter
 
@@ -154,12 +152,11 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
     same_data = isinstance(digests[0], str) and digests[0] == digests[1]
     at = _common(both) if same_data else (np.arange(0), np.arange(0))
     norms = [table.norm[k] for table, k in zip(tables, at, strict=True)]
-    common = len(at[0])
-    some = spread(common, POINTS)
+    some = spread(len(at[0]), POINTS)
     with np.errstate(all="ignore"):
         products = _products(files, tables, names, rows)
-        distances = _distances(files, tables, at, names) if rows else None
-        moved = np.abs(norms[1] - norms[0]) if distances is None else distances
+        apart = _distances(files, tables, at, names) if rows else None
+        moved = np.abs(norms[1] - norms[0]) if apart is None else apart
         found = [parameter_rows(file, finite_samples(file)) for file in files]
         by_name = [{row.name: row for row in part} for part in found]
         noises: Any = [noise_scale(t.norm, mean_gradient_squared(f)) for f, t in both]
@@ -180,17 +177,12 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
             ),
             only_first=tuple(name for name in first.parameters if name not in names),
             only_second=tuple(name for name in second.parameters if name not in names),
-            common=common,
+            common=len(at[0]),
             samples=tuple(
-                Moved(
-                    **tables[0].described(int(at[0][k])),
-                    norm=Both.of(norm[k] for norm in norms),
-                    loss=Both.of(t.loss[place[k]] for t, place in zip(tables, at, strict=True)),
-                    moved=float(moved[k]),
-                )
+                _moved(tables, at[0][k], at[1][k], moved[k])
                 for k in np.argsort(-moved, kind="stable")[:top]
             ),
-            exact=distances is not None,
+            exact=apart is not None,
             norms=tuple(zip(*(norm[some].tolist() for norm in norms), strict=True)),
         )
 
@@ -201,6 +193,17 @@ def _common(both: Sequence[tuple[Source, Samples]]) -> Two[Positions]:
     _, *matched = np.intersect1d(first, second, return_indices=True)
     order = np.argsort(matched[0])
     return matched[0][order], matched[1][order]
+
+
+def _moved(tables: Two[Samples], before: int, after: int, by: float) -> Moved:
+    """Return a sample that is at one place before and at another after, side by side."""
+    a, b = tables
+    return Moved(
+        **a.described(int(before)),
+        norm=Both.of([a.norm[before], b.norm[after]]),
+        loss=Both.of([a.loss[before], b.loss[after]]),
+        moved=float(by),
+    )
 
 
 def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]]) -> ParameterChange:
@@ -245,23 +248,9 @@ def _distances(
     arrays = [rows_of(file) for file in files]
     if arrays[0] is None or arrays[1] is None or any(map(rows_unusable, files)):
         return None
-    rows = [table.rows[place] for table, place in zip(tables, at, strict=True)]
-    squares = np.zeros(len(rows[0]))
-    for name in names:
-        both = arrays[0][name], arrays[1][name]
-        step = max(1, _TILE // max(1, prod(both[0].shape[1:])))
-        for start in range(0, len(squares), step):
-            part = slice(start, start + step)
-            a, b = (_read(array, r[part]) for array, r in zip(both, rows, strict=True))
-            squares[part] += np.square(np.abs(b - a)).reshape(len(a), -1).sum(1)
-    return np.sqrt(squares) if np.isfinite(squares).all() else None
-
-
-def _read(array: Any, rows: Positions) -> Any:
-    """Return the rows (b, *shape) in double precision; those in sequence are read as one."""
-    in_sequence = len(rows) and (np.diff(rows) == 1).all()
-    values = array[slice(int(rows[0]), int(rows[-1]) + 1) if in_sequence else rows]
-    return np.asarray(values, dtype=np.result_type(values.dtype, np.float64))
+    pairs = ((arrays[0][name], arrays[1][name]) for name in names)
+    found = distances(pairs, tables[0].rows[at[0]], tables[1].rows[at[1]])
+    return found if np.isfinite(found).all() else None
 
 
 def _overall(found: Difference) -> Section:

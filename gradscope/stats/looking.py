@@ -15,25 +15,15 @@ from gradscope.stats.sections import Card, Overview, Pixels, Section, Shown, sho
 class Named(Protocol):
     """A row about a sample."""
 
-    @property
-    def index(self) -> int:
-        """Its position in the data set."""
-
-    @property
-    def id(self) -> int | str | None:
-        """Its own name."""
+    index: int  # its position in the data set
+    id: int | str | None  # its own name
 
 
 class Known(Named, Protocol):
     """A row that says what is known of a sample."""
 
-    @property
-    def target(self) -> Plain:
-        """Its target."""
-
-    @property
-    def prediction(self) -> Plain:
-        """What the model makes of it."""
+    target: Plain
+    prediction: Plain  # what the model makes of it
 
 
 def name_of(row: Named) -> str:
@@ -50,15 +40,11 @@ def label(opened: Opened, target: Any) -> str:
 
 
 class Album:
-    """Samples opened, those of several data sets side by side.
-
-    Attributes:
-        sides: The data sets.
-        contents: What the samples are, by side and index, where they can be shown.
-    """
+    """Samples opened, those of several data sets side by side."""
 
     def __init__(self, sides: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
-        self.sides = sides
+        self.sides = sides  # the data sets
+        # what the samples are, by side and index, where they can be shown
         self.contents: dict[tuple[str, int], Content] = {}
         for side, indexes in wanted.items():
             found = zip(indexes, sides[side].contents(indexes), strict=True)

@@ -6,7 +6,7 @@ time, summed in float64. Products with the mean need the mean first: where no ch
 stored, what was read is kept up to a limit and the rest is read again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
@@ -40,6 +40,7 @@ _HELD = 2**25  # numbers of a parameter that are held for it: m p
 _GROUP_BYTES = 2**28  # for the sums of all classes in one parameter
 _NOISELESS = 1e-12  # of E[g²]: a variance below it is a rounding error
 _PARTS = 16  # blocks that a row is at least made of: each has its place in a sketch
+_APART = 2**21  # numbers of an array whose rows are compared, in work at a time
 
 Tile = tuple[Positions, NDArray[Any]]  # places among the samples (b,), rows (b, w)
 
@@ -59,13 +60,9 @@ class Limits:
 
 
 class Tiles:
-    """The rows of the finite samples, in tiles; the parts of complex numbers are own entries.
+    """The rows of the finite samples of an array (N, *shape), in tiles.
 
-    Args:
-        array: (N, *shape), as stored.
-        samples: The finite samples.
-        reader: Reads the next tile while one is in work.
-        limits: Of memory.
+    The parts of complex numbers are own entries. `reader` reads the next tile while one is in work.
     """
 
     def __init__(self, array: Any, samples: Samples, reader: Executor, limits: Limits) -> None:
@@ -372,6 +369,24 @@ def picked(samples: Samples, entries: int, widest: int = 1) -> Mask:
     chosen: Mask = np.zeros(samples.n, dtype=bool)
     chosen[spread(samples.n, m)] = True
     return chosen
+
+
+def distances(pairs: Iterable[tuple[Any, Any]], first: Positions, second: Positions) -> Floats:
+    """Return ‖aᵢ − bᵢ‖ (m,) over all pairs of arrays (N, *shape), a few rows at a time.
+
+    aᵢ and bᵢ are the rows `first` (m,) of one array and `second` (m,) of the other.
+    """
+    squares = np.zeros(len(first))
+    for pair in pairs:
+        step = max(1, _APART // max(1, prod(pair[0].shape[1:])))
+        for start in range(0, len(squares), step):
+            part = slice(start, start + step)
+            a, b = (
+                np.asarray(array[rows[part]], np.result_type(array.dtype, np.float64))
+                for array, rows in zip(pair, (first, second), strict=True)
+            )
+            squares[part] += np.square(np.abs(b - a)).reshape(len(a), -1).sum(1)
+    return wide(np.sqrt(squares))
 
 
 def _from_rows(

@@ -16,6 +16,7 @@ from gradscope.stats.records import Histogram, Interval
 T = TypeVar("T")
 
 NONE = "-"
+WRONG = " (wrong)"  # behind a prediction
 SYMBOLS = "gᵢ: gradient of sample i's own loss. G = (1/N) Σᵢ gᵢ over the N finite samples."
 POINTS = 4000  # samples in a picture
 _SAMPLE = re.compile(r"(?<!--)(?<![/\w.])[Ss]ample(?=s?(?:/s\b|(?![\w/=]|[.:]\w)))")
@@ -140,7 +141,7 @@ class Card:
     content: Pixels | str | None  # what it is, None where that is not known
     wrong: int | None = None  # which of the lines is a wrong prediction: the card stands out
 
-    def told(self, mark: str = " (wrong)") -> list[str]:
+    def told(self, mark: str = WRONG) -> list[str]:
         """Return the lines, with a mark after a wrong prediction."""
         return [line + mark * (k == self.wrong) for k, line in enumerate(self.lines)]
 

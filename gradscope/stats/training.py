@@ -229,14 +229,18 @@ class History(Record, Shown):
         formula = "B_simple = trΣ / |G|² (McCandlish et al. 2018)"
         curves = _curves(steps)
         shown = Table(_columns([steps[k] for k in spread(len(steps), _SHOWN)]))
-        facts = self._facts()
+        facts, warnings = self._facts(), []
+        if self.broken:
+            said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
+            named = ", ".join(map(str, self.broken[:_NAMED]))
+            warnings = [f"{said}: {named}{', ...' if len(self.broken) > _NAMED else ''}"]
         short_ = [Section("Over time", curves)]
         if steps[-1].parameters:
             short_.append(Section("Parameters that learn", table=_learning(steps[-1])))
         return Overview(
             paths=[self.path],
             facts=facts,
-            warnings=self._warnings(),
+            warnings=warnings,
             sections=[
                 Section("Over time", curves, formulas=[formula]),
                 Section("Steps", table=shown),
@@ -260,14 +264,6 @@ class History(Record, Shown):
         if self.end is not None:
             facts.append(("training", self.end.text))
         return facts
-
-    def _warnings(self) -> list[str]:
-        if not self.broken:
-            return []
-        named = ", ".join(map(str, self.broken[:_NAMED]))
-        more = ", ..." if len(self.broken) > _NAMED else ""
-        said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
-        return [f"{said}: {named}{more}"]
 
 
 def record(path: str | Path, step: int, summary: Summary, cost: Cost | None = None) -> Step:
@@ -325,9 +321,6 @@ class HistoryReader:
 
     Of a step that was recorded again, as after a restart, the last counts. A last line that is not
     whole yet is left for the next time; other lines that are no steps are left out and counted.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str | Path) -> None:

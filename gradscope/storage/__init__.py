@@ -1,14 +1,27 @@
 """Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.export import Exported, export
-from gradscope.storage.format.files import deferred, locked, put_in_place, require_place, writing
+from gradscope.storage.format.files import (
+    deferred,
+    locked,
+    put_in_place,
+    require_place,
+    write_page,
+    writing,
+    written,
+)
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
 from gradscope.storage.merge import Joiner, Part, Parts, check_parts, open_joiner, require_free
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
-from gradscope.storage.read.arrays import StoredArray, StoredChain
-from gradscope.storage.read.file import GradientFile, open_file
-from gradscope.storage.write.create import Look, file_bytes
+from gradscope.storage.read.file import (
+    GradientFile,
+    StoredArray,
+    StoredChain,
+    chain_called,
+    open_file,
+)
+from gradscope.storage.write.create import file_bytes
 from gradscope.storage.write.journal import LONGEST
 from gradscope.storage.write.region import PART_BYTES, Scratch
 from gradscope.storage.write.writer import KEEP_BYTES, Writer, open_writer
@@ -23,7 +36,6 @@ __all__ = [
     "GradientFile",
     "Joiner",
     "Layout",
-    "Look",
     "Part",
     "Parts",
     "Rows",
@@ -32,6 +44,7 @@ __all__ = [
     "StoredArray",
     "StoredChain",
     "Writer",
+    "chain_called",
     "check_parts",
     "deferred",
     "differences",
@@ -46,5 +59,7 @@ __all__ = [
     "require_compression",
     "require_free",
     "require_place",
+    "write_page",
     "writing",
+    "written",
 ]

@@ -11,8 +11,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -26,27 +25,26 @@ from gradscope.core.registry import suggestion
 from gradscope.core.texts import printable
 from gradscope.errors import OutputError, SpecError
 from gradscope.storage.format.files import (
+    DRAFT,
+    Write,
     excess,
-    locked,
     require_free,
     require_place,
     require_short,
+    told,
+    written,
 )
 from gradscope.storage.format.numbers import escape
-from gradscope.storage.read.arrays import StoredArray, StoredChain
-from gradscope.storage.read.file import GradientFile
+from gradscope.storage.read.file import GradientFile, StoredArray, StoredChain, chain_called
 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
 _TABLES = (".parquet", ".csv")
-_SUFFIX = ".part"  # of what is not complete
 _BLOCK_BYTES = 2**25  # of dense numbers in memory at a time
 _TABLE_ROWS = 2**16  # at a time
 _DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 _ALIGNED = 8
-
-Write = Callable[[BinaryIO], None]
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,8 @@ def export(
         ResultFileError: The data are damaged; nothing is written then.
         OutputError: A file cannot be written.
     """
-    require_short(path, _SUFFIX if path.suffix else "")
-    with _reported(path):
+    require_short(path, DRAFT if path.suffix else "")
+    with told(path):
         is_same = path.exists() and path.samefile(file.path)
         suffix = "" if path.is_dir() else path.suffix.lower()
     if is_same:
@@ -134,8 +132,7 @@ def export(
             raise SpecError("the sample table belongs to no chain", remedy="Leave out --chain.")
         made = [_table(file, parameters, samples, path)]
     elif suffix in FORMATS or not suffix:
-        found = _find_chain(file, chain or "0")
-        selected = _select(file, found, parameters, samples)
+        found, selected = _select(file, chain or "0", parameters, samples)
         if suffix == ".safetensors":
             made = [_arrays(file, found, selected, path)]
         else:
@@ -147,14 +144,14 @@ def export(
             remedy=f"Supported: {', '.join(FORMATS)}, and a folder of .npy files.",
         )
     _require_room([Path(one.path) for one, _ in made], sum(one.bytes for one, _ in made), overwrite)
-    return [replace(one, bytes=_written(Path(one.path), write)) for one, write in made]
+    return [replace(one, bytes=written(Path(one.path), write)) for one, write in made]
 
 
 def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
     """Check that files of `size` bytes in all may be written, and that the disk has room."""
     for place in places:
-        require_place(place, _SUFFIX)
-        with _reported(place):
+        require_place(place, DRAFT)
+        with told(place):
             is_folder = place.is_dir()
             free = shutil.disk_usage(place.absolute().parent).free
             require_free(place, overwrite=overwrite or is_folder)
@@ -168,24 +165,18 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
             )
 
 
-def _find_chain(file: GradientFile, name: str) -> StoredChain:
-    """Return the chain of that number or text."""
-    plain = "".join(name.split())
-    for k, chain in enumerate(file.chains):
-        if plain in (str(k), "".join(chain.text.split())):
-            return chain
-    known = ", ".join(f"{k} ({chain.text})" for k, chain in enumerate(file.chains))
-    raise SpecError(
-        f"there is no chain {name!r}",
-        where=str(file.path),
-        remedy=f"Give the number or the text of one of: {known}.",
-    )
-
-
 def _select(
-    file: GradientFile, chain: StoredChain, globs: Sequence[str], samples: slice | None
-) -> list[_Selected]:
-    """Return the parameters of a chain that match a glob (all without any), and their samples."""
+    file: GradientFile, name: str, globs: Sequence[str], samples: slice | None
+) -> tuple[StoredChain, list[_Selected]]:
+    """Return the chain `name`, its parameters that match a glob (all without any), of samples."""
+    chain = chain_called(file, name)
+    if chain is None:
+        known = ", ".join(f"{k} ({one.text})" for k, one in enumerate(file.chains))
+        raise SpecError(
+            f"there is no chain {name!r}",
+            where=str(file.path),
+            remedy=f"Give the number or the text of one of: {known}.",
+        )
     if chain.reduced and samples is not None:
         raise SpecError(
             f"the chain {chain.text!r} is an aggregate and has no samples",
@@ -193,7 +184,7 @@ def _select(
             remedy="Leave out --samples, or choose a chain of rows.",
         )
     rows = None if chain.reduced else _find_rows(file, samples)
-    return [_Selected(chain[name], rows) for name in _matching(list(chain), globs)]
+    return chain, [_Selected(chain[own], rows) for own in _matching(list(chain), globs)]
 
 
 def _matching(names: list[str], globs: Sequence[str]) -> list[str]:
@@ -230,7 +221,7 @@ def _folder(selected: Sequence[_Selected], path: Path) -> list[Made]:
             remedy="Choose one of them with --parameter, or export .safetensors.",
         )
     for name in names:
-        if excess(name + _SUFFIX, path.absolute().parent):
+        if excess(name + DRAFT, path.absolute().parent):
             raise SpecError(
                 f"the name of the parameter {name[:40]}… is too long for a file of its own",
                 where=str(path),
@@ -337,37 +328,3 @@ def _write_csv(blocks: Iterator[Mapping[str, np.ndarray]], names: list[str], out
         writer.writerows(zip(*map(texts, block.values()), strict=True))
     text.flush()
     text.detach()
-
-
-@contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that is to be written into an `OutputError`."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"cannot be written: {error.strerror or error}",
-            where=str(path),
-            remedy="Check the place, and the space on its disk; nothing was left there.",
-        ) from error
-
-
-def _written(path: Path, write: Write) -> int:
-    """Write `path`.part, which is synced and becomes `path` when it is complete; return its size.
-
-    Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
-    killed leaves the `.part`, which the next one clears.
-    """
-    part = path.with_name(path.name + _SUFFIX)
-    with _reported(path), locked(part) as descriptor:
-        try:
-            os.ftruncate(descriptor, 0)
-            with os.fdopen(descriptor, "wb", closefd=False) as file:
-                write(file)
-            os.fsync(descriptor)
-            part.replace(path)
-        except BaseException:
-            with suppress(OSError):  # what went wrong first is said
-                part.unlink(missing_ok=True)
-            raise
-        return path.stat().st_size

@@ -21,7 +21,9 @@ from torch import Tensor
 from gradscope.errors import OutputError, RefusedError, ResultFileError
 from gradscope.storage.format.files import locked, reading, require_place, writing
 from gradscope.storage.format.files import require_free as require_not_taken
-from gradscope.storage.format.forms import (
+from gradscope.storage.format.layout import (
+    SOURCES,
+    TABLES,
     Form,
     describe,
     factors_group,
@@ -29,10 +31,9 @@ from gradscope.storage.format.forms import (
     stored_form,
     utf8_links,
 )
-from gradscope.storage.format.layout import SOURCES, TABLES
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.plan import FilePlan, States, differences, to_json
-from gradscope.storage.read.arrays import column, stored_states
+from gradscope.storage.read.file import column, stored_states
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 from gradscope.storage.write.create import Look, complete, lay_out
 from gradscope.storage.write.journal import LONGEST, Paths, require_not_there
@@ -302,14 +303,12 @@ class Joiner:
 
     def lay_out(self, plan: FilePlan, batch: int) -> None:
         """Create all groups and data sets with a sample axis."""
-        rest = (self._paths, self._target, plan)
+        forms, more = self._parts.forms, []
+        if self._virtual:
+            more = [partial(_create_virtual, parts=self._parts, folder=self._paths.final.parent)]
+            forms = {path: form for path, form in forms.items() if in_table(path)}
         with writing(self._paths.final):
-            if self._virtual:
-                refer = partial(_create_virtual, parts=self._parts, folder=self._paths.final.parent)
-                tables = {path: form for path, form in self._parts.forms.items() if in_table(path)}
-                self._regions = lay_out(*rest, tables, batch, refer)
-            else:
-                self._regions = lay_out(*rest, self._parts.forms, batch)
+            self._regions = lay_out(self._paths, self._target, plan, forms, batch, *more)
 
     def add(self, part: Part) -> Owned:
         """Copy the rows of the next part, and return its reducers' states."""
@@ -324,12 +323,11 @@ class Joiner:
                 )
             kept = file.get("states", {})
             if not kept and bool(np.any(column(file["samples/finite"], checks))):
-                raise ResultFileError(
-                    "the file holds no states of reducers, which are kept in shards and where "
-                    "small",
-                    where=str(part.path),
-                    remedy="Compute it as a shard: --shard I/N.",
+                what = (
+                    "the file holds no states of reducers, which are kept in shards and where small"
                 )
+                remedy = "Compute it as a shard: --shard I/N."
+                raise ResultFileError(what, where=str(part.path), remedy=remedy)
             states = {
                 owner: {key: torch.from_numpy(v) for key, v in stored_states(group, checks).items()}
                 for owner, group in kept.items()
@@ -364,17 +362,9 @@ class Joiner:
         look: Look | None = None,
     ) -> None:
         """Complete the file, as `Writer.finish` does."""
+        ending = (results, certificate, norm_attributes, states, look)
         with writing(self._paths.final):
-            complete(
-                self._paths,
-                self._target,
-                self._regions,
-                results,
-                certificate,
-                norm_attributes,
-                states,
-                look,
-            )
+            complete(self._paths, self._target, self._regions, *ending)
         self._done = True
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ until the training has lasted long enough to pay for it. Besides its file it goe
 callable (step, values), or an object's `log`.
 """
 
+import gc
 import math
 import os
 import re
@@ -370,7 +371,10 @@ class Monitor:
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Leave random generators, modes, autocast and compiled code as they are."""
+        """Leave random generators, modes, autocast and compiled code as they are.
+
+        Nor is garbage collected: a walk through all that a training holds would count as measuring.
+        """
         modes = [(m, m.training) for m in self._model.modules()] if self._mode == "eval" else []
         device = self.scope.problem.device.type
         with ExitStack() as stack:
@@ -379,6 +383,9 @@ class Monitor:
             stack.enter_context(torch.autocast(device, enabled=False))
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if gc.isenabled():
+                stack.callback(gc.enable)
+                gc.disable()
             try:
                 for module, _ in modes:
                     module.training = False

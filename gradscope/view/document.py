@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from math import ceil, isqrt
+from math import ceil, isqrt, prod
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,27 @@ from gradscope.sources.opened import Content, Opened
 from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.looking import scale
-from gradscope.stats.records import plain
-from gradscope.stats.sections import Fact, Spark, told_of
-from gradscope.stats.source import keys_of, token_names
+from gradscope.stats.records import Floats, cosines_of, plain, wide
+from gradscope.stats.sections import WRONG, Fact, Spark, told_of
+from gradscope.stats.source import (
+    gram_of,
+    keys_of,
+    projections_of,
+    rows_of,
+    rows_unusable,
+    token_names,
+)
 from gradscope.stats.summary import Data, summary_of
 from gradscope.storage import GradientFile
-from gradscope.view.related import Heat, Neighbours, heat, neighbours
 
 VERSION = 1
 _MOST = 5000  # samples with details on a page
 _LAYERED = 500_000  # norms by parameter on a page
 _TOP = 5  # who helped and who harmed
+_BESIDE = 6  # neighbours of a sample
+_ROWS = 2**30  # bytes of rows that are held
+_TILE = 2**25  # products that are held
+_CLASSES = 100  # more are not classes to choose from
 
 Places = NDArray[np.int64]
 
@@ -91,15 +101,38 @@ class View:
         return keys_of(self.file.samples)[self.data.samples.rows]
 
     @cached_property
-    def neighbours(self) -> Neighbours | str:
-        """Where the file's chains give them, the nearest samples of any; else why not."""
-        return neighbours(self.data)
+    def _rows(self) -> dict[str, Floats] | None:
+        """The stored gradients {name: (n, w)} where they are few enough to be held."""
+        file, samples = self.file, self.data.samples
+        rows = None if rows_unusable(file) else rows_of(file)
+        if not rows or sum(8 * prod(array.shape) for array in rows.values()) > _ROWS:
+            return None
+        found = {}
+        for name, array in rows.items():
+            values = np.asarray(array[...])[samples.rows].reshape(samples.n, -1)
+            if np.iscomplexobj(values):
+                values = np.concatenate([values.real, values.imag], 1)
+            found[name] = wide(values)
+        return found
+
+    @cached_property
+    def neighbours(self) -> "Neighbours | str":
+        """The nearest samples of any, as exactly as the file's chains give them; else why not."""
+        samples = self.data.samples
+        gram = gram_of(self.file, samples.n)
+        if gram is not None:
+            return Neighbours(samples.norm, gram=gram)
+        if self._rows is not None:
+            return Neighbours(samples.norm, [*self._rows.values()])
+        found = projections_of(self.file)
+        if found is not None:
+            return Neighbours(samples.norm, [found[1][samples.rows]])
+        return "compute with -t identity, -t gram or -t project:dim=256"
 
     def document(self, most: int | None = _MOST) -> dict[str, Any]:
         """Return all that the page knows, as plain JSON values.
 
-        Args:
-            most: How many samples have details; None for none, which are asked of a server.
+        `most` samples have details; None for none, which are asked of a server.
         """
         samples, places = self.data.samples, _chosen(self.data, most or 0)
         album = self._album(places)
@@ -111,6 +144,7 @@ class View:
             "warnings": [visible(line) for line in summary_of(self.data).overview().warnings],
             "samples": samples.n,
             "noun": self.noun,
+            "wrong": WRONG,
             "left_out": samples.total - samples.n,
             "served": most is None,
             "columns": {name: packed(column) for name, column in self._columns().items()},
@@ -127,12 +161,7 @@ class View:
         return Album(self.opened, self.data.samples.index[places].tolist())
 
     def details(self, places: Places, album: "Album | None" = None) -> dict[str, Any]:
-        """Return the details of the samples at `places` (k,) among the finite ones.
-
-        Args:
-            places: Which samples.
-            album: They, if they have been read.
-        """
+        """Return the details of the samples at `places` (k,); `album` has them, if it is known."""
         samples, album = self.data.samples, album or self._album(places)
         names, rows = list(self.file.norms), samples.rows[places]
         few = places if len(places) * len(names) <= _LAYERED else places[: _LAYERED // len(names)]
@@ -143,12 +172,11 @@ class View:
             "norms": packed(np.stack(norms, 1).astype(np.float32)) if norms else packed([]),
         }
         if isinstance(self.neighbours, Neighbours):
-            aligned, opposed = self.neighbours.of(places)
-            found["aligned"], found["opposed"] = (
-                {"places": packed(one.places.astype(np.int32)), "cosines": packed(one.cosines)}
-                for one in (aligned, opposed)
-            )
-            found["beside"] = aligned.places.shape[1]
+            ranked = self.neighbours.of(places)
+            found["beside"] = ranked.shape[-1]
+            for word, (beside, cosines) in zip(("aligned", "opposed"), ranked, strict=True):
+                which = packed(beside.astype(np.int32))
+                found[word] = {"places": which, "cosines": packed(cosines)}
         if self.scores is not None:
             found["scores"] = self._scored(self._keys[places].tolist())
         return found
@@ -195,8 +223,37 @@ class View:
         return {str(c): visible(self.opened.class_name(c) or str(c)) for c in known}
 
     def _heat(self) -> dict[str, Any] | None:
-        found: Heat | None = heat(self.data) if self._classes() else None
-        return None if found is None else found.document()
+        """Return numbers (c, p) of each class in each parameter, None where there are no classes.
+
+        They are mean ‖gᵢ‖ and, with rows, ‖G_c‖² / tr Σ_c; null where there is none.
+        """
+        if not self._classes():
+            return None
+        samples, file, data = self.data.samples, self.file, self.data
+        classes, of = np.unique(np.asarray(samples.target), return_inverse=True)
+        member = np.zeros((len(classes), samples.n))
+        member[of, np.arange(samples.n)] = 1.0
+        share = member / member.sum(1, keepdims=True)
+        norms = {name: wide(column)[samples.rows] for name, column in file.norms.items()}
+        sums: dict[str, Floats] = {}  # G_c (c, w) of each parameter
+        if self._rows is not None:
+            sums = {name: share @ values for name, values in self._rows.items()}
+        elif rows_unusable(file) is None:
+            for name, places, values in data.rows():
+                part = share[:, places] @ values
+                sums[name] = sums[name] + part if name in sums else part
+        snr = None
+        if set(sums) == set(norms):
+            with np.errstate(all="ignore"):
+                signal = np.stack([np.square(sums[name]).sum(1) for name in norms], 1)
+                noise = np.stack([share @ np.square(v) for v in norms.values()], 1) - signal
+                snr = _table(np.where(noise > 0, signal / noise, np.nan))
+        return {
+            "classes": classes.tolist(),
+            "parameters": [visible(name) for name in norms],
+            "norm": _table(np.stack([share @ v for v in norms.values()], 1)),
+            "snr": snr,
+        }
 
     def _why(self, album: "Album") -> dict[str, str]:
         """Say what the page cannot show, and what to do."""
@@ -235,7 +292,39 @@ class View:
         return {"of": found, "places": packed(np.asarray(used, np.int32)), **known, "album": album}
 
 
-_CLASSES = 100  # more are not classes to choose from
+def _table(values: Floats) -> list[list[float | None]]:
+    return [[float(v) if np.isfinite(v) else None for v in row] for row in values]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Which of the n finite samples are nearest to any, and which the most opposed."""
+
+    lengths: Floats  # (n,)
+    vectors: Sequence[Floats] = ()  # of them: parts (n, w) that lie side by side; or
+    gram: Floats | None = None  # their products (n, n)
+
+    def of(self, places: Places) -> NDArray[np.float64]:
+        """Return places and cosines (2, 2, k, b) of the b nearest of k samples, and most opposed.
+
+        A place is -1, and its cosine NaN, where there is no further neighbour.
+        """
+        n = len(self.lengths)
+        found = np.empty((2, 2, len(places), min(_BESIDE, max(n - 1, 0))))
+        step = max(1, _TILE // max(n, 1))
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            dots = np.zeros((len(some), n)) if self.gram is None else self.gram[some]
+            for part in self.vectors:
+                dots += part[some] @ part.T
+            cosines = cosines_of(dots, np.outer(self.lengths[some], self.lengths))
+            cosines[np.arange(len(some)), some] = np.nan  # not oneself
+            for ranked, sign in zip(found[:, :, start : start + step], (-1.0, 1.0), strict=True):
+                keys = np.where(np.isnan(cosines), np.inf, sign * cosines)
+                order = np.argsort(keys, axis=1, kind="stable")[:, : found.shape[-1]]
+                known = np.take_along_axis(cosines, order, 1)
+                ranked[:] = np.where(np.isnan(known), -1, order), known
+        return found
 
 
 def _digests(record: GradientFile | Scores) -> set[str]:
@@ -261,12 +350,7 @@ def _chosen(data: Data, most: int) -> Places:
 def look(
     file: GradientFile, other: GradientFile | None = None, scores: Scores | None = None
 ) -> View:
-    """Open the samples of a file, and what goes with them.
-
-    Args:
-        file: The result file.
-        other: A second one of the same data, such as of a later checkpoint.
-        scores: Attribution of the file's samples, as queries, to training samples.
+    """Open the samples of a file; beside a second of the same data, and scores of them as queries.
 
     Raises:
         SpecError: They are about other data.

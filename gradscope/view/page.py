@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from gradscope import storage
 from gradscope.core.texts import safe
 from gradscope.errors import OutputError
 from gradscope.view.document import View
@@ -27,9 +28,6 @@ _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}; "
     "script-src {scripts}; base-uri 'none'; form-action 'none'"
 )
-
-
-_MADE, _HEAD = b'<meta name="generator" content="gradscope view">', 1000  # bytes of a page
 
 
 def page(document: dict[str, Any]) -> str:
@@ -60,20 +58,7 @@ def write_page(document: dict[str, Any], path: str | Path) -> int:
     Raises:
         OutputError: The file cannot be written, or is another one.
     """
-    text = page(document).encode()
-    try:
-        if Path(path).is_file() and _MADE not in Path(path).read_bytes()[:_HEAD]:
-            raise OutputError(
-                "this file is there, and is no page of gradscope view",
-                where=str(path),
-                remedy="Move it away, or give another --output.",
-            )
-        Path(path).write_bytes(text)
-    except OSError as error:
-        raise OutputError(
-            f"the page cannot be written: {error.strerror or error}", where=str(path)
-        ) from error
-    return len(text)
+    return storage.write_page(Path(path), page(document), "gradscope view")
 
 
 @cache

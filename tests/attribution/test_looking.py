@@ -191,8 +191,8 @@ def test_no_code_is_run_to_show_samples(tmp_path: Path) -> None:
             record[side]["spec"]["dataset"] = {"path": f"{tmp_path}/model.py:data"}
         changed = type(opened)(opened.values, opened.queries, opened.samples, record)
         shown = gradscope.attribution.looked(summarize_scores(changed), changed)
-    assert not shown.album.contents
-    assert "code is not run" in str(shown.overview().facts)
+    assert not any(section.cards for section in shown.sections)
+    assert "code is not run" in str(shown.facts)
 
 
 def test_sums_by_a_column_are_those_of_the_scores(

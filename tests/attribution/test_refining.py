@@ -79,8 +79,8 @@ def test_small_tiles_and_a_selection_of_the_data_change_nothing(place: Place) ->
         assert little.step == 1
         for part, scores in little.rows():
             found = little.refining.of(part, scores)  # type: ignore[union-attr]
-            assert (found.places == expected.places[part]).all()
-            np.testing.assert_allclose(found.scores, expected.scores[part], rtol=1e-9)
+            assert (found["places"] == expected["places"][part]).all()
+            np.testing.assert_allclose(found["scores"], expected["scores"][part], rtol=1e-9)
     chosen = [*range(3, N, 2)]
     spec = place.folder / "dataset.toml"
     spec.write_text(f'path = "train.npz"\nselect = {chosen}\n')

@@ -61,9 +61,12 @@ def test_more_checkpoints_are_words_behind_their_option(
         (["--damping", "much"], 2, "auto, or a number"),
         (["--damping", "-1"], 2, "not negative"),
         (["--weights", "1,2"], 2, "2 weights"),
+        (["--weights", "inf"], 2, "numbers, with commas between"),
         (["--chain", "7"], 2, "no chain '7'"),
         (["third.h5"], 2, "one file too many"),
         (["-o", "no/such/folder/s.h5"], 6, "no folder"),
+        (["-o", "never.h5", "--factors", "absent.h5"], 3, "absent.h5: there is no such file"),
+        (["-o", "never.h5", "--factors", "."], 3, ".: this is a directory"),
     ],
 )
 def test_wrong_words(

@@ -237,6 +237,13 @@ def test_options_that_do_not_fit(forked: Forked, folder: Path, options: str, tol
     assert_clear(compute(forked, folder, *options.split()), 2, told, folder)
 
 
+def test_a_gpu_on_which_nothing_runs_is_refused(forked: Forked, folder: Path) -> None:
+    """One that torch counts: of another generation, say, or with a driver that is too old."""
+    (folder / "model.py").write_text(f"{CODE}\ntorch.cuda.device_count = lambda: 99\n")
+    found = compute(forked, folder, "--device", "cuda:98")
+    assert_clear(found, 2, "cuda:98 does not compute", folder)
+
+
 def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path) -> None:
     done = compute(forked, folder, "--model", "checkpoint")
     assert_clear(done, 3, "holds weights, not the model they belong to", folder)

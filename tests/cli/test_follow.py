@@ -139,6 +139,8 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
                 assert len(lines) <= 30
                 assert any("noise scale" in line for line in lines)
                 assert any("[red]x[/red]" in line for line in lines)
+            path.write_text("")
+            next(lines for lines in frames if any("no step is measured" in line for line in lines))
             process.send_signal(signal.SIGINT)
             next(lines for lines in frames if any("followed no more" in line for line in lines))
             assert process.wait(60) == 130

@@ -108,6 +108,51 @@ def test_what_is_guessed_of_arrays(
     assert spec.loss.name == (loss or "cross_entropy")
 
 
+@pytest.mark.parametrize(
+    ("name", "lines", "dataset", "loss"),
+    [
+        (
+            "d.csv",
+            ["name,a,b,label", "x,1,2.5,dog", "y,3,4,cat"],
+            {
+                "columns": {"table": ["a", "b"]},
+                "inputs": ["table"],
+                "targets": ["label"],
+                "classes": {"label": ["cat", "dog"]},
+            },
+            "cross_entropy",
+        ),
+        (
+            "d.csv",
+            ["1,2,0.5", "3,4,0.25"],
+            {"columns": {"table": ["0", "1"]}, "inputs": ["table"], "targets": ["2"]},
+            "mse",
+        ),
+        (
+            "d.jsonl",
+            ['{"input_ids": [1]}', '{"input_ids": [2, 3]}'],
+            {
+                "inputs": {"input_ids": "input_ids", "attention_mask": "input_ids_mask"},
+                "targets": ["input_ids"],
+                "pad": {"input_ids": 0},
+            },
+            "causal_lm:mask=input_ids_mask",
+        ),
+    ],
+)
+def test_what_is_guessed_of_tables_and_sequences(
+    gradscope: Gradscope, tmp_path: Path, name: str, lines: list[str], dataset: Any, loss: str
+) -> None:
+    checkpoint, _ = project(tmp_path)
+    (tmp_path / name).write_text("\n".join(lines))
+    done = gradscope("init", checkpoint, tmp_path / name, "-o", tmp_path / "run.toml")
+    assert done.code == 0, done.err
+    document = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert document["dataset"] == {"path": name} | dataset
+    assert document["loss"]["name"] == loss
+    load(tmp_path / "run.toml")
+
+
 def test_without_a_factory_an_example_is_marked(
     gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +199,10 @@ def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path
     assert document["model"]["factory"] == "my.models:net"
     assert document["loss"]["name"] == "model.py:helper"
     assert load(run).dataset.targets == ("y",)
+    assert (
+        gradscope("init", checkpoint, f"{tmp_path}/model.py:samples", *options, "-o", run).code == 0
+    )
+    assert tomllib.loads(run.read_text())["dataset"] == {"path": "model.py:samples"}
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,7 @@ from tests.cli.forked import Forked
 from tests.run import project
 from tests.storage.test_hostile import _sealed
 
-RUN = """version = 1
-[model]
-factory = "model.py:build"
-[checkpoint]
-path = "weights.pt"
-[dataset]
-path = "data.npz"
-[loss]
-name = "model.py:{loss}"
-[compute]
-dtype = "{dtype}"
-"""
+RUN = "version = 1\n" + project.RUN + '[compute]\ndtype = "{dtype}"\n'
 
 Shards = Callable[..., list[Path]]
 NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
@@ -39,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, loss, dtype in (
         ("run", "loss", "float64"), ("other", "weighted", "float64"), ("half", "loss", "bfloat16")
     ):  # fmt: skip
-        (path / f"{name}.toml").write_text(RUN.format(loss=loss, dtype=dtype))
+        (path / f"{name}.toml").write_text(RUN.format(loss=f"model.py:{loss}", dtype=dtype))
     return path
 
 

@@ -84,6 +84,12 @@ def words(model: str, *more: object) -> list[object]:
     ]
 
 
+def whole(model: str, *more: object) -> list[object]:
+    """Return those of a run whose samples' rows are the sums of their tokens'."""
+    last = {"--loss": "causal_lm:per_sample=sum", "--rows": "sample", "-o": "whole.h5"}
+    return [*words(model, *more), *(word for pair in last.items() for word in pair)]
+
+
 @pytest.mark.parametrize("model", ["build", "mixed"])
 def test_a_file_has_a_row_for_each_token_that_counts(
     gradscope: Gradscope, project: Path, model: str
@@ -93,12 +99,7 @@ def test_a_file_has_a_row_for_each_token_that_counts(
         done = gradscope(*words(model, *chains, "-o", name))
         assert done.code == 0, done.err
     assert Path("a.h5").read_bytes() == Path("b.h5").read_bytes()
-    whole = words(model, "-t", "identity", "-o", "whole.h5")
-    whole[whole.index("causal_lm")], whole[whole.index("token")] = (
-        "causal_lm:per_sample=sum",
-        "sample",
-    )
-    assert gradscope(*whole).code == 0
+    assert gradscope(*whole(model, "-t", "identity")).code == 0
     targets = np.load("data.npz")["targets"]
     with package.open("a.h5") as file, package.open("whole.h5") as samples:
         sample, position = (np.asarray(file.samples[k]) for k in ("sample", "position"))
@@ -193,12 +194,7 @@ def test_tokens_are_scored_for_tokens_and_for_samples(
 ) -> None:
     assert gradscope(*words(model, "--samples", "2:37", "-o", "train.h5")).code == 0
     assert gradscope(*words(model, "--samples", "0:4", "-o", "tokens.h5")).code == 0
-    whole = words(model, "--samples", "0:4", "-o", "whole.h5")
-    whole[whole.index("causal_lm")], whole[whole.index("token")] = (
-        "causal_lm:per_sample=sum",
-        "sample",
-    )
-    assert gradscope(*whole).code == 0
+    assert gradscope(*whole(model, "--samples", "0:4")).code == 0
     train, sample, position = flat("train.h5")
     how = ("--curvature", "identity", "-q", "-o")
     for query, more in (("tokens.h5", ()), ("whole.h5", ()), ("tokens.h5", ("--stream",))):

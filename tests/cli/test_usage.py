@@ -13,16 +13,7 @@ import torch
 from tests.cli.forked import Forked
 from tests.run import project
 
-RUN = """
-[model]
-factory = "model.py:build"
-[checkpoint]
-path = "weights.pt"
-[dataset]
-path = "data.npz"
-[loss]
-name = "model.py:loss"
-"""
+RUN = project.RUN.format(loss="model.py:loss")
 WRONG = RUN.replace("model.py:loss", "mes") + (
     '[compute]\nbackend = "hoks"\ntransform = ["mean", "clip | maen"]\n'
     '[compare]\nbackends = ["lop"]\n'
@@ -92,7 +83,12 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("--shard 0/2 -t cosine:to=mean", 4, "compute 'mean' in shards"),
         ("--shard 0/2 -t ekfac", 4, "compute 'kfac:bias=column,full=512' in shards"),
     ],
-    "compute": [("--config run.toml", 2, "-o OUT.h5"), ("-o new.h5", 2, "loss.name: missing")],
+    "compute": [
+        ("--config run.toml", 2, "-o OUT.h5"),
+        ("-o new.h5", 2, "loss.name: missing"),
+        ("run.toml -o new.h5", 2, "run.toml: this is a run file\nGive it with --config"),
+        ("w.pt run.toml -o new.h5", 2, "run.toml: this is a run file\nGive it with --config"),
+    ],
     "check": [
         ("--config wrong.toml --backend vmpa", 2, "4 settings are wrong"),
         ("--config wrong.toml", 2, "wrong.toml: compute.transform[1]: "),
@@ -108,6 +104,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("--against mean.h5", 2, "-t identity"),
         ("--against missing.h5", 3, "missing.h5"),
         ("--against opacu", 3, "Give backpack, opacus, FILE.py"),
+        (f"--against {'x' * 300}", 3, "Give backpack, opacus, FILE.py"),
     ],
     "merge -o new.h5": [
         ("no.h5", 3, "there is no such file"),
@@ -131,6 +128,9 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("run.jsonl out.h5", 2, "2 files"),
         ("run.jsonl --clip 1", 2, "--clip"),
         ("out.h5 --top 0", 2, "--top"),
+        ("out.h5 --html out.h5", 6, "no page of gradscope stats"),
+        ("out.h5 --html nowhere/x.html", 6, "cannot be written"),
+        (".", 3, "this is a directory"),
     ],
     "export out.h5": [
         ("-o x.npy --chain 7", 2, "0 (identity)"),
@@ -143,6 +143,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
     "init": [
         ("none.pt data.npz -o x.toml", 3, "none.pt: there is no such file"),
         ("weights.pt no.npz -o x.toml", 3, "no.npz: there is no such file"),
+        (f"{'x' * 300} data.npz -o x.toml", 3, "File name too long"),
         ("weights.pt data.npz --model model.py -o x.toml", 2, "model.factory: found 'model.py'"),
         ("weights.pt data.npz -o none/run.toml", 6, "there is no folder"),
         ("weights.pt data.npz -o mine", 6, "--overwrite"),

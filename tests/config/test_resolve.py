@@ -12,17 +12,9 @@ from gradscope.config import RunSpec, load, resolve, split_reference
 from gradscope.config import settings as all_settings
 from gradscope.core.grammar import anchored, parse
 from gradscope.errors import SpecError
+from tests.run import project
 
-RUN = """
-[model]
-factory = "model.py:build"
-[checkpoint]
-path = "weights.pt"
-[dataset]
-path = "data.npz"
-[loss]
-name = "mse"
-"""
+RUN = project.RUN.format(loss="mse")
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:

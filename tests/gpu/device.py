@@ -4,14 +4,17 @@ torch's fake tensors have no values, and its engine takes no `cuda` without CUDA
 registered under torch's own key for other people's devices, so that all of autograd runs. A tensor
 on it holds one on the CPU. As on a GPU, operations refuse tensors of two devices, and generators of
 the CPU; what makes the host wait for the device is counted; float64 can be missing, as it is on
-Apple's.
+Apple's. Streams are not in step: a copy that nobody waits for is made as late as may be, and what
+one stream makes is noted where another takes it too early.
 """
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ NO_DOUBLE = (
     "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
     "Please use float32 instead."
 )
+_NOT_YET = 99  # stands where a copy has not arrived
 _WIDE = (torch.float64, torch.complex128)
 _aten = torch.ops.aten
 _ACROSS = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
@@ -60,27 +64,99 @@ class Seen:
     Attributes:
         operations: {name: times} of all that ran there.
         waits: {name: times} of those for which the host has to wait.
+        races: {name: times} of those that took what another stream may not have made yet, or
+            may make room for something else.
+        copies: How many ended after they were asked for.
         double: Whether the device has float64.
     """
+
+    __module__ = "threading"  # else it is taken for the model's state, and put back after a pass
 
     def __init__(self) -> None:
         self.operations: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.races: Counter[str] = Counter()
+        self.copies = 0
         self.double = True
 
     def clear(self) -> None:
         """Begin to count anew."""
         self.operations.clear()
         self.waits.clear()
+        self.races.clear()
+        self.copies = 0
 
 
 seen = Seen()
+
+
+class Stream:
+    """Work of the device in its order, which others have to wait for."""
+
+    __module__ = "threading"  # as above
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+        self.made = 0  # operations so far
+        self.ended = 0  # of these, when the host last waited
+        self.known: dict[Stream, int] = {}  # of other streams, which of theirs have ended
+        self.arriving: list[Callable[[], object]] = []  # copies from the host
+        self.leaving: list[Callable[[], object]] = []  # and to it
+
+    def synchronize(self) -> None:
+        """Let the host wait until all is done."""
+        self.arrive()
+        while self.leaving:
+            self.leaving.pop(0)()
+        self.ended = self.made
+
+    def arrive(self) -> None:
+        """Make the copies that what comes next is behind of."""
+        while self.arriving:
+            self.arriving.pop(0)()
+
+    def record_event(self) -> "Event":
+        """Return what others can wait for: the work so far."""
+        return Event(self, self.made, dict(self.known))
+
+    def wait_event(self, event: "Event") -> None:
+        """Let what comes next here come after that."""
+        event.stream.arrive()
+        for stream, made in (*event.known.items(), (event.stream, event.made)):
+            self.known[stream] = max(made, self.known.get(stream, 0))
+
+    def has(self, t: "OnDevice") -> bool:
+        """Whether what a tensor holds has been made, and stays, whatever comes next here."""
+        stream, made = t.made
+        if stream is self:
+            return True
+        there = max(stream.ended, self.known.get(stream, 0)) >= made
+        waited = self is not _Current.stream  # a thread does, before it lets go of its tensors
+        return there and (waited or not t.arrived or self in t.used)
+
+
+class Event(NamedTuple):
+    """A moment of a stream."""
+
+    stream: Stream
+    made: int
+    known: dict[Stream, int]
+
+
+class _Current(threading.local):
+    stream = Stream()  # that all threads begin with
+
+
+_current = _Current()
 
 
 class OnDevice(Tensor):
     """A tensor of the device; `held` is what it is made of."""
 
     held: Tensor
+    made: tuple[Stream, int]  # where, and by which operation there
+    arrived: bool  # by a copy that the host did not wait for
+    used: tuple[Stream, ...]  # by which its memory is used, as its allocator was told
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnDevice":
@@ -95,6 +171,7 @@ class OnDevice(Tensor):
             device=torch.device(NAME, 0),
         )
         made.held = held
+        made.made, made.arrived, made.used = (_current.stream, _current.stream.made), False, ()
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -104,6 +181,10 @@ class OnDevice(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _run(func, *args, **(kwargs or {}))
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        """Keep the memory until a stream has done what it was given by now."""
+        self.used = (*self.used, stream)
 
     def new_tensor(self, data: Any, **options: Any) -> Tensor:
         """Make a tensor here; torch's own way goes past what is registered."""
@@ -140,13 +221,27 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     _require_one_device(func, given, kwargs)
     seen.operations[name] += 1
+    here = _current.stream
+    if not all(map(here.has, own.values())):
+        seen.races[name] += 1
+    here.arrive()
+    here.made += 1
     if (name in _WAITS and own) or _reads_mask(func, args):
         seen.waits[name] += 1
+        here.synchronize()
     if func in _ACROSS and own:
         host = not stays or (name == "copy_" and not isinstance(args[0], OnDevice))
         lands = name == "copy_" and not isinstance(args[1], OnDevice)
         if (host or lands) and not _waits_not(args, kwargs):
             seen.waits["to host" if host else "from host"] += 1
+            here.synchronize()
+        if name == "copy_" and host and _waits_not(args, kwargs):
+            return _later(here.leaving, args[0], args[1].held.clone())
+        if lands and _waits_not(args, kwargs):
+            there: OnDevice = args[0]
+            there.made, there.arrived = (here, here.made), True
+            _later(here.arriving, there.held.fill_(_NOT_YET), args[1])
+            return there
     if func is _aten.copy_.default and not isinstance(args[0], OnDevice):
         stays = False
     inner, options = tree_map(_within, (args, kwargs))
@@ -155,10 +250,22 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         with no_dispatch():
             func(*args, **kwargs)
     for t in own.values():
+        t.made = (here, here.made) if func._schema.is_mutable else t.made
         assert t.shape == t.held.shape, f"{func} changes the size of a tensor of the device"
     if name == "_pack_padded_sequence":
         return _there(found[0]), found[1]  # torch wants the second on the CPU, always
     return tree_map(lambda t: own[id(t)] if id(t) in own else _there(t), found) if stays else found
+
+
+def _later(queue: list[Callable[[], object]], target: Tensor, source: Tensor) -> Tensor:
+    """Copy when somebody waits for it: a buffer that is used again by then spoils the copy."""
+
+    def copy() -> None:
+        target.copy_(source)
+        seen.copies += 1
+
+    queue.append(copy)
+    return target
 
 
 def _there(value: Any) -> Any:
@@ -302,10 +409,24 @@ class _Module:
 
     def synchronize(self, device: Any = None) -> None:
         self.waited += 1
+        _current.stream.synchronize()
+
+    Stream = Stream
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return _current.stream
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, _current.stream = _current.stream, stream
+        try:
+            yield
+        finally:
+            _current.stream = before
 
 
 _library: Any = None
-_torch_tensor = torch.tensor
+_torch_tensor, _empty = torch.tensor, torch.empty
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
@@ -349,6 +470,20 @@ def placed(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
     return model
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """Let host memory be pinned in the body, which torch does for devices that it knows."""
+
+    def empty(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return _empty(*shape, **options)
+
+    with (
+        patch.object(torch, "empty", empty),
+        patch.object(Tensor, "pin_memory", lambda t: t.clone()),
+    ):
+        yield
 
 
 @contextmanager

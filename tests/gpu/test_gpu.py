@@ -32,6 +32,21 @@ with device.without_double():
     print(refused(lambda: x.double()))
     print(refused(lambda: torch.zeros(3, device=there, dtype=torch.float64)))
 print(refused(lambda: x.numpy()))
+side, host = torch.standin.Stream(there), torch.zeros(4, 3)
+def early(wait):
+    device.seen.clear()
+    with torch.standin.stream(side):
+        given = torch.ones(4, 3).to(there, non_blocking=True)
+        made = given + 1
+        if wait:
+            side.synchronize()
+    if wait:
+        given.record_stream(torch.standin.current_stream())
+    host.zero_().copy_(made * given, non_blocking=True)
+    before = host.sum().item()
+    torch.standin.synchronize()
+    return bool(device.seen.races), before, host.sum().item()
+print([*early(False), *early(True)])
 def counted(run):
     device.seen.clear()
     run()
@@ -94,18 +109,19 @@ def test_device_refuses_and_counts_what_a_gpu_would() -> None:
         text=True,
         check=True,
     )
-    mixed, generator, cast, made, host, counts = done.stdout.splitlines()
+    mixed, generator, cast, made, host, streams, counts = done.stdout.splitlines()
     assert "at least two devices" in mixed
     assert "device type for generator" in generator
     assert "doesn't support float64" in cast and "doesn't support float64" in made
     assert "to numpy" in host
+    assert streams == "[True, 0.0, 24.0, False, 0.0, 24.0]"
     assert json.loads(counts) == [0, 0, 0, 1, 4, 1, 1, 1, 1, 1]
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpu") / "report.json"
-    wanted = "float32 without float64,chains without float64,waits"
+    wanted = "float32 without float64,chains without float64,waits,run to a file"
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--standin", "--quick"]
     subprocess.run(
         [*command, "--steps", wanted, "--json", str(out)], cwd=ROOT, env=ENVIRONMENT, check=False
@@ -131,4 +147,11 @@ def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> Non
     assert found["grows"] == []
     for task in ("norms", "gradients"):
         assert [waits for waits, _ in found["dense"][task].values()] == [0, 0]
-    assert all(operations > 0 for _, operations in found["dense"]["norms"].values())
+    for _, operations in found["dense"]["norms"].values():
+        assert operations > 60  # a forward and a backward pass are seen, too
+
+
+def test_no_thread_takes_what_a_stream_may_not_have_made(report: dict[str, Any]) -> None:
+    found = report["run to a file"]
+    assert (found["wrong"], found["races"]) == ([], {})
+    assert found["copies"] > 10  # batches came and rows went while the host did something else

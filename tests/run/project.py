@@ -11,6 +11,16 @@ from gradscope.config import RunSpec, resolve
 
 SAMPLES, WIDTH = 60, 5
 
+RUN = """
+[model]
+factory = "model.py:build"
+[checkpoint]
+path = "weights.pt"
+[dataset]
+path = "data.npz"
+[loss]
+name = "{loss}"
+"""
 MODEL = '''
 import torch
 from torch import nn

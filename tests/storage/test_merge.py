@@ -15,13 +15,7 @@ import torch
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
 from gradscope.config import Compression
 from gradscope.errors import OutputError, RefusedError, ResultFileError
-from gradscope.storage import (
-    FilePlan,
-    check_parts,
-    open_file,
-    open_joiner,
-    open_writer,
-)
+from gradscope.storage import FilePlan, check_parts, open_file, open_joiner, open_writer
 from gradscope.storage.format.seal import NO_RECORDS, write_seal
 from tests.storage.disk import FULL, Disk, Stopped, operations
 from tests.storage.example import (

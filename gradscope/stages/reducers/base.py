@@ -34,19 +34,13 @@ _TOLERANCE = 1e-6  # of the largest number of its kind
 
 
 class Earlier(NamedTuple):
-    """What a reducer waits for: the result of another one over all samples.
+    """What a reducer waits for: the result of another one over all samples."""
 
-    Attributes:
-        stage: The other reducer as it is written.
-        reducer: The other reducer.
-        given: From its result to the reducer that was waiting.
-        rehearsed: From its result to one of the same sizes that `given` takes in no time: for
-            runs whose time and memory matter, not their numbers.
-    """
-
-    stage: Stage
-    reducer: "Reducer"
-    given: Callable[[Mapping[str, Tensor]], "Reducer"]
+    stage: Stage  # the other reducer as it is written
+    reducer: "Reducer"  # the other reducer
+    given: Callable[[Mapping[str, Tensor]], "Reducer"]  # from its result to the one that waits
+    # from its result to one of the same sizes that `given` takes in no time: for runs whose time
+    # and memory matter, not their numbers
     rehearsed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
 
 

@@ -45,9 +45,7 @@ def nonfinite() -> Reducer:
         bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
         return {"entries": bad.sum(), "samples": (bad > 0).sum()}
 
-    return for_each_parameter(
-        start, None, lambda part, _: {key: doubled(value) for key, value in part.items()}
-    )
+    return for_each_parameter(start, None, lambda part, _: {k: doubled(v) for k, v in part.items()})
 
 
 @reducers.register("histogram")
@@ -153,9 +151,7 @@ def _part(inside: Tensor, outside: Tensor, reach: Tensor) -> Part:
 
 
 def _reducer(
-    counted: Callable[[Tensor], Part],
-    merged: Callable[..., Part],
-    edges: Callable[[Tensor], Tensor],
+    counted: Callable[[Tensor], Part], merged: Callable[..., Part], edges: Callable[..., Tensor]
 ) -> Reducer:
     def start(block: Block) -> Part:
         return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))

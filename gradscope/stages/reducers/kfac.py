@@ -228,11 +228,12 @@ def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
     """
     if with_ is not None:
         return _within(with_.values, with_.source)
-    stage, first = (
-        Stage("kfac", {"bias": "column", "full": f"{full}"}),
-        kfac("mean", "column", full),
-    )
-    earlier = Earlier(stage, first, _after, _of_the_same_sizes)
+    stage = Stage("kfac", {"bias": "column", "full": f"{full}"})
+
+    def after(found: Mapping[str, Tensor]) -> Reducer:  # the earlier pass saw the same samples
+        return _within(found, known=_diagonals(found))
+
+    earlier = Earlier(stage, kfac("mean", "column", full), after, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 
@@ -282,11 +283,6 @@ def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _diagonals(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in found.items() if key.endswith(_DIAGONAL)}
-
-
-def _after(found: Mapping[str, Tensor]) -> Reducer:
-    """Return the reducer after the earlier pass, which has seen the same samples."""
-    return _within(found, known=_diagonals(found))
 
 
 def _waiting(gradients: Gradients) -> State:

@@ -80,12 +80,7 @@ Step = Transform | NeedsMean | NeedsProblem
 
 
 class TransformFactory(StageFactory[Step]):
-    """A transform as it is registered or declared.
-
-    Attributes:
-        scope: What it promises; how the blocks are used must keep to it.
-        function: What its author wrote.
-    """
+    """A transform as it is registered or declared."""
 
     def __init__(
         self,
@@ -94,8 +89,8 @@ class TransformFactory(StageFactory[Step]):
         function: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(make)
-        self.scope = scope
-        self.function = function or make
+        self.scope = scope  # what it promises; how the blocks are used must keep to it
+        self.function = function or make  # what its author wrote
 
 
 transforms: Registry[TransformFactory] = Registry("transform")

@@ -223,25 +223,17 @@ class RandomMatrices:
 
     Tiles are kept for as long as this object lives, up to `kept_bytes` over all names; the others
     are drawn again whenever they are asked for, by as many threads as torch may use.
-
-    Args:
-        rows: The number of rows.
-        kind: Of entries: gaussian, rademacher or sparse.
-        seed: The user's.
-        use: What the numbers are for.
-        tile_rows: The rows of a tile; 1024 are 16 MiB, so that it is multiplied from the cache.
-        kept_bytes: What may be kept for the next batch.
     """
 
     def __init__(
         self,
         rows: int,
-        kind: str,
+        kind: str,  # of entries: gaussian, rademacher or sparse
         seed: int,
-        use: str,
+        use: str,  # what the numbers are for
         *,
-        tile_rows: int = 1024,
-        kept_bytes: int = _KEPT,
+        tile_rows: int = 1024,  # of a tile: 16 MiB, so that it is multiplied from the cache
+        kept_bytes: int = _KEPT,  # what may be kept for the next batch
     ) -> None:
         self.rows, self._table, self._seed, self._use = rows, table(kind), seed, use
         self._tile_rows, self._left = tile_rows, kept_bytes
@@ -351,13 +343,8 @@ class SparseMatrices:
 
     The rows are cut into as many parts of `width`, and a column has one entry in each. Column j is
     in place (j + r) mod width, where r is word j // width of the part's stream, modulo width. A
-    stream has 4,096 words. The signs are a matrix (nonzeros, columns) of their own.
-
-    Args:
-        rows: The number of rows.
-        nonzeros: The entries of a column; they divide the rows.
-        seed: The user's.
-        kept_bytes: What may be kept for the next batch.
+    stream has 4,096 words. The signs are a matrix (nonzeros, columns) of their own. Up to
+    `kept_bytes` are kept for the next batch.
     """
 
     def __init__(self, rows: int, nonzeros: int, seed: int, *, kept_bytes: int = _KEPT) -> None:

@@ -42,10 +42,7 @@ class NoiseScale(Record):
 def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) -> NoiseScale:
     """Estimate the noise scale; the ratio of averages, never the average of ratios.
 
-    Args:
-        norms: ‖gᵢ‖ (n,), finite.
-        big: ‖G‖² of the mean gradient of the same samples.
-        dots: ⟨gᵢ, G⟩ (n,), for the intervals.
+    From norms ‖gᵢ‖ (n,), finite, ‖G‖² of their mean gradient, and ⟨gᵢ, G⟩ (n,) for the intervals.
     """
     n = norms.size
     if n < 2:

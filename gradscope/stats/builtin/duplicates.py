@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradscope.stats.products import distances
 from gradscope.stats.records import Floats, Positions, Record
 from gradscope.stats.sections import Line, Section, Styled, called, count, short
 from gradscope.stats.source import Arrays, Samples, rows_of
@@ -13,7 +14,6 @@ _SAME = 1e-4  # relative distance of what differs by rounding alone
 _NEAR = 0.02
 _MOST = 200  # pairs whose rows are compared
 _COMPARED = 5e7  # pairs of neighbours in the order of one number
-_PIECE = 2**21  # numbers of a parameter that are read at a time
 _SHOWN = 10
 
 
@@ -85,16 +85,9 @@ def _by_rows(rows: Arrays, samples: Samples, sketch: Floats) -> Duplicates:
     """Find candidates by their sketches (n, k), and compare their rows."""
     pairs, complete = _close(sketch, samples.norm, 2 * _NEAR)  # χ² with 16 degrees: 4 × its mean
     kept, complete = pairs[:_MOST], complete and len(pairs) <= _MOST
-    squares = np.zeros(len(kept))  # ‖gᵢ − gⱼ‖², a parameter and a few pairs at a time
-    for array in rows.values():
-        step = max(1, _PIECE // max(1, int(np.prod(array.shape[1:]))))
-        for start in range(0, len(kept), step):
-            wanted = samples.rows[kept[start : start + step]]
-            each = np.asarray(array[wanted.ravel()], dtype=np.result_type(array.dtype, np.float64))
-            both = each.reshape(len(wanted), 2, -1)
-            squares[start : start + step] += np.square(np.abs(both[:, 0] - both[:, 1])).sum(1)
+    apart = distances(((a, a) for a in rows.values()), *samples.rows[kept].T)
     lengths = samples.norm[kept].max(1, initial=0.0)
-    return _result("rows", samples, kept, np.sqrt(squares) / lengths, complete)
+    return _result("rows", samples, kept, apart / lengths, complete)
 
 
 def _by_gram(gram: Floats, samples: Samples) -> Duplicates:

@@ -8,11 +8,11 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,6 +28,10 @@ _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
 _NAME_BYTES = 255
+_HEAD = 1000  # bytes of a page, in which it names its maker
+DRAFT = ".draft"  # of what is not complete; `.part` is of runs, which are kept
+
+Write = Callable[[BinaryIO], object]
 _WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h
 
 
@@ -117,6 +121,62 @@ def locked(part: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file that is to be written into an `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="Check the place, and the space on its disk; nothing was left there.",
+        ) from error
+
+
+def written(path: Path, write: Write) -> int:
+    """Write `path`.draft, which is synced and becomes `path` when it is complete; return its size.
+
+    Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
+    killed leaves the `.draft`, which the next one clears. A device or a pipe is written to.
+    """
+    with told(path):
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                write(file)
+                return file.tell() if file.seekable() else 0
+        part = path.with_name(path.name + DRAFT)
+        with locked(part) as descriptor:
+            try:
+                os.ftruncate(descriptor, 0)
+                with os.fdopen(descriptor, "wb", closefd=False) as file:
+                    write(file)
+                os.fsync(descriptor)
+                part.replace(path)
+            except BaseException:
+                with suppress(OSError):  # what went wrong first is said
+                    part.unlink(missing_ok=True)
+                raise
+        return path.stat().st_size
+
+
+def write_page(path: Path, text: str, maker: str) -> int:
+    """Write a page that names its maker, and return its bytes; no other file is replaced."""
+    content, mark = text.encode(), f'<meta name="generator" content="{maker}">'.encode()
+    assert mark in content[:_HEAD]
+    with told(path):
+        if path.is_file():
+            with path.open("rb") as file:
+                if mark not in file.read(_HEAD):
+                    raise OutputError(
+                        f"this file is there, and is no page of {maker}",
+                        where=str(path),
+                        remedy="Move it away, or choose another name.",
+                    )
+    written(path, lambda file: file.write(content))
+    return len(content)
 
 
 def put_in_place(path: Path, data: bytes, part: Path, descriptor: int) -> None:

@@ -104,7 +104,11 @@ def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _file(path: Path) -> tuple[h5py.File, Seal | None]:
     """Open the file, having checked its seal, and return that."""
-    if not os.path.isfile(path):  # noqa: PTH113 (which raises where a name is too long)
+    if os.path.isdir(path):  # noqa: PTH112 (which raises where a name is too long)
+        raise ResultFileError(
+            "this is a directory", remedy="Give the file that gradscope compute -o wrote."
+        )
+    if not os.path.isfile(path):  # noqa: PTH113
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
             "there is no such file",

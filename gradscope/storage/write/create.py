@@ -15,15 +15,6 @@ from torch import Tensor
 import gradscope
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage.format.files import secure_space, sync_folder
-from gradscope.storage.format.forms import (
-    Form,
-    columns_of,
-    create,
-    create_columns,
-    describe,
-    form_of,
-    put_attribute,
-)
 from gradscope.storage.format.layout import (
     AXES,
     FORMAT,
@@ -31,8 +22,15 @@ from gradscope.storage.format.layout import (
     KEYS,
     TABLES,
     Array,
+    Form,
     Shape,
+    columns_of,
+    create,
+    create_columns,
     datasets,
+    describe,
+    form_of,
+    put_attribute,
     result_array,
 )
 from gradscope.storage.format.numbers import escape, name_of

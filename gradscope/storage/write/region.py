@@ -18,9 +18,16 @@ from torch import Tensor
 from gradscope.blocks import Block
 from gradscope.blocks.base import TILE_BYTES
 from gradscope.errors import OutputError
-from gradscope.storage.format.files import reading, writing
-from gradscope.storage.format.forms import DENSE
-from gradscope.storage.format.layout import KINDS, RECORD, TABLES, ChunkOffsets, Shape, datasets
+from gradscope.storage.format.files import reading, write, writing
+from gradscope.storage.format.layout import (
+    DENSE,
+    KINDS,
+    RECORD,
+    TABLES,
+    ChunkOffsets,
+    Shape,
+    datasets,
+)
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
 from gradscope.storage.format.seal import NO_RECORDS, Checks
 from gradscope.storage.plan import Rows
@@ -72,7 +79,8 @@ class Region:
         if not (self.chunks.checked or self.chunks.packed):
             sum_ = crc32c(data.data, mark.sum)
             if len(data):
-                target.write_piece(int(self.chunks.offsets[0]) + mark.position, data)
+                place = int(self.chunks.offsets[0]) + mark.position
+                write(target.descriptor, data.data, place)
             self.mark = replace(mark, position=mark.position + len(data), sum=sum_)
             return
         position, tail = mark.position, mark.tail

@@ -40,18 +40,12 @@ _own = threading.local()
 
 
 class _HeldBack:
-    """A file object for h5py over a descriptor, which raises nothing.
-
-    Attributes:
-        error: The first thing that went wrong; nothing is written after it.
-        sums: CRC-32C of what was written, by its offset, where it is asked for.
-        closed: Whether it has nothing to do with the file any more, whatever HDF5 still asks for.
-    """
+    """A file object for h5py over a descriptor, which raises nothing."""
 
     def __init__(self, descriptor: int) -> None:
-        self.error: BaseException | None = None
-        self.sums: dict[int, int] | None = None
-        self.closed = False
+        self.error: BaseException | None = None  # the first; nothing is written after it
+        self.sums: dict[int, int] | None = None  # CRC-32C of what was written by offset, if asked
+        self.closed = False  # it has nothing to do with the file any more, whatever HDF5 asks for
         self._descriptor, self._position = descriptor, 0
         self._end = os.fstat(descriptor).st_size
 
@@ -123,14 +117,10 @@ class _HeldBack:
 
 
 class Target:
-    """The HDF5 file behind a descriptor, opened when it is written to.
-
-    Attributes:
-        descriptor: Of the file.
-        failed: Whether something was not written: what is on the disk is not all that HDF5 knew.
-    """
+    """The HDF5 file behind a descriptor, opened when it is written to."""
 
     def __init__(self, descriptor: int) -> None:
+        # whether something was not written: what is on the disk is not all that HDF5 knew
         self.failed = False
         self.descriptor = descriptor
         self._behind: _HeldBack | None = None
@@ -147,10 +137,6 @@ class Target:
             yield self._opened()
         finally:
             self.close()
-
-    def write_piece(self, offset: int, data: np.ndarray) -> None:
-        """Write bytes (m,) uint8 of a data set that lies in one piece to their place."""
-        write(self.descriptor, data.data, offset)
 
     def write_chunks(self, places: np.ndarray, chunks: Sequence[np.ndarray]) -> list[int]:
         """Write chunks that have a place, offset and size (m, 2); return the CRC-32C of each.

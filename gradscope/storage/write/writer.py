@@ -17,7 +17,7 @@ from gradscope.storage.format.files import (
     secure_space,
     writing,
 )
-from gradscope.storage.format.forms import create_columns, stored_form
+from gradscope.storage.format.layout import create_columns, stored_form
 from gradscope.storage.format.seal import Checks
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.read.file import open_file
@@ -71,12 +71,7 @@ def open_writer(
 
 
 class Writer:
-    """A result file that is being written.
-
-    Attributes:
-        completed: The number of rows in the file; after resuming, go on with this row.
-        states: The reducers' states after these rows, as stored; empty at the beginning.
-    """
+    """A result file that is being written."""
 
     def __init__(
         self,
@@ -91,6 +86,8 @@ class Writer:
         self._paths, self._plan, self._found = paths, plan, found
         self._done = is_done
         self._point = self._proved = Point() if found is None else found.point
+        # the rows that are in the file: a run that resumes goes on with this one, and with the
+        # reducers' states after them
         self.completed = plan.n if is_done else self._point.completed
         self.states: Any = self._point.states
         self._target = Target(descriptor)
@@ -185,16 +182,8 @@ class Writer:
             self._commit_point()
         with self._journal.trusting():
             self._put_back(regions)
-            complete(
-                self._paths,
-                self._target,
-                regions,
-                results,
-                certificate,
-                norm_attributes or {},
-                states or {},
-                look,
-            )
+            ending = (results, certificate, norm_attributes or {}, states or {}, look)
+            complete(self._paths, self._target, regions, *ending)
         self._done = True
 
     def close(self) -> None:

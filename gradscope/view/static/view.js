@@ -38,6 +38,8 @@
     return Boolean(data.classes && found && columns.target && found[place] !== columns.target[place]
       && !Number.isNaN(found[place]));
   };
+  const predicted = (place, second = "") =>
+    `${label(columns[`prediction${second}`][place]) ?? "-"}${isWrong(place, second) ? data.wrong : ""}`;
   const hasChanged = (place) => columns.prediction2 !== undefined
     && !Number.isNaN(columns.prediction2[place])
     && columns.prediction[place] !== columns.prediction2[place];
@@ -52,7 +54,7 @@
     const lines = [];
     if (columns.target) lines.push(`target ${label(columns.target[place])}`);
     if (columns.prediction && label(columns.prediction[place]) !== null)
-      lines.push(`predicted ${label(columns.prediction[place])}${isWrong(place) ? " (wrong)" : ""}`);
+      lines.push(`predicted ${predicted(place)}`);
     lines.push(`norm ${short(norm[place])}`, `loss ${short(loss[place])}`);
     return lines;
   };
@@ -335,13 +337,13 @@
   const about = (place, title) => {
     const rows = [[COUNTED, String(index[place])]];
     if (columns.target) rows.push(["target", label(columns.target[place])]);
-    if (columns.prediction) rows.push(["prediction", `${label(columns.prediction[place]) ?? "-"}${isWrong(place) ? " (wrong)" : ""}`]);
+    if (columns.prediction) rows.push(["prediction", predicted(place)]);
     rows.push(["norm", `${short(norm[place])}, ${short(norm[place] / median)} times the median`], ["loss", short(loss[place])]);
     if (columns.margin) rows.push(["margin", `${short(columns.margin[place])}, probability ${short(1 / (1 + Math.exp(-columns.margin[place])))} of its class`]);
     if (columns.cosine) rows.push(["cosine with the mean", short(columns.cosine[place])]);
     if (data.second) {
       rows.push(["norm, second file", short(columns.norm2[place])], ["loss, second file", short(columns.loss2[place])]);
-      if (columns.prediction2) rows.push(["prediction, second file", `${label(columns.prediction2[place]) ?? "-"}${isWrong(place, "2") ? " (wrong)" : ""}`]);
+      if (columns.prediction2) rows.push(["prediction, second file", predicted(place, "2")]);
     }
     const list = make("dl");
     for (const [key, value] of rows) list.append(make("dt", { textContent: key }), make("dd", { textContent: value, dataset: { key } }));
