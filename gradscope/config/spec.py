@@ -401,7 +401,7 @@ class RunSpec(_Section):
 
     @model_validator(mode="after")
     def _with_mask(self) -> "RunSpec":
-        """Let the column that says which tokens count, `causal_lm:mask=COLUMN`, be the last target."""
+        """Let the column of `causal_lm:mask=COLUMN`, which tokens count, be the last target."""
         with suppress(SpecError):  # which is told when the loss is bound
             mask = self.loss.stage.arguments.get("mask")
             others = tuple(name for name in self.dataset.targets if name != mask)
