@@ -397,12 +397,12 @@ class RunSpec(_Section):
 
     @model_validator(mode="after")
     def _with_mask(self) -> "RunSpec":
-        """Let the column that says which tokens count, `causal_lm:mask=COLUMN`, be a target."""
+        """Let the column of `causal_lm:mask=COLUMN`, which tokens count, be the last target."""
         with suppress(SpecError):  # which is told when the loss is bound
             mask = self.loss.stage.arguments.get("mask")
-            own = self.dataset.targets
-            if self.loss.stage.name == "causal_lm" and mask is not None and mask not in own:
-                data = self.dataset.model_copy(update={"targets": (*own, mask)})
+            others = tuple(name for name in self.dataset.targets if name != mask)
+            if self.loss.stage.name == "causal_lm" and mask is not None and others:
+                data = self.dataset.model_copy(update={"targets": (*others, mask)})
                 data._mask = mask
                 object.__setattr__(self, "dataset", data)  # the spec is frozen
         return self

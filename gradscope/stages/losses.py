@@ -393,7 +393,7 @@ def causal_lm(
 
 def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
     _require_tensors(tokens, mask)
-    if mask.shape != tokens.shape or mask.is_floating_point():
+    if mask.shape != tokens.shape or mask.is_floating_point() or mask.is_complex():
         raise SpecError(
             f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
             where="loss causal_lm",

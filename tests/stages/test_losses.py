@@ -151,6 +151,7 @@ def test_a_mask_says_which_tokens_count():
     for targets, said in (
         (tokens, "no mask 'said' beside the targets"),
         ((tokens, mask.double()), "the mask is"),
+        ((tokens, mask * 1j), "the mask is"),
         ((tokens, mask[:, 1:]), "the mask is"),
     ):
         with pytest.raises(SpecError, match=said):
@@ -170,8 +171,11 @@ def test_the_column_of_a_mask_comes_from_the_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["compute", "w.pt", "d.npz", "--model", "m.py:build", "-o", "o.h5", "--overwrite"]
     words += ["--loss", "causal_lm:mask=said,reduction=sum"]
-    for labels in ("data", "sampled"):
-        monkeypatch.setattr(sys, "argv", ["gradscope", *words, "--labels", labels])
+    listed = 'path = "d.npz"\ninputs = ["inputs"]\ntargets = ["said", "targets"]\n'
+    (tmp_path / "listed.toml").write_text(listed)  # first or last, it is the mask
+    for labels, data in (("data", "d.npz"), ("data", "listed.toml"), ("sampled", "d.npz")):
+        given = [data if word == "d.npz" else word for word in words]
+        monkeypatch.setattr(sys, "argv", ["gradscope", *given, "--labels", labels])
         assert command_line() == 0
         with gradscope.open("o.h5") as file:
             assert file.run["loss"]["mask"] == "said" and file.run["loss"]["per_sample"] == "sum"
