@@ -154,7 +154,7 @@ mutant(
 )
 axes(
     "identity for marks: marks are read as if every entry lay at its own sample's place",
-    "return OwnedAxis(axis, torch.where(empty | torn, -1, owner))",
+    "return OwnedAxis(axis, torch.where((most == 0) | torn, -1, owner))",
     "return OwnedAxis(axis, torch.arange(len(owner)))",
     Asked("flipped"),
 )
