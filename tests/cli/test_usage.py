@@ -122,7 +122,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("zeros.h5", 3, "zeros.h5"),
         ("out.h5 mean.h5 out.h5", 2, "3 files"),
         ("out.h5 mean.h5 --nearest 0", 2, "--nearest"),
-        ("out.h5 --nearest 100", 2, "sample 100"),
+        ("out.h5 --nearest 100", 2, "index 100"),
         ("out.h5 --lr -1", 2, "learning rate"),
         ("out.h5 mean.h5 --lr 1", 2, "--lr"),
         ("run.jsonl out.h5", 2, "2 files"),
