@@ -109,7 +109,7 @@ def test_a_process_that_ends_in_a_backward_pass_ends_the_others(
 
 
 PROJECT = """
-    import os, pathlib, signal
+    import os, pathlib, signal, sys
     import torch
     from torch import nn
 
@@ -127,6 +127,13 @@ PROJECT = """
             for block in self.blocks:
                 hidden = torch.tanh(block(hidden)) * self.scale
             return self.head(hidden.mean(1))
+
+    class Last:
+        def __del__(self, write=os.write):  # when the interpreter shuts down: gloo's threads
+            write(2, b"shut down")  # do not survive that
+
+    if "RANK" in os.environ:
+        sys.left_over = Last()
 
     def build():
         return Net()
@@ -163,6 +170,7 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
     assert not (tmp_path / "out.h5").exists()
     second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
     assert second.returncode == 0, second.stderr[-3000:]
+    assert "shut down" not in second.stderr
     assert not list(tmp_path.glob("*-of-2*"))
     alone = [sys.executable, *command, "--backend", "loop", "-o", "alone.h5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

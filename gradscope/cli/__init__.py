@@ -16,7 +16,7 @@ def main() -> None:
     """
     streams.open_standard_ones()
     stops.at_once()
-    stops.ignored_at_the_end()
+    stops.ready_to_end()
     keep_pages()
     spin_briefly()  # before torch is loaded: OpenMP reads it then
     from gradscope.cli.app import execute

@@ -7,6 +7,7 @@ passes through the user's code, and is no error of theirs.
 import atexit
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,9 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN = 1.0  # seconds; what passes signals on to its children often sends them twice
 _Handler = Callable[[int, FrameType | None], object] | int
+
+_code: int | None = None  # of the command that this process was, once it is done
+_shuts_down = True
 
 
 class Stopped(BaseException):
@@ -107,12 +111,33 @@ def finished(code: int) -> None:
 
     What is left is to wait for threads of the user's own, and for the interpreter to shut down.
     """
+    global _code
     _handle(_Leaving("", code))
+    _code = code
 
 
-def ignored_at_the_end() -> None:
-    """Ignore signals when the interpreter has called what others have asked it to call."""
-    atexit.register(_handle, signal.SIG_IGN)
+def without_shutdown() -> None:
+    """Let the process of a command that is done end before the interpreter shuts down.
+
+    Gloo's threads may still let go of the last tensors then, for which they need an interpreter;
+    they end with their group, and a model that fully_shard has divided keeps it.
+    """
+    global _shuts_down
+    _shuts_down = False
+
+
+def ready_to_end() -> None:
+    """Prepare for the time when the interpreter has called what others have asked it to call."""
+    atexit.register(_end)
+
+
+def _end() -> None:
+    _handle(signal.SIG_IGN)
+    if _code is not None and not _shuts_down:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody is there to read it
+                stream.flush()
+        _exit(_code)
 
 
 @contextmanager

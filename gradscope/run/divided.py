@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradscope.config import RunSpec
+from gradscope.core import stops
 from gradscope.core.ranks import Ranks
 from gradscope.errors import OutputError, RefusedError, SpecError
 from gradscope.run.job import Job, prepare
@@ -39,6 +40,7 @@ def processes(device: str | None) -> Iterator[Ranks]:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    stops.without_shutdown()
     try:
         yield Ranks(dist.group.WORLD, place)
     finally:
