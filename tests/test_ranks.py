@@ -74,6 +74,15 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert words in second[name]
     assert "process 1 could not go on" in first["parallel"]
     assert "Target 7" in second["parallel"]
+    failed = 0
+    for one, two in zip(first["passes"], second["passes"], strict=True):
+        if "nothing" not in (one, two):  # in a first look at the model an error is no matter
+            failed += 1
+            assert "process 1 could not go on" in one
+            assert "on purpose" in two
+        else:
+            assert one == two
+    assert failed >= 4
     for own in (first, second):
         assert "asked for different things" in own["other"]
         assert "'clip' needs whole gradients" in own["after"]

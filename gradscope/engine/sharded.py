@@ -203,7 +203,7 @@ class Lockstep:
         n, draw = len(batch), torch.Generator().manual_seed(self.seed)
         order = torch.randperm(n, generator=draw)
         with other_random_numbers():
-            again = self.problem.losses(batch).detach()
+            again = self._losses(batch).detach()
         wrong: list[Exception] = []
         if not same(again, found.losses, precision=self.problem.precision):
             wrong.append(
@@ -233,6 +233,11 @@ class Lockstep:
             raise wrong[0] if wrong else _failed(failed[0], batch)
         return self._certificate(batch, found, checks, order, begun)
 
+    def _losses(self, batch: Batch) -> Tensor:
+        """Return the losses (n,): a process whose forward pass fails lets no other go on."""
+        with self.sharding.together():
+            return self.problem.losses(batch)
+
     def _compared(
         self, batch: Batch, found: Evaluation, rows: Tensor, weights: Tensor
     ) -> tuple[Tensor, LargestError]:
@@ -249,7 +254,7 @@ class Lockstep:
             gaps[name] = float(torch.linalg.vector_norm(gap.double()))
             return gradient.new_zeros(()).expand_as(gradient)  # it is let go of
 
-        losses = problem.losses(batch.select(rows))
+        losses = self._losses(batch.select(rows))
         named: dict[str, Tensor] = {**problem.parameters}
         handles = [p.register_hook(partial(seen, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
         try:
