@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import gradscope
-from gradscope.report import render
+from gradscope.report import render, write_html
 from gradscope.run import compute, prepare
 from gradscope.sources.opened import Opened
 from gradscope.stats import summarize
@@ -90,6 +90,16 @@ def test_texts_stand_below_what_is_known_of_them(tmp_path: Path) -> None:
     for k in largest(path):
         assert "".join(letters[i] for i in ids[k]).replace("\x1b", "\\x1b") in text
     assert "\x1b" not in text
+
+
+def test_a_page_shows_the_samples_before_the_numbers(tmp_path: Path) -> None:
+    path = result(tmp_path, np.random.default_rng(0).normal(size=(30, 8, 8)).astype(np.float32))
+    with gradscope.open(path) as file:
+        write_html(looked(summarize(file), Opened.of(file.run)), tmp_path / "out.html")
+    titles = re.findall("<h2>([^<]*)</h2>", (tmp_path / "out.html").read_text("utf-8"))
+    assert titles[:4] == ["Run", "In short", *titles[2:4]]
+    assert all(title.startswith("Samples with the largest") for title in titles[2:4])
+    assert len(set(titles)) == len(titles) and "Parameters" in titles[4:]
 
 
 def test_changed_data_are_not_shown(tmp_path: Path) -> None:
