@@ -152,11 +152,8 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
     for place in places:
         require_place(place, DRAFT)
         with told(place):
-            is_folder = place.is_dir()
             free = shutil.disk_usage(place.absolute().parent).free
-            require_free(place, overwrite=overwrite or is_folder)
-        if is_folder:
-            raise OutputError("this is a folder", where=str(place), remedy="Choose another name.")
+            require_free(place, overwrite=overwrite)
         if size > free:
             raise OutputError(
                 f"the file would take {size:,} bytes, the disk has {free:,}",

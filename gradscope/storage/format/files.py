@@ -290,7 +290,9 @@ def require_short(path: Path, suffix: str = "") -> None:
 
 
 def require_free(path: Path, *, overwrite: bool, what: str = "the file exists already") -> None:
-    """Refuse to replace a file that is there, unless that is wanted."""
+    """Refuse to replace a folder, and a file that is there unless that is wanted."""
+    if path.is_dir():
+        raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
     if not overwrite and path.exists():
         raise OutputError(what, where=str(path), remedy="Choose another name, or give --overwrite.")
 
