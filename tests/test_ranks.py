@@ -69,7 +69,7 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         "index": "index out of range",
         "empty": "no sample",
     }.items():
-        assert first[name].startswith("RefusedError: process 1 could not go on"), name
+        assert first[name].startswith("ElsewhereError: process 1 could not go on"), name
         assert words in first[name]
         assert words in second[name]
     assert "process 1 could not go on" in first["parallel"]
@@ -91,6 +91,21 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert own["coupled"].startswith(("UnsupportedError", "CoupledSamplesError"))
         assert "tensor parallel" in own["tensor parallel"]
         assert own["right"]
+
+
+def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "later")
+    for case in ("last", "chosen", "always"):
+        assert second[case].startswith("CoupledSamplesError"), second[case]
+        assert first[case].startswith("RefusedError: process 1 could not go on"), first[case]
+    for own, samples in zip((first, second), OWN, strict=True):
+        assert own["first"] == own["right"] == "nothing"
+        assert [own[f"proved first {k}"] for k in range(3)] == [True, False, False]
+        audit = own["audited audit 3"]  # the first, and the last on leaving the scope
+        assert (audit["batches"], audit["proved"]) == (4, 2)
+        assert audit["audited"] == [[0, samples - 1], [200, 199 + samples]]
+        assert 0 < audit["error"] < 1e-12
+        assert [own[f"proved audit {k}"] for k in range(3)] == [True, False, False]
 
 
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
