@@ -204,6 +204,9 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
         gradscope.open(tmp_path / "alone.h5") as right,
     ):
         np.testing.assert_allclose(found.samples["norm"], right.samples["norm"], rtol=1e-9)
+        audit = found.certificate["audit"]  # each process' first batch, and its last
+        assert (audit["batches"], audit["proved"]) == (7, 4)
+        assert audit["audited"] == [[0, 2], [6, 11], [18, 19]]
         for own, other in zip(found.chains, right.chains, strict=True):
             assert own.text == other.text
             for name in other:
