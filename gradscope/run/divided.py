@@ -7,6 +7,7 @@ then merges them, and the files of the parts are removed.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -63,31 +64,36 @@ def compute_divided(
         RefusedError: Another process could not go on, or has ended.
     """
     place, report = None, None
-    with (
-        stops.told(lambda: _stopped(place, output, overwrite=overwrite, complete=report)),
-        processes(spec.compute.device) as ranks,
-        ranks.together(),
-    ):
-        job = prepare(spec.computing(predictions=False))
-        for chain in job.chains:
-            if any(isinstance(step, NeedsProblem) for step in chain.before):
-                raise RefusedError(
-                    f"{chain.text!r} evaluates the model again, which the other processes of a "
-                    "divided one would have to do as well",
-                    remedy="Compute it on one process.",
-                )
-        if output.exists() and not overwrite:
-            remedy = "Choose another name, or give --overwrite."
-            raise OutputError("the file exists already", where=str(output), remedy=remedy)
-        place = job.place(output)
-        _part(job, place, overwrite=overwrite, resume=restarted)
-        every = ranks.of_all(str(place))
-        if ranks.rank == 0:
+    with stops.told(lambda: _stopped(place, output, overwrite=overwrite, complete=report)):
+        with processes(spec.compute.device) as ranks, ranks.together():
+            job = prepare(spec.computing(predictions=False))
+            for chain in job.chains:
+                if any(isinstance(step, NeedsProblem) for step in chain.before):
+                    raise RefusedError(
+                        f"{chain.text!r} evaluates the model again, which the other processes of "
+                        "a divided one would have to do as well",
+                        remedy="Compute it on one process.",
+                    )
+            if output.exists() and not overwrite:
+                remedy = "Choose another name, or give --overwrite."
+                raise OutputError("the file exists already", where=str(output), remedy=remedy)
+            place = job.place(output)
+            _part(job, place, overwrite=overwrite, resume=restarted)
+            every = ranks.of_all(str(place))
+        if ranks.rank == 0:  # nobody waits for it: that may take long
             report = _merged(job, every, output, overwrite=overwrite)
-            for part in every:
-                Path(part).unlink()
-        ranks.agree()
+            report = _without(every, output, report)
     return report
+
+
+def _without(parts: list[str], output: Path, report: MergeReport) -> MergeReport:
+    """Remove the parts, and note which others are left."""
+    for part in parts:
+        Path(part).unlink()
+    pattern = f"{escape(output.stem)}.shard-*-of-*{escape(output.suffix)}"
+    left = sorted(k.name for end in ("", ".part") for k in output.parent.glob(pattern + end))
+    note = f"parts of runs by other numbers of processes are left: {', '.join(left)}"
+    return report.model_copy(update={"notes": (*report.notes, note)}) if left else report
 
 
 def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any) -> str:
