@@ -202,7 +202,9 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
     assert "SIGKILL" in first.stderr  # torchrun says so, and ends the other one
     assert not (tmp_path / "out.h5").exists()
     (tmp_path / "out.shard-0-of-3.h5.part").touch()
-    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    (tmp_path / "killed").write_text("")  # once more: torchrun starts both again
+    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5", restarts=1)
+    assert (tmp_path / "killed").read_text() == "done"
     assert second.returncode == 0, second.stderr[-3000:]
     assert "are left: out.shard-0-of-3.h5.part" in " ".join(second.stdout.split())
     assert "shut down" not in second.stderr
