@@ -45,6 +45,8 @@ def compute(
     from gradscope.storage import LONGEST, require_place
 
     stops.unwinding()
+    if output is not None:
+        require_place(output, LONGEST)
     if spec.compute.sharded and output is not None and not dry_run:
         with stops.told(lambda: "stopped; nothing was written"):
             merged = compute_divided(spec, output, overwrite=overwrite)

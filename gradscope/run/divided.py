@@ -16,11 +16,12 @@ import torch.distributed as dist
 from gradscope.config import RunSpec
 from gradscope.core import stops
 from gradscope.core.ranks import Ranks
-from gradscope.errors import OutputError, RefusedError, SpecError
+from gradscope.errors import RefusedError, SpecError
 from gradscope.run.job import Job, prepare
 from gradscope.run.merging import MergeReport, merging
 from gradscope.run.start import start
 from gradscope.stages.transforms.base import NeedsProblem
+from gradscope.storage import require_free
 
 
 @contextmanager
@@ -63,9 +64,7 @@ def compute_divided(spec: RunSpec, output: Path, *, overwrite: bool = False) -> 
                     remedy="Compute it on one process.",
                 )
         place = job.place(output)
-        if output.exists() and not overwrite:
-            remedy = "Choose another name, or give --overwrite."
-            raise OutputError("the file exists already", where=str(output), remedy=remedy)
+        require_free(output, overwrite=overwrite)
         _part(job, place, overwrite=overwrite)
         every = ranks.of_all(str(place))
         report = _merged(job, every, output, overwrite=overwrite) if ranks.rank == 0 else None
