@@ -217,6 +217,24 @@ def test_a_batch_that_no_parameter_has_a_part_in_is_zeros(backend: str, verify: 
         gradscope.norms(model, loss, x, masks[1], backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["auto", "hooks", "vmap", "expand", "loop"])
+def test_samples_that_are_finite_together_alone_are_refused(backend: str) -> None:
+    """The variance of one sample is not a number, and so are all batches of one."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(6, 4).double()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        far = (outputs - outputs.mean(0)).square().sum() / (len(outputs) - 1)
+        return outputs.sum(1) + (far if targets.any() else 0.0)
+
+    scope = Scope(model, loss, backend=backend)
+    with pytest.raises(RefusedError):
+        scope.norms(x, torch.ones(6))
+    if backend != "vmap":  # it takes no branch
+        scope.norms(x, torch.zeros(6))
+        with pytest.raises(CoupledSamplesError, match="is nan alone but"):
+            scope.evaluate(Batch.of(x[:5], torch.ones(5)), last=True)
+
+
 def test_a_hook_on_a_parameter_is_run() -> None:
     found = outcomes(CASES["a_hook_on_a_parameter"])
     assert found == ["right"] * len(found)

@@ -223,6 +223,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
                 agreement = _agreement(finite, chosen)  # and every sample be right
                 if agreement.passed and not answer.own_loss:
                     _require_sum_of_singles(finite, claim)
+        _require_finite_together(answer)
         chosen = rows[chosen]
         if after is None:  # shortcuts do not depend on the numbers
             with answer.timed("shortcuts"):
@@ -351,6 +352,19 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
     if not known:
         require_independent(problem, batch, found, seed=seed)
     return None
+
+
+def _require_finite_together(answer: Answer) -> None:
+    """Refuse samples whose losses are finite in their batch alone, as by their variance.
+
+    They are examined no further, and only `hooks` evaluates the batch as it is.
+    """
+    lost = ~answer.evaluation.losses.isfinite()
+    if bool(lost.any()) and not answer.own_loss and answer.backend != "hooks":
+        with other_random_numbers():
+            found = answer.problem.losses(answer.batch).detach()
+        if bool((found.isfinite() & lost).any()):
+            _explain(answer, answer.batch, answer.evaluation.losses, found)
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
