@@ -61,7 +61,7 @@ def fold(
         NonFiniteError: A gradient is not finite, and that is to be an error.
     """
     asked = request_of(chains) if request is None else request
-    found = Folded([None] * len(chains))
+    found = Folded([None] * len(chains), dtypes=[{}] * len(chains))
     for k, batch in enumerate(batches):
         number = None if ordinal is None else ordinal + k
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
@@ -78,8 +78,9 @@ def fold(
             if kept is not None:
                 computed = {} if skipped else evaluation.states
                 added = _updated(chains, found.states, computed, *kept)
-        dtypes = [{key: v.dtype for key, v in state.items()} for state in added if state]
-        found = Folded(added, found.skipped + skipped, found.dtypes or dtypes)
+        dtypes = [{key: v.dtype for key, v in (state or {}).items()} for state in added]
+        first = found.dtypes if any(found.dtypes) else dtypes
+        found = Folded(added, found.skipped + skipped, first)
     return found
 
 

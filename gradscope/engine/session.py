@@ -160,6 +160,7 @@ class Session:
         self._evaluate: Evaluate | None = None
         self._waiting: list[str] = []
         self._due = True  # a proof is
+        self._trains = False  # some gradient was not zero
         self._wary = False  # one batch was refused: every other is proved
         self._doubtful = 0  # batches since the last one that was proved
         self._unaudited: Batch | None = None  # the last one, unless it was proved
@@ -199,7 +200,8 @@ class Session:
                 f"{part} runs as it is written, which may take longer: compiled, it records one "
                 "operation, in which samples cannot be told apart"
             )
-        self._facts, self._wary, self._doubtful = None, False, 0
+        self._trains, self._wary, self._doubtful = False, False, 0
+        self._facts = None if self.problem.sharding else facts(self._model)
         self.close()
         if self.problem.sharding is not None:
             asked.require_divisible()
@@ -331,9 +333,10 @@ class Session:
         if self.lockstep is None or not self.lockstep.attended:  # else others may attend to it
             changed = self.problem.any(changed)
         if changed:
-            self.notes.append(
-                "the model was changed between two calls: it is bound and proved anew"
-            )
+            if self.auditor.audits.batches:
+                self.notes.append(
+                    "the model was changed between two calls: it is bound and proved anew"
+                )
             self._bind()
         self._facts = now if self.lockstep is not None else self._facts
         return now
@@ -382,10 +385,16 @@ class Session:
         # what its blocks raise, too, is for the next backend
         with refusing(self.backend, self.problem.model, "Use another backend, as auto does."):
             evaluation, proof = certify(
-                self.problem, self.backend, evaluate, batch, own_loss=asked.own_loss, seed=seed
+                self.problem,
+                self.backend,
+                evaluate,
+                batch,
+                own_loss=asked.own_loss,
+                seed=seed,
+                trains=self._trains,
             )
         self.certificate = proof
-        self._due = not proof.proves
+        self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
             self._note_precision(computed_in(self.problem, batch))
         return evaluation
@@ -436,6 +445,7 @@ class Session:
                     own_loss=self.settings.own_loss,
                     seed=drawn(self.settings.seed, number),
                     alone=look.alone,
+                    trains=self._trains,
                 )
                 proof = None
                 if look.whole:

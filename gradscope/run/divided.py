@@ -18,11 +18,12 @@ from gradscope.config import RunSpec
 from gradscope.core import stops
 from gradscope.core.locate import first_line
 from gradscope.core.ranks import PartedError, Ranks
-from gradscope.errors import OutputError, RefusedError, SpecError
+from gradscope.errors import RefusedError, SpecError
 from gradscope.run.job import Job, prepare
 from gradscope.run.merging import MergeReport, merging
 from gradscope.run.start import start
 from gradscope.stages.transforms.base import NeedsProblem
+from gradscope.storage import require_free
 
 
 @contextmanager
@@ -98,9 +99,7 @@ def compute_divided(
                         "a divided one would have to do as well",
                         remedy="Compute it on one process.",
                     )
-            if output.exists() and not overwrite:
-                remedy = "Choose another name, or give --overwrite."
-                raise OutputError("the file exists already", where=str(output), remedy=remedy)
+            require_free(output, overwrite=overwrite)
             place = job.place(output)
             _part(job, place, overwrite=overwrite, resume=restarted)
             every = ranks.of_all(str(place))
