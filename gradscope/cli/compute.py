@@ -46,10 +46,11 @@ def compute(
 
     stops.unwinding()
     if spec.compute.sharded and output is not None and not dry_run:
-        with stops.told(lambda: "stopped; nothing was written"):
-            merged = compute_divided(spec, output, overwrite=overwrite)
-            if merged is None:
-                return
+        restarted = worker is not None and worker.restarted
+        merged = compute_divided(spec, output, overwrite=overwrite, restarted=restarted)
+        if merged is None:
+            return
+        with stops.told(lambda: f"stopped; {output} is complete"):
             options.show(merged, render_merge, json=json, quiet=quiet)
         options.exit_of(merged)
         return

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
+from gradscope.core.ranks import ElsewhereError
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.fold import fold
@@ -123,6 +124,8 @@ class Run:
             try:
                 done += self.size.fitting(part, len(batch) - done)
             except RefusedError as error:
+                if isinstance(error, ElsewhereError):  # nothing was found wrong here
+                    raise
                 self._go_back(error)
 
     def _go_back(self, error: RefusedError) -> None:
