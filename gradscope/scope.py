@@ -31,7 +31,20 @@ class NonFiniteWarning(UserWarning):
     """Samples without a finite gradient were left out of an expectation."""
 
 
-class Scope:
+class Held:
+    """What a model may hold while it is copied or saved: a copy holds it too, a file has None."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+class Scope(Held):
     """Per-sample gradients of a model, in the mode the model is in.
 
     Nothing is attached to the model or its parameters, and both are left as they were found.

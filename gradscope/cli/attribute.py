@@ -108,8 +108,7 @@ def attribute(
     numbers = None if weights is None else _read(weights, _floats, "--weights", commas)
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
-    from gradscope.storage import LONGEST, require_place
-    from gradscope.storage.format.files import require_free
+    from gradscope.storage import LONGEST, require_free, require_place
 
     chosen: Any = "auto" if damping == "auto" else _read(damping, float, "--damping", number)
     asked = Settings(

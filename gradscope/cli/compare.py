@@ -10,6 +10,7 @@ from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import RunSpec
 from gradscope.core import stops, streams
+from gradscope.core.texts import count
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def compare(
     others = {name: _loaded(name, rows, spec.compute.rows) for name in against or []}
     if dry_run:
         names = ", ".join(spec.compare.backends)
-        typer.echo(f"would compare {names} on {len(rows)} samples", file=streams.out())
+        typer.echo(f"would compare {names} on {count(len(rows), 'sample')}", file=streams.out())
         return
     result = _compared(job, rows, others)
     found: Any = result

@@ -45,6 +45,8 @@ def compute(
     from gradscope.storage import LONGEST, require_place
 
     stops.unwinding()
+    if output is not None:
+        require_place(output, LONGEST)
     if spec.compute.sharded and output is not None and not dry_run:
         restarted = worker is not None and worker.restarted
         merged = compute_divided(spec, output, overwrite=overwrite, restarted=restarted)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradscope.backends.base import backends
 from gradscope.blocks.base import as_rows
 from gradscope.core.batch import Batch
-from gradscope.core.independence import COUPLED_REMEDY
+from gradscope.core.independence import coupled_remedy
 from gradscope.core.problem import Problem
 from gradscope.errors import CoupledSamplesError, ModelError
 
@@ -385,7 +385,9 @@ class Oracle:
                 evaluation = evaluate(batch)
         except ModelError as error:  # it ran on the batch
             raise CoupledSamplesError(
-                f"on one sample alone {error.what}", where=error.where, remedy=COUPLED_REMEDY
+                f"on one sample alone {error.what}",
+                where=error.where,
+                remedy=coupled_remedy(None, batch),
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])

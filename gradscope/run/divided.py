@@ -17,11 +17,12 @@ import torch.distributed as dist
 from gradscope.config import RunSpec
 from gradscope.core import stops
 from gradscope.core.ranks import Ranks
-from gradscope.errors import OutputError, RefusedError, SpecError
+from gradscope.errors import RefusedError, SpecError
 from gradscope.run.job import Job, prepare
 from gradscope.run.merging import MergeReport, merging
 from gradscope.run.start import start
 from gradscope.stages.transforms.base import NeedsProblem
+from gradscope.storage import require_free
 
 
 @contextmanager
@@ -74,10 +75,8 @@ def compute_divided(
                         "a divided one would have to do as well",
                         remedy="Compute it on one process.",
                     )
-            if output.exists() and not overwrite:
-                remedy = "Choose another name, or give --overwrite."
-                raise OutputError("the file exists already", where=str(output), remedy=remedy)
             place = job.place(output)
+            require_free(output, overwrite=overwrite)
             _part(job, place, overwrite=overwrite, resume=restarted)
             every = ranks.of_all(str(place))
         if ranks.rank == 0:  # nobody waits for it: that may take long

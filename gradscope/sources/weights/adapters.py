@@ -116,9 +116,9 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
         unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
     what = ""
     if missing:
-        what = f"{len(missing)} parameters that the adapter trains are not in it: {listed(missing)}"
+        what = f"not all that the adapter trains is in it: {listed(missing)} missing"
     elif unknown:
-        what = f"{len(unknown)} tensors have no place in the model: {listed(unknown)}"
+        what = f"without a place in the model: {listed(unknown)}"
     if what:
         raise CheckpointError(
             what, remedy=f"{_AGAIN} Or is the base model another, or of another class: {_CLASS}?"
