@@ -17,7 +17,7 @@ from torch import Tensor
 from gradscope.backends.base import backends
 from gradscope.blocks.base import as_rows
 from gradscope.core.batch import Batch
-from gradscope.core.independence import COUPLED_REMEDY
+from gradscope.core.independence import COUPLED_REMEDY, same
 from gradscope.core.problem import Problem
 from gradscope.errors import CoupledSamplesError, ModelError
 
@@ -342,7 +342,6 @@ _PRECISIONS = {
     torch.bfloat16: _HALF,
 }
 _SMALLEST = 1e-6  # of the largest sample's norm: a sample that almost vanishes is noise
-_SAME_LOSS = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,15 +388,8 @@ class Oracle:
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
-        scale = float(alone.abs().where(alone.isfinite(), 0.0).max())
-        same = torch.allclose(
-            together, alone, rtol=_SAME_LOSS, atol=_SAME_LOSS * scale, equal_nan=True
-        )
-        return cls(
-            gradients=gradients,
-            norms=torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0),
-            coupled=not same,
-        )
+        norms = torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0)
+        return cls(gradients, norms, coupled=not same(alone, together))
 
 
 def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgreement, ...]:
