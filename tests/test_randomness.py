@@ -632,6 +632,43 @@ def test_a_checkpoint_that_training_gives_no_gradient_is_told_of() -> None:
         )
 
 
+def counted(net: Net, h: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    return h * net.calls
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop", "expand"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("randomness", "change"),
+    [
+        ("fixed", lambda net, h: h * random.random()),
+        ("fixed", lambda net, h: h[:, np.random.permutation(O)]),
+        ("fixed", lambda net, h: h * torch.rand(h.shape, generator=net.own)),
+        ("refuse", lambda net, h: h * torch.rand(O, generator=net.own)),
+        ("refuse", counted),
+    ],
+    ids=["python", "numpy", "generator", "generator_for_all", "counter"],
+)
+def test_a_checkpointed_part_that_computes_something_else_anew_is_refused(
+    change: Callable[[Net, Tensor], Tensor], randomness: str, reentrant: bool, backend: str
+) -> None:
+    """The same part is right where it is not checkpointed, or draws from torch's generators."""
+
+    def body(net: Net, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        return net.b(run(lambda h: net.c(change(net, h)).tanh(), net.a(x.mean(1))))
+
+    once = partial(checkpoint, use_reentrant=reentrant)
+    model, x, y = built(lambda: Net(partial(body, run=once), c=nn.Linear(O, O)))
+    model.train(randomness == "fixed")
+    model.own = seeded()
+    asked = gradscope.Scope(model, "cross_entropy", backend=backend, randomness=randomness)
+    with pytest.raises(UnsupportedError, match="something else in the backward pass"):
+        asked.per_sample_gradients(x, y)
+    model.body = partial(body, run=lambda part, h: part(h))
+    assert asked.per_sample_gradients(x, y)["c.weight"].flatten(1).any(1).all()
+
+
 def test_what_computes_in_less_than_its_parameters_precision_is_told_of() -> None:
     def body(net: Net, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=net.training):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import tensors
+from gradscope.core.precision import doubled
 from gradscope.core.randomness import Fixed, random_numbers_kept, states
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.core.stops import timely
@@ -34,6 +35,7 @@ from gradscope.errors import GradscopeError, UnsupportedError
 _COPIED = 2**24  # bytes of a value of which a copy is kept
 _ROOM = 2**28  # bytes of parameters, all in all, of which copies are kept: not a whole model more
 _READ = 2**28  # bytes of a value of which every bit is looked at
+_COMPARED = 2**16  # values, at most, of each tensor that is computed anew
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ITERATORS: tuple[type, ...] = (
@@ -180,7 +182,11 @@ class State:
     def watched(self, *, again: bool = False) -> Iterator[None]:
         """Look everywhere for what the body changes, and put it back, now and from now on.
 
-        Python's and numpy's global random generators are left as they are, too.
+        Python's and numpy's global random generators are left as they are, too. What activation
+        checkpointing computes anew is compared with what the forward pass computed.
+
+        Raises:
+            UnsupportedError: A change cannot be undone, or what is computed anew is different.
         """
         own = [*self._model.parameters(), *self._model.buffers()]
         roots = [(self._model, "model"), (self._loss, "loss")]
@@ -197,7 +203,7 @@ class State:
             if isinstance(value, types.GeneratorType) and value.gi_frame is not None
         }
         try:
-            with random_numbers_kept(), _resumed(generators) as advanced:
+            with random_numbers_kept(), _recomputed(), _resumed(generators) as advanced:
                 yield
             named = self._model.named_parameters()
             written = [k for k, p in named if known.get(id(p), p._version) != p._version]
@@ -226,6 +232,58 @@ class State:
             if (moved or in_place) and self._before is not None:
                 self._before[1].append(_take(*self._known[key]))
         return lost
+
+
+class _Seen:
+    """A tensor saved within activation checkpointing, to compare with what is computed anew.
+
+    torch compares shapes and types. Values tell where something else begins the second time than
+    the first: Python's, numpy's or a generator of the model's own, or a counter.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.kind, self.values = (x.shape, x.dtype, x.device), torch.empty(0)
+        if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta:
+            with torch._C._DisableTorchDispatch():  # not by the model
+                step = 1 + x.numel() // _COMPARED
+                self.values = x.detach().reshape(-1)[::step].clone()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Seen) and self.kind == other.kind:
+            with torch._C._DisableTorchDispatch():
+                if _close(self.values, other.values):
+                    return True
+        raise UnsupportedError(
+            "a checkpointed part computes something else in the backward pass than in the forward "
+            "pass, in training too: its gradient is that of neither",
+            remedy="Random numbers of Python, numpy or an own generator are drawn anew there, and "
+            "what counts calls counts on: do so outside, and pass in what comes of it. torch's own "
+            "generators are put back (preserve_rng_state=True).",
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether values are equal, but for another order of sums."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    eps = torch.finfo(a.dtype).eps ** 0.5
+    a, b = doubled(a), doubled(b)
+    size = float(a.abs().nan_to_num(posinf=0.0).amax()) if len(a) else 0.0
+    return torch.allclose(a, b, rtol=eps, atol=eps * size, equal_nan=True)
+
+
+@contextmanager
+def _recomputed() -> Iterator[None]:
+    """Refuse where activation checkpointing computes other values than the forward pass did."""
+    checks = getattr(checkpointing, "_allowed_determinism_checks_to_fns", {})  # by their names
+    own = dict(checks)
+    try:
+        checks.update(dict.fromkeys(checks, _Seen))
+        yield
+    finally:
+        checks.update(own)
 
 
 @contextmanager
