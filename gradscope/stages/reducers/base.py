@@ -20,6 +20,7 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
 from gradscope.blocks.base import wide
 from gradscope.core.grammar import Stage
+from gradscope.core.memory import slices
 from gradscope.core.precision import double, wider
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
@@ -75,10 +76,9 @@ reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
 
 def tiles(block: Block) -> Iterator[Tensor]:
     """Yield the dense gradients (m, *shape) in float64 or complex128, a few samples at a time."""
-    row = max(1, prod(block.shape) * (16 if block.dtype.is_complex else 8))
-    step = max(1, TILE_BYTES // row)
-    for start in range(0, block.n, step):
-        yield wide(block.select(slice(start, start + step))).dense()
+    row = prod(block.shape) * (16 if block.dtype.is_complex else 8)
+    for rows in slices(block.n, row, TILE_BYTES):
+        yield wide(block.select(rows)).dense()
 
 
 def count(gradients: Gradients) -> Tensor:
