@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import gradscope
-from gradscope.cli.app import app
+from gradscope.run.divided import processes
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -119,11 +118,11 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
         assert second[chain] == first[chain]
 
 
-def test_a_single_process_divides_nothing(tmp_path: Path) -> None:
-    place = str(tmp_path / "out.h5")
-    ran = CliRunner().invoke(app, ["compute", *OPTIONS.split(), "--sharded", "-o", place])
-    assert ran.exit_code == 2
-    assert "this is the only one" in ran.stderr
+def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(gradscope.SpecError, match="this is the only one"), processes(None):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class Lockstep:
         if state is None:
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         found = {}
-        for key, value in chain.result(state).items():
+        for key, value in chain.taken_result(state).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
             found[key] = self.sharding.wrapped(name, self._as_optimised(name, value))
         return found

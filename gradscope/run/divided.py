@@ -99,8 +99,8 @@ def compute_divided(
                         "a divided one would have to do as well",
                         remedy="Compute it on one process.",
                     )
-            require_free(output, overwrite=overwrite)
             place = job.place(output)
+            require_free(output, overwrite=overwrite)
             _part(job, place, overwrite=overwrite, resume=restarted)
             every = ranks.of_all(str(place))
         if ranks.rank == 0:  # nobody waits for it: that may take long
@@ -121,7 +121,7 @@ def _without(parts: list[str], output: Path, report: MergeReport) -> MergeReport
 
 def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any) -> str:
     """Say what is left of a run that a signal has stopped; one process does."""
-    if os.environ["RANK"] != "0":
+    if os.environ.get("RANK", "0") != "0":
         return "stopped"
     if complete:
         return f"stopped; {output} is complete"
