@@ -46,9 +46,12 @@ def _clipping(panels: Any, names: Names) -> None:
     label = "with noise, relative to its best"
     left.semilogx(norms, [v / best for v in noisy], "o-", color=BLUE, label=label)
     _labelled(left, "clipping norm C", "cosine with the true mean")
-    left.set_ylim(0, 1.4)
+    left.set_ylim(0, 1.4)  # room for the legend
+    left.set_yticks(np.linspace(0, 1, 6))
     _points(right, names["accuracies"])
     right.set_xscale("log")
+    for axes in panels:
+        _ticks(axes.xaxis, (0.1, 1, 10))
     _labelled(right, "clipping norm C", "test accuracy after DP-SGD")
     right.set_ylim(0.4, 1)
 
@@ -63,6 +66,7 @@ def _batch_size(panels: Any, names: Names) -> None:
     left.set_xlim(2.5, 0.12)
     left.set_ylim(5, 5000)
     _ticks(left.xaxis, (2, 1, 0.5, 0.2))
+    _ticks(left.yaxis, (10, 100, 1000))
     _labelled(left, "loss (training goes to the right)", "noise scale, samples")
     _points(right, names["counted"])
     sizes = np.geomspace(3, 400, 50)
@@ -78,20 +82,26 @@ def _ewc(panels: Any, names: Names) -> None:
         first, second = zip(*pairs, strict=True)
         left.semilogx(names["strengths"], first, "o-", color=colour, label=kind)
         right.plot(first, second, "o-", color=colour)
+    _ticks(left.xaxis, names["strengths"])
     _labelled(left, "λ", "accuracy on task A after B")
     _labelled(right, "accuracy on task A after B", "accuracy on task B")
 
 
 def _wrong_labels(panels: Any, names: Names) -> None:
-    found = names["found"]
+    found, kinds = names["found"], {"no gradient": BLUE, "by gradients": RED}
     for axes, name in zip(panels, names["behind"], strict=True):
         for row, score in enumerate(reversed(found)):
             shares = [precision for _, precision in found[score][name]]
-            axes.barh(row, sum(shares) / len(shares), color=BLUE if row > len(found) - 3 else RED)
-            axes.plot(shares, [row] * len(shares), "o", color="black", markersize=3)
+            kind = "no gradient" if score in ("loss", "margin") else "by gradients"
+            axes.barh(row, sum(shares) / len(shares), color=kinds[kind], label=kind)
+            axes.plot(shares, [row] * len(shares), "o", color="black", markersize=3, label="a seed")
+        axes.axvline(names["WRONG"] / names["N"], color=GREY, linestyle="--", label="chance")
         axes.set_yticks(range(len(found)), list(reversed(found)))
         axes.set_xlim(0, 1)
-        _labelled(axes, f"precision, {name}", "")
+        axes.set_xlabel(f"precision, {name}")
+    entries = _entries(axes)
+    where = {"loc": "outside lower center", "ncols": len(entries)}
+    axes.figure.legend(entries.values(), entries, frameon=False, fontsize=8, **where)
 
 
 def _adapters(panels: Any, names: Names) -> None:
@@ -104,7 +114,8 @@ def _adapters(panels: Any, names: Names) -> None:
         left.barh(rows, norms, 0.25, color=colour, label=f"{state}: {matrix}")
     for row, (name, seeds) in enumerate(reached.items()):
         ours = name.startswith(("gradients", "warm"))
-        right.plot(seeds, [row] * len(seeds), "o", color=BLUE if ours else GREY)
+        how = {"color": BLUE, "label": "by gradients"} if ours else {"color": GREY, "label": "else"}
+        right.plot(seeds, [row] * len(seeds), "o", **how)
     for axes, labels in ((left, modules), (right, reached)):
         axes.set_yticks(range(len(labels)), list(labels))
         axes.invert_yaxis()
@@ -129,8 +140,14 @@ def _ticks(axis: Any, values: tuple[float, ...]) -> None:
 def _labelled(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+    entries = _entries(axes)
+    if entries:
+        axes.legend(entries.values(), entries, frameon=False, fontsize=8)
+
+
+def _entries(axes: Axes) -> dict[str, Any]:
+    """What a legend says, each word once."""
+    return dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
 
 
 FIGURES: dict[str, Callable[[Any, Names], None]] = {

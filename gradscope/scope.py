@@ -296,12 +296,14 @@ class Scope(Held):
         chains = settled(self.session, chains, lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
         folded = fold(self.session, parts, chains, count=count)
-        found = []
-        for chain, own, dtypes in zip(chains, folded.states, folded.dtypes, strict=True):
-            state = over_ranks(self.problem, chain, own)
+        found: list[dict[str, Tensor]] = []
+        for k, chain in enumerate(chains):
+            state = over_ranks(self.problem, chain, folded.states.pop(0))
             if state is None:
                 raise SpecError("no sample has a finite gradient, so there is no expectation")
-            found.append(chain.result({k: v.to(dtypes.get(k, v.dtype)) for k, v in state.items()}))
+            for key, dtype in folded.dtypes[k].items():
+                state[key] = state[key].to(dtype)
+            found.append(chain.taken_result(state))
         return found, folded.skipped
 
     def _batch(

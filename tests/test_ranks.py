@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import gradscope
+from gradscope.cli.app import app
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +71,7 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         "index": "index out of range",
         "empty": "no sample",
     }.items():
-        assert first[name].startswith("RefusedError: process 1 could not go on"), name
+        assert first[name].startswith("ElsewhereError: process 1 could not go on"), name
         assert words in first[name]
         assert words in second[name]
     assert "process 1 could not go on" in first["parallel"]
@@ -93,6 +95,21 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert own["right"]
 
 
+def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "later")
+    for case in ("last", "chosen", "always"):
+        assert second[case].startswith("CoupledSamplesError"), second[case]
+        assert first[case].startswith("RefusedError: process 1 could not go on"), first[case]
+    for own, samples in zip((first, second), OWN, strict=True):
+        assert own["first"] == own["right"] == "nothing"
+        assert [own[f"proved first {k}"] for k in range(3)] == [True, False, False]
+        audit = own["audited audit 3"]  # the first, and the last on leaving the scope
+        assert (audit["batches"], audit["proved"]) == (4, 2)
+        assert audit["audited"] == [[0, samples - 1], [200, 199 + samples]]
+        assert 0 < audit["error"] < 1e-12
+        assert [own[f"proved audit {k}"] for k in range(3)] == [True, False, False]
+
+
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     first, second = found(tmp_path, "parallel")
     assert first["norms"] < 1e-9
@@ -100,6 +117,13 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
         assert first[chain] < 1e-9, chain
         assert second[chain] == first[chain]
+
+
+def test_a_single_process_divides_nothing(tmp_path: Path) -> None:
+    place = str(tmp_path / "out.h5")
+    ran = CliRunner().invoke(app, ["compute", *OPTIONS.split(), "--sharded", "-o", place])
+    assert ran.exit_code == 2
+    assert "this is the only one" in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -177,8 +201,10 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
     assert (tmp_path / "killed").read_text() == "done"
     assert "SIGKILL" in first.stderr  # torchrun says so, and ends the other one
     assert not (tmp_path / "out.h5").exists()
+    (tmp_path / "out.shard-0-of-3.h5.part").touch()
     second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
     assert second.returncode == 0, second.stderr[-3000:]
+    assert "are left: out.shard-0-of-3.h5.part" in " ".join(second.stdout.split())
     assert "shut down" not in second.stderr
     assert not list(tmp_path.glob("*-of-2*"))
     alone = [sys.executable, *command, "--backend", "loop", "-o", "alone.h5"]
@@ -189,6 +215,9 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
         gradscope.open(tmp_path / "alone.h5") as right,
     ):
         np.testing.assert_allclose(found.samples["norm"], right.samples["norm"], rtol=1e-9)
+        audit = found.certificate["audit"]  # each process' first batch, and its last
+        assert (audit["batches"], audit["proved"]) == (7, 4)
+        assert audit["audited"] == [[0, 2], [6, 11], [18, 19]]
         for own, other in zip(found.chains, right.chains, strict=True):
             assert own.text == other.text
             for name in other:

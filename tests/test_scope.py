@@ -202,6 +202,14 @@ def test_samples_that_are_not_finite_are_left_out_of_every_chain(
             torch.testing.assert_close(one[name], other[name])
 
 
+@pytest.mark.parametrize("n", [11, 1100])
+def test_without_any_finite_sample_there_is_no_expectation(model, data, n: int) -> None:
+    inputs, targets = (t.repeat(n // 11, *[1] * (t.dim() - 1)) for t in data)
+    scope = gradscope.Scope(model, "cross_entropy")
+    with pytest.raises(SpecError, match="no sample has a finite gradient"):
+        scope.expectations(["mean", "var"], inputs * torch.nan, targets)
+
+
 def test_a_chain_asked_for_twice_is_answered_twice(model, data) -> None:
     scope = gradscope.Scope(model, "cross_entropy")
     first, second, third = scope.expectations(["mean", "second_moment", "mean"], *data)

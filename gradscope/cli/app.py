@@ -6,7 +6,7 @@ without torch.
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
@@ -16,8 +16,7 @@ from typer.core import TyperCommand
 from gradscope.cli.attribute import attribute, validate
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
-from gradscope.cli.compute import compute
-from gradscope.cli.merge import merge
+from gradscope.cli.compute import compute, merge
 from gradscope.cli.results import export, stats, view
 from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped
@@ -41,6 +40,15 @@ class Command(TyperCommand):
             except BaseException as error:
                 raise typer.Exit(_code(error)) from error
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Name what may be given; a hidden argument has no name."""
+        return [piece for piece in super().collect_usage_pieces(ctx) if piece != "[]..."]
+
+
+def _summary(command: Callable[..., None]) -> str:
+    """Return the first paragraph of its help, which typer would cut to one line."""
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+
 
 app = typer.Typer(
     name="gradscope",
@@ -50,8 +58,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (init, check, compute, merge, compare, attribute, validate, stats, view, export):
-    app.command(cls=Command)(command)
-app.command("list", cls=Command)(list_)
+    app.command(cls=Command, short_help=_summary(command))(command)
+app.command("list", cls=Command, short_help=_summary(list_))(list_)
 
 
 def execute() -> int:

@@ -221,7 +221,7 @@ def view(
     serve: Annotated[
         bool, option("--serve", "Answer on localhost: all samples, however many.")
     ] = False,
-    port: Annotated[int, option("--port N", "Of --serve [any].", min=0, max=65535)] = 0,
+    port: Annotated[int, option("--port N", "Of --serve; 0: any.", min=0, max=65535)] = 0,
     json: options.Json = False,
 ) -> None:
     """Show the samples of a result file: each dot of the chart is one, opened by a click."""

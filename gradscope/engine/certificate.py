@@ -320,7 +320,8 @@ def _apart(
     total: dict[str, Tensor] = {}
     checks: list[LargestError] = []
     with other_random_numbers():
-        for k, (loss, own) in enumerate(objective.parts(problem)):
+        for loss, own in objective.parts(problem):  # enumerate would hold on to a gradient
+            k = len(found)
             rows = groups[k].to(losses.device)
             if k < alone and same(losses[rows], loss, losses, problem.precision):
                 checks.append(_alone(answer, int(rows), objective.weights[k], own))

@@ -206,7 +206,7 @@ class Session:
         if self.problem.sharding is not None:
             asked.require_divisible()
             self.backend = "hooks"
-            self.lockstep = Lockstep(self.problem, asked.verify, asked.seed, self._told)
+            self.lockstep = Lockstep(self.problem, asked.verify, self.auditor, self._told)
 
     def rehearsal(self, verify: Verify | None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -276,7 +276,7 @@ class Session:
         require_counted(len(batch))
         now = self.bound_anew()
         if self.lockstep is not None:
-            return self.lockstep.evaluate(batch.detached(), request)
+            return self.lockstep.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
         batch = self.labels.of(batch).detached()
         if self.predictions is not None:
             self.predictions.forget()
@@ -299,9 +299,7 @@ class Session:
             )
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
-        waits = self.settings.verify == "audit" and proof is None
-        self._unaudited = batch if waits else None  # else nobody's data are held
-        self._doubtful = 0 if proof is not None else self._doubtful + 1
+        self._told(batch, proof)
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
@@ -343,12 +341,13 @@ class Session:
         self._facts = now if self.lockstep is not None else self._facts
         return now
 
-    def _told(self, proof: Certificate | None) -> None:
-        """Take note of a batch that was evaluated in step with other processes."""
-        audits = replace(self.auditor.audits, batches=self.auditor.audits.batches + 1)
-        if proof is not None:
-            self.certificate, audits = proof, audits.with_proof(proof)
-        self.auditor.audits = audits
+    def _told(self, batch: Batch, proof: Certificate | None) -> None:
+        """Take note of a batch that was answered, and of its proof if all of it was proved."""
+        if self.lockstep is not None:
+            self.certificate = self.lockstep.certificate
+        waits = self.settings.verify == "audit" and proof is None
+        self._unaudited = batch if waits else None  # else nobody's data are held
+        self._doubtful = 0 if proof is not None else self._doubtful + 1
 
     def predicted(self, batch: Batch, evaluation: Evaluation) -> Columns:
         """Return what the model predicts of the batch that was evaluated last, if that is kept."""

@@ -128,15 +128,18 @@ def write_html(result: Shown, path: str | Path) -> None:
 
 def _page(found: Overview) -> str:
     names = " and ".join(Path(path).name for path in found.paths)
-    sections = [_section(section, found.noun) for section in found.sections]
+    first, *others = found.sections
+    others.sort(key=lambda section: not section.cards)  # the samples before the numbers
+    sections = [_section(section, found.noun) for section in others]
     drawn = found.pictures if plots.available() else ()
     pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in drawn)
     parts = [
         "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in found.warnings),
         _titled("Run", _facts(found.facts) + _records(found)),
-        *sections[:1],
+        _section(first, found.noun),
+        *(part for section, part in zip(others, sections, strict=True) if section.cards),
         _titled("Pictures", f'<div class="pictures">\n{pictures}\n</div>') if pictures else "",
-        *sections[1:],
+        *(part for section, part in zip(others, sections, strict=True) if not section.cards),
     ]
     body = "\n".join(part for part in parts if part)
     return f"""<!DOCTYPE html>

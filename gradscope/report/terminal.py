@@ -194,7 +194,8 @@ def print_cards(console: Console, cards: Sequence[Card]) -> bool:
         grid = Grid.grid(padding=(0, _GAP, 0, 0))
         for _ in row:
             grid.add_column(width=_CARD, overflow="fold", vertical="bottom")
-        grid.add_row(*(_card(card, bool(console.color_system)) for card in row))
+        coloured = bool(console.color_system) and not console.no_color
+        grid.add_row(*(_card(card, coloured) for card in row))
         console.print(grid)
     return True
 

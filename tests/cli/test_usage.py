@@ -5,11 +5,14 @@ Nothing is written, nothing goes to stdout, and there is no traceback.
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer
 
+from gradscope.cli.app import app
 from tests.cli.forked import Forked
 from tests.run import project
 
@@ -164,3 +167,19 @@ def test_what_cannot_be_done(
     assert "Traceback" not in done.err
     after = {p.name: p.stat().st_mtime_ns for p in folder.iterdir() if p.name != "__pycache__"}
     assert after == before
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_help_is_whole_at_every_width(forked: Forked, tmp_path: Path, width: int) -> None:
+    commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+    texts = {
+        name: forked.run(*filter(None, [name]), "--help", cwd=tmp_path, COLUMNS=str(width)).out
+        for name in ("", *commands)
+    }
+    for name, text in texts.items():
+        assert all(len(line) <= width for line in text.splitlines()), text
+        assert "[]" not in text, name
+    front = " ".join(texts[""].split())
+    for name, command in commands.items():
+        summary = " ".join(command.help.partition("\n\n")[0].split())
+        assert f" {name} {summary}" in front

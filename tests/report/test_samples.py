@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import gradscope
-from gradscope.report import render
+from gradscope.report import render, write_html
 from gradscope.run import compute, prepare
 from gradscope.sources.opened import Opened
 from gradscope.stats import summarize
@@ -58,6 +58,23 @@ def test_a_terminal_shows_the_pixels_of_the_samples(tmp_path: Path, shape: tuple
     assert (found.transpose(1, 0, 3, 2).reshape(5, 8, 8) == wanted).all()
 
 
+def test_without_colours_a_picture_is_drawn_by_what_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = 255 * np.random.default_rng(0).integers(0, 2, (30, 8, 8)).astype(np.float32)
+    values[:, 0, 0], values[:, -1, -1] = 0, 255
+    path = result(tmp_path, values)
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = screen(path, force_terminal=True, color_system="truecolor")
+    drawn = re.sub("\x1b\\[[0-9;]*m", "", text)
+    for place, k in enumerate(largest(path)):
+        upper, lower = values[k][::2] > 0, values[k][1::2] > 0
+        wanted = ["".join(" ▄▀█"[i] for i in line) for line in 2 * upper + lower]
+        found = [line[16 * place :][:8] for line in drawn.splitlines()]
+        found = [line.ljust(8) for line in found]
+        assert any(found[i : i + 4] == wanted for i in range(len(found))), (k, wanted)
+
+
 def test_a_pipe_has_a_table_instead(tmp_path: Path) -> None:
     path = result(tmp_path, np.random.default_rng(0).normal(size=(30, 8, 8)).astype(np.float32))
     text = screen(path)
@@ -73,6 +90,16 @@ def test_texts_stand_below_what_is_known_of_them(tmp_path: Path) -> None:
     for k in largest(path):
         assert "".join(letters[i] for i in ids[k]).replace("\x1b", "\\x1b") in text
     assert "\x1b" not in text
+
+
+def test_a_page_shows_the_samples_before_the_numbers(tmp_path: Path) -> None:
+    path = result(tmp_path, np.random.default_rng(0).normal(size=(30, 8, 8)).astype(np.float32))
+    with gradscope.open(path) as file:
+        write_html(looked(summarize(file), Opened.of(file.run)), tmp_path / "out.html")
+    titles = re.findall("<h2>([^<]*)</h2>", (tmp_path / "out.html").read_text("utf-8"))
+    assert titles[:4] == ["Run", "In short", *titles[2:4]]
+    assert all(title.startswith("Samples with the largest") for title in titles[2:4])
+    assert len(set(titles)) == len(titles) and "Parameters" in titles[4:]
 
 
 def test_changed_data_are_not_shown(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) ->
         flag = f"|G|² is not positive: {n} samples do not tell the mean gradient from noise"
     elif around is not None and around.high is None:
         flag = f"the interval of |G|² reaches zero: {n} samples do not bound the noise scale"
+    elif around is None and simple > n:
+        flag = f"a guess: {n} samples, and no interval"
     return NoiseScale(
         trace_covariance=trace, gradient_norm_squared=signal, simple=simple, flag=flag, **intervals
     )
@@ -166,6 +168,8 @@ def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:
 
 def _noise_answer(noise: NoiseScale, summary: Summary) -> Iterator[tuple[str, str]]:
     known = f"worth about {short(noise.simple)} samples{_within(noise.simple_interval)}"
+    if noise.flag is not None and noise.simple_interval is None:
+        known += f" ({noise.flag})"
     yield "batch", f"unknown: {noise.flag}" if noise.simple is None else known
 
 
