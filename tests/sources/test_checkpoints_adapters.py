@@ -213,6 +213,11 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
             "without a place in the model: base_model.model.x",
             CheckpointError,
         ),
+        (
+            lambda f: rewritten(f, lambda c: {k: (v * 100).to(torch.int8) for k, v in c.items()}),
+            "no floating-point numbers, but torch.int8: base_model.model.transformer.h.0",
+            CheckpointError,
+        ),
         (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
         (
             lambda f: rewritten(f, lambda c: {k: v * 1j for k, v in c.items()}),
