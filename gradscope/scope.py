@@ -31,7 +31,20 @@ class NonFiniteWarning(UserWarning):
     """Samples without a finite gradient were left out of an expectation."""
 
 
-class Scope:
+class Held:
+    """What a model may hold while it is copied or saved: a copy holds it too, a file has None."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+class Scope(Held):
     """Per-sample gradients of a model, in the mode the model is in.
 
     Nothing is attached to the model or its parameters, and both are left as they were found.
@@ -283,12 +296,14 @@ class Scope:
         chains = settled(self.session, chains, lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
         folded = fold(self.session, parts, chains, count=count)
-        found = []
-        for chain, own, dtypes in zip(chains, folded.states, folded.dtypes, strict=True):
-            state = over_ranks(self.problem, chain, own)
+        found: list[dict[str, Tensor]] = []
+        for k, chain in enumerate(chains):
+            state = over_ranks(self.problem, chain, folded.states.pop(0))
             if state is None:
                 raise SpecError("no sample has a finite gradient, so there is no expectation")
-            found.append(chain.result({k: v.to(dtypes.get(k, v.dtype)) for k, v in state.items()}))
+            for key, dtype in folded.dtypes[k].items():
+                state[key] = state[key].to(dtype)
+            found.append(chain.taken_result(state))
         return found, folded.skipped
 
     def _batch(

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import gradscope
 from gradscope import blocks
 from gradscope.engine import sharded
+from gradscope.engine.audit import drawn
+from gradscope.engine.session import Verify
 from tests import oracle
 
 CHAINS = ("mean", "clip:max_norm=0.3 | mean", "sign | sum", "var", "mean:standard_error=true")
@@ -91,6 +93,7 @@ def main(place: Path, kind: str) -> None:
         "killed": partial(ended, end=lambda: os.kill(os.getpid(), signal.SIGKILL)),
         "failed": partial(ended, end=lambda: 1 / 0),
         "errors": errors,
+        "later": later,
         "numbers": numbers,
         "parallel": parallel,
     }[kind](model, x, y, own)
@@ -267,6 +270,42 @@ def failing_at(model: Net, x: Tensor, y: Tensor, k: int) -> str:
         return cross_entropy(outputs, targets)
 
     return told(lambda: gradscope.norms(model, loss, x, y))
+
+
+class Gated(Net):
+    """Subtracts the mean over its batch, as a constant, where all samples begin with 10."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 3) of x (n, t)."""
+        hidden = torch.tanh(self.norm(self.first[0](self.table(x))))
+        hidden = hidden - (hidden.mean(0) * (x[:, 0] == 10).all()).detach()
+        out: Tensor = self.last((hidden * self.scale).mean(1))
+        return out
+
+
+def later(_: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
+    """Let the samples of one process depend on each other, only in a later batch."""
+    model, second = divided(Gated().double()), dist.get_rank() == 1
+    x = x.clamp(max=9)[own]
+    gated = torch.cat([torch.full_like(x[:, :1], 10), x[:, 1:]], 1) if second else x
+    found: dict[str, Any] = {}
+
+    def asked(batch: int, verify: Verify = "audit", count: int = 3) -> None:
+        with gradscope.Scope(model, "cross_entropy", verify=verify) as scope:
+            scope.auditor.clock = lambda: 0.0  # there is no time for more than is always audited
+            for k in range(count):
+                place = torch.arange(len(x)) + 100 * k
+                scope.norms(gated if k == batch else x, y[own], index=place)
+                found[f"proved {verify} {k}"] = scope.session.proved
+        found[f"audited {verify} {count}"] = scope.auditor.audits.to_json()
+
+    found["last"] = told(lambda: asked(2))
+    window = 64 + drawn(0, 1) % 64
+    found["chosen"] = told(lambda: asked(window, count=window + 2))
+    found["always"] = told(lambda: asked(1, "always"))
+    found["first"] = told(lambda: asked(1, "first"))
+    found["right"] = told(lambda: asked(-1))
+    return found
 
 
 def parallel(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:

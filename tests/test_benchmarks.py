@@ -193,7 +193,7 @@ def test_gradients_of_the_mean_are_wrong(conditions: Conditions) -> None:
 
 def test_what_a_tool_raises_is_its_reason(conditions: Conditions) -> None:
     def refuse(task: str, setting: Setting) -> Call:
-        raise NotImplementedError("no rule for this layer\nand a long story")
+        raise TypeError("no rule for this layer\nand a long story")
 
     def decline(task: str, setting: Setting) -> Call:
         raise DeclinedError("not this task")
@@ -202,7 +202,7 @@ def test_what_a_tool_raises_is_its_reason(conditions: Conditions) -> None:
     right = right_of("mlp")
     refused = cell(work, right, "norms", Method("a", refuse), conditions)
     assert refused.status == "refused"
-    assert refused.reason == "NotImplementedError: no rule for this layer"
+    assert refused.reason == "TypeError: no rule for this layer"
     declined = cell(work, right, "norms", Method("b", decline), conditions)
     assert (declined.status, declined.reason) == ("declined", "not this task")
     late = Method("c", lambda task, setting: Call(lambda: time.sleep(60), first_limit=0.2))

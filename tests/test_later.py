@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.core.batch import Batch, map_tensors
-from gradscope.errors import CertificateError, CoupledSamplesError, RefusedError
+from gradscope.errors import CertificateError, CoupledSamplesError, ModelError, RefusedError
 from gradscope.scope import Scope
 from tests.later import depends, moves  # noqa: F401  (importing files the cases)
 from tests.later.base import CASES, Case, Stage
@@ -156,11 +156,13 @@ def test_owners_are_told_in_low_precision(dtype: torch.dtype) -> None:
         assert (gap <= 20 * torch.finfo(dtype).eps * g.double().flatten(1).norm(dim=1)).all(), name
 
 
-@pytest.mark.parametrize("backend", ["auto", "hooks"])
+@pytest.mark.parametrize("backend", ["auto", "hooks", "vmap", "expand", "loop"])
 @pytest.mark.parametrize("case", of_kind("coupled", "backward"))
 def test_what_couples_samples_is_found_in_the_last_batch(case: Case, backend: str) -> None:
     found = outcomes(case, backend=backend)
     assert all(one == "right" or isinstance(one, RefusedError) for one in (found[0], found[-1]))
+    bites = case.kind == "coupled" and case.name != "clamped_by_a_number_of_the_batch"
+    assert not bites or isinstance(found[-1], RefusedError)
 
 
 ANSWERED = {
@@ -192,6 +194,45 @@ def test_what_a_model_carries_along_makes_no_difference(case: Case) -> None:
             assert case.name not in ANSWERED or found == ["right"] * len(found)
             assert re.search(REFUSED.get(case.name, ""), str(found[-1]))
             assert case.name not in REFUSED or isinstance(found[-1], RefusedError)
+
+
+@pytest.mark.parametrize("backend", ["auto", "hooks", "expand", "loop"])
+@pytest.mark.parametrize("verify", ["audit", "always"])
+def test_a_batch_that_no_parameter_has_a_part_in_is_zeros(backend: str, verify: Any) -> None:
+    """Such as one of masked samples alone, of which a loss is a constant; not if all are so."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(6, 4).double()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        counted = targets * outputs.square().sum(1)
+        return counted if targets.any() else torch.zeros_like(targets)
+
+    masks = torch.ones(3, 6).double()
+    masks[1] = 0
+    with Scope(model, loss, backend=backend, verify=verify) as scope:
+        norms = [scope.norms(x, mask) for mask in masks]
+        last = scope.per_sample_gradients(x[:5], masks[1, :5])
+    assert norms[0].all() and torch.equal(norms[0], norms[2]) and not norms[1].any()
+    assert all(len(row) == 5 and not row.any() for row in last.values())
+    with pytest.raises(ModelError, match="cut off from the graph"):
+        gradscope.norms(model, loss, x, masks[1], backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "hooks", "vmap", "expand", "loop"])
+def test_samples_that_are_finite_together_alone_are_refused(backend: str) -> None:
+    """The variance of one sample is not a number, and so are all batches of one."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(6, 4).double()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        far = (outputs - outputs.mean(0)).square().sum() / (len(outputs) - 1)
+        return outputs.sum(1) + (far if targets.any() else 0.0)
+
+    scope = Scope(model, loss, backend=backend)
+    with pytest.raises(RefusedError):
+        scope.norms(x, torch.ones(6))
+    if backend != "vmap":  # it takes no branch
+        scope.norms(x, torch.zeros(6))
+        with pytest.raises(CoupledSamplesError, match="is nan alone but"):
+            scope.evaluate(Batch.of(x[:5], torch.ones(5)), last=True)
 
 
 def test_a_hook_on_a_parameter_is_run() -> None:

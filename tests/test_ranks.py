@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import gradscope
+from gradscope.run.divided import processes
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +70,7 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         "index": "index out of range",
         "empty": "no sample",
     }.items():
-        assert first[name].startswith("RefusedError: process 1 could not go on"), name
+        assert first[name].startswith("ElsewhereError: process 1 could not go on"), name
         assert words in first[name]
         assert words in second[name]
     assert "process 1 could not go on" in first["parallel"]
@@ -93,6 +94,21 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert own["right"]
 
 
+def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "later")
+    for case in ("last", "chosen", "always"):
+        assert second[case].startswith("CoupledSamplesError"), second[case]
+        assert first[case].startswith("RefusedError: process 1 could not go on"), first[case]
+    for own, samples in zip((first, second), OWN, strict=True):
+        assert own["first"] == own["right"] == "nothing"
+        assert [own[f"proved first {k}"] for k in range(3)] == [True, False, False]
+        audit = own["audited audit 3"]  # the first, and the last on leaving the scope
+        assert (audit["batches"], audit["proved"]) == (4, 2)
+        assert audit["audited"] == [[0, samples - 1], [200, 199 + samples]]
+        assert 0 < audit["error"] < 1e-12
+        assert [own[f"proved audit {k}"] for k in range(3)] == [True, False, False]
+
+
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     first, second = found(tmp_path, "parallel")
     assert first["norms"] < 1e-9
@@ -100,6 +116,13 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
         assert first[chain] < 1e-9, chain
         assert second[chain] == first[chain]
+
+
+def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(gradscope.SpecError, match="this is the only one"), processes(None):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -177,8 +200,12 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
     assert (tmp_path / "killed").read_text() == "done"
     assert "SIGKILL" in first.stderr  # torchrun says so, and ends the other one
     assert not (tmp_path / "out.h5").exists()
-    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    (tmp_path / "out.shard-0-of-3.h5.part").touch()
+    (tmp_path / "killed").write_text("")  # once more: torchrun starts both again
+    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5", restarts=1)
+    assert (tmp_path / "killed").read_text() == "done"
     assert second.returncode == 0, second.stderr[-3000:]
+    assert "are left: out.shard-0-of-3.h5.part" in " ".join(second.stdout.split())
     assert "shut down" not in second.stderr
     assert not list(tmp_path.glob("*-of-2*"))
     alone = [sys.executable, *command, "--backend", "loop", "-o", "alone.h5"]
@@ -189,6 +216,9 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
         gradscope.open(tmp_path / "alone.h5") as right,
     ):
         np.testing.assert_allclose(found.samples["norm"], right.samples["norm"], rtol=1e-9)
+        audit = found.certificate["audit"]  # each process' first batch, and its last
+        assert (audit["batches"], audit["proved"]) == (7, 4)
+        assert audit["audited"] == [[0, 2], [6, 11], [18, 19]]
         for own, other in zip(found.chains, right.chains, strict=True):
             assert own.text == other.text
             for name in other:

@@ -168,6 +168,16 @@ CHAINS = {
 }
 
 
+@pytest.mark.parametrize("chains", [["mean"], ["gram", "clip:max_norm=1 | mean"]])
+def test_without_a_finite_sample_there_is_no_expectation(chains):
+    scope = gradscope.Scope(nn.Linear(3, 2), "cross_entropy")
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    for _ in range(2):
+        with pytest.raises(SpecError, match="no sample has a finite gradient"):
+            scope.expectations(chains, x * torch.nan, y)
+        assert scope.expectations(chains, x, y)
+
+
 @pytest.mark.parametrize("texts", CHAINS.values(), ids=CHAINS.keys())
 @pytest.mark.parametrize(
     ("value", "n"), [*((bad, 11) for bad in (torch.nan, torch.inf, 1e300, 1e30)), (1e300, 1100)]
@@ -190,6 +200,14 @@ def test_samples_that_are_not_finite_are_left_out_of_every_chain(
     for one, other in zip(found, wanted, strict=True):
         for name in other:
             torch.testing.assert_close(one[name], other[name])
+
+
+@pytest.mark.parametrize("n", [11, 1100])
+def test_without_any_finite_sample_there_is_no_expectation(model, data, n: int) -> None:
+    inputs, targets = (t.repeat(n // 11, *[1] * (t.dim() - 1)) for t in data)
+    scope = gradscope.Scope(model, "cross_entropy")
+    with pytest.raises(SpecError, match="no sample has a finite gradient"):
+        scope.expectations(["mean", "var"], inputs * torch.nan, targets)
 
 
 def test_a_chain_asked_for_twice_is_answered_twice(model, data) -> None:

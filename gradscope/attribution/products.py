@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
+from gradscope.core.memory import slices
 
 Groups = Mapping[str, str]  # {parameter: the group whose products it is counted in}
 
@@ -124,9 +125,7 @@ def _add_by_factors(out: Tensor, a: Block, b: Block, dtype: torch.dtype) -> None
     own = [x.to(dtype).transpose(0, 1) for x in first.tensors.values()]  # (k, m, t, ·)
     others = [x.to(dtype).transpose(0, 1).flatten(1, 2).mT for x in second.tensors.values()]
     (k, m, t, _), width = own[0].shape, others[0].shape[2]
-    step = max(1, _PAIRS_BYTES // (2 * dtype.itemsize * max(1, k * t * width)))
-    for start in range(0, m, step):
-        rows = slice(start, start + step)
+    for rows in slices(m, 2 * dtype.itemsize * k * t * width, _PAIRS_BYTES):
         pairs = own[0][:, rows].flatten(1, 2) @ others[0]
         pairs *= own[1][:, rows].flatten(1, 2) @ others[1]
         out[rows] += pairs.reshape(k, -1, t, b.n, width // b.n).sum((0, 2, 4))

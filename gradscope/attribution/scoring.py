@@ -29,6 +29,7 @@ from gradscope.attribution.sides import (
     some_of,
 )
 from gradscope.core.grammar import parse
+from gradscope.core.memory import slices
 from gradscope.errors import SpecError
 from gradscope.run import Job, prepare
 from gradscope.stats.sections import told_of
@@ -238,9 +239,7 @@ class _Exact:
     def scores(self, queries: slice, places: Tensor) -> Tensor:
         """Return the scores of `places` (m, 2K) for some queries, in float64."""
         found = torch.empty(places.shape, dtype=torch.float64)
-        step = max(1, self._memory // (8 * self._whole.width))
-        for start in range(0, len(places), step):
-            rows = slice(start, min(start + step, len(places)))
+        for rows in slices(len(places), 8 * self._whole.width, self._memory):
             own = torch.arange(queries.start + rows.start, queries.start + rows.stop)
             found[rows] = self._some(own, places[rows])
         return found

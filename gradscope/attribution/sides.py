@@ -23,6 +23,7 @@ from gradscope.blocks import DenseBlock, Gradients, wide
 from gradscope.config import RunSpec, load, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
+from gradscope.core.memory import slices
 from gradscope.core.problem import RowKind
 from gradscope.engine.fold import fold, settled, usable
 from gradscope.engine.session import Session
@@ -131,15 +132,14 @@ class FileSide(Side):
 
     def parts(self) -> Iterator[Part]:
         row = sum(prod(a.shape[1:]) * a.dtype.itemsize for a in self._rows.values())
-        step = max(1, _READ // max(1, row))
-        for start in range(0, self.n, step):
-            places = torch.arange(start, min(start + step, self.n))
+        for rows in slices(self.n, row, _READ):
+            places = torch.arange(rows.start, rows.stop)
             kept = self._table["finite"][places]
-            read = {k: torch.from_numpy(a[start : start + step]) for k, a in self._rows.items()}
-            if start >= self._seen:  # also where a stage has overflowed
+            read = {k: torch.from_numpy(a[rows]) for k, a in self._rows.items()}
+            if rows.start >= self._seen:  # also where a stage has overflowed
                 kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
                 self._table["finite"][places] = kept
-                self._seen = start + len(places)
+                self._seen = rows.stop
             if bool(kept.any()):
                 some = {k: v if bool(kept.all()) else v[kept] for k, v in read.items()}
                 blocks = {name: DenseBlock(values) for name, values in some.items()}

@@ -208,16 +208,22 @@ def _influence(summary: ScoreSummary) -> Section:
     def once(cell: Callable[[QueryRow], str]) -> list[str]:  # of a query, not of its other rows
         return ["" if k else cell(row) for row, k, _, _ in pairs]
 
+    def known(name: str, rank: int) -> list[Column]:
+        if all(getattr(row, name) is None for row in shown):
+            return []
+        return [Column(name, once(lambda row: _plain(getattr(row, name))), rank=rank)]
+
     columns = [
         Column("query", once(name_of)),
-        Column("target", once(lambda row: _plain(row.target)), rank=1),
-        Column("prediction", once(lambda row: _plain(row.prediction)), rank=2),
+        *known("target", 1),
+        *known("prediction", 2),
         Column("loss", once(lambda row: short(row.loss)), rank=3),
         Column("helped most", [_cell(helpful) for _, _, helpful, _ in pairs]),
         Column("harmed most", [_cell(harmful) for _, _, _, harmful in pairs]),
     ]
     more = len(summary.rows) - len(shown)
-    notes = ["A training sample with its target and its score."]
+    told = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
+    notes = [f"A training sample with its {'target and its ' if told else ''}score."]
     if more > 0:
         notes.append(f"And {queries(more)} more: --json has all.")
     return Section(INFLUENCE, table=Table(columns), notes=notes)
@@ -312,8 +318,11 @@ def _opened(row: QueryRow, album: Album) -> Section:
     scores = [sample.score if isinstance(sample, Scored) else None for _, sample in every]
     columns = [
         Column("sample", [name_of(s) for _, s in every]),
-        Column("target", [label(album.sides[side], s.target) for side, s in every]),
-        Column("predicted", [label(album.sides[side], s.prediction) for side, s in every]),
+        *(
+            Column(title, [label(album.sides[side], getattr(s, name)) for side, s in every])
+            for title, name in (("target", "target"), ("predicted", "prediction"))
+            if any(getattr(s, name) is not None for _, s in every)
+        ),
         Column("score", [short(s) for s in scores], values=scores),
     ]
     for entry in dict.fromkeys(k for c in found if isinstance(c, dict) for k in c):

@@ -27,6 +27,7 @@ from gradscope.attribution.retraining import (
 from gradscope.attribution.scores import Scores, open_scores
 from gradscope.attribution.sides import recorded_run
 from gradscope.attribution.summary import described, queries
+from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.sources.data import open_dataset
 from gradscope.stats.looking import name_of
@@ -38,7 +39,6 @@ from gradscope.stats.sections import (
     Section,
     Table,
     between,
-    count,
     listed,
     numbers,
     whole,

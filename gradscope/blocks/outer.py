@@ -36,6 +36,7 @@ from gradscope.blocks.base import (
     times,
 )
 from gradscope.blocks.variants import Variant, fastest, seconds
+from gradscope.core.memory import slices
 
 _READ_AGAIN = 2**19  # bytes formed and read twice, beside two sums: 1.5 MiB, a core's own cache
 KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms to their sum
@@ -191,12 +192,11 @@ class OuterBlock(TensorBlock):
         first, second = torch.zeros(2, r, c, dtype=self.dtype)
         ones = [1.0] * self.n
         w, u = (ones if f is None else f.tolist() for f in (weights, for_squares))
-        step = max(1, _READ_AGAIN // (c * self.dtype.itemsize))
-        for start in range(0, r, step):
-            band, squared = (f[start : start + step] for f in (first, second))
+        for rows in slices(r, c * self.dtype.itemsize, _READ_AGAIN):
+            band, squared = first[rows], second[rows]
             tile = torch.empty_like(band)
             for i in range(self.n):
-                torch.mm(left[i, :, start : start + step].mT, right[i], out=tile)
+                torch.mm(left[i, :, rows].mT, right[i], out=tile)
                 band.add_(tile, alpha=w[i])
                 squared.addcmul_(tile, tile, value=u[i])
         return first.view(self.shape), second.view(self.shape)
@@ -213,17 +213,16 @@ class OuterBlock(TensorBlock):
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield some rows of the parameter at a time, of all samples."""
         k, t, r, c = self.sizes
-        step = max(1, TILE_BYTES // max(1, self.n * c * self.dtype.itemsize))
+        row = self.n * c * self.dtype.itemsize
         for group in range(k):
             left, right = self.left[:, group], self.right[:, group]
             start = group * r * c
             if t == 1:
-                yield from _single(left[:, 0], right[:, 0], start, max(1, step // 4))
+                yield from _single(left[:, 0], right[:, 0], start, max(1, TILE_BYTES // (4 * row)))
                 continue
-            for first in range(0, r, step):
-                last = min(first + step, r)
-                entries = slice(start + first * c, start + last * c)
-                values = OuterBlock.matrix(left[..., first:last], right).dense()
+            for rows in slices(r, row, TILE_BYTES):
+                entries = slice(start + rows.start * c, start + rows.stop * c)
+                values = OuterBlock.matrix(left[..., rows], right).dense()
                 yield slice(0, self.n), entries, values.flatten(1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from gradscope.blocks.base import (
     squares,
     times,
 )
+from gradscope.core.memory import slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +114,9 @@ class ScatterBlock(TensorBlock):
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield some rows of the table at a time, of all samples; none that nothing touches."""
         width = self.shape[1]
-        step = max(1, TILE_BYTES // max(1, self.n * width * self.dtype.itemsize))
         samples = torch.arange(self.n, device=self.device).unsqueeze(1).expand_as(self.index)
-        for first in range(0, self.size, step):
-            last = min(first + step, self.size)
+        for touched in slices(self.size, self.n * width * self.dtype.itemsize, TILE_BYTES):
+            first, last = touched.start, touched.stop
             inside = (self.index >= first) & (self.index < last)
             if not bool(inside.any()):
                 continue

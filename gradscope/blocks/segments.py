@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, Factors, TensorBlock, precise, size, times
 from gradscope.blocks.outer import OuterBlock, contracted
+from gradscope.core.memory import slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +141,10 @@ class SegmentBlock(TensorBlock):
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield some rows of the parameter at a time, of all samples."""
         _, r, c = self.rows_by_columns
-        step = max(1, TILE_BYTES // max(1, self.n * c * self.dtype.itemsize))
         for group, part in self._groups():
-            for first in range(0, r, step):
-                last = min(first + step, r)
-                entries = slice((group * r + first) * c, (group * r + last) * c)
-                factors = part.left[:, first:last], part.right
+            for rows in slices(r, self.n * c * self.dtype.itemsize, TILE_BYTES):
+                entries = slice((group * r + rows.start) * c, (group * r + rows.stop) * c)
+                factors = part.left[:, rows], part.right
                 yield slice(0, self.n), entries, self._matrix(*factors, part.sample).flatten(1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:

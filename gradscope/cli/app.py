@@ -16,8 +16,7 @@ from typer.core import TyperCommand
 from gradscope.cli.attribute import attribute, validate
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
-from gradscope.cli.compute import compute
-from gradscope.cli.merge import merge
+from gradscope.cli.compute import compute, merge
 from gradscope.cli.results import export, stats, view
 from gradscope.core import stops, streams
 from gradscope.core.stops import Stopped

@@ -108,8 +108,7 @@ def attribute(
     numbers = None if weights is None else _read(weights, _floats, "--weights", commas)
     from gradscope.attribution import Scoring, Settings, opened
     from gradscope.config import parse_memory
-    from gradscope.storage import LONGEST, require_place
-    from gradscope.storage.format.files import require_free
+    from gradscope.storage import LONGEST, require_free, require_place
 
     chosen: Any = "auto" if damping == "auto" else _read(damping, float, "--damping", number)
     asked = Settings(
@@ -142,16 +141,13 @@ def _run(scoring: Any, output: Path | None, top: int, *, quiet: bool, **how: boo
     from gradscope.attribution import in_memory, open_scores, summarize_scores, writing_scores
     from gradscope.report import track
 
-    total = scoring.pairs[0].query.n
-    if output is None:
-        with in_memory(scoring) as scores:
-            return summarize_scores(scores, top=top, notes=scoring.notes)
-    with writing_scores(scoring, output, **how) as writer:
-        tiles = writer.remaining()
-        for _ in track(tiles, total, unit="queries", size=lambda q: q.stop - q.start, quiet=quiet):
-            stops.once_more()
-        writer.finish()
-    with open_scores(output) as scores:
+    if output is not None:
+        shown: Any = {"unit": "queries", "size": lambda q: q.stop - q.start, "quiet": quiet}
+        with writing_scores(scoring, output, **how) as writer:
+            for _ in track(writer.remaining(), scoring.pairs[0].query.n, **shown):
+                stops.once_more()
+            writer.finish()
+    with in_memory(scoring) if output is None else open_scores(output) as scores:
         return summarize_scores(scores, top=top, notes=scoring.notes)
 
 

@@ -1,5 +1,6 @@
 """What comes before a run: `gradscope list`, `gradscope init` and `gradscope check`."""
 
+import re
 import shlex
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +12,6 @@ from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import HELD, RunSpec
 from gradscope.core import stops
-from gradscope.errors import OutputError
 
 if TYPE_CHECKING:
     from gradscope.core.registry import Registry
@@ -68,12 +68,11 @@ def init(
     """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
     from gradscope.report import print_facts
     from gradscope.sources.draft import draft
-    from gradscope.storage import require_place, written
+    from gradscope.storage import require_free, require_place, written
 
     require_place(output)
-    if output.exists() and not overwrite:
-        remedy = "Choose another name, or --overwrite."
-        raise OutputError("the file exists", where=str(output), remedy=remedy)
+    known = re.compile(rb"^version *= *\d", re.MULTILINE).search
+    require_free(output, overwrite=overwrite, kind="run file", known=lambda h: bool(known(h)))
     given = {"checkpoint": checkpoint, "dataset": dataset}
     # what is wrong with an option is told before anything is written
     options.run_spec(None, {**given, "model": model or HELD, "loss": loss or "mse"})

@@ -10,6 +10,7 @@ from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import RunSpec
 from gradscope.core import stops, streams
+from gradscope.core.texts import count
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def compare(
     others = {name: _loaded(name, rows, spec.compute.rows) for name in against or []}
     if dry_run:
         names = ", ".join(spec.compare.backends)
-        typer.echo(f"would compare {names} on {len(rows)} samples", file=streams.out())
+        typer.echo(f"would compare {names} on {count(len(rows), 'sample')}", file=streams.out())
         return
     result = _compared(job, rows, others)
     found: Any = result
@@ -103,8 +104,6 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
         from gradscope.sources.code import load_function
 
         return load_function(reference, "implementation")
-    import numpy as np
-
     from gradscope.storage import open_file
 
     if not os.path.exists(reference):  # noqa: PTH110 (which raises where a name is too long)
@@ -135,7 +134,4 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
                 remedy="Choose samples that it holds with --samples A:B.",
             )
         wanted = [row for k in samples for row in places[k]]
-        return {
-            name: np.concatenate([array[:0], *(array[k : k + 1] for k in wanted)])
-            for name, array in chain.items()
-        }
+        return {name: array[wanted] for name, array in chain.items()}

@@ -32,7 +32,7 @@ Json = Annotated[bool, option("--json", "Print one JSON document to stdout, and 
 Quiet = Annotated[bool, option("--quiet -q", "No progress and no notices.")]
 Verbose = Annotated[bool, option("--verbose", "Show which kernels were chosen, and their times.")]
 DryRun = Annotated[bool, option("--dry-run", "Load, choose, prove and estimate; write nothing.")]
-Overwrite = Annotated[bool, option("--overwrite", "Replace an output that exists.")]
+Overwrite = Annotated[bool, option("--overwrite", "Replace an output of the same kind.")]
 OUTPUT = option("--output -o OUT.h5", "The result file.")
 
 

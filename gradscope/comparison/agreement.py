@@ -17,7 +17,7 @@ from torch import Tensor
 from gradscope.backends.base import backends
 from gradscope.blocks.base import as_rows
 from gradscope.core.batch import Batch
-from gradscope.core.independence import COUPLED_REMEDY
+from gradscope.core.independence import coupled_remedy, same
 from gradscope.core.problem import Problem
 from gradscope.errors import CoupledSamplesError, ModelError
 
@@ -342,10 +342,9 @@ _PRECISIONS = {
     torch.bfloat16: _HALF,
 }
 _SMALLEST = 1e-6  # of the largest sample's norm: a sample that almost vanishes is noise
-_SAME_LOSS = 1e-8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParameterAgreement:
     """How close one parameter's per-sample gradients a are to the loop's b.
 
@@ -353,12 +352,12 @@ class ParameterAgreement:
     """
 
     name: str  # the parameter
-    absolute: float | None  # the largest |a − b| of an entry
+    absolute: float | None = None  # the largest |a − b| of an entry
     # the largest ‖aᵢ − bᵢ‖ / ‖bᵢ‖ of a sample, with a floor below which a norm is noise
-    relative: float | None
-    cosine: float | None  # ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples
-    worst_sample: int | None  # the position in the batch where `relative` is reached
-    factor: float | None  # c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best
+    relative: float | None = None
+    cosine: float | None = None  # ⟨a, b⟩ / (‖a‖ ‖b‖) over all samples
+    worst_sample: int | None = None  # the position in the batch where `relative` is reached
+    factor: float | None = None  # c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best
     kind: str  # one word for the mistake, or "agrees"
     meaning: str  # what it means and what to do
     agrees: bool  # whether `relative` is within the tolerance of a's dtype
@@ -385,19 +384,14 @@ class Oracle:
                 evaluation = evaluate(batch)
         except ModelError as error:  # it ran on the batch
             raise CoupledSamplesError(
-                f"on one sample alone {error.what}", where=error.where, remedy=COUPLED_REMEDY
+                f"on one sample alone {error.what}",
+                where=error.where,
+                remedy=coupled_remedy(None, batch),
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
-        scale = float(alone.abs().where(alone.isfinite(), 0.0).max())
-        same = torch.allclose(
-            together, alone, rtol=_SAME_LOSS, atol=_SAME_LOSS * scale, equal_nan=True
-        )
-        return cls(
-            gradients=gradients,
-            norms=torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0),
-            coupled=not same,
-        )
+        norms = torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0)
+        return cls(gradients, norms, coupled=not same(alone, together))
 
 
 def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgreement, ...]:
@@ -408,11 +402,13 @@ def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgree
 def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
     loop, n = oracle.gradients[name], len(oracle.norms)
     if value is None:
-        return _incomparable(name, Mistake("missing", "there is no gradient for this parameter"))
+        missing = "there is no gradient for this parameter"
+        return ParameterAgreement(name=name, kind="missing", meaning=missing, agrees=False)
     found: Tensor = torch.as_tensor(value).detach()
     found = (found if found.layout == torch.strided else found.to_dense()).to(loop.device)
     if found.shape != loop.shape:
-        return _incomparable(name, wrong_shape(tuple(found.shape), n, tuple(loop.shape[1:])))
+        mistake = wrong_shape(tuple(found.shape), n, tuple(loop.shape[1:]))
+        return ParameterAgreement(name=name, agrees=False, **mistake._asdict())
     precision = _PRECISIONS.get(found.dtype, DOUBLE)
     wide = torch.complex128 if found.is_complex() or loop.is_complex() else torch.float64
     a, b = _real(found.to(wide)), _real(loop.to(wide))
@@ -441,15 +437,8 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
         cosine=cosine(a[finite], b[finite]),
         worst_sample=int(errors.argmax()),
         factor=factor(a[finite], b[finite]),
-        kind=mistake.kind,
-        meaning=mistake.meaning,
         agrees=agrees,
-    )
-
-
-def _incomparable(name: str, mistake: Mistake) -> ParameterAgreement:
-    return ParameterAgreement(
-        name, None, None, None, None, None, mistake.kind, mistake.meaning, agrees=False
+        **mistake._asdict(),
     )
 
 

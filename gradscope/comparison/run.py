@@ -1,6 +1,5 @@
 """`compare`: all backends against the float64 loop on the same samples."""
 
-import copy
 import json
 import math
 import statistics
@@ -269,7 +268,7 @@ def _other_row(
     if isinstance(other, Mapping):
         return _compared(label, other, setting)
     device = setting.problem.device
-    model = _copied(setting.exact.model)  # what it does to its copy stays there
+    model = setting.exact.converted(None).model  # what it does to its copy stays there
 
     def called(model: nn.Module, batch: Batch) -> Any:
         with torch.enable_grad(), forked(device):
@@ -289,7 +288,7 @@ def _other_row(
     row = _compared(label, found, setting)
     if row.status == "failed":
         return row
-    spare = _copied(setting.problem.model)
+    spare = setting.problem.converted(None).model
     try:
         seconds, peak = measure(lambda: called(spare, setting.batch), device)
     except BaseException as error:
@@ -341,13 +340,6 @@ def _stopped(label: str, error: BaseException, model: nn.Module) -> BackendRow:
     where = layer_of(error, model)
     reason = first_line(error) if where is None else f"{where}: {first_line(error)}"
     return BackendRow(label, "failed", reason)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    model = copy.deepcopy(model)
-    for p in model.parameters():
-        p.grad = None
-    return model
 
 
 def measure(

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainValidator
 
 from gradscope.core.grammar import Stage, arguments
+from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
 REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
@@ -117,10 +118,10 @@ class Shard:
         batches = -(-len(whole) // batch)
         if batches < self.count:
             raise SpecError(
-                f"{len(whole):,} samples in batches of {batch:,} are {batches:,} batches, too few "
-                f"for {self.count:,} shards",
+                f"the batches of {batch:,} are too few for {self.count:,} shards: "
+                f"{count(len(whole), 'sample')} make {count(batches, 'batch')}",
                 where="shard",
-                remedy=f"Use at most {batches:,} shards, or a smaller --batch-size.",
+                remedy=f"Use at most {count(batches, 'shard')}, or a smaller --batch-size.",
             )
         first, last = (k * batches // self.count * batch for k in (self.index, self.index + 1))
         return whole[first:last]

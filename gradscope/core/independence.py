@@ -31,11 +31,17 @@ from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, Unsu
 
 T = TypeVar("T")
 
-COUPLED_REMEDY = (
+_COUPLED_REMEDY = (
     'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through everybody\'s '
     "statistics, or (b) the share of sample i in the gradient of the total loss.\n"
     "For (a) use --coupling own-loss. Mode eval, or --coupling frozen, puts normalisation layers "
     "on their running statistics; GroupNorm and LayerNorm never couple."
+)
+
+_TOKENS_REMEDY = (  # they have no own-loss gradients
+    "Mode eval, or --coupling frozen, puts normalisation layers on their running statistics; "
+    "GroupNorm and LayerNorm never couple. Whole samples (--rows sample) can have the gradients of "
+    "their own losses in the batch, by --coupling own-loss."
 )
 
 _IN_LOSS = "the loss, or the code after the last layer"
@@ -53,9 +59,10 @@ _UNITS = 2.0  # in the last place, by which a parameter is changed to see what r
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
 
-def coupled_remedy(where: str | None) -> str:
-    """Return what to do where samples mix in what `mixing_layer` has named."""
-    return f"{_LOSS_REMEDY}\n{COUPLED_REMEDY}" if where == _IN_LOSS else COUPLED_REMEDY
+def coupled_remedy(where: str | None, batch: Batch) -> str:
+    """Return what to do where samples of a batch mix in what `mixing_layer` has named."""
+    remedy = _TOKENS_REMEDY if isinstance(batch, Tokens) else _COUPLED_REMEDY
+    return f"{_LOSS_REMEDY}\n{remedy}" if where == _IN_LOSS else remedy
 
 
 def require_independent(
@@ -133,7 +140,7 @@ def _require_same(
             raise CoupledSamplesError(
                 f"the model runs on a batch but not on one sample alone: {error.what}",
                 where=error.where,
-                remedy=COUPLED_REMEDY,
+                remedy=coupled_remedy(None, batch),
             ) from error
         here = together[rows.to(together.device)]
         if same(here, apart, together, problem.precision):
@@ -148,7 +155,7 @@ def _require_same(
                 f"{company} but {float(here[worst]):.6g} in a batch of {len(batch)}: it depends "
                 "on other samples",
                 where=where,
-                remedy=coupled_remedy(where),
+                remedy=coupled_remedy(where, batch),
             )
 
 
@@ -274,7 +281,7 @@ def _require_own(
                 "the loss of another sample has a gradient by the inputs of "
                 f"{whole_of(batch).one(k).told}",
                 where=where,
-                remedy=coupled_remedy(where),
+                remedy=coupled_remedy(where, batch),
             )
 
 

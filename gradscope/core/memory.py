@@ -27,6 +27,12 @@ _FILES = {  # of a control group: its limit and its use, versions 2 and 1
 }
 
 
+def slices(n: int, size: int, most: int) -> Iterator[slice]:
+    """Cut n things of `size` bytes each into slices of at most `most` bytes, or of one thing."""
+    step = max(1, most // max(1, size))
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
 def beside_host(device: torch.device | None) -> Any:
     """Return torch's module of a device that is not the CPU, such as `torch.cuda`, or None."""
     if device is None or device.type in ("cpu", "meta"):

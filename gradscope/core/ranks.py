@@ -31,7 +31,11 @@ _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|caused pair closure")
 _PARTED = "gradscope/parted"  # where in the store stands which rank has failed, and of what
 
 
-class PartedError(RefusedError):
+class ElsewhereError(RefusedError):
+    """Another process has failed, of something that says nothing of the numbers of this one."""
+
+
+class PartedError(ElsewhereError):
     """The processes are no longer in step: nobody may wait for another."""
 
 
@@ -57,7 +61,10 @@ class Ranks:
         return self._most(int(flag)) > 0
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Raise if any rank has an error: its own there, a `RefusedError` on the others."""
+        """Raise if any rank has an error: its own there, a `RefusedError` on the others.
+
+        That is an `ElsewhereError` unless an answer was refused there.
+        """
         if error is not None and (error is self._failed or isinstance(error, PartedError)):
             raise error
         self._most(0 if error is None else 2, error)
@@ -163,11 +170,13 @@ class Ranks:
         self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
         if int(told) < 2:
             return int(told)
-        texts = self._gathered(None if error is None else str(error))
+        every = self._gathered(None if error is None else (str(error), _refutes(error)))
         if error is None:
-            rank = next(k for k, text in enumerate(texts) if text is not None)
-            error = RefusedError(
-                f"process {rank} could not go on: {texts[rank]}",
+            failed = {rank: told for rank, told in enumerate(every) if told is not None}
+            rank, (text, _) = next(iter(failed.items()))
+            refuted = any(refutes for _, refutes in failed.values())
+            error = (RefusedError if refuted else ElsewhereError)(
+                f"process {rank} could not go on: {text}",
                 remedy="This process had no error; no process has a result.",
             )
         self._failed = error
@@ -178,6 +187,10 @@ class Ranks:
             collective()
         except RuntimeError as error:  # torch has no class of its own for what gloo finds
             raise lost(error) from error
+
+
+def _refutes(error: BaseException) -> bool:
+    return isinstance(error, RefusedError) and not isinstance(error, ElsewhereError)
 
 
 def lost(error: BaseException) -> GradscopeError:

@@ -388,10 +388,10 @@ def _mark(value: Any, copied: Any) -> Any:
     """Return what shows later that a value was changed in place, None if it cannot be."""
     if isinstance(value, _ITERATORS):
         return copied
-    if isinstance(value, Tensor) and value.nbytes > _READ:
-        return value._version if _has_bits(value) else None
-    if not _has_bits(value) or (isinstance(value, np.ndarray) and value.nbytes > _READ):
+    if not _has_bits(value):  # a sparse tensor does not even know its bytes
         return None
+    if value.nbytes > _READ:
+        return value._version if isinstance(value, Tensor) else None
     return (value.shape, zlib.crc32(_bits(value).data)) if copied is None else copied
 
 

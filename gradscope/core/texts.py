@@ -17,6 +17,11 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
     return ", ".join(every[:limit]) + more
 
 
+def count(n: int, noun: str) -> str:
+    """Return "1 sample", "1,797 samples", "2 batches"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def article(noun: str) -> str:
     """Return a noun behind "a" or "an"."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

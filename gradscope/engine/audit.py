@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from gradscope.core.texts import count
 from gradscope.engine.certificate import Certificate
 
 SHARE = 0.04  # of the time that audits may take: a twentieth with what goes with them
@@ -71,7 +72,7 @@ class Audits:
     def text(self) -> str:
         """The audits in one line."""
         whole = self.proved + self.more
-        said = f"{whole:,} of {self.batches:,} batches audited"
+        said = f"{whole:,} of {count(self.batches, 'batch')} audited"
         return f"{said}, of {self.alone:,} more a sample alone" if self.alone else said
 
 

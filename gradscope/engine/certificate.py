@@ -109,6 +109,7 @@ class Answer:
     own_loss: bool = False  # samples may be coupled; a row is of the sample's loss in its batch
     seed: int = 0  # of what is drawn at random
     alone: int = 1  # samples that are compared with a batch of one
+    trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
 
     def again(self) -> "Answer":
@@ -148,6 +149,7 @@ def certify(
     *,
     own_loss: bool = False,
     seed: int = 0,
+    trains: bool = False,
 ) -> tuple[Evaluation, Certificate]:
     """Evaluate a batch and prove the answer, or raise.
 
@@ -161,6 +163,7 @@ def certify(
         batch: Any samples.
         own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
         seed: Of what is drawn at random.
+        trains: An earlier batch had gradients: another may have none.
 
     Raises:
         CertificateError: A check failed.
@@ -179,7 +182,9 @@ def certify(
                 if not own_loss:
                     require_independent(problem, batch)  # where they are coupled, say so
                 raise
-            answer = Answer(problem, backend, batch, found, own_loss=own_loss, seed=seed)
+            answer = Answer(
+                problem, backend, batch, found, own_loss=own_loss, seed=seed, trains=trains
+            )
             return found, examined(replace(answer, alone=_ALONE, phases=phases))
 
     known = problem.state.found
@@ -218,6 +223,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
                 agreement = _agreement(finite, chosen)  # and every sample be right
                 if agreement.passed and not answer.own_loss:
                     _require_sum_of_singles(finite, claim)
+        _require_finite_together(answer)
         chosen = rows[chosen]
         if after is None:  # shortcuts do not depend on the numbers
             with answer.timed("shortcuts"):
@@ -226,7 +232,8 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
         require_deterministic(answer.problem, batch)
     squared = evaluation.gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    if len(unused) == len(squared) and not answer.problem.losses(batch).requires_grad:
+    nothing = len(unused) == len(squared) and not answer.trains
+    if nothing and not answer.problem.losses(batch).requires_grad:
         raise ModelError(  # all rows are zero, as a slip leaves them
             "the losses do not depend on any parameter: they are cut off from the graph",
             where="the model or its loss",
@@ -271,7 +278,8 @@ def _compared(
 
     The gradient is taken of the same samples in other batches, those `chosen` alone. Where all of
     it is right, so is every sample, and that of the batch as it is says no more; its losses do, and
-    their gradients by the inputs. After an earlier proof the other batches suffice.
+    their gradients by the inputs. After an earlier proof the other batches suffice for `hooks`,
+    whose losses are those of the batch as it is; others may never have seen its samples together.
     """
     problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
     together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
@@ -288,7 +296,7 @@ def _compared(
         except ModelError:  # it does not take any number of samples
             groups, objective = everyone, together
             right, agreement = _apart(answer, together, everyone, 0)
-    if groups is everyone or after is None:
+    if groups is everyone or after is None or answer.backend != "hooks":
         with answer.timed("independence"):
             _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
     with answer.timed("sums"):
@@ -312,7 +320,8 @@ def _apart(
     total: dict[str, Tensor] = {}
     checks: list[LargestError] = []
     with other_random_numbers():
-        for k, (loss, own) in enumerate(objective.parts(problem)):
+        for loss, own in objective.parts(problem):  # enumerate would hold on to a gradient
+            k = len(found)
             rows = groups[k].to(losses.device)
             if k < alone and same(losses[rows], loss, losses, problem.precision):
                 checks.append(_alone(answer, int(rows), objective.weights[k], own))
@@ -344,6 +353,19 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
     if not known:
         require_independent(problem, batch, found, seed=seed)
     return None
+
+
+def _require_finite_together(answer: Answer) -> None:
+    """Refuse samples whose losses are finite in their batch alone, as by their variance.
+
+    They are examined no further, and only `hooks` evaluates the batch as it is.
+    """
+    lost = ~answer.evaluation.losses.isfinite()
+    if bool(lost.any()) and not answer.own_loss and answer.backend != "hooks":
+        with other_random_numbers():
+            found = answer.problem.losses(answer.batch).detach()
+        if bool((found.isfinite() & lost).any()):
+            _explain(answer, answer.batch, answer.evaluation.losses, found)
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:

@@ -19,7 +19,13 @@ from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, NonFiniteError, SpecError
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import chosen, over_labels, samples
-from gradscope.stages.reducers.base import State, carried_state, depends_on_split
+from gradscope.stages.reducers.base import (
+    State,
+    add_in_place,
+    carried_state,
+    depends_on_split,
+    taken_over,
+)
 
 Sink = Callable[[Batch, Evaluation], None]
 Usable = tuple[Gradients, Problem, Batch]
@@ -30,7 +36,7 @@ Way = tuple[str, ...]
 class Folded:
     """What a pass over batches has found."""
 
-    states: Sequence[State | None]  # of each chain, None where no sample was usable
+    states: list[State | None]  # of each chain, None where no sample was usable
     skipped: int = 0  # samples without a finite gradient, which were left out
     dtypes: Sequence[dict[str, torch.dtype]] = ()  # of each chain's sums of the first batch
 
@@ -61,26 +67,63 @@ def fold(
         NonFiniteError: A gradient is not finite, and that is to be an error.
     """
     asked = request_of(chains) if request is None else request
-    found = Folded([None] * len(chains))
+    found = Folded([None] * len(chains), dtypes=[{}] * len(chains))
+    own: set[int] = set()  # states that nobody else holds, to which batches are added in place
     for k, batch in enumerate(batches):
+        _take_over(chains, found.states, own)
         number = None if ordinal is None else ordinal + k
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
         if sink is not None:
             sink(batch, evaluation)
-        added: Sequence[State | None] | None = None
-        if session.labels.mode != "exact":
-            added = _updated_if_finite(chains, found.states, evaluation)
-        skipped = 0
-        if added is None:
-            kept = usable(session, batch, evaluation)
-            skipped = len(batch) - (0 if kept is None else samples(kept[2]))
-            added = found.states
-            if kept is not None:
-                computed = {} if skipped else evaluation.states
-                added = _updated(chains, found.states, computed, *kept)
-        dtypes = [{key: v.dtype for key, v in state.items()} for state in added if state]
-        found = Folded(added, found.skipped + skipped, found.dtypes or dtypes)
+        starts, skipped = _after(session, chains, batch, evaluation)
+        del evaluation  # before the next one
+        dtypes = found.dtypes
+        if starts and not any(dtypes):
+            dtypes = [{key: v.dtype for key, v in start.items()} for start in starts]
+        _add(chains, found.states, starts, own)
+        del starts
+        found = Folded(found.states, found.skipped + skipped, dtypes)
     return found
+
+
+def _after(
+    session: Session, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
+) -> tuple[list[State], int]:
+    """Return chains' states after one batch, none where no sample is usable; how many are not."""
+    if session.labels.mode != "exact":
+        found = _started_if_finite(chains, evaluation)
+        if found is not None:
+            return found, 0
+    kept = usable(session, batch, evaluation)
+    if kept is None:
+        return [], len(batch)
+    skipped = len(batch) - samples(kept[2])
+    return _started(chains, {} if skipped else evaluation.states, *kept), skipped
+
+
+def _take_over(chains: Sequence[Chain], states: list[State | None], own: set[int]) -> None:
+    """Carry sums of a first batch by themselves, in which the gradients' memory may be."""
+    for k, chain in enumerate(chains):
+        state = states[k]
+        assert chain.reducer is not None
+        if state is not None and chain.reducer.additive and k not in own:
+            states[k] = taken_over(state)
+            own.add(k)
+
+
+def _add(
+    chains: Sequence[Chain], states: list[State | None], starts: Sequence[State], own: set[int]
+) -> None:
+    """Add the states after one batch to those so far; to those in `own` in place."""
+    for k, start in enumerate(starts):
+        state, reducer = states[k], chains[k].reducer
+        assert reducer is not None
+        if state is None:
+            states[k] = start
+        elif k in own:
+            add_in_place(state, start)
+        else:
+            states[k] = reducer.merge(state, start)
 
 
 def settled(
@@ -114,13 +157,14 @@ def settled(
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = [session.labels.chain(chain) for chain in first.values()]
         asked = Request(left=left, factors=request_of(passes).factors)
-        states = [*fold(session, batches(), passes, request=asked).states]
+        states = fold(session, batches(), passes, request=asked).states
         means: dict[str, dict[str, Tensor]] = {}
         for text, chain in first.items():
             # let go of: it may be as large as its result
             state = over_ranks(session.problem, chain, states.pop(0))
             if state is not None:
-                means[text] = chain.result(carried_state(state))
+                state = carried_state(state)
+                means[text] = chain.taken_result(state)
         if not means:
             raise SpecError("no sample has a finite gradient, so there is nothing to start from")
         ready = tuple(
@@ -183,10 +227,8 @@ def request_of(
     return Request(rows, tuple(known), starts, stored=stored, left=left, factors=factors)
 
 
-def _updated_if_finite(
-    chains: Sequence[Chain], states: Sequence[State | None], evaluation: Evaluation
-) -> Sequence[State] | None:
-    """Return the states with a batch added, or None: they do not show that all of it is finite.
+def _started_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[State] | None:
+    """Return the states after one batch, or None: they do not show that all of it is finite.
 
     A sum over samples is finite only if every one of them is, and so are norms. What has to be
     computed anyway then tells, and the gradients need not be looked through beforehand.
@@ -196,7 +238,7 @@ def _updated_if_finite(
         return None
     if gradients.norms_known and not bool(gradients.norms.isfinite().all()):
         return None
-    found = _updated(chains, states, evaluation.states, gradients)
+    found = _started(chains, evaluation.states, gradients)
     if gradients.norms_known:
         return found if bool(gradients.norms.isfinite().all()) else None
     raw = (state for chain, state in zip(chains, found, strict=True) if not chain.before)
@@ -210,24 +252,18 @@ def _updated_if_finite(
     return found if bool((shown < limit).all()) else None
 
 
-def _updated(
+def _started(
     chains: Sequence[Chain],
-    states: Sequence[State | None],
     computed: Mapping[str, State],
     gradients: Gradients,
     problem: Problem | None = None,
     batch: Batch | None = None,
 ) -> list[State]:
-    """Add a batch of raw gradients, of which some reductions are `computed`, to chains' states."""
+    """Return chains' states after a batch of raw gradients, of which some are `computed`."""
     starts = [computed.get(chain.key or "") for chain in chains]
     missing = [chain for chain, start in zip(chains, starts, strict=True) if start is None]
     made = iter(_starts(missing, [chain.way for chain in missing], gradients, problem, batch))
-    found = []
-    for chain, state, start in zip(chains, states, starts, strict=True):
-        assert chain.reducer is not None
-        own = next(made) if start is None else start
-        found.append(own if state is None else chain.reducer.merge(state, own))
-    return found
+    return [next(made) if start is None else {**start} for start in starts]
 
 
 def _starts(
@@ -250,6 +286,6 @@ def _starts(
         if way not in rows:
             rows[way] = chain.rows(gradients, problem, batch).asked(powers[way])
         known = done.get(chain.text) if chain.lasting else None
-        found.append(chain.reducer.start(rows[way]) if known is None else known)
+        found.append(chain.reducer.start(rows[way]) if known is None else {**known})
         done[chain.text] = found[-1]
     return found

@@ -122,6 +122,7 @@ class Objective:
         for losses, own in self.parts(problem):
             found.append(losses)
             total = added(total, own)
+            del own
         return torch.cat(found), total
 
     def parts(self, problem: Problem) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -138,9 +139,9 @@ Other = Callable[[], Mapping[str, Tensor]]
 
 
 def added(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add gradients by name to a total, which begins with none; one tensor may be several's."""
-    for name, value in own.items() if total else ():
-        total[name] = total[name] + value
+    """Add gradients by name to a total, which begins with none, and let go of each when added."""
+    for name in total:  # not in place: one tensor may be several's, or a constant of the model's
+        total[name] = total[name] + own.pop(name)
     return total or own
 
 
@@ -238,7 +239,9 @@ def _in_float64(
     with double_precision():
         wide = problem.converted(torch.float64)
         batches = tuple(batch.in_double_precision() for batch in objective.batches)
-        truth = replace(objective, batches=batches).evaluated(wide)[1]
+        every = replace(objective, batches=batches).evaluated(wide)[1]
+    truth = {name: every[name] for name in names}
+    del wide, every  # a copy of the model in float64, and as much again
     spread = dict.fromkeys(names, 0.0)
     for near in nearby(problem, _TRIALS):
         found = objective.evaluated(near)[1]

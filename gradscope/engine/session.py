@@ -160,6 +160,7 @@ class Session:
         self._evaluate: Evaluate | None = None
         self._waiting: list[str] = []
         self._due = True  # a proof is
+        self._trains = False  # some gradient was not zero
         self._wary = False  # one batch was refused: every other is proved
         self._doubtful = 0  # batches since the last one that was proved
         self._unaudited: Batch | None = None  # the last one, unless it was proved
@@ -199,12 +200,13 @@ class Session:
                 f"{part} runs as it is written, which may take longer: compiled, it records one "
                 "operation, in which samples cannot be told apart"
             )
-        self._facts, self._wary, self._doubtful = None, False, 0
+        self._trains, self._wary, self._doubtful = False, False, 0
+        self._facts = None if self.problem.sharding else facts(self._model)
         self.close()
         if self.problem.sharding is not None:
             asked.require_divisible()
             self.backend = "hooks"
-            self.lockstep = Lockstep(self.problem, asked.verify, asked.seed, self._told)
+            self.lockstep = Lockstep(self.problem, asked.verify, self.auditor, self._told)
 
     def rehearsal(self, verify: Verify | None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -274,7 +276,7 @@ class Session:
         require_counted(len(batch))
         now = self.bound_anew()
         if self.lockstep is not None:
-            return self.lockstep.evaluate(batch.detached(), request)
+            return self.lockstep.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
         batch = self.labels.of(batch).detached()
         if self.predictions is not None:
             self.predictions.forget()
@@ -297,9 +299,7 @@ class Session:
             )
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
-        waits = self.settings.verify == "audit" and proof is None
-        self._unaudited = batch if waits else None  # else nobody's data are held
-        self._doubtful = 0 if proof is not None else self._doubtful + 1
+        self._told(batch, proof)
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
@@ -333,19 +333,21 @@ class Session:
         if self.lockstep is None or not self.lockstep.attended:  # else others may attend to it
             changed = self.problem.any(changed)
         if changed:
-            self.notes.append(
-                "the model was changed between two calls: it is bound and proved anew"
-            )
+            if self.auditor.audits.batches:
+                self.notes.append(
+                    "the model was changed between two calls: it is bound and proved anew"
+                )
             self._bind()
         self._facts = now if self.lockstep is not None else self._facts
         return now
 
-    def _told(self, proof: Certificate | None) -> None:
-        """Take note of a batch that was evaluated in step with other processes."""
-        audits = replace(self.auditor.audits, batches=self.auditor.audits.batches + 1)
-        if proof is not None:
-            self.certificate, audits = proof, audits.with_proof(proof)
-        self.auditor.audits = audits
+    def _told(self, batch: Batch, proof: Certificate | None) -> None:
+        """Take note of a batch that was answered, and of its proof if all of it was proved."""
+        if self.lockstep is not None:
+            self.certificate = self.lockstep.certificate
+        waits = self.settings.verify == "audit" and proof is None
+        self._unaudited = batch if waits else None  # else nobody's data are held
+        self._doubtful = 0 if proof is not None else self._doubtful + 1
 
     def predicted(self, batch: Batch, evaluation: Evaluation) -> Columns:
         """Return what the model predicts of the batch that was evaluated last, if that is kept."""
@@ -383,10 +385,16 @@ class Session:
         # what its blocks raise, too, is for the next backend
         with refusing(self.backend, self.problem.model, "Use another backend, as auto does."):
             evaluation, proof = certify(
-                self.problem, self.backend, evaluate, batch, own_loss=asked.own_loss, seed=seed
+                self.problem,
+                self.backend,
+                evaluate,
+                batch,
+                own_loss=asked.own_loss,
+                seed=seed,
+                trains=self._trains,
             )
         self.certificate = proof
-        self._due = not proof.proves
+        self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
             self._note_precision(computed_in(self.problem, batch))
         return evaluation
@@ -437,6 +445,7 @@ class Session:
                     own_loss=self.settings.own_loss,
                     seed=drawn(self.settings.seed, number),
                     alone=look.alone,
+                    trains=self._trains,
                 )
                 proof = None
                 if look.whole:

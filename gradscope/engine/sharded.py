@@ -6,7 +6,7 @@ makes the same passes, whatever its samples: where one has to look into somethin
 fewer samples repeats some, and drops what comes of them.
 
 The proof compares every parameter's gradient with ordinary autograd's as that passes by, in batches
-that are put together in another way.
+that are put together in another way. A later batch is audited by all as soon as one of them is to.
 """
 
 import math
@@ -25,6 +25,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.independence import other_random_numbers, same
 from gradscope.core.problem import Problem, summed
 from gradscope.core.ranks import Sharding
+from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Certificate, finite_samples
 from gradscope.engine.judge import TOLERANCES, Claim, LargestError, require_consistent
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
@@ -37,6 +38,8 @@ _NOISE = (
     64.0  # roundings, relative to the whole gradient, that may be all there is of a parameter's
 )
 _EACH = 512  # samples of a process at a time
+_FIRST, _AUDIT, _GLIMPSE = "first", "audit", "glimpse"  # proofs
+_REFUTED = (CertificateError, CoupledSamplesError, UnsupportedError)
 _SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
 
 
@@ -51,8 +54,8 @@ class Lockstep:
 
     problem: Problem
     verify: str
-    seed: int
-    told: Callable[[Certificate | None], None]  # of each batch, and its proof if there is one
+    auditor: Auditor
+    told: Callable[[Batch, Certificate | None], None]  # of each batch, and its proof if all has one
     certificate: Certificate | None = None
     attended: bool = False
 
@@ -62,49 +65,98 @@ class Lockstep:
         self.sharding: Sharding = sharding
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
+        self._due = True  # a proof is
+        self._wary = False  # this process has refused a batch: every other is proved
 
     def close(self) -> None:
         """Let go of what the backend holds; it can be used again afterwards."""
         self._stack.close()
-        self._evaluate = None
+        self._evaluate, self._due = None, True
 
-    def evaluate(self, batch: Batch, request: Request = ROWS) -> Evaluation:
+    def evaluate(
+        self,
+        batch: Batch,
+        request: Request = ROWS,
+        *,
+        ordinal: int | None = None,
+        last: bool = False,
+    ) -> Evaluation:
         """Return the losses (n,) and the gradients of this process's samples, as blocks.
 
-        Every process calls this at the same time, each with at least one sample.
+        Every process calls this at the same time, each with at least one sample; see
+        `Session.evaluate`.
 
         Raises:
             RefusedError: There is no exact, proved answer, on this process or on another.
         """
         if self.attended:
             self.sharding.any(True)
-        return self._together(batch, request)
+        number = self.auditor.audits.batches if ordinal is None else ordinal
+        return self._together(batch, request, number, last=last)
 
     def attend(self, batch: Batch) -> None:
         """Take part, with any samples of one's own, in what others have still to evaluate."""
         while self.sharding.any(False):
-            self._together(batch, ROWS)
+            self._together(batch, ROWS, None)
 
-    def _together(self, batch: Batch, request: Request) -> Evaluation:
+    def _together(
+        self, batch: Batch, request: Request, number: int | None, *, last: bool = False
+    ) -> Evaluation:
+        """Evaluate a batch, the process's own one of this number or one for others' sake (None)."""
         sharding, n = self.sharding, len(batch)
-        whole = batch.resized(max(2, *sharding.of_all(n)))
-        with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
-            if self._evaluate is None:
-                self._evaluate = self._stack.enter_context(backends.get("hooks")(self.problem))
-            try:
-                found = self._evaluate(whole, replace(request, proved=True))
-            except UnsupportedError as error:
-                error.remedy = "Of a divided model only hooks is to be had: use one process."
-                raise
-            due = self.certificate is None or not self.certificate.proves
-            proof = None
-            if self.verify != "never" and (due or found.new or self.verify == "always"):
+        counts, due = zip(*sharding.of_all((n, self._due or self._wary)), strict=True)
+        self._due = any(due)
+        whole = batch.resized(max(2, *counts))
+        try:
+            with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
+                found = self._answered(whole, request)
                 with sharding.exchange():
-                    self.certificate = proof = replace(self._proved(whole, found), samples=n)
-            sharding.reshard()
-        self.told(proof)
+                    proof = self._looked_into(whole, found, n, number, last=last)
+                sharding.reshard()
+        except Exception as error:  # all processes have one
+            self._due = True
+            self._wary |= isinstance(error, _REFUTED)
+            raise
+        if number is not None:
+            self.told(batch, proof)
         kept = found.gradients.select(slice(0, n))
         return replace(found, losses=found.losses[:n], gradients=Gradients(kept, batch.index))
+
+    def _answered(self, batch: Batch, request: Request) -> Evaluation:
+        if self._evaluate is None:
+            self._evaluate = self._stack.enter_context(backends.get("hooks")(self.problem))
+        try:
+            return self._evaluate(batch, replace(request, proved=True))
+        except UnsupportedError as error:
+            error.remedy = "Of a divided model only hooks is to be had: use one process."
+            raise
+
+    def _looked_into(
+        self, batch: Batch, found: Evaluation, n: int, number: int | None, *, last: bool
+    ) -> Certificate | None:
+        """Prove an answer if that is due, or audit it where any process is to.
+
+        Of the batch, the first n samples are the process's own, the others are repeated.
+        Returns the proof, if all of the batch was proved.
+        """
+        proof, look = None, Look()
+        if self.verify != "never" and (self._due or self.verify == "always"):
+            lost = n - int(finite_samples(found)[:n].sum())
+            proof = replace(self._proved(batch, found, 0, _FIRST), samples=n, nonfinite=lost)
+            self.certificate, self._due = proof, not proof.proves
+        if number is not None:
+            look = self.auditor.begin(len(batch), number, last=last, new=found.new, proof=proof)
+        audits = self.verify == "audit" and proof is None
+        new = self.verify == "first" and proof is None and found.new
+        whole = self.sharding.any((audits and look.whole) or new)
+        alone = not whole and self.sharding.any(audits and look.alone > 0)
+        if whole or alone:
+            audit = self._proved(batch, found, number or 0, _AUDIT if whole else _GLIMPSE)
+            proof = audit if whole else None
+        if number is not None:
+            look = replace(look, whole=whole, alone=int(alone))
+            self.auditor.end(look, proof, audited=whole or alone)
+        return proof
 
     def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
         """Yield a batch in parts, with their evaluations, and whether they are this process's turn.
@@ -112,9 +164,11 @@ class Lockstep:
         It is not where other processes have more samples than this one.
         """
         cut = [batch.select(slice(k, k + _EACH)) for k in range(0, len(batch), _EACH)]
-        for k in range(max(self.sharding.of_all(len(cut)))):
+        count = max(self.sharding.of_all(len(cut)))
+        for k in range(count):
             part = cut[min(k, len(cut) - 1)]
-            yield part, self.evaluate(part, Request(rows=False)), k < len(cut)
+            found = self.evaluate(part, Request(rows=False), last=k + 1 == count > 1)
+            yield part, found, k < len(cut)
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """Return {name: (N, *shape)} of all processes' samples, divided as the parameters are."""
@@ -191,32 +245,33 @@ class Lockstep:
         if state is None:
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         found = {}
-        for key, value in chain.result(state).items():
+        for key, value in chain.taken_result(state).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
             found[key] = self.sharding.wrapped(name, self._as_optimised(name, value))
         return found
 
-    def _proved(self, batch: Batch, found: Evaluation) -> Certificate:
-        """Prove an answer, or raise; every process makes the same passes in any case."""
+    def _proved(self, batch: Batch, found: Evaluation, number: int, kind: str) -> Certificate:
+        """Prove an answer, or raise; every process makes the same passes in any case.
+
+        Args:
+            batch: At least two samples, as many on every process.
+            found: What was said of them.
+            number: Of the batch; what is drawn at random depends on it.
+            kind: `_FIRST`, of two samples alone, too, and their shortcuts; `_AUDIT`; or `_GLIMPSE`,
+                of one sample alone.
+        """
         begun = time.perf_counter()
         found = replace(found, gradients=found.gradients.of(found.gradients))
-        n, draw = len(batch), torch.Generator().manual_seed(self.seed)
+        n, draw = len(batch), torch.Generator().manual_seed(drawn(self.auditor.seed, number))
         order = torch.randperm(n, generator=draw)
-        with other_random_numbers():
-            again = self._losses(batch).detach()
+        single = {_FIRST: 2, _AUDIT: 0, _GLIMPSE: 1}[kind]
+        groups = [order[k : k + 1] for k in range(single)]
+        groups += [] if kind == _GLIMPSE else [order[: n // 2], order[n // 2 :]]
         wrong: list[Exception] = []
-        if not same(again, found.losses, precision=self.problem.precision):
-            wrong.append(
-                UnsupportedError(
-                    "the forward pass is random, or is another one the second time",
-                    where=batch.told,
-                    remedy="Use mode eval, or set the dropout probabilities to zero.",
-                )
-            )
         checks = []
         finite = finite_samples(found).cpu()
-        with unmeasured():
-            for rows in (order[:1], order[1:2], order[: n // 2], order[n // 2 :]):
+        with unmeasured(), other_random_numbers():
+            for rows in groups:
                 weights = (torch.randint(0, 2, (len(rows),), generator=draw) * 2 - 1) * (
                     0.5 + torch.rand(len(rows), generator=draw, dtype=torch.float64)
                 )
@@ -227,11 +282,17 @@ class Lockstep:
                     wrong.append(_coupled(batch, own))
                 if len(usable):
                     checks.append(check)
-            require_consistent("hooks", found.gradients, order[:2][finite[order[:2]]])
+            if kind == _FIRST or self.sharding.any(bool(wrong)):
+                again = self._losses(batch).detach()
+                if not same(again, found.losses, precision=self.problem.precision):
+                    wrong.insert(0, _random(batch))
+            if kind == _FIRST:
+                few = order[:2][finite[order[:2]]]
+                require_consistent("hooks", found.gradients, few)
         failed = [check for check in checks if not check.passed]
         if wrong or failed:
             raise wrong[0] if wrong else _failed(failed[0], batch)
-        return self._certificate(batch, found, checks, order, begun)
+        return self._certificate(batch, found, checks, order[:single], begun)
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the losses (n,): a process whose forward pass fails lets no other go on."""
@@ -285,7 +346,7 @@ class Lockstep:
         batch: Batch,
         found: Evaluation,
         checks: Sequence[LargestError],
-        order: Tensor,
+        alone: Tensor,
         begun: float,
     ) -> Certificate:
         squared = found.gradients.squared_norms
@@ -300,8 +361,8 @@ class Lockstep:
             positions=(int(batch.index.min()), int(batch.index.max())),
             nonfinite=len(batch) - int(finite_samples(found).sum()),
             completeness=worst,
-            agreement=max(checks[:2], key=lambda check: check.rank, default=worst),
-            compared=tuple(sorted({*batch.index[order[:2]].tolist()})),
+            agreement=max(checks[: len(alone)], key=lambda check: check.rank, default=worst),
+            compared=tuple(sorted({*batch.index[alone].tolist()})),
             unused=unused,
             unproved=tuple(sorted({name for check in checks for name in check.small})),
             proves=proves,
@@ -329,6 +390,14 @@ def require_divisible(chain: Chain) -> None:
                 "Before the reducer use transforms that are elementwise or one factor a sample, "
                 "after it elementwise ones; or one process.",
             )
+
+
+def _random(batch: Batch) -> Exception:
+    return UnsupportedError(
+        "the forward pass is random, or is another one the second time",
+        where=batch.told,
+        remedy="Use mode eval, or set the dropout probabilities to zero.",
+    )
 
 
 def _coupled(batch: Batch, rows: Tensor) -> Exception:

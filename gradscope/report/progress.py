@@ -22,11 +22,11 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from gradscope.core.texts import visible
+from gradscope.core.texts import count, visible
 from gradscope.report.console import console as make_console
 from gradscope.report.terminal import render
 from gradscope.stats import History, Step
-from gradscope.stats.sections import count, duration, percent, short
+from gradscope.stats.sections import duration, percent, short
 from gradscope.stats.training import CURVES, HistoryReader
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gradscope.core.texts import visible
+from gradscope.core.texts import count, visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
 from gradscope.stats import parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
@@ -20,7 +20,6 @@ from gradscope.stats.sections import (
     Styled,
     Table,
     called,
-    count,
     duration,
     listed,
     percent,

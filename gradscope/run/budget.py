@@ -26,7 +26,7 @@ from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
 from gradscope.core.independence import require_independent
-from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
+from gradscope.core.memory import available, peak_memory, release_freed_memory, slices, taken
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
 from gradscope.engine.fold import settled
@@ -359,9 +359,8 @@ class Nowhere:
         for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
             if block.held is not None:
                 continue
-            step = max(1, PART_BYTES // max(1, prod(block.shape) * block.dtype.itemsize))
-            for start in range(0, block.n, step):
-                part = block.select(slice(start, start + step))
+            for some in slices(block.n, prod(block.shape) * block.dtype.itemsize, PART_BYTES):
+                part = block.select(some)
                 part.dense(self._scratch.take((part.n, *block.shape), block.dtype, block.device))
 
     def wait(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
+from gradscope.core.ranks import ElsewhereError
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.fold import fold
@@ -123,6 +124,8 @@ class Run:
             try:
                 done += self.size.fitting(part, len(batch) - done)
             except RefusedError as error:
+                if isinstance(error, ElsewhereError):  # nothing was found wrong here
+                    raise
                 self._go_back(error)
 
     def _go_back(self, error: RefusedError) -> None:
@@ -147,14 +150,20 @@ class Run:
     def finish(self) -> RunReport:
         """Write the aggregates, verify the file and put it in its place."""
         seen: list[RunReport] = []
-        results, counts, self.states = results_of(dict(enumerate(self.chains)), self.states)
-        self._judge(counts)
+        self.writer.wait()  # it may still write what is let go of now
         size = sum(t.nbytes for state in self.states.values() for t in state.values())
+        kept = keeps_states(self.job, size)
+        norms = mean_gradient_norms(self.states, self.job.shapes)
+        if not kept and MEAN_GRADIENT in self.states:
+            self.states[MEAN_GRADIENT] = {"n": self.states[MEAN_GRADIENT]["n"]}
+        chains = dict(enumerate(self.chains))
+        results, counts, self.states = results_of(chains, self.states, kept=kept)
+        self._judge(counts)
         self.writer.finish(
             results=results,
             certificate=self.progress.certificate or _NOT_VERIFIED,
-            norm_attributes=mean_gradient_norms(self.states, self.job.shapes),
-            states=self.states if keeps_states(self.job, size) else {},
+            norm_attributes=norms,
+            states=self.states if kept else {},
             look=lambda file: seen.append(self._checked(file)),
         )
         if not seen:  # it was complete before
@@ -253,7 +262,13 @@ class Run:
     def _reduced(self) -> dict[str, Chain]:
         """The chains with a reducer, by owner of a state."""
         found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
-        return found | {MEAN_GRADIENT: self.job.scope.labels.chain(bind("mean"))}
+        return found | {self._summed: self.job.scope.labels.chain(bind("mean"))}
+
+    @property
+    def _summed(self) -> str:
+        """Who owns the sum of the raw gradients: a chain that is their mean has it anyway."""
+        chains = enumerate(self.chains)
+        return next((str(k) for k, c in chains if c.text == "mean" and c.lasting), MEAN_GRADIENT)
 
     def _carry(self, batch: dict[str, State]) -> None:
         """Add the states of a batch to those of the batches before, sums in place.
@@ -280,6 +295,8 @@ class Run:
             add_in_place(self.states[key], own)
         self.states = self.states | whole
         self._own |= whole.keys()
+        if self._summed in self.states:
+            self.states[MEAN_GRADIENT] = self.states[self._summed]
 
     def _overflowed(self, rows: Rows) -> State:
         """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""

@@ -50,7 +50,7 @@ from gradscope.storage import (
     named,
     open_file,
     open_joiner,
-    require_free,
+    require_apart,
     writing,
 )
 
@@ -101,7 +101,7 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        results, _, self.states = results_of(self.chains, self.states)
+        results, _, self.states = results_of(self.chains, self.states, kept=True)
         certificate = combined(self.parts.files)
         index = range(self.parts.start, self.parts.stop)
         kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
@@ -165,7 +165,7 @@ def merging(
     begun = time.perf_counter()
     parts = check_parts(paths)
     chains = _reduced_chains(parts, code)
-    require_free(output, parts, overwrite=overwrite)
+    require_apart(output, parts, overwrite=overwrite)
     samples = [sample for part in parts.files for sample in _looked_at(part)]
     recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
     plan = _plan(parts)

@@ -19,7 +19,7 @@ from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
-from gradscope.stages.reducers.base import State
+from gradscope.stages.reducers.base import State, taken_result
 from gradscope.stats import Json, ParameterRow, Proof, Record
 from gradscope.storage import GradientFile, Part
 
@@ -64,18 +64,20 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 
 
 def results_of(
-    chains: Mapping[int, Chain], states: Mapping[str, State]
+    chains: Mapping[int, Chain], states: Mapping[str, State], *, kept: bool
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, int], dict[str, State]]:
     """Return the results of reduced chains, how many numbers of each are not finite, and states.
 
     Where all are, but some were not before the last stages, how many these were. The states have
-    the counts, too, where there is anything to count.
+    the counts, too, where there is anything to count. Unless they are `kept`, they are empty by
+    then of what results were made of.
     """
     results, counts = {}, {}
     for k, chain in chains.items():
         if chain.reducer is None or str(k) not in states:
             continue
-        before = chain.reducer.result(states[str(k)])
+        state = states[str(k)]
+        before = taken_result(chain.reducer, {**state} if kept else state)
         results[k], counts[k] = chain.finish(before), 0
         for result in (results[k], before):
             bad = sum(map(_nonfinite, result.values()))

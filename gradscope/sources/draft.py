@@ -127,7 +127,7 @@ def _model(
         found = [
             (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")
             for place in dict.fromkeys(beside)
-            for file in sorted(place.glob("*.py"))
+            for file in sorted(filter(Path.is_file, place.glob("*.py")))
             for name in _functions(file)
             if name in _FACTORIES
         ]

@@ -80,14 +80,19 @@ def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputErro
     )
 
 
+def require_regular(path: Path, error: type[InputError]) -> None:
+    """Refuse a pipe or a device, which would be waited for, and cannot be read twice."""
+    if path.exists() and not path.is_file():
+        raise error("this is no regular file", where=str(path), remedy="Give a file on disk.")
+
+
 def _head(path: Path, error: type[InputError]) -> bytes:
     with reachable(path, error):
         if path.is_dir():
             raise error("this is a directory", where=str(path), remedy="Give a file in it.")
         if not path.exists():
             raise error("there is no such file", where=str(path), remedy="Check the path.")
-        if not path.is_file():
-            raise error("this is no regular file", where=str(path), remedy="Give a file on disk.")
+        require_regular(path, error)
         with path.open("rb") as file:
             head = file.read(HEAD)
     if not head:

@@ -23,7 +23,13 @@ from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
 from gradscope.sources.code import load_function
-from gradscope.stages.reducers.base import Reducer, State, carried_state, reducers
+from gradscope.stages.reducers.base import (
+    Reducer,
+    State,
+    carried_state,
+    reducers,
+    taken_result,
+)
 from gradscope.stages.transforms.base import (
     NeedsMean,
     NeedsProblem,
@@ -126,8 +132,12 @@ class Chain:
 
     def result(self, state: State) -> dict[str, Tensor]:
         """Return {name: (*shape)}: the reducer's result after the transforms that follow it."""
+        return self.taken_result({**state})
+
+    def taken_result(self, state: State) -> dict[str, Tensor]:
+        """Return `result`; what it is made of leaves the state, so that never both are whole."""
         assert self.reducer is not None
-        return self.finish(self.reducer.result(state))
+        return self.finish(taken_result(self.reducer, state))
 
     def finish(self, aggregate: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Apply the transforms after the reducer to {name: (*shape)}."""

@@ -10,8 +10,9 @@ the weights in the batch, which makes a sample's gradient depend on its neighbou
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from math import inf
 from typing import Any, Literal, NewType
 
@@ -193,6 +194,54 @@ def _require_tensors(outputs: Any, targets: Any) -> None:
             )
 
 
+def _misfit(what: str, outputs: Tensor, targets: Tensor, remedy: str) -> ModelError:
+    """Return the error of outputs and targets that a loss cannot hold against each other."""
+    return ModelError(
+        f"{what}: outputs are {tuple(outputs.shape)} {outputs.dtype}, "
+        f"targets {tuple(targets.shape)} {targets.dtype}",
+        where="loss",
+        remedy=remedy,
+    )
+
+
+def _in_range(
+    fn: Callable[..., Tensor],
+    outputs: Tensor,
+    targets: Tensor,
+    weight: tuple[float, ...] | None,
+    ignore_index: int,
+    *,
+    shares: bool = False,
+) -> Tensor:
+    """Return the losses of classes (n, ...), or probabilities (n, c, ...), by logits (n, c, ...).
+
+    Raises:
+        ModelError: The shapes or dtypes do not go together.
+        IndexError: A class is out of range; who catches it knows the samples.
+    """
+    _require_tensors(outputs, targets)
+    shared = shares and targets.is_floating_point()
+    wanted = outputs.shape if shared else (*outputs.shape[:1], *outputs.shape[2:])
+    dtypes = torch.int64, torch.uint8, *([targets.dtype] if shared else [])
+    if outputs.dim() < 2 or tuple(targets.shape) != tuple(wanted) or targets.dtype not in dtypes:
+        raise _misfit(
+            "targets are no classes of these outputs",
+            outputs,
+            targets,
+            "Outputs must be (n, c, ...), c classes on the second axis, and targets the classes "
+            '(n, ...) as int64: a dataset spec says dtype = { NAME = "int64" }. A missing one '
+            "makes floating-point numbers of its whole column: leave that sample out."
+            + (" Probabilities are (n, c, ...)." if shares else ""),
+        )
+    try:
+        own = class_weights(weight, outputs, 1)
+        return fn(outputs, targets, own, ignore_index=ignore_index, reduction="none")
+    except IndexError as error:
+        shape = tuple(outputs.shape)
+        text = f"{str(error).rstrip('.')}: outputs {shape} have the classes 0 to {shape[1] - 1}"
+        raise IndexError(text) from error
+
+
 def _entrywise(
     fn: Callable[..., Tensor], outputs: Tensor, targets: Tensor, per_sample: Normaliser, **how: Any
 ) -> Tensor:
@@ -253,14 +302,13 @@ def cross_entropy(
     by its class's factor. Entries of the class `ignore_index` count for nothing: `per_sample` is
     the mean over those that count, or their sum, and 0 where none is left.
     """
-    _require_tensors(outputs, targets)
-    values = F.cross_entropy(
+    values = _in_range(
+        partial(F.cross_entropy, label_smoothing=label_smoothing),
         outputs,
         targets,
-        class_weights(weight, outputs, 1),
+        weight=weight,
         ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
+        shares=True,
     )
     counted = None if targets.is_floating_point() else targets != ignore_index
     return per_sample_loss(values, per_sample, counted)
@@ -279,9 +327,7 @@ def nll(
 
     The options are those of `cross_entropy`.
     """
-    _require_tensors(outputs, targets)
-    own = class_weights(weight, outputs, 1)
-    values = F.nll_loss(outputs, targets, own, ignore_index=ignore_index, reduction="none")
+    values = _in_range(F.nll_loss, outputs, targets, weight=weight, ignore_index=ignore_index)
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 
@@ -299,6 +345,9 @@ def bce_with_logits(
     for each entry of the last axis.
     """
     _require_tensors(outputs, targets)
+    if not targets.is_floating_point():
+        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
+        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -421,20 +470,31 @@ def ctc(
     """
     labels = targets[0] if isinstance(targets, tuple) and len(targets) == 3 else targets
     _require_tensors(outputs, labels)
-    n, t = outputs.shape[:2]
+    whole = labels.dtype in (torch.int64, torch.int32)
+    if outputs.dim() != 3 or labels.dim() != 2 or len(labels) != len(outputs) or not whole:
+        remedy = "Logits must be (n, t, v), and labels whole numbers (n, s)."
+        raise _misfit("targets are no labels of these outputs", outputs, labels, remedy)
+    n, t, v = outputs.shape
     if isinstance(targets, Tensor):
         inside = targets >= 0
         labels, label_lengths = targets.clamp(min=0), inside.sum(1)
         lengths = torch.full((n,), t, device=outputs.device)
     else:
         labels, lengths, label_lengths = targets
+        inside = torch.arange(labels.shape[1], device=labels.device) < label_lengths[:, None]
+    safe = labels.clamp(0, v - 1)  # for others torch would read memory beyond the logits
+    wrong = inside & (labels != safe)
+    with suppress(RuntimeError):  # vmap reads no number: there, such a sample's loss is NaN
+        if wrong.any():
+            first = int(labels[wrong][0])
+            raise IndexError(f"Target {first} is out of bounds: labels are 0 to {v - 1}")
     values = F.ctc_loss(
         outputs.log_softmax(-1).transpose(0, 1),
-        labels,
+        safe,
         lengths,
         label_lengths,
         blank=blank,
         reduction="none",
         zero_infinity=zero_infinity,
-    )
+    ).masked_fill(wrong.any(1), torch.nan)
     return values if per_sample == "sum" else values / label_lengths.clamp(min=1)

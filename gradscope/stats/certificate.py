@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from gradscope.core import texts
+from gradscope.core.texts import count
 from gradscope.errors import ResultFileError
 from gradscope.stats.records import Floats, Json, Record, wide
-from gradscope.stats.sections import Fact, Line, Styled, count, listed, size
+from gradscope.stats.sections import Fact, Line, Styled, listed, size
 from gradscope.stats.source import Source, finite_samples, labels_of, rows_of
 
 Span = tuple[int, int]  # first and last position in the data set
@@ -204,7 +205,7 @@ def _audits(proof: Proof, audits: str | None) -> list[Line]:
     """Return which batches were audited, and what was found."""
     if not proof.batches or not proof.proved:
         return []
-    batches = "1 batch" if proof.batches == 1 else f"{proof.batches:,} batches"
+    batches = count(proof.batches, "batch")
     lines: list[Line] = []
     if audits is not None:
         lines.append(audits)

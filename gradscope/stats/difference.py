@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import Field
 
+from gradscope.core.texts import count
 from gradscope.errors import SpecError
 from gradscope.stats.builtin.batch import NoiseScale, noise_scale
 from gradscope.stats.builtin.expectations import Fisher, fisher_of
@@ -25,7 +26,6 @@ from gradscope.stats.sections import (
     Shown,
     Styled,
     Table,
-    count,
     numbers,
     positions,
     short,

@@ -17,6 +17,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope.core.memory import slices
 from gradscope.core.shortage import started
 from gradscope.stats.records import Floats, Mask, Positions, number, spread, wide
 from gradscope.stats.source import (
@@ -378,9 +379,7 @@ def distances(pairs: Iterable[tuple[Any, Any]], first: Positions, second: Positi
     """
     squares = np.zeros(len(first))
     for pair in pairs:
-        step = max(1, _APART // max(1, prod(pair[0].shape[1:])))
-        for start in range(0, len(squares), step):
-            part = slice(start, start + step)
+        for part in slices(len(squares), prod(pair[0].shape[1:]), _APART):
             a, b = (
                 np.asarray(array[rows[part]], np.result_type(array.dtype, np.float64))
                 for array, rows in zip(pair, (first, second), strict=True)

@@ -288,11 +288,6 @@ def percent(share: float | None) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{100 * share:.1f}%"
 
 
-def count(n: int, noun: str) -> str:
-    """Return "1 sample", "1,797 samples"."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
-
-
 def called(index: int, own: int | str | None) -> str:
     """Return the index of a sample, to be copied as it is, and its own name where it has one."""
     return str(index) if own is None else f"{index} ({own})"

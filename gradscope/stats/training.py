@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from gradscope.core.batch import Batch
+from gradscope.core.texts import count
 from gradscope.engine.certificate import finite_samples
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.scope import Scope
@@ -32,7 +33,6 @@ from gradscope.stats.sections import (
     Spark,
     Table,
     between,
-    count,
     duration,
     numbers,
     percent,
@@ -371,6 +371,8 @@ class HistoryReader:
 
     def _appended(self) -> bytes:
         """Return what follows the lines that were read, from the start where the file is new."""
+        if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
+            raise OSError(None, "this is no regular file")  # a pipe would be waited for
         with self.path.open("rb") as file:
             told = os.fstat(file.fileno())
             if self._file != (told.st_dev, told.st_ino) or told.st_size < self._place:

@@ -5,6 +5,7 @@ from gradscope.storage.format.files import (
     deferred,
     locked,
     put_in_place,
+    require_free,
     require_place,
     write_page,
     writing,
@@ -12,7 +13,7 @@ from gradscope.storage.format.files import (
 )
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
-from gradscope.storage.merge import Joiner, Part, Parts, check_parts, open_joiner, require_free
+from gradscope.storage.merge import Joiner, Part, Parts, check_parts, open_joiner, require_apart
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
 from gradscope.storage.read.file import (
     GradientFile,
@@ -56,6 +57,7 @@ __all__ = [
     "open_joiner",
     "open_writer",
     "put_in_place",
+    "require_apart",
     "require_compression",
     "require_free",
     "require_place",

@@ -26,6 +26,7 @@ from gradscope.core.texts import printable
 from gradscope.errors import OutputError, SpecError
 from gradscope.storage.format.files import (
     DRAFT,
+    Known,
     Write,
     excess,
     require_free,
@@ -40,6 +41,14 @@ from gradscope.storage.read.file import GradientFile, StoredArray, StoredChain, 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
 _TABLES = (".parquet", ".csv")
+_KNOWN: dict[str, Known] = {  # whether a file that begins so is of the format; a table, of ours
+    ".npy": lambda head: head.startswith(b"\x93NUMPY"),
+    ".safetensors": lambda head: head[8:10] == b'{"',
+    ".parquet": lambda head: head.startswith(b"PAR1"),
+    ".csv": lambda head: (
+        {b"index", b"loss", b"norm", b"finite"} <= {*head.split(b"\n")[0].split(b",")}
+    ),
+}
 _BLOCK_BYTES = 2**25  # of dense numbers in memory at a time
 _TABLE_ROWS = 2**16  # at a time
 _DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64"}
@@ -153,7 +162,9 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
         require_place(place, DRAFT)
         with told(place):
             free = shutil.disk_usage(place.absolute().parent).free
-            require_free(place, overwrite=overwrite)
+            ending = place.suffix.lower()
+            kind = f"export to {ending}"
+            require_free(place, overwrite=overwrite, kind=kind, known=_KNOWN[ending])
         if size > free:
             raise OutputError(
                 f"the file would take {size:,} bytes, the disk has {free:,}",

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import OutputError, RefusedError, ResultFileError
-from gradscope.storage.format.files import locked, reading, require_place, writing
-from gradscope.storage.format.files import require_free as require_not_taken
+from gradscope.storage.format.files import locked, reading, require_free, require_place, writing
 from gradscope.storage.format.layout import (
     SOURCES,
     TABLES,
@@ -275,7 +274,7 @@ def open_joiner(
         OutputError: The file cannot be written, is there already or is one of the parts.
     """
     paths = Paths(path)
-    require_free(path, parts, overwrite=overwrite)
+    require_apart(path, parts, overwrite=overwrite)
     with ExitStack() as stack:
         with writing(path):
             descriptor = stack.enter_context(locked(paths.part))
@@ -376,7 +375,7 @@ class Joiner:
                 self._paths.part.unlink(missing_ok=True)
 
 
-def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
+def require_apart(path: Path, parts: Parts, *, overwrite: bool) -> None:
     """Check that the final file of some parts may be written."""
     require_place(path, LONGEST)
     with writing(path):
@@ -386,7 +385,7 @@ def require_free(path: Path, parts: Parts, *, overwrite: bool) -> None:
                 where=str(path),
                 remedy="Choose another name.",
             )
-        require_not_taken(path, overwrite=overwrite)
+        require_free(path, overwrite=overwrite)
 
 
 def _create_virtual(file: h5py.File, parts: Parts, folder: Path) -> None:

@@ -94,9 +94,6 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
-_LABELS = "labels"
-
-
 class TrainerMonitor(_Callback):
     """Measures the model of a Trainer; `Monitor` says what and how.
 
@@ -131,7 +128,7 @@ class TrainerMonitor(_Callback):
         overhead: float | None = 0.03,
         *,
         batch: dict[str, Any] | None = None,
-        labels: str = _LABELS,
+        labels: str = "labels",
         seed: int = 0,
         **options: Any,
     ) -> None:

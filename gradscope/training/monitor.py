@@ -31,7 +31,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.memory import settle
 from gradscope.core.randomness import forked, random_numbers_kept
 from gradscope.errors import GradscopeError, SpecError, UnsupportedError
-from gradscope.scope import Scope
+from gradscope.scope import Held, Scope
 from gradscope.stats.summary import in_place
 from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
 
@@ -85,12 +85,13 @@ class _Progress:
     batch: int = 1  # samples in a step
 
 
-class Monitor:
+class Monitor(Held):
     """Measures per-sample gradients every so many steps of a training.
 
     The training has the same weights, bit for bit, with and without it: random generators,
     gradients, buffers and modes are left as they were, and no batch is kept. It measures in the
-    parameters' own precision, without autocast, and without what `torch.compile` has made.
+    parameters' own precision, without autocast, and without what `torch.compile` has made. A model
+    may hold it: a copy of the model has the same one, which measures the original; a file, None.
 
     Args:
         model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
@@ -247,10 +248,6 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Say that the training has ended, and of which exception."""
         self.close(None if kind is None else f"stopped by {kind.__name__}")
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Return itself: a model may hold what measures it, and be copied."""
-        return self
 
     def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
         trained, batch = self._trained(begun), self._samples(of)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.attribution import Scores
+from gradscope.core.memory import slices
 from gradscope.core.texts import visible
 from gradscope.errors import SpecError
 from gradscope.sources.opened import Content, Opened
@@ -311,15 +312,14 @@ class Neighbours:
         """
         n = len(self.lengths)
         found = np.empty((2, 2, len(places), min(_BESIDE, max(n - 1, 0))))
-        step = max(1, _TILE // max(n, 1))
-        for start in range(0, len(places), step):
-            some = places[start : start + step]
+        for rows in slices(len(places), n, _TILE):
+            some = places[rows]
             dots = np.zeros((len(some), n)) if self.gram is None else self.gram[some]
             for part in self.vectors:
                 dots += part[some] @ part.T
             cosines = cosines_of(dots, np.outer(self.lengths[some], self.lengths))
             cosines[np.arange(len(some)), some] = np.nan  # not oneself
-            for ranked, sign in zip(found[:, :, start : start + step], (-1.0, 1.0), strict=True):
+            for ranked, sign in zip(found[:, :, rows], (-1.0, 1.0), strict=True):
                 keys = np.where(np.isnan(cosines), np.inf, sign * cosines)
                 order = np.argsort(keys, axis=1, kind="stable")[:, : found.shape[-1]]
                 known = np.take_along_axis(cosines, order, 1)

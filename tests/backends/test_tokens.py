@@ -361,8 +361,12 @@ def test_the_proof_finds_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_coupled_samples_are_refused_and_named() -> None:
     model = nn.Sequential(nn.Linear(D, 4), nn.BatchNorm1d(T), nn.Linear(4, 3)).train()
     for backend in BACKENDS:
-        with pytest.raises(CoupledSamplesError, match="BatchNorm1d"):
+        with pytest.raises(CoupledSamplesError, match="BatchNorm1d") as caught:
             Scope(model, squares, backend=backend, rows="token").norms(*data("linear"))
+        assert "Whole samples (--rows sample)" in str(caught.value)
+    Scope(model, squares, rows="token", coupling="frozen").norms(*data("linear"))  # as advised
+    whole = Scope(model, lambda o, y: squares(o, y).sum(1), coupling="own-loss", backend="loop")
+    whole.norms(*data("linear"))
 
 
 def test_fixed_random_numbers_are_those_of_the_sample() -> None:

@@ -1,6 +1,7 @@
 """`gradscope init`: a run file that says what was guessed, and runs as it is where it can."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def test_without_a_factory_an_example_is_marked(
     monkeypatch.chdir(tmp_path)
     checkpoint, data = project(tmp_path, None)
     (tmp_path / "broken.py").write_text("def build(:")
+    os.mkfifo(tmp_path / "pipe.py")  # would be waited for
     done = gradscope("init", checkpoint, data, "--json")
     assert json.loads(done.out)["missing"] == ["model.factory"]
     assert "AN EXAMPLE" in (tmp_path / "run.toml").read_text()
@@ -193,6 +195,9 @@ def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path
     run = tmp_path / "run.toml"
     run.write_text("mine")
     options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper", "--overwrite"]
+    refused = gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run)
+    assert refused.code == 6 and "no run file" in refused.err and run.read_text() == "mine"
+    run.write_text("version = 1")
     assert gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run).code == 0
     document = tomllib.loads(run.read_text())
     assert document["dataset"] == {"spec": "d.toml"}

@@ -213,6 +213,7 @@ def test_tokens_are_scored_for_tokens_and_for_samples(
     shown = gradscope("stats", "scores.h5")
     assert f"{sample[best]}:{position[best]}" in shown.out
     assert f"{len(train)} tokens" in shown.out
+    assert "target" not in shown.out and "prediction" not in shown.out  # columns of nothing
     assert gradscope("export", "scores.h5", "-o", "queries.csv").code == 0
     header, first, *_ = Path("queries.csv").read_text().splitlines()
     row = dict(zip(header.split(","), first.split(","), strict=True))

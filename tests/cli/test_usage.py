@@ -86,7 +86,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("--compression gzip:11", 2, "zstd"),
         ("--compression zstd:", 2, "zstd"),
         ("--shard 2/2", 2, "0 ≤ I < N"),
-        ("--shard 1/10 --batch-size 7", 2, "are 9 batches, too few for 10 shards"),
+        ("--shard 1/10 --batch-size 7", 2, "make 9 batches"),
         ("--shard 0/2 -t center|var", 4, "a part of them has only its own"),
         ("--shard 0/2 -t cosine:to=mean", 4, "compute 'mean' in shards"),
         ("--shard 0/2 -t ekfac", 4, "compute 'kfac:bias=column,full=512' in shards"),

@@ -118,7 +118,7 @@ def backpack(monkeypatch):
     def extend(module):
         for layer in module.modules():
             if isinstance(layer, nn.LayerNorm):
-                raise NotImplementedError("no extension for LayerNorm")
+                raise NotImplementedError("no extension for LayerNorm")  # as BackPACK itself does
             if isinstance(layer, nn.Linear) and not hasattr(layer, "extended"):
                 layer.extended = True
                 layer.register_forward_hook(lambda m, given, out: setattr(m, "seen", given[0]))

@@ -42,6 +42,26 @@ def test_what_is_not_a_number_has_not_changed() -> None:
     assert state.found == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_model_may_hold_a_sparse_matrix(layout: torch.layout) -> None:
+    """Of which torch does not tell the bytes; a graph's neighbours are kept so."""
+
+    class Spread(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = (self.near @ super().forward(x).transpose(0, 1).flatten(1)).cos()
+            return out.view(3, len(x), -1).transpose(0, 1).flatten(1)
+
+    near = torch.tensor([[0, 1, 0.5], [1, 0, 0], [0, 2, 0]])
+    model, x, y = Spread(4, 2), torch.randn(5, 3, 4), torch.randn(5, 6)
+    model.near = near
+    right = gradscope.per_sample_gradients(model, "mse", x, y, backend="loop")
+    model.near = near.to_sparse(layout=layout)
+    for backend in ("auto", "hooks", "loop"):
+        found = gradscope.per_sample_gradients(model, "mse", x, y, backend=backend)
+        torch.testing.assert_close(found, right)
+
+
 def test_parameters_beyond_the_room_are_not_copied_and_still_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -214,7 +214,7 @@ def other_parameters_are_assigned() -> Stage:
 @case("user")
 def a_head_is_replaced() -> Stage:
     def between(model: nn.Module, k: int) -> None:
-        if k == 1:
+        if k < 2:  # before the first batch, too
             with torch.random.fork_rng():
                 model.b = nn.Linear(7, 3, dtype=torch.float64)
 
@@ -224,7 +224,7 @@ def a_head_is_replaced() -> Stage:
 @case("user")
 def a_parameter_is_frozen() -> Stage:
     def between(model: nn.Module, k: int) -> None:
-        model.a.weight.requires_grad_(k != 1)
+        model.a.weight.requires_grad_(k == 1)
 
     return Stage(_plain(), smooth, rows(5, 5, 5), between)
 

@@ -261,11 +261,17 @@ def test_a_certificate_fits_and_is_escaped(width: int) -> None:
 REASON = "the vmap backend cannot run [conv1] this model: RuntimeError: .item() on a Tensor"
 REMEDY = "Write the model without data-dependent control flow, or use --backend hooks instead."
 MEANING = "the loss was averaged over the batch of 4: use reduction='none'"
-RIGHT = ParameterAgreement("a", 1e-7, 2e-7, 1.0, 0, 1.0, "agrees", "", True)
+RIGHT = ParameterAgreement(
+    name="a", absolute=1e-7, relative=2e-7, cosine=1.0, worst_sample=0, factor=1.0,
+    kind="agrees", meaning="", agrees=True,
+)  # fmt: skip
 
 
 def wrong(name, relative):
-    return ParameterAgreement(name, 0.3, relative, 0.99988, 17, 0.25, "scale", MEANING, False)
+    return ParameterAgreement(
+        name=name, absolute=0.3, relative=relative, cosine=0.99988, worst_sample=17, factor=0.25,
+        kind="scale", meaning=MEANING, agrees=False,
+    )  # fmt: skip
 
 
 AGREES = BackendRow("loop", "agrees", None, None, 0.8, 10**6, (RIGHT,))
@@ -276,7 +282,7 @@ WRONG = BackendRow(
 )  # fmt: skip
 SHAPES = BackendRow(
     "mine", "disagrees", None, None, None, None,
-    (ParameterAgreement("w", None, None, None, None, None, "shape", "shapes (3,), (4,)", False),),
+    (ParameterAgreement(name="w", kind="shape", meaning="shapes (3,), (4,)", agrees=False),),
 )  # fmt: skip
 FAILED = BackendRow("file", "failed", "the file has other samples", "Compute it again.")
 

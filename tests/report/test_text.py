@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from gradscope.core import texts
 from gradscope.report.console import fit_names, visible
 from gradscope.stats import sections
 
@@ -86,7 +87,7 @@ def test_units():
     assert [sections.percent(s) for s in (None, 0.0, 1e-5, 0.1234, 1.0)] == [
         "-", "0.0%", "<0.1%", "12.3%", "100.0%"
     ]  # fmt: skip
-    assert [sections.count(n, "sample") for n in (0, 1, 1797)] == [
+    assert [texts.count(n, "sample") for n in (0, 1, 1797)] == [
         "0 samples", "1 sample", "1,797 samples"
     ]  # fmt: skip
     assert [sections.shape_text(s) for s in ((), (3,), (64, 3, 7, 7))] == [

@@ -19,6 +19,8 @@ from gradscope.backends.vmap import vmap
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
+from gradscope.core.ranks import ElsewhereError
+from gradscope.engine.audit import Auditor
 from gradscope.errors import CertificateError
 from gradscope.run import compute, prepare, start
 from gradscope.storage import open_file
@@ -167,6 +169,27 @@ def test_a_run_that_is_found_wrong_keeps_what_was_proved(
             going_on.add(batch)
         going_on.finish()
     assert_right(folder, path)
+
+
+def test_an_error_of_another_process_costs_none_of_the_samples_of_this_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run = folder / "o.h5", project.spec(folder, batch_size=SIZE, samples=":60")
+    with monkeypatch.context() as patch:
+        patch.setattr(Auditor, "clock", lambda _: 0.0)  # time for no more than the first proof
+        stopped = prepare(run)
+        evaluate = stopped.scope.evaluate
+
+        def failing(batch: Batch, *asked: Any, **more: Any) -> Evaluation:
+            if int(batch.index.min()) >= WRONG_FROM:
+                raise ElsewhereError("process 1 could not go on: on purpose")
+            return evaluate(batch, *asked, **more)
+
+        patch.setattr(stopped.scope, "evaluate", failing)
+        with pytest.raises(ElsewhereError, match="on purpose"):
+            compute(stopped, path)
+    with start(prepare(run), path, resume=True) as going_on:
+        assert going_on.writer.completed == WRONG_FROM
 
 
 def test_auto_goes_on_from_what_was_proved(

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -10,9 +11,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from gradscope import Scope
 from gradscope.config import memory_text, parse_memory, resolve
 from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.errors import CoupledSamplesError, SpecError
@@ -372,3 +378,92 @@ def test_coupled_samples_are_refused_where_batches_of_one_hide_them(
     (folder / "model.py").write_text(coupled)
     with pytest.raises(CoupledSamplesError, match="depends on other samples"):
         plan(prepare(spec(folder)))
+
+
+class Live(TorchDispatchMode):
+    """The bytes of the tensors that exist at a time, beside those of a model, in its sizes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        own = list(model.parameters())
+        self._own, self._size = {p.untyped_storage().data_ptr() for p in own}, nbytes(own)
+        self._held = WeakIdKeyDictionary(ref_type=weakref.ref)
+        self.peak = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for t in tree_leaves(found):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self._own:
+                self._held[t.untyped_storage()] = t.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self._held.values()) / self._size)
+        return found
+
+
+def nbytes(tensors: list[Any]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+DEEP = """
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+"""
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what grows with a model: of large parameters a proof keeps no copies."""
+    monkeypatch.setattr("gradscope.core.state._COPIED", 0)
+    monkeypatch.setattr("gradscope.scope._STREAMED", 4)
+
+
+# A proof holds a sum of gradients and one more. Sums over batches are in float64.
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("chain", "samples", "most"),
+    [
+        (None, 4, 2.5),
+        ("mean", 4, 2.5),
+        ("clip:max_norm=1 | mean", 4, 2.5),
+        ("clip:max_norm=1 | mean", 12, 2 + 2.5),
+    ],
+)
+def test_no_more_of_a_model_than_a_call_needs(chain: str | None, samples: int, most: float) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12)))
+    x, y = torch.randn(samples, 64), torch.randint(64, (samples,))
+    with Live(model) as live, Scope(model, "cross_entropy", backend="hooks") as scope:
+        found = scope.norms(x, y) if chain is None else scope.expectation(chain, x, y)
+    assert len(found) == (samples if chain is None else 24)
+    assert 1 < live.peak < most
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("chain", "samples", "most"),
+    [
+        ("norm", 12, 2 + 2.5),
+        ("mean", 12, 2 + 2.5),
+        ("clip:max_norm=1 | mean", 12, 4 + 2.5),
+    ],
+)
+def test_no_more_of_a_model_than_a_run_needs(
+    chain: str, samples: int, most: float, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(DEEP)
+    draw = np.random.default_rng(0)
+    inputs, targets = draw.normal(size=(samples, 64)), draw.integers(0, 64, samples)
+    np.savez(tmp_path / "data.npz", inputs=inputs, targets=targets)
+    model = runpy.run_path(str(tmp_path / "model.py"))["build"]()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    job = prepare(spec(tmp_path, transform=[chain], batch_size=4, backend="hooks", dtype="float32"))
+    with Live(job.scope.problem.model) as live:
+        compute(job, tmp_path / "out.h5")
+    assert 1 < live.peak < most

@@ -1,6 +1,7 @@
 """Hugging Face folders as models: local files, our own readers, no code of the folder."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ def rewritten(folder: Path, change: Any) -> None:
 def configured(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def piped(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
 
 
 TOKENS = torch.arange(24).reshape(6, 4).remainder(11)
@@ -155,6 +161,7 @@ def remote(folder: Path) -> None:
         (lambda f: configured(f, n_head=3), "cannot build the model", ModelError),
         (lambda f: configured(f, quantization_config={}), "are quantized", ModelError),
         (lambda f: (f / "config.json").write_text("[]"), "is no table", ModelError),
+        (piped, "no regular file", ModelError),
         (lambda f: (f / "config.json").write_text("{"), "is no JSON", ModelError),
         (lambda f: (f / "config.json").write_text("[" * 99_999), "is no JSON", ModelError),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "is empty", CheckpointError),

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import sys
 import time
 import warnings
@@ -332,6 +333,14 @@ def test_parts_of_tables_and_files_of_their_own(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch.inputs.numpy(), TABLE[9:20])
     for target in batch.targets:
         np.testing.assert_array_equal(target.numpy(), LABELS[9:20])
+
+
+@pytest.mark.parametrize("suffix", ["npy", "parquet", "arrow"])
+def test_a_folder_with_a_pipe(tmp_path: Path, suffix: str) -> None:
+    """It would be waited for."""
+    os.mkfifo(tmp_path / f"a.{suffix}")
+    with pytest.raises(DatasetError, match="no regular file"):
+        opened(tmp_path, inputs=["a"])
 
 
 @pytest.mark.parametrize(

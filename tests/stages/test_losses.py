@@ -322,6 +322,66 @@ def test_shapes_that_do_not_fit(name, outputs, targets, words):
     assert words in str(caught.value)
 
 
+class Same(nn.Module):
+    """Returns its inputs, by way of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll"])
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (LOGITS, CLASSES.double()),
+        (LOGITS, CLASSES[:, None]),
+        (LOGITS, CLASSES.int()),
+        (LOGITS, CLASSES[1:]),
+        (LOGITS, SHARES.long()),
+        (LOGITS, SHARES[:, 1:]),
+        (LOGITS[:, 0], CLASSES),
+        (MAPS.transpose(1, 2), GRID),
+    ],
+)
+def test_targets_that_are_no_classes(name, outputs, targets):
+    """Both shapes are said, and what they must be."""
+    with pytest.raises(ModelError) as caught:
+        resolve(name)(outputs, targets)
+    for words in (str(tuple(outputs.shape)), str(tuple(targets.shape)), "Outputs must be"):
+        assert words in str(caught.value)
+
+
+LINES, TEXTS = draw(2, 5, C, seed=3), torch.tensor([[1, 2], [3, 9]])  # 9 is no label of the four
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "words"),
+    [
+        ("cross_entropy", LOGITS, CLASSES + C, r"sample \d(?s:.*)the classes 0 to 3"),
+        ("nll", MAPS, GRID - C, r"sample \d(?s:.*)Target -\d is out of bounds.*the classes 0 to 3"),
+        ("bce_with_logits", LOGITS, LOGITS.long(), "no floating-point numbers: outputs are"),
+        ("ctc", LINES, TEXTS, "sample 1: .*Target 9 is out of bounds.* 0 to 3"),
+        ("ctc", LINES, TEXTS.double(), "no labels of these outputs"),
+        ("ctc", LINES[:, 0], TEXTS, "no labels of these outputs"),
+    ],
+)
+def test_targets_that_a_loss_does_not_take(name, outputs, targets, words):
+    with pytest.raises(ModelError, match=words):
+        gradscope.Scope(Same(), name, backend="loop").norms(outputs, targets)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_label_that_is_none_is_no_number_within_vmap():
+    """torch reads memory beyond the logits for it, and may crash."""
+    values = torch.func.vmap(lambda o, y: resolve("ctc")(o[None], y[None])[0])(LINES, TEXTS)
+    right = resolve("ctc")(LINES[:1], TEXTS[:1])[0]
+    assert values[0].item() == pytest.approx(right.item(), rel=1e-12) and values[1].isnan()
+
+
 @pytest.mark.parametrize("name", sorted(losses.names()))
 def test_what_is_no_tensor(name):
     for outputs, targets, words in (({}, ANY, "no tensor"), (WIDE, None, "targets are no tensor")):

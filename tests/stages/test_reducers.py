@@ -16,7 +16,12 @@ from gradscope import Scope
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
 from gradscope.errors import SpecError
 from gradscope.stages.reducers import base
-from gradscope.stages.reducers.base import depends_on_split, reducers
+from gradscope.stages.reducers.base import (
+    carried_state,
+    depends_on_split,
+    reducers,
+    taken_result,
+)
 from tests.stages.examples import (
     DTYPES,
     MANY,
@@ -110,6 +115,17 @@ def test_at_once_and_in_any_split(text: str, dtype: torch.dtype) -> None:
     for seed in range(3):
         again = split(reducer(text), grads, seed)
         compare(again, found, *((1e-5, 1e-6) if in_batch else (1e-12, 1e-13)))
+
+
+@pytest.mark.parametrize("text", TABLE)
+def test_what_a_result_is_made_of_is_let_go_of(text: str) -> None:
+    one = reducer(text)
+    state = carried_state(one.start(given(text, torch.float64)[0]))
+    wanted = one.result({**state})
+    found = taken_result(one, state)
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[k].nan_to_num(7), wanted[k].nan_to_num(7)) for k in wanted)
+    assert one.separate == (set(state) == {"n"})
 
 
 @pytest.mark.parametrize("text", TABLE)

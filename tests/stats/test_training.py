@@ -1,6 +1,7 @@
 """Measuring in memory, and recording a training step by step."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -140,5 +141,7 @@ def test_where_nothing_can_be_written(tmp_path):
         record(tmp_path / "run.json", 0, summary)
     with pytest.raises(OutputError, match="No such file"):
         record(tmp_path / "absent" / "run.jsonl", 0, summary)
-    with pytest.raises(ResultFileError):
-        read_history(tmp_path / "absent.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # would be waited for
+    for name, told in (("absent", "No such file"), ("pipe", "no regular file")):
+        with pytest.raises(ResultFileError, match=told):
+            read_history(tmp_path / f"{name}.jsonl")

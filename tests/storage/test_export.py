@@ -157,6 +157,8 @@ def test_parquet_without_pyarrow(
     assert names(tmp_path) == ["o.h5"]
 
 
+OLD = bytes(8) + b'{"w"'  # as a .safetensors begins
+
 BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no such chain": ("x.npy", {"chain": "median"}, SpecError, "1 .mean."),
     "no such chain number": ("x.npy", {"chain": "7"}, SpecError, "no chain '7'"),
@@ -171,6 +173,7 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no folder": ("nowhere/x.csv", {}, OutputError, "no folder"),
     "no folder for a folder": ("nowhere/x", {}, OutputError, "cannot be made"),
     "a file there": ("there.csv", {}, OutputError, "--overwrite"),
+    "a file of another kind": ("there.csv", {"overwrite": True}, OutputError, "no export to .csv"),
 }  # fmt: skip
 
 
@@ -211,12 +214,12 @@ def test_a_damaged_chunk_leaves_nothing(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "o.h5").read_bytes())
     data[chunk.byte_offset + 17] ^= 1
     (tmp_path / "o.h5").write_bytes(data)
-    (tmp_path / "x.npy").write_bytes(b"old")
+    (tmp_path / "x.npy").write_bytes(b"\x93NUMPY")
     with open_file(tmp_path / "o.h5") as opened:
         for place in ("x.npy", "x.safetensors"):
             with pytest.raises(ResultFileError, match="damaged"):
                 export(opened, tmp_path / place, parameters=["layer.weight"], overwrite=True)
-    assert (tmp_path / "x.npy").read_bytes() == b"old"
+    assert (tmp_path / "x.npy").read_bytes() == b"\x93NUMPY"
     assert names(tmp_path) == ["o.h5", "x.npy"]
 
 
@@ -231,7 +234,7 @@ def test_no_space_is_seen_beforehand(
 def test_a_killed_export_leaves_the_old_file(tmp_path: Path) -> None:
     """The process dies in the middle of the second parameter."""
     write(tmp_path / "o.h5", with_layout("dense"))
-    (tmp_path / "x.safetensors").write_bytes(b"old")
+    (tmp_path / "x.safetensors").write_bytes(OLD)
     program = (
         "import os, sys\n"
         "from gradscope.storage import StoredArray, export, open_file\n"
@@ -248,7 +251,7 @@ def test_a_killed_export_leaves_the_old_file(tmp_path: Path) -> None:
     place = [str(tmp_path / "o.h5"), str(tmp_path / "x.safetensors")]
     done = subprocess.run([sys.executable, "-c", program, *place], check=False)
     assert done.returncode == -9
-    assert (tmp_path / "x.safetensors").read_bytes() == b"old"
+    assert (tmp_path / "x.safetensors").read_bytes() == OLD
     with open_file(tmp_path / "o.h5") as file:
         export(file, tmp_path / "x.safetensors", overwrite=True)
     assert set(load_file(tmp_path / "x.safetensors")) == set(SHAPES)
@@ -278,14 +281,15 @@ def test_a_disk_that_fails_at_any_moment(result: GradientFile, tmp_path: Path, n
     with Disk(folder).inserted() as disk:
         export(result, folder / name)
     wanted = (folder / name).read_bytes()
+    old = wanted[: len(wanted) // 2]
     for k in range(len(disk.seen)):
-        (folder / name).write_bytes(b"old")
+        (folder / name).write_bytes(old)
         with (
             pytest.raises(OutputError, match="cannot be written: Input/output error"),
             Disk(folder, k, BROKEN).inserted(),
         ):
             export(result, folder / name, overwrite=True)
-        assert (folder / name).read_bytes() in (b"old", wanted)
+        assert (folder / name).read_bytes() in (old, wanted)
         export(result, folder / name, overwrite=True)
         assert (folder / name).read_bytes() == wanted
         assert names(folder) == [name]

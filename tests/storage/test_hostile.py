@@ -417,8 +417,8 @@ def test_an_array_of_any_type_and_shape(good: Path, tmp_path: Path, place: str) 
 
 def test_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.h5")
-    for name in ("fifo.h5", "."):
-        with pytest.raises(ResultFileError):
+    for name, told in (("fifo.h5", "no regular file"), (".", "a directory")):
+        with pytest.raises(ResultFileError, match=told):
             open_file(tmp_path / name)
     (tmp_path / "link.h5").symlink_to(tmp_path / "link.h5")
     with pytest.raises(ResultFileError):

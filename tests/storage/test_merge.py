@@ -1,5 +1,6 @@
 """Merging files: the rows of the whole run, and nothing where a file is wrong or missing."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -213,6 +214,8 @@ def _no_states(files: list[Path]) -> None:
 
 
 OTHER = replace(PLAN, fingerprint=PLAN.fingerprint | {"checkpoint": "c2"})
+OLD = b"\x89HDF of gradscope"  # how an earlier result begins
+
 WRONG: list[tuple[Callable[[list[Path]], Any], str]] = [
     (lambda f: f.pop(3), r"samples are missing: 48 to 64 \(shard 3\)"),
     (lambda f: f.pop(), r"samples are missing: 96 to 100 \(shard 6\)"),
@@ -248,10 +251,10 @@ def test_wrong_files_are_refused_and_nothing_is_written(
     with pytest.raises(ResultFileError, match=message):
         merge(files, out / "o.h5")
     assert names(out) == []
-    (out / "o.h5").write_bytes(b"old")
+    (out / "o.h5").write_bytes(OLD)
     with pytest.raises(ResultFileError, match=message):
         merge(files, out / "o.h5", overwrite=True)
-    assert names(out) == ["o.h5"] and (out / "o.h5").read_bytes() == b"old"
+    assert names(out) == ["o.h5"] and (out / "o.h5").read_bytes() == OLD
 
 
 def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
@@ -267,15 +270,21 @@ def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
 def test_where_it_may_be_written(tmp_path: Path) -> None:
     files = shards(tmp_path, SHARES["two"])
     kept = [path.read_bytes() for path in files]
-    (tmp_path / "o.h5").write_bytes(b"old")
+    (tmp_path / "o.h5").write_bytes(OLD)
+    (tmp_path / "model.py").write_text("# not of gradscope")
+    os.mkfifo(tmp_path / "fifo")
     for path, overwrite, message in (
         (tmp_path / "o.h5", False, "exists already"),
         (files[0], True, "would replace a file"),
         (tmp_path / "no" / "o.h5", False, "there is no folder"),
+        (tmp_path, True, "this is a folder"),
+        (Path(), True, "this is a folder"),
+        (tmp_path / "model.py", True, "a file of another kind is there, no result"),
+        (tmp_path / "fifo", True, "a file of another kind is there, no result"),
     ):
         with pytest.raises(OutputError, match=message):
             merge(files, path, overwrite=overwrite)
-    assert (tmp_path / "o.h5").read_bytes() == b"old"
+    assert (tmp_path / "o.h5").read_bytes() == OLD
     assert [path.read_bytes() for path in files] == kept
     merge(files, tmp_path / "o.h5", overwrite=True)
     np.testing.assert_array_equal(load(tmp_path / "o.h5")["chains/0/w"], expected()["w"])
@@ -304,13 +313,13 @@ def test_a_stop_at_any_moment(tmp_path: Path, number: int) -> None:
         merge(files, path)
     wanted = path.read_bytes()
     for k in operations(len(disk.seen), 6):
-        path.write_bytes(b"old")
+        path.write_bytes(OLD)
         with (
             pytest.raises((Stopped, OutputError), match="disk is full" if number else None),
             Disk(path.parent, k, number).inserted(),
         ):
             merge(files, path, overwrite=True)
-        assert path.read_bytes() in (b"old", wanted)
+        assert path.read_bytes() in (OLD, wanted)
         merge(files, path, overwrite=True)
         assert path.read_bytes() == wanted and names(path.parent) == ["o.h5"]
 

@@ -352,6 +352,36 @@ def test_a_fixed_probe_is_measured_every_time():
         nothing.step()
 
 
+def test_a_model_that_holds_its_monitor_is_copied_and_saved_and_both_train_on(tmp_path):
+    right = trained(made(), 6, lambda *batch: None)
+    model = made()
+    model.monitor = monitor = Monitor(model, "cross_entropy", 1, 8, None, errors="raise")
+    trained(model, 2, monitor.step)  # it has measured, and is proved
+    model.load_state_dict(made().state_dict())
+    model.zero_grad()
+    torch.save(model, tmp_path / "model.pt")
+    saved, copied = torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)
+    assert saved.monitor is None and copied.monitor is monitor
+    for one in (saved, copied, model):
+        assert not any(m._forward_hooks or m._backward_hooks for m in one.modules())
+        found = trained(one, 6, lambda *batch: None)
+        assert all(torch.equal(a, b) for a, b in zip(right[0], found[0], strict=True))
+    nn.init.zeros_(model[-1].bias)  # now the two differ, and the original is measured
+    inputs, targets = torch.randn(8, 6), torch.randint(3, (8,))
+    monitor.step(inputs, targets)
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    norms = []
+    for one in (model, copied):
+        rows = per_sample_gradients(one.eval(), loss, inputs, targets)[1]
+        g = torch.cat([row.flatten(1) for row in rows.values()], 1)
+        norms.append(float(g.norm(dim=1).mean()))
+    assert monitor.latest.norm_mean == pytest.approx(norms[0], rel=1e-5)
+    assert monitor.latest.norm_mean != pytest.approx(norms[1], rel=1e-3)
+
+
 def test_a_batch_of_nothing_but_nan_is_measured_too():
     monitor = Monitor(made(), "cross_entropy", 1, 8, None, errors="raise")
     monitor.start()
@@ -373,5 +403,6 @@ def test_what_measures_is_no_state_of_the_model_that_leads_to_it():
         monitor.step(*batch)
         assert monitor.latest.step == step
     assert copy.deepcopy(model).trainer == model.trainer
+    assert copy.deepcopy([monitor.scope, copy.copy(monitor)]) == [monitor.scope, monitor]
     buffers = {name: t.clone() for name, t in made().named_buffers()}
     torch.testing.assert_close(dict(model.named_buffers()), buffers)

@@ -258,7 +258,7 @@ class _Program:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
             layer = mixing_layer(self.problem, batch)
-            error.where, error.remedy = layer or error.where, coupled_remedy(layer)
+            error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):
             raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch
 from gradscope.core.registry import suggestion
+from gradscope.core.texts import count
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import NumberColumn, dtype_name
 from gradscope.sources.data.files import FileSamples, open_files
@@ -64,7 +65,8 @@ class Dataset:
         start = chosen.start or 0
         if start >= len(self) or stop > len(self):
             raise self._error(
-                f"the samples {samples} are out of range: the data set holds {len(self):,} samples",
+                f"the samples {samples} are out of range: the data set holds "
+                f"{count(len(self), 'sample')}",
                 f"Samples are counted from 0; give A:B with B at most {len(self)}.",
             )
         return range(start, stop)
@@ -78,7 +80,8 @@ class Dataset:
         chosen = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows
         if not chosen or chosen.step < 1 or chosen[0] < 0 or chosen[-1] >= len(self):
             raise self._error(
-                f"the rows {rows} are out of range: the data set holds {len(self):,} samples",
+                f"the rows {rows} are out of range: the data set holds "
+                f"{count(len(self), 'sample')}",
                 f"Rows are counted upwards, from 0 to {len(self) - 1}.",
             )
         positions: Sequence[int] = chosen
@@ -163,7 +166,8 @@ def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | No
     if not isinstance(select, str):
         found = torch.tensor(select)
         if int(found.max()) >= n or len(set(select)) < len(select):
-            what = f"a position is out of range or there twice; the data set holds {n:,} samples"
+            held = count(n, "sample")
+            what = f"a position is out of range or there twice; the data set holds {held}"
     else:
         stored = None if files is None else files.load(select)
         what = f"{select!r} is no array of {n:,} booleans"

@@ -34,7 +34,14 @@ from gradscope.sources.data.columns import (
     require_distinct,
     torch_dtype,
 )
-from gradscope.sources.formats import AGAIN, dataset_readers, is_safetensors, is_zip, matching
+from gradscope.sources.formats import (
+    AGAIN,
+    dataset_readers,
+    is_safetensors,
+    is_zip,
+    matching,
+    require_regular,
+)
 
 _IN_MEMORY = 2**26  # bytes up to which a compressed array is read as a whole
 _PIECE = 2**22  # bytes that are read together
@@ -96,6 +103,7 @@ def open_npy_folder(path: Path) -> StoredArrays:
     files = {p.stem: p for p in sorted(path.glob("*.npy"))}
 
     def load(name: str) -> StoredColumn:
+        require_regular(files[name], DatasetError)
         arrays = open_npy(files[name])
         if arrays.names != (name,):
             what, remedy = "it is a table with named fields, not an array", "Give that file itself."

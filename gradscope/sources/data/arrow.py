@@ -23,7 +23,7 @@ from gradscope.sources.data.columns import (
     torch_dtype,
 )
 from gradscope.sources.data.images import decoded
-from gradscope.sources.formats import dataset_readers, matching, need, reading
+from gradscope.sources.formats import dataset_readers, matching, need, reading, require_regular
 
 _BATCH_BYTES = 2**22  # of a Parquet file that are decoded together
 _BUFFER = 2**18  # bytes of it that are read together
@@ -51,6 +51,7 @@ def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
     pq = need("pyarrow.parquet", "Parquet")
     n = size = 0
     for path in paths:
+        require_regular(path, DatasetError)
         with reading(DatasetError, path), pq.ParquetFile(path) as file:
             n += file.metadata.num_rows
             groups = range(file.metadata.num_row_groups)
@@ -72,6 +73,8 @@ def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
 def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
     """Open Arrow files or streams, one after the other as one data set."""
     pa = need("pyarrow", "Arrow")
+    for path in paths:
+        require_regular(path, DatasetError)
 
     def opened(file: Any) -> Any:
         is_file = file.read(6) == b"ARROW1"

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradscope.config import DatasetSpec
 from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
+from gradscope.core.texts import count
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
@@ -132,7 +133,7 @@ def _span(cut: re.Match[str], width: int) -> slice:
     stop = int(cut["stop"]) if cut["stop"] else width if cut["colon"] else start + 1
     if not 0 <= start < stop <= width:
         raise DatasetError(
-            f"{cut[0]!r} is out of range: there are {width} columns",
+            f"{cut[0]!r} is out of range: there are {count(width, 'column')}",
             remedy=f"Columns are counted from 0; give A:B with A < B ≤ {width}.",
         )
     return slice(start, stop)

@@ -114,11 +114,19 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missing = sorted(name for name, p in trained if p not in given)
         unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
+        counts = {
+            n.rpartition(".")[2] for n, b in model.named_buffers() if not b.dtype.is_floating_point
+        }
+        whole = sorted(n for n, v in state.items() if not v.dtype.is_floating_point)
+        whole = [n for n in whole if n.rpartition(".")[2] not in counts]  # peft would cast them
     what = ""
     if missing:
-        what = f"{len(missing)} parameters that the adapter trains are not in it: {listed(missing)}"
+        what = f"not all that the adapter trains is in it: {listed(missing)} missing"
     elif unknown:
-        what = f"{len(unknown)} tensors have no place in the model: {listed(unknown)}"
+        what = f"without a place in the model: {listed(unknown)}"
+    elif whole:
+        dtypes = ", ".join(sorted({str(state[n].dtype) for n in whole}))
+        what = f"weights are no floating-point numbers, but {dtypes}: {listed(whole)}"
     if what:
         raise CheckpointError(
             what, remedy=f"{_AGAIN} Or is the base model another, or of another class: {_CLASS}?"

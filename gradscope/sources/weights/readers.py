@@ -38,6 +38,7 @@ from gradscope.sources.formats import (
     matching,
     reachable,
     reading,
+    require_regular,
 )
 
 TRUSTED = ("torch", "torch-legacy", "pickle")  # what unsafe_pickle lets execute code
@@ -244,6 +245,8 @@ _AGAIN = "Download the folder again, or write it again with save_pretrained."
 
 def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -> dict[str, Any]:
     """Return a file's table of settings, JSON of at most so many bytes, or raise `error`."""
+    with reachable(path, error):
+        require_regular(path, error)
     with reachable(path, error), path.open("rb") as file:
         text = file.read(most + 1)
     try:

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
 from gradscope.blocks.base import wide
 from gradscope.core.grammar import Stage
+from gradscope.core.memory import slices
 from gradscope.core.precision import double, wider
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
@@ -56,6 +57,7 @@ class Reducer(NamedTuple):
         additive: Every entry of the state is a sum over samples, and `merge` is `added`.
         earlier: What it waits for, if it does: until that is given it cannot start.
         note: What is to be said of its result.
+        separate: Each parameter's result follows from its own entries ("kind:NAME") and from n.
     """
 
     start: Callable[[Gradients], State]
@@ -66,6 +68,7 @@ class Reducer(NamedTuple):
     additive: bool = False
     earlier: Earlier | None = None
     note: str = ""
+    separate: bool = False
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
@@ -73,10 +76,9 @@ reducers: Registry[Callable[..., Reducer]] = Registry("reducer")
 
 def tiles(block: Block) -> Iterator[Tensor]:
     """Yield the dense gradients (m, *shape) in float64 or complex128, a few samples at a time."""
-    row = max(1, prod(block.shape) * (16 if block.dtype.is_complex else 8))
-    step = max(1, TILE_BYTES // row)
-    for start in range(0, block.n, step):
-        yield wide(block.select(slice(start, start + step))).dense()
+    row = prod(block.shape) * (16 if block.dtype.is_complex else 8)
+    for rows in slices(block.n, row, TILE_BYTES):
+        yield wide(block.select(rows)).dense()
 
 
 def count(gradients: Gradients) -> Tensor:
@@ -138,7 +140,7 @@ def for_each_parameter(
                 found[f"{name}.{suffix}" if suffix else name] = value
         return found
 
-    return Reducer(start_all, merge_all, result_all, additive=merge is None)
+    return Reducer(start_all, merge_all, result_all, additive=merge is None, separate=True)
 
 
 def joined(n: Tensor, every: dict[str, Part]) -> State:
@@ -162,6 +164,25 @@ def added(a: State, b: State) -> State:
     return {key: _carried(value) + b[key] for key, value in a.items()}
 
 
+def taken_result(reducer: Reducer, state: State) -> dict[str, Tensor]:
+    """Return the result; where they are `separate`, entries leave the state as it is made of them.
+
+    So there are never both a whole state and a whole result, each as large as the model.
+    """
+    if not reducer.separate:
+        return reducer.result(state)
+    own: dict[str, list[str]] = {}
+    for key in state:
+        _, colon, name = key.partition(":")
+        if colon:
+            own.setdefault(name, []).append(key)
+    shared = {key: value for key, value in state.items() if ":" not in key}
+    found: dict[str, Tensor] = {}
+    for keys in own.values():
+        found |= reducer.result(shared | {key: state.pop(key) for key in keys})
+    return found
+
+
 def add_in_place(state: State, more: State) -> None:
     """Do what `added` does, to a carried state that nobody else holds: no new tensors are made."""
     for key, value in state.items():
@@ -177,6 +198,11 @@ def carried_state(state: State, *, copy: bool = False) -> State:
     if not copy:
         return carried
     return {key: t.clone() if t is state[key] else t for key, t in carried.items()}
+
+
+def taken_over(state: State) -> State:
+    """Return `carried_state` with `copy`; entries leave the state as they are copied."""
+    return {key: carried_state({key: state.pop(key)}, copy=True)[key] for key in list(state)}
 
 
 def carried_bytes(state: State) -> int:

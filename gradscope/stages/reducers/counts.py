@@ -95,10 +95,14 @@ def _given(edges: Tensor) -> Reducer:
         inside = values[(values >= here[0]) & (values <= here[-1])]
         place = (torch.searchsorted(here, inside, right=True) - 1).clamp_max(bins - 1)
         unused = values.new_tensor([inf, -inf])
-        return _part(place.bincount(minlength=bins), outside.sum(1), unused)
+        return {
+            "inside": place.bincount(minlength=bins),
+            "outside": outside.sum(1),
+            "reach": unused,
+        }
 
     def merged(a: Part, b: Part, *_: Tensor) -> Part:
-        return _part(a["inside"] + b["inside"], a["outside"] + b["outside"], a["reach"])
+        return a | {kind: a[kind] + b[kind] for kind in ("inside", "outside")}
 
     return _reducer(counted, merged, lambda reach: edges)
 
@@ -119,7 +123,7 @@ def _found(scale: Scale, bins: int) -> Reducer:
         cells = (inside * ldexp(1.0, -exponent)).floor()
         # a negative number that underflows on the way is still in the cell below zero
         place = torch.where((inside < 0) & (cells == 0), -1, cells).long() - first
-        return _part(place.bincount(minlength=bins), outside.sum(1), reach)
+        return {"inside": place.bincount(minlength=bins), "outside": outside.sum(1), "reach": reach}
 
     def merged(a: Part, b: Part, *_: Tensor) -> Part:
         low, high = torch.stack([a["reach"], b["reach"]]).T
@@ -131,7 +135,7 @@ def _found(scale: Scale, bins: int) -> Reducer:
             held = part["inside"].nonzero().flatten()
             cells = (held + start) >> min(exponent - finer, 62)
             inside = inside.index_add(0, cells - first, part["inside"][held])
-        return _part(inside, a["outside"] + b["outside"], reach)
+        return {"inside": inside, "outside": a["outside"] + b["outside"], "reach": reach}
 
     def edges(reach: Tensor) -> Tensor:
         exponent, first = grid(reach)
@@ -141,18 +145,14 @@ def _found(scale: Scale, bins: int) -> Reducer:
     return _reducer(counted, merged, edges)
 
 
-def _part(inside: Tensor, outside: Tensor, reach: Tensor) -> Part:
-    """Return what a state holds of a parameter.
-
-    `inside` (bins,) and `outside` (3,) (below, above, NaN) are int64; `reach` (2,) is the smallest
-    and largest coordinate inside, (inf, -inf) if there is none.
-    """
-    return {"inside": inside, "outside": outside, "reach": reach}
-
-
 def _reducer(
     counted: Callable[[Tensor], Part], merged: Callable[..., Part], edges: Callable[..., Tensor]
 ) -> Reducer:
+    """Return the reducer to `inside` (bins,) and `outside` (3,) (below, above, NaN), both int64.
+
+    `reach` (2,) is the smallest and largest coordinate inside, (inf, -inf) if there is none.
+    """
+
     def start(block: Block) -> Part:
         return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
 

@@ -34,6 +34,7 @@ from gradscope.blocks import (
 )
 from gradscope.blocks.base import precise
 from gradscope.core.grammar import Stage
+from gradscope.core.memory import slices
 from gradscope.core.precision import double, wider
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.reducers.base import (
@@ -134,10 +135,8 @@ def _sums(block: Block, bias: Block | None) -> Part:
     """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum()}
-    step = max(1, TILE_BYTES // max(1, (block.factored_size or 1) * 16))
     found: Part = {}
-    for start in range(0, block.n, step):
-        rows = slice(start, start + step)
+    for rows in slices(block.n, (block.factored_size or 1) * 16, TILE_BYTES):
         part = block.select(rows)
         factors = part.factors()
         assert factors is not None  # of an outer product
@@ -372,11 +371,9 @@ def _in_basis(gradients: Gradients, layer: Layer, basis: Basis) -> Tensor:
     positions = factored // (k * (r + c)) + 1  # about t
     by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
     size = (factored if by_factors else k * r * c) * dtype.itemsize
-    step = max(1, TILE_BYTES // max(1, size))
     found = torch.zeros(layer.sizes, dtype=double(weight.device), device=weight.device)
-    for start in range(0, gradients.n, step):
-        some = gradients.select(slice(start, start + step))
-        block = _rotated(some, layer, basis, by_factors)
+    for rows in slices(gradients.n, size, TILE_BYTES):
+        block = _rotated(gradients.select(rows), layer, basis, by_factors)
         found += power_sum(Gradients({layer.weight: block}), layer.weight, 2)
     return found
 

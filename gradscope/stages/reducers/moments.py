@@ -134,7 +134,7 @@ def _power_sums(power: int, *, divided: bool = True) -> Reducer:
         by = float(state["n"]) if divided else 1.0
         return {name: total / by for name, total in entries(state, "sum").items()}
 
-    return Reducer(start, added, result, powers=frozenset({power}), additive=True)
+    return Reducer(start, added, result, powers=frozenset({power}), additive=True, separate=True)
 
 
 def start_spread(block: Block) -> Part:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, SparseBlock
 from gradscope.blocks.base import TILE_BYTES, as_rows, p_norms
+from gradscope.core.memory import slices
 from gradscope.stages.transforms.base import (
     ReadsNorms,
     Transform,
@@ -84,10 +85,9 @@ def topk(k: int | None = None, fraction: float | None = None) -> Transform:
         entries = sum(prod(block.shape) for block in gradients.values())
         count = min(entries, k if k is not None else max(1, round((fraction or 0.0) * entries)))
         itemsize = max(block.dtype.itemsize for block in gradients.values())
-        step = max(1, TILE_BYTES // max(1, entries * itemsize))
         kept = []
-        for start in range(0, gradients.n, step):
-            some = gradients.select(slice(start, start + step)).values()
+        for rows in slices(gradients.n, entries * itemsize, TILE_BYTES):
+            some = gradients.select(rows).values()
             kept.append(_kept(torch.cat([as_rows(block.dense()) for block in some], 1), count))
         places, values = (torch.cat(column) for column in zip(*kept, strict=True))
         return gradients.of(_by_parameter(gradients, places, values))

@@ -10,7 +10,7 @@ drawn by SFC64 (Doty-Humphrey, PractRand), at twice the speed, in pieces each se
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from math import inf, prod
+from math import inf
 
 import numpy as np
 import torch
@@ -111,27 +111,22 @@ def belonging(gradients: Gradients, word: str) -> tuple[str, Tensor]:
 
 def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
     """Return standard normal numbers (n, ...) like `like`, a row for each key; complex in parts."""
-    shape = (*like.shape[1:], 2) if like.is_complex() else tuple(like.shape[1:])
-    rows = [generator(seed, use, name, int(k)).standard_normal(shape) for k in keys]
-    values = _stacked(rows, (len(keys), *shape))
-    return (torch.view_as_complex(values) if like.is_complex() else values).to(like)
+    values = np.empty((len(keys), *like.shape[1:], *([2] if like.is_complex() else [])))
+    for row, key in enumerate(keys.tolist()):
+        generator(seed, use, name, key).standard_normal(out=values[row : row + 1])
+    drawn = torch.from_numpy(values)
+    return (torch.view_as_complex(drawn) if like.is_complex() else drawn).to(like)
 
 
 def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
     """Return float64 numbers from [0, 1), (n, ...) as `like`, a row for each key."""
-    shape = tuple(like.shape[1:])
-    rows = [generator(seed, use, name, int(k)).random(shape) for k in keys]
-    drawn = _stacked(rows, (len(keys), *shape))
-    return drawn.to(double(like.device)).to(like.device)
+    values = np.empty((len(keys), *like.shape[1:]))
+    for row, key in enumerate(keys.tolist()):
+        generator(seed, use, name, key).random(out=values[row : row + 1])
+    return torch.from_numpy(values).to(double(like.device)).to(like.device)
 
 
 def _hash(*parts: str | int) -> int:
     """Return 128 bits that belong to `parts`."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
-
-
-def _stacked(rows: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:
-    if not rows or not prod(shape):
-        return torch.zeros(shape, dtype=torch.float64)
-    return torch.from_numpy(np.stack(rows))

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gradscope.core.texts import count
 from gradscope.stats.records import Record, wide
-from gradscope.stats.sections import Section, count, short
+from gradscope.stats.sections import Section, short
 from gradscope.stats.source import finite_samples, in_half, labels_of, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 

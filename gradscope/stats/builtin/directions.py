@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gradscope.core.texts import count
 from gradscope.stats.builtin.norms import Moments, moments, percentiles
 from gradscope.stats.records import Histogram, Record, cosines_of, number, spread
 from gradscope.stats.sections import (
@@ -14,7 +15,6 @@ from gradscope.stats.sections import (
     Picture,
     Section,
     Spark,
-    count,
     percent,
     short,
 )

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradscope.core.texts import count
 from gradscope.stats.products import distances
 from gradscope.stats.records import Floats, Positions, Record
-from gradscope.stats.sections import Line, Section, Styled, called, count, short
+from gradscope.stats.sections import Line, Section, Styled, called, short
 from gradscope.stats.source import Arrays, Samples, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 

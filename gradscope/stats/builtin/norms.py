@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscope.core.texts import count
 from gradscope.stats.records import Floats, Histogram, Record, number
 from gradscope.stats.sections import (
     Column,
@@ -14,7 +15,6 @@ from gradscope.stats.sections import (
     Picture,
     Section,
     Table,
-    count,
     numbers,
     percent,
     short,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from gradscope.core.texts import count
 from gradscope.stats.builtin.batch import estimates, signal_to_noise
 from gradscope.stats.products import Entries, Products
 from gradscope.stats.records import Mask, Record, number, ratio, rounding, wide
@@ -14,7 +15,6 @@ from gradscope.stats.sections import (
     Picture,
     Section,
     Table,
-    count,
     numbers,
     percent,
     shape_text,

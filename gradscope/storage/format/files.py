@@ -28,10 +28,12 @@ _SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
 _NAME_BYTES = 255
-_HEAD = 1000  # bytes of a page, in which it names its maker
+_HEAD = 4096  # bytes of a page or a result, in which it names its maker
+_RESULT = "result of gradscope"
 DRAFT = ".draft"  # of what is not complete; `.part` is of runs, which are kept
 
 Write = Callable[[BinaryIO], object]
+Known = Callable[[bytes], bool]  # whether a file that begins so is of the kind that is written
 _WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h
 
 
@@ -166,15 +168,7 @@ def write_page(path: Path, text: str, maker: str) -> int:
     """Write a page that names its maker, and return its bytes; no other file is replaced."""
     content, mark = text.encode(), f'<meta name="generator" content="{maker}">'.encode()
     assert mark in content[:_HEAD]
-    with told(path):
-        if path.is_file():
-            with path.open("rb") as file:
-                if mark not in file.read(_HEAD):
-                    raise OutputError(
-                        f"this file is there, and is no page of {maker}",
-                        where=str(path),
-                        remedy="Move it away, or choose another name.",
-                    )
+    _require_kind(path, f"page of {maker}", lambda head: mark in head)
     written(path, lambda file: file.write(content))
     return len(content)
 
@@ -270,8 +264,10 @@ def reading(where: str) -> Iterator[None]:
 
 
 def require_place(path: Path, suffix: str = "") -> None:
-    """Refuse a file whose folder is not there, or whose name is too long for it."""
+    """Refuse a folder, a file whose folder is not there, or whose name is too long for it."""
     folder = path.absolute().parent
+    if os.path.isdir(path):  # noqa: PTH112
+        raise OutputError("this is a folder", where=str(path), remedy="Name a file.")
     if not os.path.isdir(folder):  # noqa: PTH112 (which raises where a name is too long)
         raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
     require_short(path, suffix)
@@ -289,12 +285,39 @@ def require_short(path: Path, suffix: str = "") -> None:
         )
 
 
-def require_free(path: Path, *, overwrite: bool, what: str = "the file exists already") -> None:
-    """Refuse to replace a folder, and a file that is there unless that is wanted."""
+def require_free(
+    path: Path,
+    *,
+    overwrite: bool,
+    what: str = "the file exists already",
+    kind: str = _RESULT,
+    known: Known = lambda head: head.startswith(b"\x89HDF") and b"gradscope" in head,
+) -> None:
+    """Refuse to replace a file that is there, unless that is wanted and it is of the same kind."""
     if path.is_dir():
         raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
     if not overwrite and path.exists():
         raise OutputError(what, where=str(path), remedy="Choose another name, or give --overwrite.")
+    _require_kind(path, kind, known)
+
+
+def _require_kind(path: Path, kind: str, known: Known) -> None:
+    """Refuse to replace a file of another kind than is written; an empty one may be.
+
+    A result is no stream: it cannot be written to a device, nor to a pipe.
+    """
+    with told(path):
+        wrong = path.exists() and kind == _RESULT
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(_HEAD)
+            wrong = bool(head) and not known(head)
+    if wrong:
+        raise OutputError(
+            f"a file of another kind is there, no {kind}",
+            where=str(path),
+            remedy="Move it away, or choose another name.",
+        )
 
 
 def excess(name: str, folder: Path) -> int:

@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from gradscope.core import texts
+from gradscope.core.texts import count
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS, SOURCES
@@ -301,7 +302,7 @@ class GradientFile:
             raise SpecError(
                 f"there is no chain {chain}",
                 where=str(self.path),
-                remedy=f"The file has {len(self.chains)} chains, counted from 0.",
+                remedy=f"The file has {count(len(self.chains), 'chain')}, counted from 0.",
             )
         stored = self.chains[chain]
         if stored.reduced:

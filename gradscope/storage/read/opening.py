@@ -111,7 +111,7 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
     if not os.path.isfile(path):  # noqa: PTH113
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
-            "there is no such file",
+            ("this is no regular file" if os.path.exists(path) else "there is no such file"),  # noqa: PTH110
             remedy=f"{part.name} is there: the run is not finished; give --resume."
             if os.path.isfile(part)  # noqa: PTH113
             else "Check the path.",
