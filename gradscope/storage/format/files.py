@@ -294,8 +294,6 @@ def require_free(
     known: Known = lambda head: head.startswith(b"\x89HDF") and b"gradscope" in head,
 ) -> None:
     """Refuse to replace a file that is there, unless that is wanted and it is of the same kind."""
-    if path.is_dir():
-        raise OutputError("this is a folder", where=str(path), remedy="Choose another name.")
     if not overwrite and path.exists():
         raise OutputError(what, where=str(path), remedy="Choose another name, or give --overwrite.")
     _require_kind(path, kind, known)
