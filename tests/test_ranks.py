@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import gradscope
+from gradscope.errors import SpecError
 from gradscope.run.divided import processes
 from tests.ranks_worker import CHAINS, OWN
 
@@ -121,7 +122,7 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
 def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(gradscope.SpecError, match="this is the only one"), processes(None):
+    with pytest.raises(SpecError, match="this is the only one"), processes(None):
         pass
 
 
