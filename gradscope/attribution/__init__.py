@@ -102,7 +102,8 @@ def opened(
     """
     sources = [train, *checkpoints]
     if weights is not None and len(weights) != len(sources):
-        raise SpecError(f"{len(weights)} weights were given for {len(sources)} checkpoints")
+        what = f"{len(weights)} weights were given, and {len(sources)} files of training samples"
+        raise SpecError(what, remedy="Give one weight for TRAIN and for each of the checkpoints.")
     if len(sources) > 1 and _is_result(query):
         raise SpecError(
             "a result file has the queries' gradients at one checkpoint",

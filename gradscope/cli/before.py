@@ -68,6 +68,7 @@ def init(
     """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
     from gradscope.report import print_facts
     from gradscope.sources.draft import draft
+    from gradscope.stages.losses import bound, losses
     from gradscope.storage import require_free, require_place, written
 
     require_place(output)
@@ -75,7 +76,10 @@ def init(
     require_free(output, overwrite=overwrite, kind="run file", known=lambda h: bool(known(h)))
     given = {"checkpoint": checkpoint, "dataset": dataset}
     # what is wrong with an option is told before anything is written
-    options.run_spec(None, {**given, "model": model or HELD, "loss": loss or "mse"})
+    asked = options.run_spec(None, {**given, "model": model or HELD, "loss": loss or "mse"})
+    stage = asked.loss.stage
+    if ":" not in stage.name:  # else it is code of yours, which is not executed
+        bound(losses.get(stage.name), stage)
     found = draft(checkpoint, dataset, output.parent, model=model, loss=loss)
     written(output, lambda file: file.write(found.text.encode()))
     told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}

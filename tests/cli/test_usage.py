@@ -140,6 +140,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("out.h5 --html nowhere/x.html", 6, "cannot be written"),
         (".", 3, "this is a directory"),
     ],
+    "attribute out.h5 out.h5": [("--weights 1,2", 2, "one weight for TRAIN")],
     "export out.h5": [
         ("-o x.npy --chain 7", 2, "0 (identity)"),
         ("-o x.npy --samples nine", 2, "A:B"),
@@ -150,6 +151,8 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
     "export": [("missing.h5 -o x.csv", 3, "missing.h5")],
     "init": [
         ("none.pt data.npz -o x.toml", 3, "none.pt: there is no such file"),
+        ("weights.pt data.npz --loss crossentropy -o x.toml", 2, "'cross_entropy'"),
+        ("weights.pt data.npz --loss mse:per_sample=max -o x.toml", 2, "must be mean or sum"),
         ("weights.pt no.npz -o x.toml", 3, "no.npz: there is no such file"),
         (f"{'x' * 300} data.npz -o x.toml", 3, "File name too long"),
         ("weights.pt data.npz --model model.py -o x.toml", 2, "model.factory: found 'model.py'"),
