@@ -105,7 +105,7 @@ def _code(error: BaseException) -> int:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):
         return show_error(error)
-    found = None
+    found: GradscopeError | None = None
     with suppress(ImportError):  # another torch may lack what these import
         from gradscope.core.releases import lost, untested
 
