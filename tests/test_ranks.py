@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import gradscope
-from gradscope.cli.app import app
+from gradscope.errors import SpecError
+from gradscope.run.divided import processes
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -119,11 +119,11 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
         assert second[chain] == first[chain]
 
 
-def test_a_single_process_divides_nothing(tmp_path: Path) -> None:
-    place = str(tmp_path / "out.h5")
-    ran = CliRunner().invoke(app, ["compute", *OPTIONS.split(), "--sharded", "-o", place])
-    assert ran.exit_code == 2
-    assert "this is the only one" in ran.stderr
+def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SpecError, match="this is the only one"), processes(None):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,9 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
     assert "SIGKILL" in first.stderr  # torchrun says so, and ends the other one
     assert not (tmp_path / "out.h5").exists()
     (tmp_path / "out.shard-0-of-3.h5.part").touch()
-    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5")
+    (tmp_path / "killed").write_text("")  # once more: torchrun starts both again
+    second = launched(tmp_path, *command, "--sharded", "-o", "out.h5", restarts=1)
+    assert (tmp_path / "killed").read_text() == "done"
     assert second.returncode == 0, second.stderr[-3000:]
     assert "are left: out.shard-0-of-3.h5.part" in " ".join(second.stdout.split())
     assert "shut down" not in second.stderr

@@ -204,7 +204,8 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
     except OSError as error:
         what, remedy = f"cannot be read: {error.strerror}", "Check its permissions."
     except UnicodeDecodeError as error:
-        what, remedy = f"not UTF-8 text at byte {error.start}", "Save it as UTF-8."
+        what = f"not UTF-8 text at byte {error.start}"
+        remedy = "Give a TOML file, saved as UTF-8."
     except RecursionError:
         what, remedy = "tables or arrays are nested too deeply", "Flatten them."
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits

@@ -16,11 +16,13 @@ from gradscope.stats.sections import (
     NONE,
     Column,
     Fact,
+    Line,
     Styled,
     Table,
     called,
     duration,
     listed,
+    percent,
     shape_text,
     short,
     size,
@@ -261,6 +263,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         ("samples", samples),
         ("loss", _range(first.loss)),
         ("norm", _range(first.norm)),
+        *([] if first.wrong is None else [("wrong", _wrong(first.wrong))]),
         *([("not finite", lost)] if first.nonfinite else []),
         ("certificate", verdict(found.certificate)),
         *unused_facts(found.certificate),
@@ -272,6 +275,13 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
 
 def _sizes(shape: Sequence[int]) -> str:
     return shape_text(shape) if shape else "one number"
+
+
+def _wrong(share: float) -> Line:
+    """Return how many are predicted as another class; and what to look at where most are."""
+    text = f"{percent(share)} predicted as another class"
+    hint = "; are the inputs scaled and the classes in order as in training?"
+    return Styled(f"{text}{hint}", "yellow") if share > 0.5 else text
 
 
 def _range(values: tuple[float, float, float]) -> str:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from gradscope.config import RunSpec
 from gradscope.core import stops
-from gradscope.core.ranks import Ranks
+from gradscope.core.locate import first_line
+from gradscope.core.ranks import PartedError, Ranks
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.job import Job, prepare
 from gradscope.run.merging import MergeReport, merging
@@ -42,12 +43,35 @@ def processes(device: str | None) -> Iterator[Ranks]:
     place = torch.device(device or "cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", **_of_this_start()
+        )
+    except (RuntimeError, ValueError) as error:
+        raise PartedError(
+            f"the processes do not find each other: {first_line(error)}",
+            remedy="Start all of them again. For --max-restarts on several machines set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torchrun else keeps addresses of ended ones.",
+        ) from error
     stops.without_shutdown()
     try:
         yield Ranks(dist.group.WORLD, place)
     finally:
         dist.destroy_process_group()
+
+
+def _of_this_start() -> dict[str, Any]:
+    """Return a store without the addresses of processes that torchrun has started before.
+
+    On several machines its count of restarts may differ between them.
+    """
+    restarts, local = map(os.environ.get, ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"))
+    if restarts in (None, "0") or local != os.environ["WORLD_SIZE"]:
+        return {}
+    named: Any = dist  # torch's types leave these two out
+    store, rank, size = next(named.rendezvous("env://"))
+    own = named.PrefixStore(f"restart {restarts}", store)
+    return {"store": own, "rank": rank, "world_size": size}
 
 
 def compute_divided(
@@ -97,7 +121,7 @@ def _without(parts: list[str], output: Path, report: MergeReport) -> MergeReport
 
 def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any) -> str:
     """Say what is left of a run that a signal has stopped; one process does."""
-    if os.environ["RANK"] != "0":
+    if os.environ.get("RANK", "0") != "0":
         return "stopped"
     if complete:
         return f"stopped; {output} is complete"

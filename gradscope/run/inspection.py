@@ -119,6 +119,7 @@ class FirstBatch:
     loss: tuple[float, float, float]
     norm: tuple[float, float, float]
     nonfinite: int  # samples without a finite gradient
+    wrong: float | None  # share that is predicted as another class; None where there are none
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ def inspect(job: Job) -> Inspection:
     batch = job.load(0, min(cost.batch_size, len(job.rows)))
     evaluation = job.scope.evaluate(batch, job.request())
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
+    predicted = job.scope.predicted(batch, evaluation)
+    other = predicted["prediction"] != batch.targets.flatten() if "margin" in predicted else None
 
     def spread(values: Tensor) -> tuple[float, float, float]:
         kept = mean(values.detach(), job.scope.labels.of(batch))[finite].double()
@@ -192,6 +195,7 @@ def inspect(job: Job) -> Inspection:
             loss=spread(evaluation.losses),
             norm=spread(evaluation.gradients.norms),
             nonfinite=int((~finite).sum()),
+            wrong=None if other is None else float(other.double().mean()),
         ),
         certificate=certificate.to_json(),
         phases=_phases(job, batch, certificate.phases),

@@ -31,6 +31,25 @@ def test_what_is_said_is_true(gradscope: Gradscope, digits: Path) -> None:
     assert document["plan"]["samples"] == 1797
 
 
+def test_what_is_mostly_predicted_wrongly_is_told(gradscope: Gradscope, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+    )
+    net = nn.Linear(4, 3)
+    torch.save(net.state_dict(), tmp_path / "w.pt")
+    inputs = np.random.default_rng(0).standard_normal((20, 4)).astype("float32")
+    best = net(torch.tensor(inputs)).argmax(1).numpy()
+    for wrong in (4, 15):
+        targets = np.where(np.arange(20) < wrong, (best + 1) % 3, best)
+        np.savez(tmp_path / "d.npz", inputs=inputs, targets=targets)
+        words = ["check", tmp_path / "w.pt", tmp_path / "d.npz", "--loss", "cross_entropy"]
+        words += ["--model", f"{tmp_path}/model.py:build"]
+        assert json.loads(gradscope(*words, "--json").out)["first_batch"]["wrong"] == wrong / 20
+        out = gradscope(*words).out
+        assert f"{100 * wrong / 20}% predicted as another class" in out
+        assert ("scaled" in out) == (wrong == 15)
+
+
 @pytest.mark.parametrize("name", ["digits_mlp", "poisson_pinn"])
 def test_it_is_shown_and_nothing_is_written(
     gradscope: Gradscope, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

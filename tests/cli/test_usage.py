@@ -46,6 +46,11 @@ def folder(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TABLE: dict[str, list[tuple[str, int, str]]] = {
     "": [("plot", 2, "plot"), ("list nothing", 2, "nothing")],
+    "compute --config run.toml": [
+        ("-o empty", 6, "empty: this is a folder"),
+        ("-o empty --overwrite", 6, "empty: this is a folder"),
+        ("-o empty --resume", 6, "empty: this is a folder"),
+    ],
     "compute --config run.toml -o new.h5": [
         ("--nonsense", 2, "--nonsense"),
         ("missing.pt", 3, "missing.pt"),
