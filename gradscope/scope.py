@@ -279,7 +279,8 @@ class Scope(Held):
             return self._expectations(chains, whole)
 
         with nullcontext() if ranks is None else ranks.together():
-            found, skipped = self.session.repeated(summed)
+            apart = ranks is None or all(chain.first_pass is None for chain in chains)
+            found, skipped = self.session.repeated(summed, again=apart)
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",

@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope import blocks
+from gradscope import scope as scope_module
+from gradscope.backends.base import Evaluate, backends
+from gradscope.backends.vmap import vmap
+from gradscope.core.batch import Batch
+from gradscope.core.problem import Problem
 from gradscope.engine import sharded
 from gradscope.engine.audit import drawn
 from gradscope.engine.session import Verify
@@ -322,7 +329,35 @@ def parallel(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
         right = gradscope.expectation(model, "cross_entropy", chain, x, y, backend="loop")
         found[chain] = gap(scope.expectation(chain, x[own], y[own]), right, "module.")
+    found["late"] = late(copy.deepcopy(model), x[own], y[own])
     return found
+
+
+@contextmanager
+def slipping(problem: Problem) -> Iterator[Evaluate]:
+    """Give other gradients when it is called for the fourth time."""
+    calls = itertools.count(1)
+    with vmap(problem) as right:
+
+        def evaluate(batch: Batch, *_: object) -> blocks.Evaluation:
+            found, times = right(batch), 1 + (next(calls) == 4)
+            rows = {k: blocks.DenseBlock(v * times) for k, v in found.gradients.dense().items()}
+            return replace(found, gradients=blocks.Gradients(rows))
+
+        yield evaluate
+
+
+def late(model: Net, x: Tensor, y: Tensor) -> str:
+    """Let an audit find the backend of one process wrong, after both have shared a first pass."""
+    whole, kept = nn.parallel.DistributedDataParallel(model), backends._entries["hooks"]
+    streamed, scope_module._STREAMED = scope_module._STREAMED, 2
+    if dist.get_rank() == 1:
+        backends._entries["hooks"] = slipping
+    try:
+        x, y = x[:4], y[:4]
+        return told(lambda: gradscope.expectation(whole, "cross_entropy", "center | mean", x, y))
+    finally:
+        backends._entries["hooks"], scope_module._STREAMED = kept, streamed
 
 
 class Failing(Net):

@@ -117,6 +117,8 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
         assert first[chain] < 1e-9, chain
         assert second[chain] == first[chain]
+    assert second["late"].startswith("CertificateError: ")  # and is not begun again by itself
+    assert first["late"].startswith("RefusedError: process 1 could not go on")
 
 
 def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

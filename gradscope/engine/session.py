@@ -467,10 +467,14 @@ class Session:
             self.drop_backend(error)
             raise
 
-    def repeated(self, run: Callable[[], T]) -> T:
+    def repeated(self, run: Callable[[], T], *, again: bool = True) -> T:
         """Return what `run` returns, with another backend where an audit found the first wrong.
 
         That is, where all answers that were given before have been proved.
+
+        Args:
+            run: What there is to do.
+            again: Whether it can be begun again: not where other processes are in the middle of it.
         """
         doubtful = self._doubtful
         while True:
@@ -483,7 +487,7 @@ class Session:
                         f"The answers to {doubtful} batches since the last that was proved may be "
                         f"wrong as well.\n{error.remedy}"
                     )
-                if doubtful or self._evaluate is not None or not self.has_others:
+                if doubtful or self._evaluate is not None or not (again and self.has_others):
                     raise
 
     def close(self) -> None:
