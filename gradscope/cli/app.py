@@ -105,15 +105,16 @@ def _code(error: BaseException) -> int:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):
         return show_error(error)
-    found = None
+    found: GradscopeError | None = None
     with suppress(ImportError):  # another torch may lack what these import
-        from gradscope.core.releases import untested
+        from gradscope.core.releases import lost, untested
 
         for note in filter(None, [untested()]):
             error.add_note(note)
+        found = lost(error)
         from gradscope.sources.code import blamed
 
-        found = blamed(error)
+        found = found or blamed(error)
     if found is None:
         raise error
     return show_error(found)

@@ -7,8 +7,10 @@ on with the next one, which says so in its notes.
 """
 
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from gradscope.core.shortage import is_shortage
 from gradscope.errors import UnsupportedError
 
 OLDEST, NEWEST = (2, 8), (2, 15)
+_OURS = str(Path(__file__).parents[1])
 TESTED = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST))
 
 
@@ -49,6 +52,18 @@ def changed(who: str, reason: str) -> UnsupportedError:
         f"gradscope was tested with torch {TESTED}",
         remedy="Install one of these. Where another backend can do it, auto takes that one.",
     )
+
+
+def lost(error: BaseException) -> UnsupportedError | None:
+    """Return the refusal where a module of ours, as it is loaded, misses a name of another torch.
+
+    None where it is something else, or with a torch that was tested: a bug of ours.
+    """
+    files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_OURS)]
+    loading = bool(files) and files[-1].name == "<module>"
+    if not loading or not isinstance(error, ImportError | AttributeError) or untested() is None:
+        return None
+    return changed("gradscope", str(error))
 
 
 def expect(read: Mapping[str, tuple[Any, Any]]) -> None:

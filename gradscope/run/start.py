@@ -57,22 +57,16 @@ def start(
     layout = file_plan(job)
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)
-        done, asked = writer.completed, job.spec.compute
-        if done == len(job.rows):
-            budget = Budget(1)
-        elif before.batch_size and not (asked.batch_size or asked.memory):
-            budget = Budget(before.batch_size)  # that of the stopped run
-        elif asked.sharded:  # no process tries anything without the others
-            budget = Budget(job.batch_size)
-        else:
-            budget = plan(job)
+        done, budget = writer.completed, _budget(job, before, writer.completed)
         layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
         size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
         left = -(-len(job.rows) // size.samples)
         tuner = job.tuner(before.choices)
         with (
             tuner.active(),
-            Behind(writer, job.scope.problem.device, dense=asked.layout == "dense") as behind,
+            Behind(
+                writer, job.scope.problem.device, dense=job.spec.compute.layout == "dense"
+            ) as behind,
         ):
             chains = size.fitting(
                 lambda n: settled(job.scope, job.chains, lambda: batches(job, size), left),
@@ -99,6 +93,18 @@ def start(
                 layout.run,
                 done,
             )
+
+
+def _budget(job: Job, before: Progress, done: int) -> Budget:
+    """Return how many samples are computed at a time, of a run of which so many are `done`."""
+    asked = job.spec.compute
+    if done == len(job.rows):
+        return Budget(1)
+    if before.batch_size and not (asked.batch_size or asked.memory):
+        return Budget(before.batch_size)  # that of the stopped run
+    if asked.sharded:  # no process tries anything without the others
+        return Budget(job.batch_size)
+    return plan(job)
 
 
 def _recheck(

@@ -1,7 +1,9 @@
 """Other releases of torch: what is said, what is refused, and what is a bug of ours."""
 
 import inspect
+import sys
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
+from gradscope.backends import compiled
 from gradscope.backends.hooks.graph import internals
 from gradscope.cli.app import _code
 from gradscope.core import releases
@@ -179,3 +182,28 @@ def test_a_name_that_the_model_misses_is_the_users(whom: str, backend: str) -> N
     with pytest.raises(ModelError, match="raised AttributeError") as caught:
         scope(Asking(whom), backend).per_sample_gradients(INPUTS, TARGETS)
     assert __file__ in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [("torch.nn.attention", "SDPBackend"), ("torch", "iinfo"), ("torch.nn.attention", "")],
+)
+def test_a_name_that_a_module_of_ours_imports_no_more(
+    home: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an import, as an attribute, as a module: told in words, unless this torch was tested."""
+    if name:
+        monkeypatch.delattr(sys.modules[home], name)
+    else:
+        monkeypatch.setitem(sys.modules, home, None)
+    spec = spec_from_file_location("loaded_anew", compiled.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises((ImportError, AttributeError)) as caught:
+        spec.loader.exec_module(module_from_spec(spec))
+    with pytest.raises((ImportError, AttributeError)):
+        _code(caught.value)
+    monkeypatch.setattr(torch, "__version__", "3.1.0")
+    assert _code(caught.value) == 4
+    told = capsys.readouterr().err
+    assert told.startswith("error: torch 3.1.0 is not as gradscope knows it")
+    assert (name or home) in told

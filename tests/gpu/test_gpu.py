@@ -89,27 +89,25 @@ for model.size in (0.0, 1.0):
 """
 
 
-def test_the_generator_of_any_device_is_put_back_and_watched() -> None:
+def lines_of(program: str) -> list[str]:
+    """Return what a program prints in a process of its own, with a device of the tests."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GENERATOR],
+        [sys.executable, "-W", "ignore", "-c", program],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=True,
     )
+    return done.stdout.splitlines()
+
+
+def test_the_generator_of_any_device_is_put_back_and_watched() -> None:
     answered = ["answered True"] * 3
-    assert done.stdout.splitlines() == [*answered, "the forward pass is random True"]
+    assert lines_of(GENERATOR) == [*answered, "the forward pass is random True"]
 
 
 def test_device_refuses_and_counts_what_a_gpu_would() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAULTS],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    mixed, generator, cast, made, host, streams, counts = done.stdout.splitlines()
+    mixed, generator, cast, made, host, streams, counts = lines_of(FAULTS)
     assert "at least two devices" in mixed
     assert "device type for generator" in generator
     assert "doesn't support float64" in cast and "doesn't support float64" in made

@@ -97,7 +97,7 @@ plain(
 plain(
     "engine/fold.py",
     "batch reduced twice: every batch is added to the sums two times",
-    "        own = next(made) if start is None else start",
-    "        own = next(made) if start is None else start\n"
-    "        own = chain.reducer.merge(own, own)",
+    "    return [next(made) if start is None else {**start} for start in starts]",
+    "    found = [next(made) if start is None else {**start} for start in starts]\n"
+    "    return [c.reducer.merge(s, s) for c, s in zip(chains, found, strict=True)]",
 )

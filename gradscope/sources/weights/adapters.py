@@ -114,17 +114,12 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missing = sorted(name for name, p in trained if p not in given)
         unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
-        counts = {
-            n.rpartition(".")[2] for n, b in model.named_buffers() if not b.dtype.is_floating_point
-        }
-        whole = sorted(n for n, v in state.items() if not v.dtype.is_floating_point)
-        whole = [n for n in whole if n.rpartition(".")[2] not in counts]  # peft would cast them
     what = ""
     if missing:
         what = f"not all that the adapter trains is in it: {listed(missing)} missing"
     elif unknown:
         what = f"without a place in the model: {listed(unknown)}"
-    elif whole:
+    elif whole := _whole_numbers(model, state):
         dtypes = ", ".join(sorted({str(state[n].dtype) for n in whole}))
         what = f"weights are no floating-point numbers, but {dtypes}: {listed(whole)}"
     if what:
@@ -157,6 +152,13 @@ def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
     """Whether a bias is there a second time, as it is where all are trained and a whole layer."""
     one, other = state.get(name), state.get(name.replace(".modules_to_save.", "."))
     return one is not other and one is not None and other is not None and torch.equal(one, other)
+
+
+def _whole_numbers(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the weights that peft would cast to floating-point numbers; counts of a model stay."""
+    kept = {n.rpartition(".")[2] for n, b in model.named_buffers() if not b.dtype.is_floating_point}
+    whole = sorted(n for n, v in state.items() if not v.dtype.is_floating_point)
+    return [name for name in whole if name.rpartition(".")[2] not in kept]
 
 
 def _require_kind(config: Any) -> None:

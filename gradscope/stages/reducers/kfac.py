@@ -98,15 +98,6 @@ def kfac(
             every[name] = _sums(block, own)
         return joined(count(gradients), every)
 
-    def merge(a: State, b: State) -> State:
-        differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
-        if differing:
-            raise UnsupportedError(
-                f"{', '.join(sorted(differing))}: an outer product in one batch and not in another",
-                remedy="Use one backend, and batches of one form.",
-            )
-        return added(a, b)
-
     def result(state: State) -> dict[str, Tensor]:
         n, every = state["n"], parts(state)
         layers = {name: _with_bias(part) for name, part in every.items() if "a" in part}
@@ -119,7 +110,17 @@ def kfac(
         squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
         return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
 
-    return Reducer(start, merge, result, raw=True)
+    return Reducer(start, _merged, result, raw=True)
+
+
+def _merged(a: State, b: State) -> State:
+    differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
+    if differing:
+        raise UnsupportedError(
+            f"{', '.join(sorted(differing))}: an outer product in one batch and not in another",
+            remedy="Use one backend, and batches of one form.",
+        )
+    return added(a, b)
 
 
 def _as_row(block: Block) -> Block:
