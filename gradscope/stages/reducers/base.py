@@ -242,8 +242,9 @@ def ordered(gradients: Gradients, reducer: str) -> Gradients:
 def depends_on_split(reducer: Reducer) -> str | None:
     """Return the name of a result that is another one when the samples come in several batches.
 
-    A few made-up gradients are reduced at once, and in three parts. None is returned where all
-    results agree, and for a reducer that does not take such gradients.
+    A few made-up gradients are reduced at once, and in three parts, which are merged, and added in
+    place where the reducer's sums are. None is returned where all results agree, and for a reducer
+    that does not take such gradients.
     """
     for gradients in (_made_up(), _made_up(broken=True)):
         try:
@@ -251,14 +252,20 @@ def depends_on_split(reducer: Reducer) -> str | None:
                 first = reducer.earlier.reducer
                 reducer = reducer.earlier.given(first.result(first.start(gradients)))
             whole = reducer.result(carried_state(reducer.start(gradients)))
-            several = (gradients.select(slice(*cut)).asked(reducer.powers) for cut in _CUTS)
-            states = (carried_state(reducer.start(some)) for some in several)
-            split = reducer.result(reduce(lambda a, b: carried_state(reducer.merge(a, b)), states))
+            parts = [gradients.select(slice(*cut)).asked(reducer.powers) for cut in _CUTS]
+            states = [carried_state(reducer.start(some)) for some in parts]
+            split = [reduce(lambda a, b: carried_state(reducer.merge(a, b)), states)]
+            if reducer.additive:
+                split.append(carried_state(states[0], copy=True))
+                for state in states[1:]:
+                    add_in_place(split[-1], state)
+            results = [reducer.result(state) for state in split]
         except Exception:  # whatever is wrong with it, a run will tell
             return None
-        for name in (*whole, *(split.keys() - whole.keys())):
-            if name not in whole or name not in split or not _same(whole[name], split[name]):
-                return name
+        for found in results:
+            for name in (*whole, *(found.keys() - whole.keys())):
+                if name not in whole or name not in found or not _same(whole[name], found[name]):
+                    return name
     return None
 
 
