@@ -33,6 +33,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.precision import products
 from gradscope.core.problem import Problem
+from gradscope.core.texts import count
 from gradscope.engine.judge import (
     NOTHING,
     Claim,
@@ -91,7 +92,7 @@ class Certificate:
                 f"{self.completeness.parameter!r}, which a layer scales by the batch"
             )
         return (
-            f"passed: sum of {self.samples - self.nonfinite} samples to "
+            f"passed: sum of {count(self.samples - self.nonfinite, 'sample')} to "
             f"{self.completeness.error:.0e}, {len(self.compared)} of them alone to "
             f"{self.agreement.error:.0e} ({self.dtype})"
         )

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gradscope.core.texts import count, visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
-from gradscope.stats import parameter_table
+from gradscope.stats import leading, parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
 from gradscope.stats.sections import (
     NONE,
@@ -134,7 +134,12 @@ def _render_kernels(choices: Sequence["Chosen"], console: Console) -> None:
 
 def render_run(result: "RunReport", console: Console) -> None:
     """Print what was computed, what of it was proved, and what was written where."""
-    print_table(console, parameter_table(result.parameters))
+    shown = leading(result.parameters)
+    print_table(console, parameter_table(shown))
+    left = len(result.parameters) - len(shown)
+    if left:
+        more = f"{count(left, 'parameter')} of a smaller share: gradscope stats --full"
+        console.print(Text(more, style="dim"), overflow="fold")
     heading(console, "Run")
     rows = certificate_facts(result.certificate, result.audits) + _nonfinite(result)
     if result.path is not None:

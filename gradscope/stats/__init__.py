@@ -14,7 +14,12 @@ from gradscope.stats.summary import (  # first: the statistics register with it
 
 from gradscope.stats import builtin  # isort: skip
 from gradscope.stats.builtin.batch import noise_scale
-from gradscope.stats.builtin.parameters import ParameterRow, parameter_rows, parameter_table
+from gradscope.stats.builtin.parameters import (
+    ParameterRow,
+    leading,
+    parameter_rows,
+    parameter_table,
+)
 from gradscope.stats.certificate import Proof, few, require_consistent, tolerances
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.records import Json, Record, wide
@@ -37,6 +42,7 @@ __all__ = [
     "builtin",
     "difference",
     "few",
+    "leading",
     "measure",
     "noise_scale",
     "numbers",

@@ -145,6 +145,15 @@ def test_what_is_wrong_is_loud():
     assert "not finite" not in screen(render_run, run_of(many, nonfinite=0), 80)
 
 
+def test_a_run_of_many_parameters_prints_those_with_the_largest_share():
+    names = [f"w{k}" for k in range(90)]
+    result = run_of(summary_of(names))
+    rows = [r.model_copy(update={"share": k / 100}) for k, r in enumerate(result.parameters)]
+    text = screen(render_run, result.model_copy(update={"parameters": tuple(rows)}), 80)
+    assert [word for word in text.split() if re.fullmatch(r"w\d+", word)] == names[50:]
+    assert "50 parameters of a smaller share" in text
+
+
 def test_a_run_says_what_was_written():
     text = screen(render_run, run_of(summary_of(["w"]), path="out.h5"), 80)
     for word in ("out.h5 (123 MB)", "1,797 samples in 2.5 s, 719 samples/s", "max_norm=1.0 | mean"):

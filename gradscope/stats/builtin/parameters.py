@@ -24,7 +24,7 @@ from gradscope.stats.sections import (
 from gradscope.stats.source import Source, finite_samples, mean_gradient_norm
 from gradscope.stats.summary import Data, Summary, statistic
 
-_DRAWN = 40  # parameters in a picture
+_DRAWN = 40  # parameters in a picture, or in what a run prints
 
 
 class ParameterRow(Record):
@@ -101,6 +101,12 @@ def parameter_table(rows: Sequence[ParameterRow]) -> Table:
     return Table(columns, "parameter", [r.name for r in rows])
 
 
+def leading(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
+    """Return as many as can be read, those with the largest share, in the model's order."""
+    order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
+    return [rows[k] for k in sorted(order[:_DRAWN])]
+
+
 def _sections(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Section]:
     n = summary.finite
     formulas = [
@@ -124,8 +130,7 @@ def _answer(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[tuple[st
 
 def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Picture]:
     """Draw the parameters with the largest share, in the model's order."""
-    order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
-    some, n = [rows[k] for k in sorted(order[:_DRAWN])], summary.finite
+    some, n = leading(rows), summary.finite
     which = f" ({len(some)} of {len(rows)}, largest share)" if len(some) < len(rows) else ""
     names = [row.name for row in some]
     yield BarPicture(
