@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradscope.blocks import variants
 from gradscope.config import RunSpec, resolve
 from gradscope.engine.audit import Auditor
 from gradscope.errors import OutputError, SpecError
@@ -187,6 +188,7 @@ def test_kernels_are_measured_once_and_a_run_keeps_to_them(
 ) -> None:
     cache, chains = tmp_path / "cache", ["clip:max_norm=1.0 | mean"]
     monkeypatch.setenv("GRADSCOPE_CACHE", str(cache))
+    monkeypatch.setattr(variants, "_steady", bool)  # however busy the machine is
     asked = spec("digits_cnn", transform=chains, samples=":600", dtype="float32", batch_size=200)
 
     def kernels(path: Path) -> dict[str, str]:
