@@ -340,7 +340,7 @@ def test_a_folder_with_a_pipe(tmp_path: Path, suffix: str) -> None:
     """It would be waited for."""
     os.mkfifo(tmp_path / f"a.{suffix}")
     with pytest.raises(DatasetError, match="no regular file"):
-        opened(tmp_path, inputs=["a"])
+        opened(tmp_path, inputs=["a"], targets=["a"])
 
 
 @pytest.mark.parametrize(
