@@ -112,6 +112,18 @@ class Ranks:
         self.agree()
         return self._gathered(value)
 
+    def added(self, value: Tensor) -> Tensor:
+        """Return the sum of what each rank gives, of one shape.
+
+        Raises:
+            RefusedError: Another rank has failed.
+        """
+        self.agree()
+        total = value.clone(memory_format=torch.contiguous_format)
+        given = torch.view_as_real(total) if total.is_complex() else total
+        self._call(lambda: dist.all_reduce(given, group=self.group))
+        return total
+
     def _gathered(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(found, value, group=self.group))
