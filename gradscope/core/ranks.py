@@ -182,7 +182,7 @@ class Ranks:
         self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
         if int(told) < 2:
             return int(told)
-        every = self._gathered(None if error is None else (str(error), _refutes(error)))
+        every = self._gathered(None if error is None else (_words(error), _refutes(error)))
         if error is None:
             failed = {rank: told for rank, told in enumerate(every) if told is not None}
             rank, (text, _) = next(iter(failed.items()))
@@ -199,6 +199,10 @@ class Ranks:
             collective()
         except RuntimeError as error:  # torch has no class of its own for what gloo finds
             raise lost(error) from error
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, GradscopeError) else f"{type(error).__name__}: {error}"
 
 
 def _refutes(error: BaseException) -> bool:

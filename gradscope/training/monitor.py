@@ -352,6 +352,8 @@ class Monitor(Held):
         step, every, trained = self._training.step, self.every, self._trained(self._clock())
         if self.overhead is None or step // every == self._training.first // every:
             return f"the training ends at step {step:,}, before one is measured (every={every:,})"
+        if self._spent + self._expected(trained) <= self.overhead * trained:
+            return "another process has no time for it, and all measure together"
         return (
             f"the first is taken to last {self._expected(trained):.2g} s, and "
             f"of {trained:.2g} s of training {self.overhead * trained:.2g} s may go "
