@@ -144,6 +144,17 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     )
     assert scope.certificate is not None
     found["proof"] = scope.certificate.verdict
+
+    def broken(outputs: Tensor, targets: Tensor) -> Tensor:  # as one sample's overflow
+        return cross_entropy(outputs, targets) * torch.ones_like(targets).where(
+            targets > 0, torch.nan
+        )
+
+    finite = y[own] > 0
+    several = gradscope.Scope(parts, broken).norms(x[own], y[own])
+    assert not (y > 0).all()
+    found["nonfinite"] = bool((several.isfinite() == finite).all())
+    found["finite"] = float((several - norms[own])[finite].abs().max())
     found["checkpointed"] = checkpointed(rows, x[own], y[own])
     found["training"] = trained(model, x[own], y[own])
     found["alive"] = largest_at_once(x, y, own)
@@ -199,22 +210,24 @@ def trained(model: Net, x: Tensor, y: Tensor) -> list[float]:
     One that answers, and one in whose proof the second process fails.
     """
 
-    def end(watched: bool, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> Any:
+    def end(watch: str) -> dict[str, Tensor]:
         parts = divided(model)
         optimiser = torch.optim.SGD(parts.parameters(), lr=0.1, momentum=0.9)
-        scope = gradscope.Scope(parts, loss)
+        scope = gradscope.Scope(parts, "cross_entropy")
         for _ in range(3):
-            if watched:
-                told(lambda: scope.expectation("clip:max_norm=1 | mean", x, y))
+            if watch == "answers":
+                scope.expectation("clip:max_norm=1 | mean", x, y)
             nn.functional.cross_entropy(parts(x), y).backward()
-            if watched:  # between backward and step
-                told(lambda: scope.norms(x, y))
+            if watch == "answers":  # between backward and step
+                scope.norms(x, y)
+            elif watch == "fails":
+                assert told(lambda: gradscope.norms(parts, failing(6), x, y)) != "nothing"
             optimiser.step()
             optimiser.zero_grad()
-        return dict(parts.named_parameters())
+        return {k: v.full_tensor() for k, v in parts.named_parameters()}
 
-    right = {k: v.full_tensor() for k, v in end(False).items()}
-    return [gap(end(True, loss), right) for loss in (cross_entropy, failing(6))]
+    right = end("")
+    return [gap(end(watch), right) for watch in ("answers", "fails")]
 
 
 def failing(k: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -269,6 +282,7 @@ def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     )
     whole = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     batch_norm = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    alone = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), Meeting(second)))
     inputs = torch.randn(4, 4)
     calls: dict[str, Callable[[], Any]] = {
         "target": lambda: scope.norms(x, target),
@@ -279,6 +293,7 @@ def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         "quantile": lambda: scope.expectation("quantile:q=0.5", x, y),
         "vmap": lambda: gradscope.norms(divided(model), "cross_entropy", x, y, backend="vmap"),
         "coupled": lambda: gradscope.norms(batch_norm, "cross_entropy", inputs, y[:4]),
+        "alone": lambda: gradscope.norms(alone, "cross_entropy", inputs, y[:4]),
         "tensor parallel": lambda: gradscope.norms(sides, "cross_entropy", inputs, y[:4]),
         "parallel": lambda: gradscope.expectation(whole, "cross_entropy", "mean", x, target),
     }
@@ -366,6 +381,18 @@ def paid(model: Net, x: Tensor, y: Tensor, slow: int) -> dict[str, Any]:
     finally:
         Problem._raw = forward  # type: ignore[method-assign]
     return {"steps": steps, "share": share, "cut": watch._proofs}
+
+
+class Meeting(nn.Linear):
+    """Lets samples meet, on some processes."""
+
+    def __init__(self, meet: bool) -> None:
+        super().__init__(4, 4)
+        self.meet = meet
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 4) of x (n, 4)."""
+        return super().forward(x - x.mean(0) if self.meet else x)
 
 
 class Gated(Net):

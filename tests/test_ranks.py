@@ -55,6 +55,8 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
                 assert gradient == parameter + 1  # behind the samples
         assert own["lengths"] < 1e-9
         assert own["training"] == [0, 0]
+        assert own["nonfinite"]
+        assert own["finite"] < 1e-9
         assert max(own["checkpointed"].values()) < 1e-12
         assert "passed" in own["proof"]
         assert own["alive"] < 5  # of 8 layers
@@ -86,6 +88,8 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         else:
             assert one == two
     assert failed >= 4
+    assert first["alone"].startswith("RefusedError: process 1 could not go on")
+    assert second["alone"].startswith("UnsupportedError")
     for own in (first, second):
         assert "asked for different things" in own["other"]
         assert "'clip' needs whole gradients" in own["after"]

@@ -275,9 +275,20 @@ class Sharding(Ranks):
                 raise _tensor_parallel(name)
 
     def reshard(self) -> None:
-        """Let go of every layer's whole parameters: an evaluation may have left some."""
+        """Let go of every layer's whole parameters: an evaluation may have left some.
+
+        And of the order of forward passes without a backward one, in which the next would fetch
+        layers ahead: where one rank has failed in such a pass, it is no longer that of the others.
+        """
         for module in self.modules:
             module.reshard()
+            state = module._get_fsdp_state()
+            with suppress(AttributeError):  # not in every torch, and not before the first pass
+                state._comm_ctx.post_forward_order.clear()
+            several = hasattr(state, "_fsdp_param_groups")  # torch 2.13
+            groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+            for group in filter(None, groups):
+                group._post_forward_indices.clear()
 
     @contextmanager
     def _present(self, module: Any) -> Iterator[None]:
@@ -302,6 +313,7 @@ class Sharding(Ranks):
         yield [k for k, home in enumerate(homes) if not home]
         several = [k for k, home in enumerate(homes) if len(home) > 1]
         for module in self.modules:
+            self.agree()  # where one has failed, no other waits for it in the next layer
             with self._present(module):
                 yield [k for k, home in enumerate(homes) if [*home] == [id(module)]]
         if self.any(bool(several)):

@@ -152,6 +152,8 @@ class _Program:
         sharding = self.problem.sharding
         with nullcontext() if sharding is None else sharding.exchange():
             analysis = self._analysis(recorded, batch) if new or known is None else known
+            if new:
+                self.problem.any(False)  # where one process refuses, no other begins a pass
             gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=new)
 
@@ -257,7 +259,8 @@ class _Program:
         try:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
-            layer = mixing_layer(self.problem, batch)
+            # which takes forward passes, that other processes may not make
+            layer = None if self.problem.sharding else mixing_layer(self.problem, batch)
             error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):
