@@ -222,7 +222,7 @@ class Marks:
 
 
 _NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
-_DIGITS = {torch.float64: 2**16, torch.float32: 2**12, torch.bfloat16: 2**6}
+_DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
 
 def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks) -> OwnedAxis:
