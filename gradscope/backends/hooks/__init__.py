@@ -181,9 +181,7 @@ class _Program:
         Raises:
             UnsupportedError: They do, or nothing tells them apart.
         """
-        single = len(batch.whole) == 1
-        samples = batch.whole.resized(2) if single else batch.whole
-        losses, recorded = self._record(samples)
+        losses, recorded = self._record(batch.whole)
         rows = torch.full(losses.shape, -1, device=losses.device)
         sample, position = batch.sample.to(losses.device), batch.position.to(losses.device)
         rows[sample, position] = torch.arange(len(batch), device=losses.device)
@@ -191,13 +189,13 @@ class _Program:
         if recorded is None:
             return Evaluation(own, self._gradients({}, own), new=True)
         recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
-        known = self._fitting(recorded)
+        known, single = self._fitting(recorded), len(batch.whole) == 1
         if known is None and single:
             known = next((a for a in self.singles if a.fits(recorded)), None)
         if known is None and not proved:
             require_independent(self.problem, batch, own)
         find = self._of_single if single else self._analysis
-        analysis = find(recorded, samples) if known is None else known
+        analysis = find(recorded, batch.whole) if known is None else known
         parts = self._parts(recorded, analysis, rows)
         return Evaluation(own, self._gradients(parts, own), new=known is None)
 
