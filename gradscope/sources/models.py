@@ -261,8 +261,6 @@ def _adapted(
     with located(report.path):
         model, told = adapted(base, folder, state)
         _require_trainable(model, str(report.path))
-        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        check_finite(own, own, set(own))
     model.train(spec.mode == "train")
     digests = {ADAPTER: sha256(folder / ADAPTER), **digests}
     return model, replace(report, notes=report.notes + notes + told, tensors=len(state)), digests

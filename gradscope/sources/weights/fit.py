@@ -79,7 +79,7 @@ def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -
     for name, value in values.items():
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             continue
-        bad = ~torch.isfinite(value)
+        bad = ~torch.isfinite(value.float() if value.itemsize == 1 else value)
         if name not in parameters:  # an attention mask holds -inf, as the new model's own does
             bad &= value != expected[name].to(value.device)
         if bad.any():
