@@ -254,6 +254,21 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
             ModelError,
         ),
         (
+            lambda f: (f / "tuned" / "adapter_config.json").write_text('{"r": 2, "r": 3}'),
+            "'r' stands in it twice",
+            CheckpointError,
+        ),
+        (
+            lambda f: (f / "tuned" / "adapter_config.json").unlink(),
+            "adapter_config.json is missing beside these weights",
+            CheckpointError,
+        ),
+        (
+            lambda f: (shutil.rmtree(f / "base"), shutil.copytree(f / "tuned", f / "base")),
+            "the base model of the adapter is itself an adapter",
+            CheckpointError,
+        ),
+        (
             lambda f: (f / "tuned" / "adapter_model.safetensors").unlink(),
             "no weights are in this folder; it holds: README.md, adapter_config.json",
             CheckpointError,
