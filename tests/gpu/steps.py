@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
+from gradscope.backends.hooks import block_of, hooks
+from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.blocks import Block
 from gradscope.config import resolve
-from gradscope.core.batch import map_tensors
+from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.memory import peak_memory
+from gradscope.core.problem import Problem
 from gradscope.errors import GradscopeError
 from gradscope.run import compute, prepare
 from tests import oracle
@@ -119,28 +123,29 @@ def _refused_on_cpu(precision: str, name: str) -> bool:
     return False
 
 
-def _error(device: torch.device, precision: str, name: str) -> float:
-    """Return the largest error of a case, relative to each parameter's gradient or to the whole."""
-    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(precision, torch.float32)
-    move, case = moved(device), CASES[name]
+def _setup(name: str, dtype: torch.dtype) -> Setup:
+    """Return a case in another precision."""
 
     def cast(t: Tensor) -> Tensor:
         if t.is_complex():
             return t.to(dtype.to_complex())
         return t.to(dtype) if t.is_floating_point() else t
 
-    def cast_setup() -> Setup:
-        model, loss, inputs, targets = case.build()
-        inputs, targets = map_tensors(cast, (inputs, targets))
-        return Setup(model._apply(cast), loss, inputs, targets)  # type: ignore[no-untyped-call]
+    model, loss, inputs, targets = CASES[name].build()
+    inputs, targets = map_tensors(cast, (inputs, targets))
+    return Setup(model._apply(cast), loss, inputs, targets)  # type: ignore[no-untyped-call]
 
-    own = cast_setup()
+
+def _error(device: torch.device, precision: str, name: str) -> float:
+    """Return the largest error of a case, relative to each parameter's gradient or to the whole."""
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(precision, torch.float32)
+    move, own = moved(device), _setup(name, dtype)
     model = move(own.model)
     if precision == "autocast":
         model = Autocast(model, device)
     scope = gradscope.Scope(model, own.loss)
     rows = scope.per_sample_gradients(*move((own.inputs, own.targets)))
-    wide = cast_setup()
+    wide = _setup(name, dtype)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -150,11 +155,48 @@ def _error(device: torch.device, precision: str, name: str) -> float:
     whole = max((float(g.norm()) for g in right.values()), default=0.0)
     worst = 0.0
     for key, g in right.items():
-        row = rows[f"model.{key}" if precision == "autocast" else key].cpu().to(g.dtype)
+        row = rows[f"model.{key}" if precision == "autocast" else key].cpu()
+        assert row.real.dtype == dtype, f"{key} is {row.dtype}"
+        row = row.to(g.dtype)
         size = max(float(g.norm()), 1e-2 * whole)
         gap = float((row - g).norm())
         worst = max(worst, gap / size if size else gap)
     return worst
+
+
+RULES = {  # of operations that torch records on GPUs only, each with a case that has it there
+    "CudnnBatchNormBackward0": "residual_network",
+    "FusedRmsNormBackward0": "rms_norm",
+    "ThnnFusedGruCellBackward0": "gru",
+    "ThnnFusedLstmCellBackward0": "lstm",
+    "LinearBackward0": "linear_four_extra_axes",  # on Apple's
+}
+UNTRIED = {"MiopenBatchNormBackward0"}  # as cuDNN's
+
+
+def rules(device: torch.device, kinds: Iterable[str]) -> dict[str, Any]:
+    """Hold what the rules of such operations make of a case against the masked fallback."""
+    found: dict[str, Any] = {"right": 0, "wrong": {}, "broken": {}}
+    move, fired = moved(device), set()
+
+    def compared(kind: str, site: Site) -> Block:
+        block = block_of(kind, site)
+        if kind in kinds:
+            right, own = masked(site).dense(), block.dense()
+            if not torch.allclose(own, right, rtol=1e-4, atol=1e-6 * float(right.abs().max())):
+                found["wrong"][kind] = float((own - right).abs().max())
+            if (rule := node_rules.find(kind)) is not None and rule(site) is not None:
+                fired.add(kind)
+        return block
+
+    for kind in kinds:
+        own = _setup(RULES[kind], torch.float32)
+        batch = Batch.of(*move((own.inputs, own.targets)))
+        with hooks(Problem.of(move(own.model), own.loss), contract=compared) as evaluate:
+            evaluate(batch)
+    found["right"] = len(fired)
+    found["broken"] = dict.fromkeys(set(kinds) - fired, "the rule was not used")
+    return found
 
 
 def small(n: int, dtype: torch.dtype = torch.float32) -> dict[str, Setup]:

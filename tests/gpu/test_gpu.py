@@ -119,7 +119,8 @@ def test_device_refuses_and_counts_what_a_gpu_would() -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpu") / "report.json"
-    wanted = "float32 without float64,chains without float64,waits,run to a file"
+    wanted = "float32 without float64,chains without float64,rules without float64,"
+    wanted += "float32,rules,waits,run to a file"
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--standin", "--quick"]
     subprocess.run(
         [*command, "--steps", wanted, "--json", str(out)], cwd=ROOT, env=ENVIRONMENT, check=False
@@ -128,8 +129,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return steps
 
 
-def test_cases_are_right_on_a_device_without_float64(report: dict[str, Any]) -> None:
-    found = report["float32 without float64"]
+@pytest.mark.parametrize("step", ["float32 without float64", "float32"])
+def test_cases_are_right_on_a_device(report: dict[str, Any], step: str) -> None:
+    found = report[step]
     assert (found["wrong"], found["refused"], found["broken"]) == ({}, {}, {})
     assert found["right"] >= 8 and 0 < found["largest"] < 1e-3
 
@@ -138,6 +140,11 @@ def test_chains_are_right_on_a_device_without_float64(report: dict[str, Any]) ->
     found = report["chains without float64"]
     assert (found["wrong"], found["broken"]) == ({}, {})
     assert found["right"] >= 10
+
+
+def test_operations_that_gpus_alone_have_are_contracted_by_rules(report: dict[str, Any]) -> None:
+    for step in ("rules", "rules without float64"):
+        assert (report[step]["wrong"], report[step]["broken"]) == ({}, {})
 
 
 def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> None:
