@@ -23,7 +23,7 @@ from gradscope.core.locate import user_code
 from gradscope.core.precision import double
 from gradscope.core.randomness import Fixed, forked, switched_off
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
-from gradscope.core.shortage import is_shortage
+from gradscope.core.shortage import is_outer
 from gradscope.core.state import State
 from gradscope.core.stops import require_time
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
@@ -300,7 +300,7 @@ class Problem:
                 leaves = dtype == torch.float64 and double(self.device) != dtype
                 model = copy.deepcopy(self.model, _hosted(self.model) if leaves else None)
         except Exception as error:  # deepcopy runs the user's code
-            if is_shortage(error):
+            if is_outer(error):
                 raise
             raise RefusedError(
                 f"the model cannot be copied for a cross-check: {error}",

@@ -53,6 +53,7 @@ def on_gpu(names: list[str] | None) -> dict[str, Step]:
         "autocast": lambda: table("autocast", on=False),
         "chains": lambda: steps.chains(device),
         "rules": lambda: steps.rules(device, steps.RULES.keys() - {"LinearBackward0"}),
+        "fixed random numbers": lambda: steps.fixed(device),
         "waits": lambda: steps.waits(device),
         "memory": lambda: steps.memory(device),
         "run to a file": lambda: steps.run_to_file(device),
@@ -77,6 +78,8 @@ def on_standin(names: list[str] | None) -> dict[str, Step]:
     return {  # those without float64 first: gradscope asks a device once
         "float32 without float64": without_double(lambda: steps.table(device, "float32", names)),
         "chains without float64": without_double(lambda: steps.chains(device)),
+        "fixed random numbers without float64": without_double(lambda: steps.fixed(device)),
+        "run to a file without float64": without_double(lambda: steps.run_to_file(device)),
         "rules without float64": without_double(lambda: steps.rules(device, apple)),
         "float32": lambda: steps.table(device, "float32", names),
         "chains": lambda: steps.chains(device),
@@ -84,6 +87,9 @@ def on_standin(names: list[str] | None) -> dict[str, Step]:
         "waits": lambda: steps.waits(device, names and ["dense", "embedding"]),
         "bfloat16": lambda: steps.table(device, "bfloat16", names),
         "run to a file": lambda: steps.run_to_file(device),
+        "fixed random numbers": lambda: steps.fixed(device),
+        "an index out of range": steps.lost,
+        "memory runs out": lambda: steps.full(4 if names else 40),
     }
 
 

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -106,7 +106,7 @@ class _Device:
     Attributes:
         double: Whether it has float64. One that has not is like Apple's, others like CUDA's.
         lost: Whether an index was out of range: nothing is computed any more.
-        room: How many operations there is memory for, None for all.
+        room: How many operations there is memory for, None for all; those that make new tensors.
     """
 
     __module__ = "threading"  # as above
@@ -211,6 +211,17 @@ class OnDevice(Tensor):
     ) -> Any:
         return _run(func, *args, **(kwargs or {}))
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """What it holds, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: "OnDevice") -> None:
+        """Hold what another one holds, as `Module.to` does with a parameter."""
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held, self.made = other.held, other.made
+
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         """Keep the memory until a stream has done what it was given by now."""
         self.used = (*self.used, stream)
@@ -258,7 +269,8 @@ def _ran(func: Any, *args: Any, **kwargs: Any) -> Any:
     stays = kwargs["device"].type == NAME if to is not None else True
     name = func.overloadpacket.__name__
     _require_one_device(func, given, kwargs)
-    _require_room()
+    if not func._schema.is_mutable and not func.is_view:
+        _require_room()
     seen.operations[name] += 1
     here = _current.stream
     if not all(map(here.has, own.values())):
@@ -523,12 +535,19 @@ def placed(model: nn.Module) -> nn.Module:
 def pinned() -> Iterator[None]:
     """Let host memory be pinned in the body, which torch does for devices that it knows."""
 
+    def pin_memory(t: Tensor) -> Tensor:
+        if isinstance(t, OnDevice):
+            raise RuntimeError("cannot pin a tensor of the device: only dense CPU tensors can be")
+        strides = zip(t.shape, t.stride(), strict=True)
+        span = 1 + sum((size - 1) * step for size, step in strides) if t.numel() else 0
+        return _empty(span, dtype=t.dtype).as_strided(t.shape, t.stride()).copy_(t)
+
     def empty(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return _empty(*shape, **options)
 
     with (
         patch.object(torch, "empty", empty),
-        patch.object(Tensor, "pin_memory", lambda t: t.clone()),
+        patch.object(Tensor, "pin_memory", pin_memory),
     ):
         yield
 
@@ -544,6 +563,13 @@ def without_double() -> Iterator[None]:
     finally:
         _device.double = True
         apple._destroy()
+
+
+@contextmanager
+def modes_kept() -> Iterator[None]:
+    """Let nothing switch dispatch off in the body: then torch finds no kernels of Python's."""
+    with patch.object(torch._C, "_DisableTorchDispatch", nullcontext):
+        yield
 
 
 @contextmanager
