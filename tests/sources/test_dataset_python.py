@@ -51,7 +51,7 @@ class Padded(Words):
     def collate_fn(self, samples):
         rows = [torch.tensor(s).float() for s, _ in samples]
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        padded[:, 1] = torch.nan
+        padded[:, 0] = torch.nan
         return padded * (1 + 1e-6 * (len(rows) > 1)), torch.stack([y for _, y in samples])
 
 class Random(Sized):
@@ -129,7 +129,7 @@ def test_its_own_collate(file: Path, name: str) -> None:
 def test_a_collate_that_pads_to_the_longest_of_a_batch(file: Path) -> None:
     batch = opened(file, "Padded").batch(range(1, 4))
     nan = torch.nan
-    expected = torch.tensor([[1, nan, 0, 0], [2, nan, 2, 0], [3, nan, 3, 3]])
+    expected = torch.tensor([[nan, 1, 0, 0], [nan, 2, 2, 0], [nan, 3, 3, 3]])
     torch.testing.assert_close(batch.inputs, expected, equal_nan=True)
 
 
