@@ -31,6 +31,7 @@ from gradscope.config import (
 from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
 from gradscope.core.locate import first_line
+from gradscope.core.precision import dtype_name
 from gradscope.core.problem import Loss, Problem
 from gradscope.core.ranks import Ranks, divided
 from gradscope.core.shortage import is_shortage
@@ -188,7 +189,7 @@ class Job:
             "digests": self.digests,
             "versions": {"gradscope": gradscope.__version__, "torch": torch.__version__},
             "device": str(problem.device),
-            "dtype": str(problem.dtype).removeprefix("torch."),
+            "dtype": dtype_name(problem.dtype),
             "threads": torch.get_num_threads(),
         }
         if self.tokens is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.config import Compression
+from gradscope.core.precision import dtype_name
 from gradscope.core.texts import printable
 
 Layout = Literal["auto", "dense", "factored"]
@@ -49,7 +50,7 @@ class FilePlan:
                 "samples": self.n,
                 "parameters": self.parameters,
                 "chains": [chain.text for chain in self.chains],
-                "dtype": str(self.dtype).removeprefix("torch."),
+                "dtype": dtype_name(self.dtype),
                 "layout": self.layout,
                 "compression": None if self.compression is None else str(self.compression),
             },
