@@ -40,7 +40,7 @@ from gradscope.run.outcome import (
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
-from gradscope.stages.reducers.base import State, add_in_place, carried_state
+from gradscope.stages.reducers.base import State, add_in_place, carried_state, taken_over
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
@@ -282,11 +282,8 @@ class Run:
         for key in list(batch):
             reducer, own, before = chains[key].reducer, {**batch.pop(key)}, self.states.get(key)
             assert reducer is not None
-            if before is None:  # never both whole: each may be as large as the model
-                whole[key] = {}
-                for entry in list(own):
-                    one = carried_state({entry: own.pop(entry)}, copy=reducer.additive)
-                    whole[key] |= one
+            if before is None:
+                whole[key] = taken_over(own, copy=reducer.additive)
             elif reducer.additive and key in self._own:
                 sums[key] = own
             else:
