@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gradscope.attribution.scores import Ranked, Scores
 from gradscope.sources.opened import Opened
 from gradscope.stats.looking import Album, label, name_of
-from gradscope.stats.records import Json, Plain, Record, number, plain
+from gradscope.stats.records import Json, OfSample, Plain, Record, number, plain
 from gradscope.stats.sections import (
     BarPicture,
     Card,
@@ -34,22 +34,16 @@ _SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
 _GROUPS = 20  # classes whose scores are summed without being asked for
 
 
-class Scored(Record):
+class Scored(OfSample):
     """A training sample with its score for a query."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     prediction: Plain = None
     score: float
 
 
-class QueryRow(Record):
+class QueryRow(OfSample):
     """A query with the training samples that matter most to it."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     prediction: Plain = None
     loss: float | None
     helpful: tuple[Scored, ...]
