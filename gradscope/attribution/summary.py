@@ -26,6 +26,7 @@ from gradscope.stats.sections import (
     numbers,
     short,
     targets,
+    value_text,
 )
 from gradscope.stats.source import token_names
 
@@ -205,7 +206,7 @@ def _influence(summary: ScoreSummary) -> Section:
     def known(name: str, rank: int) -> list[Column]:
         if all(getattr(row, name) is None for row in shown):
             return []
-        return [Column(name, once(lambda row: _plain(getattr(row, name))), rank=rank)]
+        return [Column(name, once(lambda row: value_text(getattr(row, name))), rank=rank)]
 
     columns = [
         Column("query", once(name_of)),
@@ -239,12 +240,8 @@ def _picture(row: QueryRow) -> Picture:
 def _cell(row: Scored | None) -> str:
     if row is None:
         return ""
-    told = "" if row.target is None else f" ({_plain(row.target)})"
+    told = "" if row.target is None else f" ({value_text(row.target)})"
     return f"{name_of(row)}{told}  {short(row.score)}"
-
-
-def _plain(value: Plain) -> str:
-    return short(value) if value is None or isinstance(value, float) else str(value)
 
 
 def _sums(summary: ScoreSummary) -> Section:
