@@ -300,7 +300,7 @@ class Run:
         found = dict(self.states.get(NONFINITE, {}))
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
             if made is not None and chain.before and chain.text != "identity":
-                count = nonfinite_of_rows(made, rows.finite)
+                count = nonfinite_of_rows(made, rows.samples["finite"])
                 if int(count):
                     self._judge({k: int(count)})
                     found[str(k)] = found.get(str(k), torch.tensor(0)) + count.cpu()
@@ -352,39 +352,41 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
 
 def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what is stored of a batch, not computed where a block can do it later."""
-    shown = job.scope.labels.of(batch)
+    gradients, shown = evaluation.gradients, job.scope.labels.of(batch)
     rows = (
-        None
-        if chain.reducer is not None
-        else chain.rows(evaluation.gradients, job.scope.problem, shown)
+        None if chain.reducer is not None else chain.rows(gradients, job.scope.problem, shown)
         for chain in chains
     )
+    norms = {name: mean(value.sqrt(), shown) for name, value in gradients.squared_norms.items()}
+    return Rows(samples_of(job, batch, evaluation), norms, tuple(rows))
+
+
+def samples_of(job: Job, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
+    """Return what the sample table keeps of a batch: `table_of`, names and previews."""
     table = table_of(job.scope, batch, evaluation)
-    if isinstance(batch, Tokens):
-        return replace(table, id=job.dataset.ids(batch.samples), chains=tuple(rows))
-    kept = None if job.previews is None else job.previews.of(batch.index.tolist())
-    return replace(table, id=job.dataset.ids(batch.index), preview=kept, chains=tuple(rows))
+    ids = job.dataset.ids(batch.samples if isinstance(batch, Tokens) else batch.index)
+    if ids is not None:
+        table["id"] = ids
+    if job.previews is not None:  # never of tokens
+        table["preview"] = job.previews.of(batch.index.tolist())
+    return table
 
 
-def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
-    """Return what the tables keep of a batch, without ids."""
-    gradients, tokens = evaluation.gradients, batch if isinstance(batch, Tokens) else None
+def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
+    """Return what a batch tells of its samples by itself, a column each (n,)."""
     shown = session.labels.of(batch)  # the table keeps the data's own targets
-    squared, targets = gradients.squared_norms, batch.targets
-    whole = isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1
-    if not whole or tokens:
-        targets = None  # stored are only those of one number a sample
-    return Rows(
-        index=batch.index,
-        loss=mean(evaluation.losses, shown),
-        norm=mean(gradients.norms, shown),
-        finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
-        sample=None if tokens is None else tokens.samples,
-        position=None if tokens is None else tokens.position,
-        target=None if targets is None else targets.flatten(),
-        predicted=session.predicted(batch, evaluation),
-        norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
-    )
+    table = {
+        "index": batch.index,
+        "loss": mean(evaluation.losses, shown),
+        "norm": mean(evaluation.gradients.norms, shown),
+        "finite": finite_samples(evaluation).reshape(len(batch), -1).all(1),
+    }
+    targets = batch.targets
+    if isinstance(batch, Tokens):
+        table |= {"sample": batch.samples, "position": batch.position}
+    elif isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1:
+        table["target"] = targets.flatten()  # any other kind is not stored
+    return table | session.predicted(batch, evaluation)
 
 
 def keeps_states(job: Job, size: int) -> bool:
@@ -397,5 +399,5 @@ def keeps_states(job: Job, size: int) -> bool:
 
 def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
-    losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
+    losses, norms = (rows.samples[k][:_FEW].double().tolist() for k in ("loss", "norm"))
     return tuple(losses), tuple(norms)

@@ -13,8 +13,8 @@ sealed = partial(plain, "storage/write/create.py", guard="seal")
 
 rows(
     "index off by one: samples are recorded by the position after theirs",
-    "index=batch.index,",
-    "index=batch.index + 1,",
+    '"index": batch.index,',
+    '"index": batch.index + 1,',
 )
 rows(
     "norms shifted by a row: a column of norms begins with the last sample of the batch",

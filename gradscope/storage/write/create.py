@@ -260,7 +260,7 @@ def file_bytes(
     found: list[tuple[Array, str, str]] = []  # the parameter's name, and that of a factor
     for path, form in forms_of(plan, rows).items():
         name = "" if path.startswith("/samples/") else path.rpartition("/")[2]
-        made = columns_of(path, form, plan.n, len(rows.index))
+        made = columns_of(path, form, plan.n, len(rows))
         found += ((array, "" if factor else name, factor) for factor, array in made.items())
     for shapes in results:
         found += ((result_array(*one), name, "") for name, one in shapes.items())
