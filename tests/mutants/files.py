@@ -23,9 +23,9 @@ rows(
 )
 rows(
     "a row written twice: the first row of every batch is stored twice, and the last one not",
-    "else chain.rows(evaluation.gradients, job.scope.problem, shown)",
-    "else chain.rows(evaluation.gradients, job.scope.problem, shown)"
-    ".select(torch.arange(evaluation.gradients.n).sub(1).clamp_min(0))",
+    "else chain.rows(gradients, job.scope.problem, shown)",
+    "else chain.rows(gradients, job.scope.problem, shown)"
+    ".select(torch.arange(gradients.n).sub(1).clamp_min(0))",
 )
 region(
     "rounded to half: numbers go through half precision on their way to the file",
