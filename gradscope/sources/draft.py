@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradscope.config import HELD, function_of
+from gradscope.core.precision import dtype_name
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError
-from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn, dtype_name
+from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradscope.config import DatasetSpec
 from gradscope.core.memory import available
+from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
@@ -27,7 +28,6 @@ from gradscope.sources.data.columns import (
     Numbers,
     StoredArrays,
     StoredColumn,
-    dtype_name,
     in_order,
     require_available,
     runs,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradscope.config import DatasetSpec
 from gradscope.core.locate import first_line
+from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count
 from gradscope.errors import DatasetError
@@ -31,7 +32,6 @@ from gradscope.sources.data.columns import (
     StoredArrays,
     StoredColumn,
     TextColumn,
-    dtype_name,
     even,
     length_of,
     runs,
