@@ -165,6 +165,21 @@ def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
+    ("device", "there", "told"),
+    [("cuda:1", 1, "no device 'cuda:1'; 1 CUDA"), ("cuda", 1, "LOCAL_RANK"), ("cuda", 0, "0 CUDA")],
+)
+def test_each_process_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, there: int, told: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
+    with pytest.raises(SpecError, match=told), processes(device):
+        pass
+
+
+@pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("killed", "another process of the group has ended"),

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import Batch
+from gradscope.core.shortage import is_outer
 from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
 
 T = TypeVar("T")
@@ -198,6 +199,8 @@ class Ranks:
         try:
             collective()
         except RuntimeError as error:  # torch has no class of its own for what gloo finds
+            if is_outer(error):
+                raise
             raise lost(error) from error
 
 

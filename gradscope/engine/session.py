@@ -21,6 +21,7 @@ from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
 from gradscope.core.independence import computed_in, same
+from gradscope.core.locate import stopped
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed, probe
@@ -288,9 +289,12 @@ class Session:
         except RefusedError:
             self._due = self._wary = True
             raise
-        except BaseException:
+        except BaseException as error:
             self._due = True  # until a proof has passed, nothing more is answered
-            raise
+            gone = stopped(error, batch.told)
+            if gone is None:
+                raise
+            raise gone from error
         self._facts = now
         self._note(evaluation.note)
         if self.problem.state.untrained:

@@ -400,5 +400,5 @@ def keeps_states(job: Job, size: int) -> bool:
 
 def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
-    losses, norms = (t[:_FEW].double().tolist() for t in (rows.loss, rows.norm))
+    losses, norms = (t[:_FEW].tolist() for t in (rows.loss, rows.norm))
     return tuple(losses), tuple(norms)

@@ -363,20 +363,20 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
 
 def _placed(model: nn.Module, device: str | None, dtype: str | None) -> nn.Module:
     """Move and cast the model."""
-    if device is not None and device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0)
-        if index >= torch.cuda.device_count():
-            raise SpecError(
-                f"there is no device {device!r}; {torch.cuda.device_count()} CUDA devices are here",
-                where="device",
-                remedy="Use --device cpu, or leave it out.",
-            )
-        _require_usable(torch.device(device))
+    require_usable(torch.device(device or "cpu"))
     return model.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
 
 
-def _require_usable(device: torch.device) -> None:
-    """Refuse a GPU on which nothing runs: of another generation, with another driver, lost."""
+def require_usable(device: torch.device) -> None:
+    """Refuse a GPU that is not there, or on which nothing runs: with another driver, or lost."""
+    if device.type != "cuda":
+        return
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise SpecError(
+            f"there is no device '{device}'; {torch.cuda.device_count()} CUDA devices are here",
+            where="device",
+            remedy="Use --device cpu, or leave it out.",
+        )
     try:
         torch.ones(2, device=device).sum().item()
     except (RuntimeError, AssertionError) as error:

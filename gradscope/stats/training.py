@@ -47,7 +47,7 @@ _SUFFIX = ".jsonl"
 _SHOWN = 20  # steps in the table
 _DRAWN = 8  # parameters in a picture
 _BRIEF = 5  # parameters on one screen
-_NAMED = 5  # lines that are no steps
+_NAMED = 5  # lines that are no steps, or steps with samples left out
 
 Points = list[tuple[float, float]]
 Band = Sequence[tuple[float, float, float | None]]
@@ -263,8 +263,10 @@ class History(Record, Shown):
         facts, warnings = self._facts(), []
         if self.broken:
             said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
-            named = ", ".join(map(str, self.broken[:_NAMED]))
-            warnings = [f"{said}: {named}{', ...' if len(self.broken) > _NAMED else ''}"]
+            warnings.append(f"{said}: {_first(self.broken)}")
+        if lost := [step.step for step in steps if step.nonfinite]:
+            said = f"samples without a finite gradient are left out at {count(len(lost), 'step')}"
+            warnings.append(f"{said}: {_first(lost)}")
         short_ = [Section("Over time", curves)]
         if steps[-1].parameters:
             short_.append(Section("Parameters that learn", table=_learning(steps[-1])))
@@ -446,6 +448,10 @@ def read_history(path: str | Path) -> History:
     if found is None:
         raise reader.empty()
     return found
+
+
+def _first(numbered: Sequence[int]) -> str:
+    return ", ".join(map(str, numbered[:_NAMED])) + (", ..." if len(numbered) > _NAMED else "")
 
 
 def _curves(steps: Sequence[Step]) -> list[Fact]:

@@ -25,6 +25,7 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from importlib import import_module
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from gradscope.core import stops
 from gradscope.core.batch import Batch
+from gradscope.core.libc import keep_pages
 from gradscope.core.memory import settle
 from gradscope.core.randomness import forked, random_numbers_kept
 from gradscope.core.ranks import PartedError
@@ -97,8 +99,9 @@ class Monitor(Held):
 
     The training has the same weights, bit for bit, with and without it: random generators,
     gradients, buffers and modes are left as they were, and no batch is kept. It measures in the
-    parameters' own precision, without autocast, and without what `torch.compile` has made. A model
-    may hold it: a copy of the model has the same one, which measures the original; a file, None.
+    parameters' own precision, without autocast (unless the model's own forward turns it on), and
+    without what `torch.compile` has made. A model may hold it: a copy of the model has the same
+    one, which measures the original; a file, None.
 
     Args:
         model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
@@ -199,8 +202,11 @@ class Monitor(Held):
         Args:
             step: How many steps were made before, where a training is continued.
             batch: How many samples a step takes, where `step` is not given a batch.
+
+        Raises:
+            SpecError: The step has no whole number.
         """
-        training = self._training
+        training, step = self._training, _numbered(step)
         training.start, training.first, training.step = self._clock(), step, step
         training.batch = batch or training.batch
 
@@ -212,12 +218,15 @@ class Monitor(Held):
                 there is a `probe`.
             targets: Likewise.
             step: The number of the step, where somebody else counts.
+
+        Raises:
+            SpecError: The step has no whole number.
         """
         self.advance(self._training.step + 1 if step is None else step, lambda: (inputs, targets))
 
     def advance(self, step: int, batch: Callable[[], tuple[Any, Any]]) -> None:
         """Do as `step`, of this number, whose batch is asked for if it is measured."""
-        training, before = self._training, self._training.step
+        training, before, step = self._training, self._training.step, _numbered(step)
         training.step = step
         if training.start is None:
             self.start(step)
@@ -276,6 +285,7 @@ class Monitor(Held):
         if not self._allowed(trained, self._expected(trained)):
             return  # for all processes
         with self._untouched():
+            keep_pages()  # or what is freed moves malloc's thresholds: later steps may pay for it
             if not self._proved(batch, trained, begun):
                 return
             now = self._clock()
@@ -423,6 +433,17 @@ class Monitor(Held):
 def _require(name: str, value: int, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise SpecError(f"is a whole number from {at_least} on, not {value!r}", where=name)
+
+
+def _numbered(step: Any) -> int:
+    """Return the number of a step, also where numpy or torch has counted it."""
+    try:
+        found = index(step)
+    except TypeError:
+        found = -1
+    if not 0 <= found < 2**53:
+        raise SpecError(f"a step is a whole number from 0 on, not {step!r}", where="step")
+    return found
 
 
 def _told(error: Exception) -> str:

@@ -327,6 +327,21 @@ def test_what_is_wrong_is_said_before_the_training(wrong):
         Monitor(**{"model": made(), "loss": "cross_entropy", **wrong})
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None, 2**53, torch.zeros(2)])
+def test_a_step_has_a_whole_number(tmp_path, step):
+    path = tmp_path / "run.jsonl"
+    monitor = Monitor(made(), "cross_entropy", 1, 8, None, path=path)
+    with pytest.raises(SpecError, match="step: a step is a whole number from 0 on"):
+        monitor.start(step)
+    monitor.start(np.int64(2))
+    with pytest.raises(SpecError, match="whole number"):
+        monitor.advance(step, lambda: (None, None))
+    monitor.step(torch.randn(8, 6), torch.randint(3, (8,)), step=torch.tensor(4))
+    monitor.close()
+    history = read_history(path)
+    assert [one.step for one in history.steps] == [4] and history.end.step == 4
+
+
 def test_a_module_within_its_wrapper_is_measured():
     model = made()
     monitor = Monitor(nn.DataParallel(model), "cross_entropy", 1, 8, None)

@@ -107,6 +107,12 @@ class FileSamples:
 
 def open_files(spec: DatasetSpec) -> FileSamples:
     """Open a data file or folder and check its arrays against what the spec says of them."""
+    if spec.kwargs:
+        raise DatasetError(
+            "[dataset] kwargs is for FILE.py:FACTORY, and this is a data file",
+            where=str(spec.path),
+            remedy="Leave it out, or name the function that takes it.",
+        )
     with reachable(spec.path, DatasetError):
         stamp = _stamp(spec)
     kind, own = open_arrays(spec.path)
