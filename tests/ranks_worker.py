@@ -146,10 +146,9 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     found["proof"] = scope.certificate.verdict
 
     def broken(outputs: Tensor, targets: Tensor) -> Tensor:  # as one sample's overflow
-        return cross_entropy(outputs, targets) * torch.ones_like(targets).where(
-            targets > 0, torch.nan
-        )
+        return cross_entropy(outputs, targets) * torch.where(targets > 0, 1.0, torch.nan)
 
+    sharded._EACH = 512  # a part without a finite sample shows nothing of the model
     finite = y[own] > 0
     several = gradscope.Scope(parts, broken).norms(x[own], y[own])
     assert not (y > 0).all()
