@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from gradscope.core.problem import Problem
-from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.stats import read_history
 from gradscope.stats.training import HistoryReader
 from gradscope.training import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
@@ -346,9 +346,6 @@ def test_a_module_within_its_wrapper_is_measured():
     model = made()
     monitor = Monitor(nn.DataParallel(model), "cross_entropy", 1, 8, None)
     assert next(iter(monitor.scope.problem.parameters)) == "0.weight"
-    model[0].weight.device_mesh = "as a DTensor has it"
-    with pytest.raises(UnsupportedError, match="sharded"):
-        Monitor(model, "cross_entropy")
 
 
 def test_a_fixed_probe_is_measured_every_time():
