@@ -49,7 +49,8 @@ def block_of(kind: str, site: Site) -> Block:
     """Return the block by the operation's rule, or by the masked fallback."""
     rule = node_rules.find(kind)
     one = site.gradients[0] is not None and site.axes[0] is not None
-    usable = one or kind == recurrent.KIND  # all other rules are of operations with one output
+    # all other rules are of operations with one output
+    usable = one or kind in (recurrent.KIND, *recurrent.CELLS)
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block
 
@@ -75,8 +76,8 @@ def hooks(
 
 # Rules in which an entry of the output gradient adds to its owner's row alone, whoever that is;
 # the second go by axes that lie side by side as well.
-_MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm")
-_NORMS = ("NativeLayerNorm", "NativeBatchNorm")
+_MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
+_NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
 _APART = ("Convolution", "Embedding", "Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
 
 
@@ -153,6 +154,8 @@ class _Program:
         sharding = self.problem.sharding
         with nullcontext() if sharding is None else sharding.exchange():
             analysis = self._analysis(recorded, batch) if new or known is None else known
+            if new:
+                self.problem.any(False)  # where one process refuses, no other begins a pass
             gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=new)
 
@@ -266,7 +269,8 @@ class _Program:
         try:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
-            layer = mixing_layer(self.problem, batch)
+            # which takes forward passes, that other processes may not make
+            layer = None if self.problem.sharding else mixing_layer(self.problem, batch)
             error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):
@@ -314,13 +318,20 @@ class _Program:
             for edges in self._windows(recorded, analysis):
                 sites = [(edge, site(edge)) for edge in edges]
                 arrived = [
-                    (edge.source, self.contract(recorded.kinds[edge.node], at_edge))
+                    (edge.source, self._contracted(recorded, edge, at_edge))
                     for edge, at_edge in sites
                     if any(g is not None for g in at_edge.gradients)
                 ]
                 for name, blocks in pull_back(recorded, arrived, self.problem.parameters).items():
                     parts.setdefault(name, []).extend(blocks)
         return parts
+
+    def _contracted(self, recorded: Trace, edge: FrontierEdge, site: Site) -> Block:
+        """Return the block at an edge; some kernels save float32 of values in half precision."""
+        source, output = edge.source
+        block = self.contract(recorded.kinds[edge.node], site)
+        dtype = internals.output_dtypes(recorded.nodes[source])[output]
+        return block if block.dtype == dtype else block.to(dtype)
 
     def _windows(self, recorded: Trace, analysis: Analysis) -> Iterator[Sequence[FrontierEdge]]:
         """Yield the frontier, in parts whose parameters are there while they are worked on."""
