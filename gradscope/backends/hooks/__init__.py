@@ -135,7 +135,8 @@ class _Program:
     def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
         self.problem, self.contract = problem, contract
         self.known: list[Analysis] = []
-        self.singles: list[Analysis] = []  # by one sample that stood twice: for such batches alone
+        self.singles: list[Analysis] = []  # by one sample and its copies: for such batches alone
+        self.doubled = False  # a single sample whose positions are asked for stands twice
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
         self.evaluations = 0
@@ -182,7 +183,17 @@ class _Program:
         Raises:
             UnsupportedError: They do, or nothing tells them apart.
         """
-        losses, recorded = self._record(batch.whole)
+        if len(batch.whole) == 1 and not self.doubled:
+            try:
+                return self._rows(batch, batch.whole, proved=proved)
+            except UnsupportedError:  # it may run otherwise than two samples do
+                self.doubled = True
+        samples = batch.whole.resized(2) if len(batch.whole) == 1 else batch.whole
+        return self._rows(batch, samples, proved=proved)
+
+    def _rows(self, batch: Tokens, samples: Batch, *, proved: bool) -> Evaluation:
+        """Return the gradients of tokens of the first of some samples."""
+        losses, recorded = self._record(samples)
         rows = torch.full(losses.shape, -1, device=losses.device)
         sample, position = batch.sample.to(losses.device), batch.position.to(losses.device)
         rows[sample, position] = torch.arange(len(batch), device=losses.device)
@@ -196,7 +207,7 @@ class _Program:
         if known is None and not proved:
             require_independent(self.problem, batch, own)
         find = self._of_single if single else self._analysis
-        analysis = find(recorded, batch.whole) if known is None else known
+        analysis = find(recorded, samples) if known is None else known
         parts = self._parts(recorded, analysis, rows)
         return Evaluation(own, self._gradients(parts, own), new=known is None)
 
@@ -244,7 +255,7 @@ class _Program:
         return self._analysed(recorded, batch, other)
 
     def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
-        """Find out about a program by one sample that stands twice: for such batches alone."""
+        """Find out about a program by one sample and its copies: for such batches alone."""
         found = next((a for a in self.singles if a.fits(recorded)), None)
         if found is None:
             found = self._analysis(recorded, twice)
