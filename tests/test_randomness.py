@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from scipy import stats
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
 from torch.utils.checkpoint import checkpoint
 
 import gradscope
@@ -614,6 +615,34 @@ def test_checkpointed_and_compiled_models_run_as_they_are_written(name: str, bac
     for i in range(N):
         loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
         own = torch.autograd.grad(loss, [p for _, p in model.named_parameters()])
+        for (key, _), right in zip(model.named_parameters(), own, strict=True):
+            torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
+
+
+def chosen(net: Net, x: Tensor, torchs: bool) -> Tensor:
+    """torch's control flow of functions that close over parameters, and what it stands for."""
+    h, ways = net.a(x.mean(1)), (lambda h: net.c(h).tanh(), lambda h: net.c(h).sin())
+    flag = net.a.weight.detach().sum() > 0
+    if not torchs:
+        h = net.c(ways[0](ways[0](ways[0 if flag else 1](h))))
+        return net.b(torch.stack([h, net.c(h + x.sum((1, 2))[:, None])]).sum(0))
+    h = torch.cond(flag, *ways, (h,))
+    start = (torch.zeros((), dtype=torch.int64), h)
+    _, h = while_loop(lambda k, h: k < 2, lambda k, h: (k + 1, ways[0](h)), start)
+    given = torch.stack([torch.zeros_like(h), x.sum((1, 2))[:, None].expand_as(h)])
+    return net.b(scan(lambda h, t: ((new := net.c(h + t)), new.clone()), h, given)[1].sum(0))
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop", "expand"])
+def test_control_flow_by_functions_gives_its_parameters_their_gradient(backend: str) -> None:
+    """Where it is not compiled, torch silently gives what such functions close over none."""
+    torch.compile(lambda x: x, backend="eager")  # what is compiled runs as it is written
+    model, x, y = built(lambda: Net(partial(chosen, torchs=True), c=nn.Linear(O, O)))
+    found = gradscope.per_sample_gradients(model, "cross_entropy", x, y, backend=backend)
+    model.body = partial(chosen, torchs=False)
+    for i in range(N):
+        loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        own = torch.autograd.grad(loss, list(model.parameters()))
         for (key, _), right in zip(model.named_parameters(), own, strict=True):
             torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
 
