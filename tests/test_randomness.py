@@ -71,6 +71,18 @@ def filled(h: Tensor) -> Tensor:
     return h * (made + torch.empty_like(h).normal_(0, 2) + torch.empty_like(h).cauchy_() * 1e-3)
 
 
+def given(h: Tensor) -> Tensor:
+    """By out=, which is large enough, or not, and of another type."""
+    found = torch.rand(h.shape, out=torch.empty(0)) + torch.randn(h.shape, out=torch.empty(h.shape))
+    found = found + torch.bernoulli(h.sigmoid().detach(), out=torch.empty_like(h))
+    found = found + torch.normal(h.detach(), torch.ones_like(h), out=torch.empty_like(h))
+    whole = torch.randint(5, h.shape, out=torch.empty(h.shape, dtype=torch.int64))
+    place = torch.multinomial(
+        h.softmax(-1).detach(), 2, out=torch.empty(len(h), 2, dtype=torch.int64)
+    )
+    return h * (found + whole + place.sum(1, keepdim=True))
+
+
 def shuffled_and_back(h: Tensor) -> Tensor:
     order = torch.randperm(len(h))
     return F.dropout(h, 0.3) + h[order].tanh()[order.argsort()]
@@ -125,6 +137,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "gamma": between(lambda h: h + torch.distributions.Gamma(h.exp(), 2.0).rsample()),
     "laplace": between(lambda h: torch.distributions.Laplace(h, h.exp()).rsample()),
     "dirichlet": between(lambda h: h * torch.distributions.Dirichlet(h.exp()).rsample()),
+    "into_a_given_tensor": between(given),
     "shuffled_and_back": between(shuffled_and_back),
     "generator_for_all": between(lambda h: h * torch.rand(O, generator=seeded())),
     "multinomial": between(lambda h: h * torch.multinomial(h.softmax(-1), 1)),
@@ -190,9 +203,9 @@ OWN = ("generator_for_all",)  # numbers that all samples share, which the model 
 REFUSES = {
     "vmap": (  # what torch.func has no rule for
         *("rrelu", "one_way_for_all", "randperm", "checkpointed", "checkpointed_reentrant"),
-        *("dirichlet", "shuffled_and_back", *OWN),
+        *("dirichlet", "shuffled_and_back", "into_a_given_tensor", *OWN),
     ),
-    "expand": OWN,
+    "expand": ("into_a_given_tensor", *OWN),
 }
 PLACES = torch.tensor([5, 0, 3, 6, 1])
 
@@ -464,10 +477,16 @@ def masked(net: Net, x: Tensor) -> Tensor:
     return net.b(torch.zeros_like(h).masked_scatter(keep[..., None], F.dropout(h[keep])).mean(1))
 
 
+def two_outs(h: Tensor) -> Tensor:
+    kept, places = torch.empty_like(h), torch.empty(h.shape, dtype=torch.bool)
+    torch.ops.aten.native_dropout.out(h.detach(), 0.5, True, out0=kept, out1=places)
+    return h + kept
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (between(lambda h: h * torch.rand(h.shape, out=torch.empty(()))), "rand draws random"),
+        (between(two_outs), "native_dropout draws random"),
         (between(lambda h: h * torch.empty_like(h).random_()), "no fixed random integers"),
         (between(lambda h: h * torch.empty(len(h) + 1, 1).uniform_()[:-1]), "uniform draws"),
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
