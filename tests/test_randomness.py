@@ -1,6 +1,7 @@
 """Random numbers fixed by seed and sample: every backend, batch and order has the same masks."""
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -112,6 +113,12 @@ def compiled() -> nn.Module:
     return torch.compile(inner, backend="aot_eager")
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(nn.Linear(O, O), nn.Dropout(0.3)))
+
+
 CASES: dict[str, Callable[[], Net]] = {
     "dropout": between(lambda h: F.dropout(h, 0.4)),
     "dropout_in_place": between(lambda h: F.dropout(h * 1, 0.4, inplace=True)),
@@ -194,6 +201,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "checkpointed": sequence(recomputed(reentrant=False), c=lambda: nn.Linear(O, O)),
     "checkpointed_reentrant": sequence(recomputed(reentrant=True), c=lambda: nn.Linear(O, O)),
     "compiled": sequence(lambda net, h: net.c(h.mean(1)), c=compiled),
+    "scripted": sequence(lambda net, h: net.c(h.mean(1)), c=scripted),
 }
 SHARED = (
     *("multinomial_shared", "shared_by_all", "one_way_for_all", "python_and_numpy", "randperm"),

@@ -110,6 +110,7 @@ class _Run:
     other: tuple[frozenset[int], int] = (frozenset(), 0)
     before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
     program: int = 0  # stands for the operations so far
+    unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
         """Return where the samples are in the numbers of a call, of one of some shapes.
@@ -127,6 +128,7 @@ class _Run:
         self.plans = [plan for plan, _ in fitting]
         found = {place for _, place in fitting}
         if len(found) != 1:
+            self.unplanned = True
             raise Unplanned
         return found.pop()
 
@@ -214,6 +216,10 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         np.random.seed(self.seed % 2**32)
         try:
             yield
+        except Exception as error:
+            if run.unplanned:
+                raise Unplanned from error
+            raise
         finally:
             self._open.pop()
             self.new |= run.program not in self._programs
