@@ -748,14 +748,24 @@ def random_later(net: Net, x: Tensor) -> Tensor:
     return net.b(net.a(x.mean(1)) * keep)
 
 
-@pytest.mark.parametrize(("body", "fixed"), [(turned_later, "fixed"), (random_later, "refuse")])
+def sorted_later(net: Net, x: Tensor) -> Tensor:
+    """The same program; what is dropped belongs to rows, not to samples."""
+    order = x[:, 0, 0].double().sign().argsort(descending=True, stable=True)
+    return net.b(F.dropout(net.a(x.mean(1))[order], 0.5)[order.argsort()])
+
+
+@pytest.mark.parametrize(
+    ("body", "fixed"),
+    [(turned_later, "fixed"), (random_later, "refuse"), (sorted_later, "fixed")],
+)
 def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
     model, x, y = built(lambda: Net(body))
     x, y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
     asked = gradscope.Scope(model, "cross_entropy", backend="hooks", randomness=fixed)
     asked.session.auditor.clock = lambda: 0.0  # there is no time for other audits
+    x[:, 0, 0] = x[:, 0, 0].abs()
     asked.norms(x, y)
-    x[0, 0, 0] = 10.0
+    x[0, 0, 0], x[2, 0, 0] = 10.0, -1.0
     with pytest.raises((RefusedError, CertificateError)):
         asked.norms(x, y)
 

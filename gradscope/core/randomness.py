@@ -110,6 +110,7 @@ class _Run:
     other: tuple[frozenset[int], int] = (frozenset(), 0)
     before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
     program: int = 0  # stands for the operations so far
+    picked: int = 0  # stands for the rows that values have picked so far
     unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
@@ -138,7 +139,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws every random number of a model by `seed`, the number of the call, and the sample.
 
     Programs that draw in the same shapes pass for one, though one may turn what it draws another
-    way than the other. So whoever proves answers is told of programs that are `new`.
+    way than the other, or draw for rows that values have put in another order. So whoever proves
+    answers is told of programs, and of orders, that are `new`.
     """
 
     seed: int
@@ -161,7 +163,13 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._active = True
         try:
-            with torch.random.fork_rng(devices=[]), random_numbers_kept(), _unfused(model), self:
+            with (
+                torch.random.fork_rng(devices=[]),
+                random_numbers_kept(),
+                _unfused(model),
+                torch.jit.optimized_execution(False),  # TorchScript draws otherwise later on
+                self,
+            ):
                 torch.default_generator.manual_seed(_code(0))
                 yield
         finally:
@@ -234,7 +242,11 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or draw in its place."""
         kwargs = kwargs or {}
         if self._open:
-            self._open[-1].program = hash((self._open[-1].program, func))
+            run = self._open[-1]
+            run.program = hash((run.program, func))
+            for chosen in () if run.apart else _choices(func, args):
+                with torch._C._DisableTorchDispatch():
+                    run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # what an operation has saved of itself is one already
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
@@ -310,6 +322,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place.axis is None:
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
+        run.program = hash((run.program, run.picked))  # whose rows are these?
         each = made(run.index, place.shape)
         calls, trial = run.other
         if call in calls:
@@ -559,6 +572,18 @@ def _numbers(
     for start, made in zip(torch.split(starts, rows), torch.split(words, rows), strict=True):
         _mixed(torch.add(start, steps, out=made))
     return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
+
+
+def _choices(func: Any, args: Any) -> list[Tensor]:
+    """Return what picks rows by its values, in an operation along the first axis."""
+    kind, found = kind_of(func), []
+    if kind in ("index", "index_put"):
+        found = args[1][:1]
+    elif kind in ("masked_select", "masked_scatter"):
+        found = [args[1]]
+    elif kind in ("index_select", "index_add", "index_copy", "gather", "scatter", "scatter_add"):
+        found = [args[2]] if args[1] == 0 else []
+    return [t for t in found if type(t) is Tensor and not t.is_meta]
 
 
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
