@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,7 +168,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 torch.random.fork_rng(devices=[]),
                 random_numbers_kept(),
                 _unfused(model),
-                torch.jit.optimized_execution(False),  # TorchScript draws otherwise later on
+                optimized_execution(False),  # TorchScript draws otherwise later on
                 self,
             ):
                 torch.default_generator.manual_seed(_code(0))
