@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import gradscope
 from gradscope.errors import SpecError
 from gradscope.run.divided import processes
+from gradscope.stats import read_history
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,9 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
             for parameter, gradient in own[f"places {name}"]:
                 assert gradient == parameter + 1  # behind the samples
         assert own["lengths"] < 1e-9
-        assert own["training"] == 0
+        assert own["training"] == [0, 0]
+        assert own["nonfinite"]
+        assert own["finite"] < 1e-9
         assert max(own["checkpointed"].values()) < 1e-12
         assert "passed" in own["proof"]
         assert own["alive"] < 5  # of 8 layers
@@ -85,6 +88,8 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         else:
             assert one == two
     assert failed >= 4
+    assert first["alone"].startswith("RefusedError: process 1 could not go on")
+    assert second["alone"].startswith("UnsupportedError")
     for own in (first, second):
         assert "asked for different things" in own["other"]
         assert "'clip' needs whole gradients" in own["after"]
@@ -110,6 +115,37 @@ def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> N
         assert [own[f"proved audit {k}"] for k in range(3)] == [True, False, False]
 
 
+def test_a_divided_training_is_measured_by_all_its_processes(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "monitored")
+    for own in (first, second):
+        assert own["weights answers"] == own["weights fails"] == 0
+        assert own["all"]["samples"] == 8
+        close(own["all"], first["one"])
+        for times, other in zip(own["clocks"], first["clocks"], strict=True):
+            assert times["steps"] == other["steps"] != []
+            assert times["share"] <= 0.3
+    assert (first["logs"], second["logs"]) == ([2, 4], [])
+    assert len(first["warned"]) == 1
+    assert "measured no more: process 1 could not go on" in first["warned"][0]
+    assert second["warned"] == []
+    history = read_history(tmp_path / "answers.jsonl")
+    assert [step.step for step in history.steps] == [2, 4]
+    assert history.end is not None and history.end.reason is None
+    assert "process 1 could not go on" in (tmp_path / "fails.jsonl").read_text()
+
+
+def close(found: Any, right: Any) -> None:
+    """Hold numbers in plain data against others."""
+    if isinstance(right, dict | list):
+        assert len(found) == len(right)
+        for key in right if isinstance(right, dict) else range(len(right)):
+            close(found[key], right[key])
+    else:
+        assert (
+            found == pytest.approx(right, rel=1e-12) if isinstance(right, float) else found == right
+        )
+
+
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     first, second = found(tmp_path, "parallel")
     assert first["norms"] < 1e-9
@@ -125,6 +161,21 @@ def test_a_single_process_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SpecError, match="this is the only one"), processes(None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "told"),
+    [("cuda:1", 1, "no device 'cuda:1'; 1 CUDA"), ("cuda", 1, "LOCAL_RANK"), ("cuda", 0, "0 CUDA")],
+)
+def test_each_process_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, there: int, told: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
+    with pytest.raises(SpecError, match=told), processes(device):
         pass
 
 

@@ -38,7 +38,7 @@ from gradscope.core.locate import first_line
 from gradscope.core.memory import timed
 from gradscope.core.precision import doubled
 from gradscope.core.problem import Problem
-from gradscope.core.shortage import is_shortage
+from gradscope.core.shortage import is_outer
 from gradscope.errors import CertificateError, UnsupportedError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -365,7 +365,7 @@ class Compiled:
             try:
                 return program(batch)
             except Exception as error:  # whatever torch raises where a program does not serve
-                if is_shortage(error):
+                if is_outer(error):
                     raise
                 self._programs[key] = None
                 why = str(error) if isinstance(error, NotCompiledError) else first_line(error)

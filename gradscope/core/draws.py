@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscope.core.precision import double
 from gradscope.errors import UnsupportedError
 
 Words = Callable[[Sequence[int], torch.device], Tensor]  # of a shape: int32, every bit random
@@ -59,7 +60,7 @@ def _unit(w: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _inner(w: Tensor) -> Tensor:
     """Return numbers from (0, 1), in the precision that the device has."""
-    dtype = torch.float32 if w.device.type == "mps" else torch.float64
+    dtype = double(w.device)
     return _unit(w, dtype).add_(2.0**-25)
 
 

@@ -26,7 +26,7 @@ from gradscope.core.randomness import (
     random_numbers_kept,
     seed_all,
 )
-from gradscope.core.shortage import is_shortage
+from gradscope.core.shortage import is_outer
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")
@@ -255,7 +255,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
         losses = problem.losses(given)
         once, often = (slopes(losses, inputs, w) for w in (None, weights[owner].to(losses)))
     except (ModelError, RuntimeError) as error:
-        if is_shortage(error):
+        if is_outer(error):
             raise
         return problem.losses(batch).detach()  # not all can be differentiated by their inputs
     for one, many in zip(once, often, strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, tensors, whole_of
 from gradscope.core.randomness import Unplanned
-from gradscope.core.shortage import is_shortage
+from gradscope.core.shortage import is_lost, is_outer
 from gradscope.core.stops import is_stop
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 
@@ -94,6 +94,18 @@ def is_bug(error: BaseException) -> bool:
     return isinstance(error, AttributeError) and ours
 
 
+def stopped(error: BaseException, where: str | None = None) -> ModelError | None:
+    """Return the error for a GPU that has stopped, None for any other."""
+    if not is_lost(error):
+        return None
+    return ModelError(
+        f"the device has stopped, and computes no more in this process: {first_line(error)}",
+        where=where,
+        remedy="Most often an index is out of range: a class label, or a number that a table is "
+        "looked up by. On the CPU (--device cpu) the error names the sample.",
+    )
+
+
 def raised(error: BaseException) -> str:
     """Return what the user's code did."""
     if isinstance(error, SystemExit):
@@ -106,7 +118,7 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
 
     sys.exit is as good as an error, and so is a `KeyboardInterrupt` that is no Ctrl-C. Running out
-    of memory and bugs of ours are not the model's fault and pass through unchanged.
+    of memory, a GPU that has stopped and bugs of ours pass through unchanged.
     """
 
     def translated(error: BaseException) -> ModelError:
@@ -129,7 +141,7 @@ def own_stage(what: str) -> Iterator[None]:
 def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
     """Turn what torch raises into an `UnsupportedError` that names the layer, as one of ours does.
 
-    Other errors of gradscope, its bugs, and running out of memory pass through unchanged.
+    Other errors of gradscope, its bugs, and those of the machine pass through unchanged.
     """
     try:
         yield
@@ -138,7 +150,7 @@ def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
             error.where = error.where or layer_of(error, model)
         raise
     except Exception as error:  # whatever torch or the user's code raises
-        if is_shortage(error) or is_bug(error):
+        if is_outer(error) or is_bug(error):
             raise
         where = layer_of(error, model)
         raise UnsupportedError(
@@ -153,7 +165,7 @@ def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[
     except (GradscopeError, Unplanned):
         raise
     except BaseException as error:
-        if is_stop(error) or is_shortage(error) or is_bug(error):
+        if is_stop(error) or is_outer(error) or is_bug(error):
             raise
         found, lines = translated(error), own_lines(error, 3)
         if lines:
@@ -180,7 +192,8 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
         given = len(tensors(batch.inputs))
         return None, (
             f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
-            "with (outputs, targets): [dataset] inputs and targets say which arrays these are."
+            "with (outputs, targets): [dataset] inputs and targets say which arrays these are. A "
+            "loss (model, inputs, targets) is marked with @gradscope.model_loss."
         )
     if _DEVICES.search(text):
         return None, (

@@ -7,9 +7,8 @@ every evaluation starts from the same state and the model is left as it was foun
 
 import copy
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce, update_wrapper
 from types import MethodType
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from gradscope.core.batch import Batch, Tokens, call, map_tensors, token_losses, whole_of
 from gradscope.core.locate import user_code
 from gradscope.core.precision import double
-from gradscope.core.randomness import Fixed, forked
+from gradscope.core.randomness import Fixed, forked, switched_off
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
-from gradscope.core.shortage import is_shortage
+from gradscope.core.shortage import is_outer
 from gradscope.core.state import State
 from gradscope.core.stops import require_time
 from gradscope.errors import RefusedError, SpecError, UnsupportedError
@@ -245,10 +244,18 @@ class Problem:
                 return torch.ones(values.shape, dtype=torch.bool), False
             return counted, True
 
+    def _differentiable(self) -> AbstractContextManager[None]:
+        """Keep recurrent layers in eval mode from cuDNN, which has no backward pass for them."""
+        evaluates = self.device.type != "cpu" and any(
+            isinstance(m, nn.RNNBase) and not m.training for m in self.model.modules()
+        )
+        return switched_off(torch.backends.cudnn) if evaluates else nullcontext()
+
     @contextmanager
     def _guarded(self, batch: Batch, *, graph: bool) -> Iterator[None]:
         with (
             self.state.kept(),
+            self._differentiable(),
             self._scratch_buffers(),
             self._frozen_statistics(),
             torch.set_grad_enabled(graph),
@@ -293,7 +300,7 @@ class Problem:
                 leaves = dtype == torch.float64 and double(self.device) != dtype
                 model = copy.deepcopy(self.model, _hosted(self.model) if leaves else None)
         except Exception as error:  # deepcopy runs the user's code
-            if is_shortage(error):
+            if is_outer(error):
                 raise
             raise RefusedError(
                 f"the model cannot be copied for a cross-check: {error}",
@@ -327,7 +334,7 @@ class Problem:
 
     def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
         if not torch.compiler.is_compiling():
-            require_time()
+            require_time(self.any)
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
@@ -477,16 +484,9 @@ def slopes(
     )
 
 
-@contextmanager
-def unfused() -> Iterator[None]:
+def unfused() -> AbstractContextManager[None]:
     """Run recurrent layers step by step: fused kernels hide the steps and have one derivative."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
-        with (
-            torch.backends.mkldnn.flags(enabled=False),
-            torch.backends.cudnn.flags(enabled=False),
-        ):
-            yield
+    return switched_off(torch.backends.mkldnn, torch.backends.cudnn)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradscope.core.batch import Batch
 from gradscope.core.draws import EVAL, draw, is_random, kind_of
 from gradscope.core.memory import beside_host
+from gradscope.core.precision import doubled
 from gradscope.errors import ModelError, UnsupportedError
 
 T = TypeVar("T")
@@ -388,7 +389,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def found(trial: int) -> Tensor:
             other = (frozenset(calls if trial else ()), trial)
             with self._run(_Run(three.index, [plan], other=other)):
-                return losses(three).detach().double().nan_to_num()
+                return doubled(losses(three).detach()).nan_to_num()
 
         before = found(0)
         for trial in range(1, _TRIALS + 1):
@@ -464,8 +465,25 @@ def _unfused(model: nn.Module) -> Iterator[None]:
         if model.training:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(isinstance(m, nn.RNNBase) and m.training and m.dropout for m in model.modules()):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(switched_off(torch.backends.cudnn))
         yield
+
+
+@contextmanager
+def switched_off(*kernels: Any) -> Iterator[None]:
+    """Do without some of torch's backends, such as `torch.backends.cudnn`, in the body.
+
+    Their own `flags()` also sets all that they are not given, and fails where TF32 is set by
+    `torch.backends.cudnn.conv.fp32_precision`.
+    """
+    before = [k.enabled for k in kernels]
+    try:
+        for k in kernels:
+            k.enabled = False
+        yield
+    finally:
+        for k, enabled in zip(kernels, before, strict=True):
+            k.enabled = enabled
 
 
 def _drawing(device: torch.device | None) -> tuple[Any, list[Any]]:

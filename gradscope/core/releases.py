@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradscope.core.shortage import is_shortage
+from gradscope.core.shortage import is_outer
 from gradscope.errors import UnsupportedError
 
 OLDEST, NEWEST = (2, 8), (2, 15)
@@ -83,7 +83,7 @@ def _failure(probe: Callable[[], None]) -> str | None:
         with torch.inference_mode(False), torch.enable_grad():
             probe()
     except Exception as error:  # whatever another torch raises
-        if is_shortage(error):
+        if is_outer(error):
             raise
         from gradscope.core.locate import first_line  # needs more of torch than this file does
 

@@ -41,6 +41,16 @@ def is_shortage(error: BaseException) -> bool:
     return known and any(words in text for words in _WORDS)
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether an exception says that a GPU has stopped, of what it was asked some time before."""
+    return isinstance(error, torch.AcceleratorError) and not is_shortage(error)
+
+
+def is_outer(error: BaseException) -> bool:
+    """Whether it is the machine's: memory ran out, or a GPU has stopped."""
+    return is_shortage(error) or is_lost(error)
+
+
 def require_memory(size: int = RESERVE) -> None:
     """Raise a MemoryError if there are not `size` bytes: HDF5 may crash where it finds none."""
     bytearray(size)  # taken from the system, not touched, and given back

@@ -21,6 +21,7 @@ from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
 from gradscope.core.independence import computed_in, same
+from gradscope.core.locate import stopped
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed, probe
@@ -224,7 +225,8 @@ class Session:
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, as the first is, and what follows a change."""
         self.bound_anew()
-        return self._due and self.settings.verify != "never"
+        due = self._due if self.lockstep is None else self.lockstep.needs_proof()
+        return due and self.settings.verify != "never"
 
     @property
     def has_others(self) -> bool:
@@ -287,9 +289,12 @@ class Session:
         except RefusedError:
             self._due = self._wary = True
             raise
-        except BaseException:
+        except BaseException as error:
             self._due = True  # until a proof has passed, nothing more is answered
-            raise
+            gone = stopped(error, batch.told)
+            if gone is None:
+                raise
+            raise gone from error
         self._facts = now
         self._note(evaluation.note)
         if self.problem.state.untrained:

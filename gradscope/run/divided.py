@@ -19,7 +19,7 @@ from gradscope.core import stops
 from gradscope.core.locate import first_line
 from gradscope.core.ranks import PartedError, Ranks
 from gradscope.errors import RefusedError, SpecError
-from gradscope.run.job import Job, prepare
+from gradscope.run.job import Job, prepare, require_usable
 from gradscope.run.merging import MergeReport, merging
 from gradscope.run.start import start
 from gradscope.stages.transforms.base import NeedsProblem
@@ -41,7 +41,14 @@ def processes(device: str | None) -> Iterator[Ranks]:
             "or leave --sharded out.",
         )
     place = torch.device(device or "cpu")
+    require_usable(place)
     if place.type == "cuda":
+        if place.index is None:
+            raise SpecError(
+                "which GPU is this process's own is not known: LOCAL_RANK is not set",
+                where="device",
+                remedy="Start the processes with torchrun, or give each its own --device cuda:N.",
+            )
         torch.cuda.set_device(place)
     try:
         dist.init_process_group(

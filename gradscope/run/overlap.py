@@ -208,12 +208,17 @@ def streaming(device: torch.device) -> Any:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch from the host; by pinned memory to a GPU, without waiting for it there."""
+    """Move a batch; from the host to a GPU by pinned memory, without waiting for it there.
+
+    Pinned memory is as large as what a tensor spans, and cannot hold one number for several places.
+    """
     if streaming(device) is None:
         return batch.to(device, None)
 
     def move(t: Tensor) -> Tensor:
-        return t.pin_memory().to(device, non_blocking=True)
+        if t.device.type != "cpu":
+            return t.to(device)
+        return t.contiguous().pin_memory().to(device, non_blocking=True)
 
     return Batch(map_tensors(move, batch.inputs), map_tensors(move, batch.targets), batch.index)
 

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from gradscope.config import split_reference
-from gradscope.core.locate import first_line, is_installed, is_users, own_lines, raised
+from gradscope.core.locate import first_line, is_installed, is_users, own_lines, raised, stopped
 from gradscope.core.registry import suggestion
 from gradscope.core.shortage import is_shortage
 from gradscope.core.stops import is_stop
@@ -119,6 +119,8 @@ def blamed(error: BaseException) -> GradscopeError | None:
     """Return the error for what nobody nearer to it has caught; None where it is a bug of ours."""
     if is_users(error) or isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
         return _users(error)
+    if (gone := stopped(error)) is not None:
+        return gone
     told, remedy = f"memory ran out: {first_line(error)}", "Free memory, or give it less to do."
     return RefusedError(told, remedy=remedy) if is_shortage(error) else None
 
@@ -128,6 +130,11 @@ def _users(error: BaseException) -> ModelError:
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
     remedy = f"It is yours to correct:\n{shown}" if shown else "Correct it there."
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        remedy = (
+            "A file that is named alone has no package. Go to the folder that holds the package, "
+            f"and name package.module:NAME.\n{shown}"
+        )
     return ModelError(f"your code {raised(error)}", remedy=remedy)
 
 

@@ -29,6 +29,8 @@ QUICK = [
     "tied_embedding_and_output",
     "laplacian",
     "complex_parameters",
+    "residual_network",
+    "rms_norm",
     "in_place_activations_and_additions",
 ]
 _NEEDS_GPU = "not run: needs a GPU"
@@ -50,6 +52,8 @@ def on_gpu(names: list[str] | None) -> dict[str, Step]:
         "bfloat16": lambda: table("bfloat16", on=False),
         "autocast": lambda: table("autocast", on=False),
         "chains": lambda: steps.chains(device),
+        "rules": lambda: steps.rules(device, steps.RULES.keys() - {"LinearBackward0"}),
+        "fixed random numbers": lambda: steps.fixed(device),
         "waits": lambda: steps.waits(device),
         "memory": lambda: steps.memory(device),
         "run to a file": lambda: steps.run_to_file(device),
@@ -69,12 +73,23 @@ def on_standin(names: list[str] | None) -> dict[str, Step]:
 
         return run
 
+    apple = {"LinearBackward0"}
+
     return {  # those without float64 first: gradscope asks a device once
         "float32 without float64": without_double(lambda: steps.table(device, "float32", names)),
         "chains without float64": without_double(lambda: steps.chains(device)),
+        "fixed random numbers without float64": without_double(lambda: steps.fixed(device)),
+        "run to a file without float64": without_double(lambda: steps.run_to_file(device)),
+        "rules without float64": without_double(lambda: steps.rules(device, apple)),
+        "float32": lambda: steps.table(device, "float32", names),
+        "chains": lambda: steps.chains(device),
+        "rules": lambda: steps.rules(device, steps.RULES.keys() - apple),
         "waits": lambda: steps.waits(device, names and ["dense", "embedding"]),
         "bfloat16": lambda: steps.table(device, "bfloat16", names),
         "run to a file": lambda: steps.run_to_file(device),
+        "fixed random numbers": lambda: steps.fixed(device),
+        "an index out of range": steps.lost,
+        "memory runs out": lambda: steps.full(4 if names else 40),
     }
 
 

@@ -5,13 +5,18 @@ registered under torch's own key for other people's devices, so that all of auto
 on it holds one on the CPU. As on a GPU, operations refuse tensors of two devices, and generators of
 the CPU; what makes the host wait for the device is counted; float64 can be missing, as it is on
 Apple's. Streams are not in step: a copy that nobody waits for is made as late as may be, and what
-one stream makes is noted where another takes it too early.
+one stream makes is noted where another takes it too early. The graph is that of a GPU: see
+`kernels`. Where numbers are added in any order, their last digits differ from time to time; an
+index that is out of range is found when the host next waits, and nothing computes from then on;
+memory can run out at any operation.
 """
 
+import random
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,7 +27,14 @@ from torch.utils import backend_registration
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.gpu import kernels
+
 NAME = "standin"
+LOST = (
+    "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported "
+    "at some other API call, so the stacktrace below might be incorrect."
+)
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."
 NO_DOUBLE = (
     "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
     "Please use float32 instead."
@@ -67,7 +79,6 @@ class Seen:
         races: {name: times} of those that took what another stream may not have made yet, or
             may make room for something else.
         copies: How many ended after they were asked for.
-        double: Whether the device has float64.
     """
 
     __module__ = "threading"  # else it is taken for the model's state, and put back after a pass
@@ -77,7 +88,6 @@ class Seen:
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
         self.copies = 0
-        self.double = True
 
     def clear(self) -> None:
         """Begin to count anew."""
@@ -88,6 +98,25 @@ class Seen:
 
 
 seen = Seen()
+
+
+class _Device:
+    """What the device is like.
+
+    Attributes:
+        double: Whether it has float64. One that has not is like Apple's, others like CUDA's.
+        lost: Whether an index was out of range: nothing is computed any more.
+        room: How many operations there is memory for, None for all; those that make new tensors.
+    """
+
+    __module__ = "threading"  # as above
+
+    def __init__(self) -> None:
+        self.double, self.lost, self.room = True, False, None
+        self.dice = random.Random(0)
+
+
+_device: Any = _Device()
 
 
 class Stream:
@@ -160,8 +189,8 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnDevice":
-        if held.dtype in _WIDE and not seen.double:
-            raise TypeError(NO_DOUBLE)
+        if held.dtype in _WIDE and not _device.double:
+            kernels.fail(TypeError(NO_DOUBLE))
         made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             held.size(),
@@ -181,6 +210,17 @@ class OnDevice(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _run(func, *args, **(kwargs or {}))
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """What it holds, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: "OnDevice") -> None:
+        """Hold what another one holds, as `Module.to` does with a parameter."""
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held, self.made = other.held, other.made
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         """Keep the memory until a stream has done what it was given by now."""
@@ -213,13 +253,24 @@ class OnDevice(Tensor):
 
 
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation on what its tensors are made of."""
+    """Run an operation on what its tensors are made of; say what ends the process."""
+    try:
+        return _ran(func, *args, **kwargs)
+    except Exception:
+        if kernels.in_engine():
+            traceback.print_exc()
+        raise
+
+
+def _ran(func: Any, *args: Any, **kwargs: Any) -> Any:
     given = tree_leaves((args, kwargs))
     own = {id(t.held): t for t in given if isinstance(t, OnDevice)}
     to = kwargs.get("device")
     stays = kwargs["device"].type == NAME if to is not None else True
     name = func.overloadpacket.__name__
     _require_one_device(func, given, kwargs)
+    if not func._schema.is_mutable and not func.is_view:
+        _require_room()
     seen.operations[name] += 1
     here = _current.stream
     if not all(map(here.has, own.values())):
@@ -228,13 +279,13 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     here.made += 1
     if (name in _WAITS and own) or _reads_mask(func, args):
         seen.waits[name] += 1
-        here.synchronize()
+        _wait(here)
     if func in _ACROSS and own:
         host = not stays or (name == "copy_" and not isinstance(args[0], OnDevice))
         lands = name == "copy_" and not isinstance(args[1], OnDevice)
         if (host or lands) and not _waits_not(args, kwargs):
             seen.waits["to host" if host else "from host"] += 1
-            here.synchronize()
+            _wait(here)
         if name == "copy_" and host and _waits_not(args, kwargs):
             return _later(here.leaving, args[0], args[1].held.clone())
         if lands and _waits_not(args, kwargs):
@@ -245,7 +296,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is _aten.copy_.default and not isinstance(args[0], OnDevice):
         stays = False
     inner, options = tree_map(_within, (args, kwargs))
-    found = _ONLY_THERE.get(name, func)(*inner, **options)
+    found = _computed(func, name, inner, options)
     if torch.Tag.inplace_view in func.tags:  # the shape is the outer tensor's own
         with no_dispatch():
             func(*args, **kwargs)
@@ -255,6 +306,51 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if name == "_pack_padded_sequence":
         return _there(found[0]), found[1]  # torch wants the second on the CPU, always
     return tree_map(lambda t: own[id(t)] if id(t) in own else _there(t), found) if stays else found
+
+
+def _wait(stream: Stream) -> None:
+    """Let the host wait, and find out what went wrong meanwhile."""
+    stream.synchronize()
+    if _device.lost:
+        kernels.fail(torch.AcceleratorError(LOST))
+
+
+def _require_room() -> None:
+    """Raise where memory has run out."""
+    if _device.room is not None:
+        _device.room -= 1
+        if _device.room == 0:  # once: whoever tries again with less may find room
+            _device.room = None
+            kernels.fail(torch.OutOfMemoryError(FULL))
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return what an operation computes, as a GPU does."""
+    every = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    whole = [t for t in every if not (t.is_floating_point() or t.is_complex())]
+    if name in kernels.NO_WHOLE and whole:
+        kernels.fail(NotImplementedError(f"\"{name}_cuda\" not implemented for 'Long'"))
+    run = kernels.ONLY_THERE.get(name, func)
+    try:
+        found = run(*args, **kwargs)
+    except (IndexError, RuntimeError) as error:
+        text = str(error)
+        if not whole or ("out of range" not in text and "out of bounds" not in text):
+            raise
+        _device.lost = True  # nobody knows yet; what comes out is of no use
+        args = tree_map(lambda t: t * 0 if any(t is w for w in whole) else t, args)
+        found = run(*args, **kwargs)
+    return tree_map(_in_any_order, found) if name in kernels.ADDED_IN_ANY_ORDER else found
+
+
+def _in_any_order(t: Any) -> Any:
+    """Change a tensor's last digits, in place."""
+    if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel():
+        off = torch.tensor([_device.dice.choice((-1, 0, 1)) for _ in range(7)], dtype=torch.float32)
+        off = off.repeat(-(-t.numel() // 7))[: t.numel()].view(t.shape)
+        with torch.no_grad():
+            t.mul_(1 + off.to(t.real.dtype) * torch.finfo(t.dtype).eps)
+    return t
 
 
 def _later(queue: list[Callable[[], object]], target: Tensor, source: Tensor) -> Tensor:
@@ -272,62 +368,6 @@ def _there(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return OnDevice(value.resolve_conj().resolve_neg())  # a view of bits would not show
-
-
-def _lstm_cell(gates: Tensor, more: Tensor, cell: Tensor, *biases: Tensor | None) -> Any:
-    """What one kernel does on a GPU, and steps on a CPU: h, c and the gates (n, 4d)."""
-    whole = gates + more + sum(b for b in biases if b is not None)
-    i, f, g, o = whole.chunk(4, 1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    new = f * cell + i * g
-    return o * new.tanh(), new, torch.cat((i, f, g, o), 1)
-
-
-def _lstm_cell_backward(
-    by_h: Tensor | None,
-    by_c: Tensor | None,
-    before: Tensor,
-    after: Tensor,
-    gates: Tensor,
-    bias: Any,
-) -> Any:
-    """Its derivative: by the gates (n, 4d), by the cell before, and by each bias."""
-    i, f, g, o = gates.chunk(4, 1)
-    out = after.tanh()
-    h = torch.zeros_like(after) if by_h is None else by_h
-    c = h * o * (1 - out * out) + (0 if by_c is None else by_c)
-    di, df = c * g * i * (1 - i), c * before * f * (1 - f)
-    whole = torch.cat((di, df, c * i * (1 - g * g), h * out * o * (1 - o)), 1)
-    return whole, c * f, whole.sum(0) if bias else None
-
-
-def _gru_cell(gates: Tensor, more: Tensor, state: Tensor, *biases: Tensor | None) -> Any:
-    """The same of a GRU: h and what its derivative needs (n, 5d)."""
-    a, b = (
-        x if y is None else x + y
-        for x, y in zip((gates, more), biases or (None, None), strict=True)
-    )
-    (r, z, n), (hr, hz, hn) = a.chunk(3, 1), b.chunk(3, 1)
-    r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
-    n = (n + r * hn).tanh()
-    return n + z * (state - n), torch.cat((r, z, n, state, hn), 1)
-
-
-def _gru_cell_backward(by_h: Tensor, kept: Tensor, bias: bool) -> Any:
-    """Its derivative: by both sides' gates (n, 3d), by the state, and by each bias."""
-    r, z, n, state, hn = kept.chunk(5, 1)
-    new = by_h * (1 - z) * (1 - n * n)
-    dr, dz = new * hn * r * (1 - r), by_h * (state - n) * z * (1 - z)
-    first, second = torch.cat((dr, dz, new), 1), torch.cat((dr, dz, new * r), 1)
-    return first, second, by_h * z, *((first.sum(0), second.sum(0)) if bias else (None, None))
-
-
-_ONLY_THERE = {  # kernels that GPUs have and the CPU has not
-    "_thnn_fused_lstm_cell": _lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
-}
 
 
 def _overload(name: str) -> Any:
@@ -365,13 +405,11 @@ def _require_one_device(func: Any, given: list[Any], kwargs: dict[str, Any]) -> 
     off = [t for t in given if isinstance(t, Tensor) and not isinstance(t, OnDevice)]
     there = bool(on) or getattr(kwargs.get("device"), "type", "cpu") == NAME
     if on and any(t.dim() for t in off):
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{NAME}:0 and cpu! ({func})"
-        )
+        what = "Expected all tensors to be on the same device, but found at least two devices, "
+        kernels.fail(RuntimeError(f"{what}{NAME}:0 and cpu! ({func})"))
     draw = kwargs.get("generator")
     if there and draw is not None and draw.device.type != NAME:
-        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+        kernels.fail(RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'"))
 
 
 class _Module:
@@ -409,7 +447,7 @@ class _Module:
 
     def synchronize(self, device: Any = None) -> None:
         self.waited += 1
-        _current.stream.synchronize()
+        _wait(_current.stream)
 
     Stream = Stream
 
@@ -427,6 +465,17 @@ class _Module:
 
 _library: Any = None
 _torch_tensor, _empty = torch.tensor, torch.empty
+_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass, and raise what went wrong in its threads."""
+    found = _run_backward(*args, **kwargs)
+    if kernels.failed and not kernels.in_kernel():
+        error = kernels.failed[0]
+        kernels.failed.clear()
+        raise error
+    return found
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
@@ -437,6 +486,12 @@ def _tensor(data: Any, **options: Any) -> Tensor:
     return _torch_tensor(data, **options).to(device)
 
 
+def _choice(func: Any, chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run what torch chooses on CUDA, or what it chooses on Apple's device."""
+    there = _device.double or func.overloadpacket.__name__ == "rms_norm"
+    return chosen(*args, **kwargs) if there else kernels.composed(func, *args, **kwargs)
+
+
 def register() -> torch.device:
     """Make the device known to torch, for the rest of the process, and return it."""
     global _library
@@ -444,9 +499,13 @@ def register() -> torch.device:
         backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_run, "PrivateUse1")
-        for op in _MAKES:
+        for op in (*_MAKES, "aten::_fused_rms_norm"):
             torch.library.impl(op, "PrivateUse1", partial(_run, _overload(op)))
+        for op, chosen in kernels.CHOSEN.items():
+            run = partial(_choice, _overload(op), chosen)
+            torch.library.impl(f"aten::{op}", "AutogradPrivateUse1", run)
         torch.tensor = _tensor  # torch's own goes past what is registered
+        torch.autograd._engine_run_backward = _backward  # type: ignore[attr-defined]
     return torch.device(NAME, 0)
 
 
@@ -476,21 +535,57 @@ def placed(model: nn.Module) -> nn.Module:
 def pinned() -> Iterator[None]:
     """Let host memory be pinned in the body, which torch does for devices that it knows."""
 
+    def pin_memory(t: Tensor) -> Tensor:
+        if isinstance(t, OnDevice):
+            raise RuntimeError("cannot pin a tensor of the device: only dense CPU tensors can be")
+        strides = zip(t.shape, t.stride(), strict=True)
+        span = 1 + sum((size - 1) * step for size, step in strides) if t.numel() else 0
+        return _empty(span, dtype=t.dtype).as_strided(t.shape, t.stride()).copy_(t)
+
     def empty(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return _empty(*shape, **options)
 
     with (
         patch.object(torch, "empty", empty),
-        patch.object(Tensor, "pin_memory", lambda t: t.clone()),
+        patch.object(Tensor, "pin_memory", pin_memory),
     ):
         yield
 
 
 @contextmanager
 def without_double() -> Iterator[None]:
-    """Let the device have no float64 in the body."""
-    seen.double = False
+    """Let the device have no float64 in the body, and one operation for a linear layer."""
+    apple = torch.library.Library("aten", "IMPL")
+    apple.impl("linear", partial(_run, _aten.linear.default), "PrivateUse1")
+    _device.double = False
     try:
         yield
     finally:
-        seen.double = True
+        _device.double = True
+        apple._destroy()
+
+
+@contextmanager
+def modes_kept() -> Iterator[None]:
+    """Let nothing switch dispatch off in the body: then torch finds no kernels of Python's."""
+    with patch.object(torch._C, "_DisableTorchDispatch", nullcontext):
+        yield
+
+
+@contextmanager
+def full_after(operations: int) -> Iterator[None]:
+    """Let memory run out once in the body, after so many operations."""
+    _device.room = operations
+    try:
+        yield
+    finally:
+        _device.room = None
+
+
+@contextmanager
+def found_again() -> Iterator[None]:
+    """Let the device compute again after the body, though an index was out of range in it."""
+    try:
+        yield
+    finally:
+        _device.lost = False

@@ -1,5 +1,6 @@
 """What is checked on a device; each step returns plain data for the report."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -13,11 +14,16 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 import gradscope
+from gradscope.backends.hooks import block_of, hooks
+from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.blocks import Block
 from gradscope.config import resolve
-from gradscope.core.batch import map_tensors
+from gradscope.core.batch import Batch, map_tensors
 from gradscope.core.memory import peak_memory
+from gradscope.core.problem import Problem
 from gradscope.errors import GradscopeError
 from gradscope.run import compute, prepare
 from tests import oracle
@@ -119,28 +125,29 @@ def _refused_on_cpu(precision: str, name: str) -> bool:
     return False
 
 
-def _error(device: torch.device, precision: str, name: str) -> float:
-    """Return the largest error of a case, relative to each parameter's gradient or to the whole."""
-    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(precision, torch.float32)
-    move, case = moved(device), CASES[name]
+def _setup(name: str, dtype: torch.dtype) -> Setup:
+    """Return a case in another precision."""
 
     def cast(t: Tensor) -> Tensor:
         if t.is_complex():
             return t.to(dtype.to_complex())
         return t.to(dtype) if t.is_floating_point() else t
 
-    def cast_setup() -> Setup:
-        model, loss, inputs, targets = case.build()
-        inputs, targets = map_tensors(cast, (inputs, targets))
-        return Setup(model._apply(cast), loss, inputs, targets)  # type: ignore[no-untyped-call]
+    model, loss, inputs, targets = CASES[name].build()
+    inputs, targets = map_tensors(cast, (inputs, targets))
+    return Setup(model._apply(cast), loss, inputs, targets)  # type: ignore[no-untyped-call]
 
-    own = cast_setup()
+
+def _error(device: torch.device, precision: str, name: str) -> float:
+    """Return the largest error of a case, relative to each parameter's gradient or to the whole."""
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(precision, torch.float32)
+    move, own = moved(device), _setup(name, dtype)
     model = move(own.model)
     if precision == "autocast":
         model = Autocast(model, device)
     scope = gradscope.Scope(model, own.loss)
     rows = scope.per_sample_gradients(*move((own.inputs, own.targets)))
-    wide = cast_setup()
+    wide = _setup(name, dtype)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -150,11 +157,48 @@ def _error(device: torch.device, precision: str, name: str) -> float:
     whole = max((float(g.norm()) for g in right.values()), default=0.0)
     worst = 0.0
     for key, g in right.items():
-        row = rows[f"model.{key}" if precision == "autocast" else key].cpu().to(g.dtype)
+        row = rows[f"model.{key}" if precision == "autocast" else key].cpu()
+        assert row.real.dtype == dtype, f"{key} is {row.dtype}"
+        row = row.to(g.dtype)
         size = max(float(g.norm()), 1e-2 * whole)
         gap = float((row - g).norm())
         worst = max(worst, gap / size if size else gap)
     return worst
+
+
+RULES = {  # of operations that torch records on GPUs only, each with a case that has it there
+    "CudnnBatchNormBackward0": "residual_network",
+    "FusedRmsNormBackward0": "rms_norm",
+    "ThnnFusedGruCellBackward0": "gru",
+    "ThnnFusedLstmCellBackward0": "lstm",
+    "LinearBackward0": "linear_four_extra_axes",  # on Apple's
+}
+UNTRIED = {"MiopenBatchNormBackward0"}  # as cuDNN's
+
+
+def rules(device: torch.device, kinds: Iterable[str]) -> dict[str, Any]:
+    """Hold what the rules of such operations make of a case against the masked fallback."""
+    found: dict[str, Any] = {"right": 0, "wrong": {}, "broken": {}}
+    move, fired = moved(device), set()
+
+    def compared(kind: str, site: Site) -> Block:
+        block = block_of(kind, site)
+        if kind in kinds:
+            right, own = masked(site).dense(), block.dense()
+            if not torch.allclose(own, right, rtol=1e-4, atol=1e-6 * float(right.abs().max())):
+                found["wrong"][kind] = float((own - right).abs().max())
+            if (rule := node_rules.find(kind)) is not None and rule(site) is not None:
+                fired.add(kind)
+        return block
+
+    for kind in kinds:
+        own = _setup(RULES[kind], torch.float32)
+        batch = Batch.of(*move((own.inputs, own.targets)))
+        with hooks(Problem.of(move(own.model), own.loss), contract=compared) as evaluate:
+            evaluate(batch)
+    found["right"] = len(fired)
+    found["broken"] = dict.fromkeys(set(kinds) - fired, "the rule was not used")
+    return found
 
 
 def small(n: int, dtype: torch.dtype = torch.float32) -> dict[str, Setup]:
@@ -255,6 +299,94 @@ def _waits(device: torch.device, kind: str, run: Callable[..., Any], n: int) -> 
     return [sum("synchroniz" in str(w.message) for w in caught), None]
 
 
+class Drawing(nn.Module):
+    """Draws by dropout, and by a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.dropout(self.first(x), 0.5, self.training)
+        return self.second((hidden + torch.randn_like(hidden)).tanh())
+
+
+def fixed(device: torch.device) -> dict[str, Any]:
+    """Hold gradients under fixed random numbers against those on the CPU: they are the same."""
+    found: dict[str, Any] = {"right": 0, "largest": 0.0, "wrong": {}, "broken": {}}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, x, y = Drawing(), torch.randn(6, 6), torch.arange(6) % 3
+    wide, move = copy.deepcopy(model).double(), moved(device)
+    own = standin.modes_kept if device.type == standin.NAME else nullcontext
+    right = gradscope.per_sample_gradients(wide, F_CROSS, x.double(), y, randomness="fixed")
+    for backend in ("hooks", "loop", "vmap"):
+        there = move(copy.deepcopy(model))
+        try:
+            with (
+                own(),
+                gradscope.Scope(there, F_CROSS, randomness="fixed", backend=backend) as scope,
+            ):
+                error = _gap(scope.per_sample_gradients(*move((x, y))), right, rotated=False)
+        except Exception as other:
+            found["broken"][backend] = f"{type(other).__name__}: {other}"[:300]
+            continue
+        right_now = error <= TOLERANCES["float32"]
+        found["right"] += right_now
+        found["largest"] = max(found["largest"], error)
+        found["wrong"] |= {} if right_now else {backend: error}
+    return found
+
+
+def lost() -> dict[str, Any]:
+    """Give labels and tokens that are out of range: one error says so, and which samples."""
+    found: dict[str, Any] = {"told": 0, "wrong": {}}
+    move = moved(torch.device(standin.NAME, 0))
+    for kind in ("dense", "embedding"):
+        for task, run in TASKS.items():
+            model, loss, x, y = small(8)[kind]
+            if kind == "dense":
+                y = y.index_fill(0, torch.tensor([5]), 7)
+            else:
+                x = x.index_fill(0, torch.tensor([5]), 70)
+            with standin.found_again():
+                try:
+                    run(gradscope.Scope(move(model), loss), *move((x, y)))
+                    found["wrong"][f"{kind}: {task}"] = "answered"
+                except gradscope.errors.ModelError as error:
+                    clear = "samples 0 to 7: the device has stopped" in str(error)
+                    found["told"] += clear
+                    found["wrong"] |= {} if clear else {f"{kind}: {task}": str(error)}
+                except Exception as other:
+                    found["wrong"][f"{kind}: {task}"] = f"{type(other).__name__}: {other}"[:300]
+    return found
+
+
+def full(tries: int) -> dict[str, Any]:
+    """Let memory run out at some operations of a run to a file: it is right, or told in a word."""
+    found: dict[str, Any] = {"right": 0, "halved": 0, "told": 0, "wrong": {}}
+    with TemporaryDirectory() as folder:
+        right, out = Path(folder) / "right.h5", Path(folder) / "out.h5"
+        standin.seen.clear()
+        _computed(right, standin.NAME, "dense", "float32")
+        every = standin.seen.operations.total()
+        for k in range(1, every, max(1, every // tries)):
+            try:
+                with standin.full_after(k):
+                    notes = _computed(out, standin.NAME, "dense", "float32")
+                error = _file_gap(out, right)
+                found["right"] += error <= TOLERANCES["float32"]
+                found["halved"] += any("memory ran out" in note for note in notes)
+                found["wrong"] |= {} if error <= TOLERANCES["float32"] else {str(k): error}
+            except (GradscopeError, torch.OutOfMemoryError) as error:  # the command line tells both
+                known = isinstance(error, torch.OutOfMemoryError) or "memory ran out" in str(error)
+                found["told"] += known
+                found["wrong"] |= {} if known else {str(k): str(error)[:300]}
+            except Exception as other:
+                found["wrong"][str(k)] = f"{type(other).__name__}: {other}"[:300]
+    return found
+
+
 def memory(device: torch.device) -> dict[str, Any]:
     """Measure the peak bytes that each task takes beyond the model and its batch."""
     found: dict[str, Any] = {}
@@ -298,18 +430,19 @@ def _options(out: Path, device: str, layout: str, dtype: str) -> list[str]:
 _STORED = ("identity", "clip:max_norm=1", "clip:max_norm=1 | mean")
 
 
-def _computed(out: Path, device: str, layout: str, dtype: str) -> None:
+def _computed(out: Path, device: str, layout: str, dtype: str) -> tuple[str, ...]:
+    """Compute a file, and return the notes where it is done in this process."""
     if device == standin.NAME:  # which the command line does not know
         asked = {"samples": "0:300", "batch_size": 64, "transform": [*_STORED], "layout": layout}
         spec = resolve(ROOT / RUN[2], {"compute": asked | {"dtype": dtype}})
         with standin.pinned(), patch("gradscope.run.job._placed", lambda m, *_: standin.placed(m)):
-            compute(prepare(spec), out, overwrite=True)
-        return
+            return compute(prepare(spec), out, overwrite=True).notes
     done = subprocess.run(
         _options(out, device, layout, dtype), cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr[-2000:]}")
+    return ()
 
 
 def _file_gap(one: Path, other: Path) -> float:

@@ -17,6 +17,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 FAULTS = """
 import torch
+from gradscope.core.batch import Batch
+from gradscope.run.overlap import to_device
 from tests.gpu import device, steps
 there = device.register()
 move, found = steps.moved(there), []
@@ -56,6 +58,13 @@ print([counted(run) for run in (
     lambda: [row.cpu() for row in x], lambda: x[x > 0], lambda: x.nonzero(),
     lambda: x.sum().tolist(), lambda: bool((x > 0).all()), lambda: torch.tensor([1.0]).to(there),
 )])
+wide = torch.ones(2, 3).to(there)
+print(refused(lambda: torch.arange(4).to(there).view(2, 2) @ torch.arange(4).to(there).view(2, 2)))
+given = torch.ones(1, 3).expand(2, 3), torch.arange(12.0).view(2, 6)[:, ::2], wide, torch.ones(())
+with device.pinned():
+    batch = to_device(Batch(given, None, torch.arange(2)), there)
+    torch.standin.synchronize()
+print(all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(batch.inputs, given)))
 """
 
 
@@ -107,19 +116,23 @@ def test_the_generator_of_any_device_is_put_back_and_watched() -> None:
 
 
 def test_device_refuses_and_counts_what_a_gpu_would() -> None:
-    mixed, generator, cast, made, host, streams, counts = lines_of(FAULTS)
+    mixed, generator, cast, made, host, streams, counts, whole, pinned = lines_of(FAULTS)
     assert "at least two devices" in mixed
     assert "device type for generator" in generator
     assert "doesn't support float64" in cast and "doesn't support float64" in made
     assert "to numpy" in host
     assert streams == "[True, 0.0, 24.0, False, 0.0, 24.0]"
     assert json.loads(counts) == [0, 0, 0, 1, 4, 1, 1, 1, 1, 1]
+    assert "not implemented for 'Long'" in whole
+    assert pinned == "True"  # what cannot be pinned as it is, and what is there already, comes too
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpu") / "report.json"
-    wanted = "float32 without float64,chains without float64,waits,run to a file"
+    wanted = "float32 without float64,chains without float64,rules without float64,"
+    wanted += "fixed random numbers without float64,float32,rules,waits,run to a file,"
+    wanted += "an index out of range,memory runs out"
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--standin", "--quick"]
     subprocess.run(
         [*command, "--steps", wanted, "--json", str(out)], cwd=ROOT, env=ENVIRONMENT, check=False
@@ -128,8 +141,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return steps
 
 
-def test_cases_are_right_on_a_device_without_float64(report: dict[str, Any]) -> None:
-    found = report["float32 without float64"]
+@pytest.mark.parametrize("step", ["float32 without float64", "float32"])
+def test_cases_are_right_on_a_device(report: dict[str, Any], step: str) -> None:
+    found = report[step]
     assert (found["wrong"], found["refused"], found["broken"]) == ({}, {}, {})
     assert found["right"] >= 8 and 0 < found["largest"] < 1e-3
 
@@ -138,6 +152,26 @@ def test_chains_are_right_on_a_device_without_float64(report: dict[str, Any]) ->
     found = report["chains without float64"]
     assert (found["wrong"], found["broken"]) == ({}, {})
     assert found["right"] >= 10
+
+
+def test_operations_that_gpus_alone_have_are_contracted_by_rules(report: dict[str, Any]) -> None:
+    for step in ("rules", "rules without float64"):
+        assert (report[step]["wrong"], report[step]["broken"]) == ({}, {})
+
+
+def test_fixed_random_numbers_are_those_of_the_cpu(report: dict[str, Any]) -> None:
+    found = report["fixed random numbers without float64"]
+    assert (found["right"], found["wrong"], found["broken"]) == (3, {}, {})
+
+
+def test_an_index_out_of_range_is_told_once_and_says_whose(report: dict[str, Any]) -> None:
+    found = report["an index out of range"]
+    assert (found["told"], found["wrong"]) == (8, {})
+
+
+def test_a_run_goes_on_with_fewer_samples_where_memory_runs_out(report: dict[str, Any]) -> None:
+    found = report["memory runs out"]
+    assert found["wrong"] == {} and found["right"] >= 2 and found["halved"] >= 1
 
 
 def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> None:

@@ -70,6 +70,16 @@ def lstm(net, x):
     return net.a(x)[0]
 
 
+@program(lambda: ({"a": nn.GRU(4, 3, batch_first=True)}, torch.randn(N, 6, 4)))
+def gru(net, x):
+    return net.a(x)[0]
+
+
+@program(lambda: ({"a": nn.Linear(4, 3), "norm": nn.RMSNorm(3)}, torch.randn(N, 6, 4)))
+def rms_norm(net, x):
+    return net.norm(net.a(x)).tanh()
+
+
 @case()
 def lstm_two_layers_bidirectional_projected() -> Setup:
     rnn = nn.LSTM(4, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True)

@@ -49,7 +49,8 @@ def block_of(kind: str, site: Site) -> Block:
     """Return the block by the operation's rule, or by the masked fallback."""
     rule = node_rules.find(kind)
     one = site.gradients[0] is not None and site.axes[0] is not None
-    usable = one or kind == recurrent.KIND  # all other rules are of operations with one output
+    # all other rules are of operations with one output
+    usable = one or kind in (recurrent.KIND, *recurrent.CELLS)
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block
 
@@ -75,8 +76,8 @@ def hooks(
 
 # Rules in which an entry of the output gradient adds to its owner's row alone, whoever that is;
 # the second go by axes that lie side by side as well.
-_MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm")
-_NORMS = ("NativeLayerNorm", "NativeBatchNorm")
+_MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
+_NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
 _APART = ("Convolution", "Embedding", "Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
 
 
@@ -152,6 +153,8 @@ class _Program:
         sharding = self.problem.sharding
         with nullcontext() if sharding is None else sharding.exchange():
             analysis = self._analysis(recorded, batch) if new or known is None else known
+            if new:
+                self.problem.any(False)  # where one process refuses, no other begins a pass
             gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=new)
 
@@ -179,9 +182,7 @@ class _Program:
         Raises:
             UnsupportedError: They do, or nothing tells them apart.
         """
-        single = len(batch.whole) == 1
-        samples = batch.whole.resized(2) if single else batch.whole
-        losses, recorded = self._record(samples)
+        losses, recorded = self._record(batch.whole)
         rows = torch.full(losses.shape, -1, device=losses.device)
         sample, position = batch.sample.to(losses.device), batch.position.to(losses.device)
         rows[sample, position] = torch.arange(len(batch), device=losses.device)
@@ -189,13 +190,13 @@ class _Program:
         if recorded is None:
             return Evaluation(own, self._gradients({}, own), new=True)
         recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
-        known = self._fitting(recorded)
+        known, single = self._fitting(recorded), len(batch.whole) == 1
         if known is None and single:
             known = next((a for a in self.singles if a.fits(recorded)), None)
         if known is None and not proved:
             require_independent(self.problem, batch, own)
         find = self._of_single if single else self._analysis
-        analysis = find(recorded, samples) if known is None else known
+        analysis = find(recorded, batch.whole) if known is None else known
         parts = self._parts(recorded, analysis, rows)
         return Evaluation(own, self._gradients(parts, own), new=known is None)
 
@@ -257,7 +258,8 @@ class _Program:
         try:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
-            layer = mixing_layer(self.problem, batch)
+            # which takes forward passes, that other processes may not make
+            layer = None if self.problem.sharding else mixing_layer(self.problem, batch)
             error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):
@@ -305,13 +307,20 @@ class _Program:
             for edges in self._windows(recorded, analysis):
                 sites = [(edge, site(edge)) for edge in edges]
                 arrived = [
-                    (edge.source, self.contract(recorded.kinds[edge.node], at_edge))
+                    (edge.source, self._contracted(recorded, edge, at_edge))
                     for edge, at_edge in sites
                     if any(g is not None for g in at_edge.gradients)
                 ]
                 for name, blocks in pull_back(recorded, arrived, self.problem.parameters).items():
                     parts.setdefault(name, []).extend(blocks)
         return parts
+
+    def _contracted(self, recorded: Trace, edge: FrontierEdge, site: Site) -> Block:
+        """Return the block at an edge; some kernels save float32 of values in half precision."""
+        source, output = edge.source
+        block = self.contract(recorded.kinds[edge.node], site)
+        dtype = internals.output_dtypes(recorded.nodes[source])[output]
+        return block if block.dtype == dtype else block.to(dtype)
 
     def _windows(self, recorded: Trace, analysis: Analysis) -> Iterator[Sequence[FrontierEdge]]:
         """Yield the frontier, in parts whose parameters are there while they are worked on."""

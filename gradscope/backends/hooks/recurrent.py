@@ -9,6 +9,8 @@ saves inputs and outputs, so z of all steps is two matrix products, and δ one p
 time (Hochreiter and Schmidhuber 1997; Gers et al. 2000 for the forget gate).
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -20,6 +22,7 @@ from gradscope.backends.hooks.rules import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
 
 KIND = "MkldnnRnnLayerBackward0"
+CELLS = ("ThnnFusedLstmCellBackward0", "ThnnFusedGruCellBackward0")  # a step on a GPU
 
 _LSTM = 2  # how the kernel numbers its kinds of cells
 _INPUT_WEIGHT, _STATE_WEIGHT, _BIASES = 1, 2, (3, 4)
@@ -49,6 +52,20 @@ def lstm(site: Site) -> Block | None:
     if site.slot == _STATE_WEIGHT:
         return OuterBlock.matrix(gates.transpose(0, 1), before.transpose(0, 1))
     return DenseBlock(total) if site.slot in _BIASES else None
+
+
+@node_rules.register(CELLS[0])
+@node_rules.register(CELLS[1])
+def cell(site: Site) -> Block | None:
+    """The biases of a step in one kernel: their gradient is that of the gates (n, k·h)."""
+    axis = next(axis for axis in site.axes if axis is not None)  # of h, and of c
+    if site.slot not in _BIASES or axis.axis != 0:
+        return None
+    if site.node not in site.shared:
+        site.shared[site.node] = internals.pull(site.node, site.gradients)
+    gates = site.shared[site.node][site.slot - _BIASES[0]]  # of the input, or of the state
+    assert gates is not None
+    return replace(site, gradients=(gates,), axes=(axis,)).reduced(gates)
 
 
 def _gate_gradients(site: Site) -> tuple[Tensor, Tensor, Tensor]:

@@ -194,6 +194,21 @@ def _outer(site: Site, left: Tensor, right: Tensor) -> Block:
     return OuterBlock(a, b, site.shape)
 
 
+@node_rules.register("LinearBackward0")
+def linear(site: Site) -> Block | None:
+    """A linear layer in one operation, as on Apple's MPS: input (..., i) and output (..., o)."""
+    gradient = site.gradient
+    if site.axis.axis == gradient.dim() - 1:
+        return None
+    if site.slot == 2:
+        return site.reduced(gradient)
+    inputs = site.saved("input").conj()
+    if site.slot == 0 or gradient.dim() == 2:
+        return _outer(site, gradient, inputs) if site.slot == 1 else None
+    rows, columns = (site.first(t).flatten(1, -2) for t in (gradient, inputs))
+    return OuterBlock.matrix(rows, columns)
+
+
 @node_rules.register("MvBackward0")
 def mv(site: Site) -> Block | None:
     """Rows of samples times a parameter vector: gᵢ = Σₜ bᵢₜ aᵢₜ."""
@@ -267,6 +282,12 @@ def layer_norm(site: Site) -> Block:
     return site.reduced(standard.mul_(site.gradient))
 
 
+@node_rules.register("FusedRmsNormBackward0")
+def rms_norm(site: Site) -> Block:
+    """RMSNorm over the last axes, in one kernel as on GPUs: gᵢ = Σₜ bᵢₜ · xᵢₜ / rms(xᵢₜ)."""
+    return site.reduced(site.gradient * (site.saved("input") * site.saved("result1")))
+
+
 @node_rules.register("NativeGroupNormBackward0")
 def group_norm(site: Site) -> Block:
     """Group normalisation: channels on axis 1, statistics for each sample and group.
@@ -284,6 +305,8 @@ def group_norm(site: Site) -> Block:
 
 
 @node_rules.register("NativeBatchNormBackward0")
+@node_rules.register("CudnnBatchNormBackward0")
+@node_rules.register("MiopenBatchNormBackward0")
 def batch_norm(site: Site) -> Block | None:
     """Batch normalisation on running statistics, which are constants."""
     if site.saved("training") or site.axis.axis == 1:
@@ -295,7 +318,8 @@ def batch_norm(site: Site) -> Block | None:
         site.saved(k).reshape(-1, *[1] * (values.dim() - 2))
         for k in ("running_mean", "running_var")
     )
-    standard = (values - mean) * torch.rsqrt(variance + site.saved("eps"))
+    own = internals.kind(site.node) == "NativeBatchNormBackward0"
+    standard = (values - mean) * torch.rsqrt(variance + site.saved("eps" if own else "epsilon"))
     return _channels(site, site.gradient * standard)
 
 

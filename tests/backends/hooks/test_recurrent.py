@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import gradscope
 from gradscope.backends.hooks import block_of, hooks
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.rules import Site
@@ -120,3 +121,20 @@ def test_a_layer_whose_steps_are_unknown_is_recorded_step_by_step(batch: Batch) 
     assert fused.dtype == torch.bfloat16
     _, kinds = evaluated(Problem.of(model, loss), halves)
     assert kinds and internals.FUSED_RECURRENT.isdisjoint(kinds)
+
+
+def test_steps_are_recorded_whichever_way_tf32_is_set() -> None:
+    """torch's own context managers fail where it is set for convolutions alone."""
+    model, flags = Recurrent().double(), torch.backends.cudnn.conv
+    x, y = torch.randn(N, T, IN, dtype=torch.float64), torch.ones(N, dtype=torch.float64)
+    right = torch.autograd.grad(loss(model(x), y).sum(), [*model.parameters()])
+    before = flags.fp32_precision
+    try:
+        flags.fp32_precision = "ieee"
+        found = gradscope.expectation(model, loss, "sum", x, y, backend="hooks")
+        gradscope.expectation(model, loss, "hvp | sum", x, y)
+        assert (flags.fp32_precision, torch.backends.cudnn.enabled) == ("ieee", True)
+    finally:
+        flags.fp32_precision = before
+    for one, other in zip(found.values(), right, strict=True):
+        torch.testing.assert_close(one, other)

@@ -10,6 +10,7 @@ from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.blocks import Block
 from tests.backends.outcomes import run
 from tests.cases import CASES
+from tests.gpu import steps
 
 FIRE = {
     "addmm_and_baddbmm": "Addmm Expand",
@@ -50,6 +51,7 @@ def test_a_rule_fires_and_equals_the_fallback(name: str) -> None:
 
 
 def test_every_rule_is_above() -> None:
-    """But those of the fused LSTM layer and of experts: see test_recurrent.py, test_experts.py."""
+    """But those of fused LSTM layers, of experts, of GPUs: test_recurrent, test_experts, gpu."""
     above = {f"{kind}Backward0" for kinds in FIRE.values() for kind in kinds.split()}
-    assert above == {*node_rules.names()} - {recurrent.KIND, "GroupedMmBackward0"}
+    elsewhere = {recurrent.KIND, "GroupedMmBackward0", *steps.RULES, *steps.UNTRIED}
+    assert above == {*node_rules.names()} - elsewhere

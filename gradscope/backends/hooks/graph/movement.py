@@ -210,6 +210,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
         "HuberLoss Hypot I0 Imag L1Loss LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid "
         "Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul Mvlgamma NanToNum "
         "NativeDropout Neg Normal Polar Polygamma Pow PreluKernel Real Reciprocal Relu Remainder "
+        "RegisterPostBackwardFunctionBackward RegisterPreBackwardFunctionBackward "  # fully_shard's
         "Round Rsqrt Rsub Selu Sgn Sigmoid SigmoidBackward Sign Silu SiluBackward Sin Sinc Sinh "
         "SmoothL1Loss SoftMarginLoss Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E "
         "SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Square Sub Tan Tanh "
@@ -232,7 +233,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     **_named(_sliced, "Slice Split SplitWithSizes UnsafeSplit"),
     **_named(_padded, "ConstantPadNd"),
     # statistics are taken over the samples, or are not: in either case all stay where they are
-    **_named(lambda p: p.in_place, "CudnnBatchNorm NativeBatchNorm"),
+    **_named(lambda p: p.in_place, "CudnnBatchNorm MiopenBatchNorm NativeBatchNorm"),
     **_named(  # on the last two axes
         lambda p: p.in_place and p.axis < p.rank - 2,
         "Cdist LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr "
@@ -265,6 +266,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
         "GradscopeLinearBackward GradscopeWeightBackward Linear MkldnnLinear",
     ),
     **_named(_time_major, "MkldnnRnnLayer CudnnRnn MiopenRnn"),
+    **_named(lambda p: p.axis == p.out_axis == 0, "ThnnFusedLstmCell ThnnFusedGruCell"),
     **_named(lambda p: p.axis == 1 and p.out_axis == 0, "CtcLoss"),
 }
 
