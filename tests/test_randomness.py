@@ -1,6 +1,7 @@
 """Random numbers fixed by seed and sample: every backend, batch and order has the same masks."""
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from scipy import stats
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
 from torch.utils.checkpoint import checkpoint
 
 import gradscope
@@ -70,6 +72,18 @@ def filled(h: Tensor) -> Tensor:
     return h * (made + torch.empty_like(h).normal_(0, 2) + torch.empty_like(h).cauchy_() * 1e-3)
 
 
+def given(h: Tensor) -> Tensor:
+    """By out=, which is large enough, or not, and of another type."""
+    found = torch.rand(h.shape, out=torch.empty(0)) + torch.randn(h.shape, out=torch.empty(h.shape))
+    found = found + torch.bernoulli(h.sigmoid().detach(), out=torch.empty_like(h))
+    found = found + torch.normal(h.detach(), torch.ones_like(h), out=torch.empty_like(h))
+    whole = torch.randint(5, h.shape, out=torch.empty(h.shape, dtype=torch.int64))
+    place = torch.multinomial(
+        h.softmax(-1).detach(), 2, out=torch.empty(len(h), 2, dtype=torch.int64)
+    )
+    return h * (found + whole + place.sum(1, keepdim=True))
+
+
 def shuffled_and_back(h: Tensor) -> Tensor:
     order = torch.randperm(len(h))
     return F.dropout(h, 0.3) + h[order].tanh()[order.argsort()]
@@ -99,6 +113,12 @@ def compiled() -> nn.Module:
     return torch.compile(inner, backend="aot_eager")
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(nn.Linear(O, O), nn.Dropout(0.3)))
+
+
 CASES: dict[str, Callable[[], Net]] = {
     "dropout": between(lambda h: F.dropout(h, 0.4)),
     "dropout_in_place": between(lambda h: F.dropout(h * 1, 0.4, inplace=True)),
@@ -124,6 +144,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "gamma": between(lambda h: h + torch.distributions.Gamma(h.exp(), 2.0).rsample()),
     "laplace": between(lambda h: torch.distributions.Laplace(h, h.exp()).rsample()),
     "dirichlet": between(lambda h: h * torch.distributions.Dirichlet(h.exp()).rsample()),
+    "into_a_given_tensor": between(given),
     "shuffled_and_back": between(shuffled_and_back),
     "generator_for_all": between(lambda h: h * torch.rand(O, generator=seeded())),
     "multinomial": between(lambda h: h * torch.multinomial(h.softmax(-1), 1)),
@@ -180,6 +201,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "checkpointed": sequence(recomputed(reentrant=False), c=lambda: nn.Linear(O, O)),
     "checkpointed_reentrant": sequence(recomputed(reentrant=True), c=lambda: nn.Linear(O, O)),
     "compiled": sequence(lambda net, h: net.c(h.mean(1)), c=compiled),
+    "scripted": sequence(lambda net, h: net.c(h.mean(1)), c=scripted),
 }
 SHARED = (
     *("multinomial_shared", "shared_by_all", "one_way_for_all", "python_and_numpy", "randperm"),
@@ -189,9 +211,9 @@ OWN = ("generator_for_all",)  # numbers that all samples share, which the model 
 REFUSES = {
     "vmap": (  # what torch.func has no rule for
         *("rrelu", "one_way_for_all", "randperm", "checkpointed", "checkpointed_reentrant"),
-        *("dirichlet", "shuffled_and_back", *OWN),
+        *("dirichlet", "shuffled_and_back", "into_a_given_tensor", *OWN),
     ),
-    "expand": OWN,
+    "expand": ("into_a_given_tensor", *OWN),
 }
 PLACES = torch.tensor([5, 0, 3, 6, 1])
 
@@ -463,10 +485,16 @@ def masked(net: Net, x: Tensor) -> Tensor:
     return net.b(torch.zeros_like(h).masked_scatter(keep[..., None], F.dropout(h[keep])).mean(1))
 
 
+def two_outs(h: Tensor) -> Tensor:
+    kept, places = torch.empty_like(h), torch.empty(h.shape, dtype=torch.bool)
+    torch.ops.aten.native_dropout.out(h.detach(), 0.5, True, out0=kept, out1=places)
+    return h + kept
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (between(lambda h: h * torch.rand(h.shape, out=torch.empty(()))), "rand draws random"),
+        (between(two_outs), "native_dropout draws random"),
         (between(lambda h: h * torch.empty_like(h).random_()), "no fixed random integers"),
         (between(lambda h: h * torch.empty(len(h) + 1, 1).uniform_()[:-1]), "uniform draws"),
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
@@ -618,6 +646,34 @@ def test_checkpointed_and_compiled_models_run_as_they_are_written(name: str, bac
             torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
 
 
+def chosen(net: Net, x: Tensor, torchs: bool) -> Tensor:
+    """torch's control flow of functions that close over parameters, and what it stands for."""
+    h, ways = net.a(x.mean(1)), (lambda h: net.c(h).tanh(), lambda h: net.c(h).sin())
+    flag = net.a.weight.detach().sum() > 0
+    if not torchs:
+        h = net.c(ways[0](ways[0](ways[0 if flag else 1](h))))
+        return net.b(torch.stack([h, net.c(h + x.sum((1, 2))[:, None])]).sum(0))
+    h = torch.cond(flag, *ways, (h,))
+    start = (torch.zeros((), dtype=torch.int64), h)
+    _, h = while_loop(lambda k, h: k < 2, lambda k, h: (k + 1, ways[0](h)), start)
+    given = torch.stack([torch.zeros_like(h), x.sum((1, 2))[:, None].expand_as(h)])
+    return net.b(scan(lambda h, t: ((new := net.c(h + t)), new.clone()), h, given)[1].sum(0))
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop", "expand"])
+def test_control_flow_by_functions_gives_its_parameters_their_gradient(backend: str) -> None:
+    """Where it is not compiled, torch silently gives what such functions close over none."""
+    torch.compile(lambda x: x, backend="eager")  # what is compiled runs as it is written
+    model, x, y = built(lambda: Net(partial(chosen, torchs=True), c=nn.Linear(O, O)))
+    found = gradscope.per_sample_gradients(model, "cross_entropy", x, y, backend=backend)
+    model.body = partial(chosen, torchs=False)
+    for i in range(N):
+        loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        own = torch.autograd.grad(loss, list(model.parameters()))
+        for (key, _), right in zip(model.named_parameters(), own, strict=True):
+            torch.testing.assert_close(found[key][i], right, rtol=1e-9, atol=1e-12)
+
+
 def test_a_checkpoint_that_training_gives_no_gradient_is_told_of() -> None:
     def body(net: Net, x: Tensor, reentrant: bool) -> Tensor:
         return net.b(checkpoint(net.a, x.mean(1), use_reentrant=reentrant))
@@ -692,14 +748,24 @@ def random_later(net: Net, x: Tensor) -> Tensor:
     return net.b(net.a(x.mean(1)) * keep)
 
 
-@pytest.mark.parametrize(("body", "fixed"), [(turned_later, "fixed"), (random_later, "refuse")])
+def sorted_later(net: Net, x: Tensor) -> Tensor:
+    """The same program; what is dropped belongs to rows, not to samples."""
+    order = x[:, 0, 0].double().sign().argsort(descending=True, stable=True)
+    return net.b(F.dropout(net.a(x.mean(1))[order], 0.5)[order.argsort()])
+
+
+@pytest.mark.parametrize(
+    ("body", "fixed"),
+    [(turned_later, "fixed"), (random_later, "refuse"), (sorted_later, "fixed")],
+)
 def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
     model, x, y = built(lambda: Net(body))
     x, y = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
     asked = gradscope.Scope(model, "cross_entropy", backend="hooks", randomness=fixed)
     asked.session.auditor.clock = lambda: 0.0  # there is no time for other audits
+    x[:, 0, 0] = x[:, 0, 0].abs()
     asked.norms(x, y)
-    x[0, 0, 0] = 10.0
+    x[0, 0, 0], x[2, 0, 0] = 10.0, -1.0
     with pytest.raises((RefusedError, CertificateError)):
         asked.norms(x, y)
 

@@ -25,8 +25,17 @@ cast = torch.ops.aten._to_copy.default  # as `Tensor.to`, of which nothing is ma
 def draw(func: Any, args: Any, kwargs: dict[str, Any], words: Words) -> Any:
     """Return what a random operation draws of `words`; NotImplemented where it has no rule."""
     rule = _RULES.get(kind_of(func))
-    given = None if rule is None else _bound(func, args, kwargs)
-    return NotImplemented if rule is None or given is None else rule(func, given, words)
+    outs = [a.name for a in func._schema.arguments if a.is_out]
+    if rule is None or len(outs) > 1:
+        return NotImplemented
+    given = _bound(func, args, kwargs)
+    if not outs:
+        return rule(func, given, words)
+    out: Tensor = given.pop(outs[0])
+    drawn = rule(func, given | {"dtype": out.dtype, "device": out.device}, words)
+    if drawn is NotImplemented:
+        return drawn
+    return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
 
 
 @cache
@@ -214,11 +223,9 @@ _RULES = {
 }
 
 
-def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments by name, defaults filled in; None of an operation with out=."""
+def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments by name, defaults filled in."""
     arguments = func._schema.arguments
-    if any(a.is_out for a in arguments):
-        return None
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given.update({a.name: value for a, value in zip(arguments, args, strict=False)})
     return given | kwargs

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.jit._fuser import optimized_execution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -111,6 +112,8 @@ class _Run:
     other: tuple[frozenset[int], int] = (frozenset(), 0)
     before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
     program: int = 0  # stands for the operations so far
+    picked: int = 0  # stands for the rows that values have picked so far
+    unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
         """Return where the samples are in the numbers of a call, of one of some shapes.
@@ -128,6 +131,7 @@ class _Run:
         self.plans = [plan for plan, _ in fitting]
         found = {place for _, place in fitting}
         if len(found) != 1:
+            self.unplanned = True
             raise Unplanned
         return found.pop()
 
@@ -137,7 +141,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws every random number of a model by `seed`, the number of the call, and the sample.
 
     Programs that draw in the same shapes pass for one, though one may turn what it draws another
-    way than the other. So whoever proves answers is told of programs that are `new`.
+    way than the other, or draw for rows that values have put in another order. So whoever proves
+    answers is told of programs, and of orders, that are `new`.
     """
 
     seed: int
@@ -160,7 +165,13 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._active = True
         try:
-            with torch.random.fork_rng(devices=[]), random_numbers_kept(), _unfused(model), self:
+            with (
+                torch.random.fork_rng(devices=[]),
+                random_numbers_kept(),
+                _unfused(model),
+                optimized_execution(False),  # TorchScript draws otherwise later on
+                self,
+            ):
                 torch.default_generator.manual_seed(_code(0))
                 yield
         finally:
@@ -215,6 +226,10 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         np.random.seed(self.seed % 2**32)
         try:
             yield
+        except Exception as error:
+            if run.unplanned:
+                raise Unplanned from error
+            raise
         finally:
             self._open.pop()
             self.new |= run.program not in self._programs
@@ -229,7 +244,11 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or draw in its place."""
         kwargs = kwargs or {}
         if self._open:
-            self._open[-1].program = hash((self._open[-1].program, func))
+            run = self._open[-1]
+            run.program = hash((run.program, func))
+            for chosen in () if run.apart else _choices(func, args):
+                with torch._C._DisableTorchDispatch():
+                    run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # what an operation has saved of itself is one already
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
@@ -305,6 +324,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place.axis is None:
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
+        run.program = hash((run.program, run.picked))  # whose rows are these?
         each = made(run.index, place.shape)
         calls, trial = run.other
         if call in calls:
@@ -571,6 +591,18 @@ def _numbers(
     for start, made in zip(torch.split(starts, rows), torch.split(words, rows), strict=True):
         _mixed(torch.add(start, steps, out=made))
     return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
+
+
+def _choices(func: Any, args: Any) -> list[Tensor]:
+    """Return what picks rows by its values, in an operation along the first axis."""
+    kind, found = kind_of(func), []
+    if kind in ("index", "index_put"):
+        found = args[1][:1]
+    elif kind in ("masked_select", "masked_scatter"):
+        found = [args[1]]
+    elif kind in ("index_select", "index_add", "index_copy", "gather", "scatter", "scatter_add"):
+        found = [args[2]] if args[1] == 0 else []
+    return [t for t in found if type(t) is Tensor and not t.is_meta]
 
 
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,66 @@
+"""Control flow that is handed to torch as functions, run as Python would: cond, while_loop, scan.
+
+torch compiles such functions to find what they close over. Where compiled code runs as it is
+written, or a dispatch mode is active, it does not, and what they close over, parameters for
+instance, silently gets no gradient. Run step by step, autograd records every operation of theirs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gradscope.core.batch import tensors
+
+Function = Callable[..., Any]
+
+
+def _cond(pred: Any, true: Function, false: Function, operands: Sequence[Any]) -> Any:
+    return (true if pred else false)(*operands)
+
+
+def _while_loop(
+    more: Function, body: Function, carried: Sequence[Any], others: Sequence[Any], **_: Any
+) -> tuple[Any, ...]:
+    state = tuple(carried)
+    while more(*state, *others):
+        state = tuple(body(*state, *others))
+    return state
+
+
+def _scan(
+    step: Function, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return the last carried values, and what each of t steps gives, stacked (t, ...)."""
+    state, rows = [*init], []
+    for each in zip(*xs, strict=True):
+        found = [*step(*state, *each, *others)]
+        state, row = found[: len(init)], found[len(init) :]
+        rows.append(row)
+    stacked = [None if r[0] is None else torch.stack(r) for r in zip(*rows, strict=True)]
+    return (*state, *stacked)
+
+
+_STEPS: dict[str, Function] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Run such control flow of the body as Python would; while torch compiles, as torch does."""
+    own = HigherOrderOperator.__call__
+
+    def call(self: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:
+        run = _STEPS.get(self._name)
+        if run is None or any(isinstance(t, FakeTensor) for t in tensors((args, kwargs))):
+            return own(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return run(*args, **kwargs)
+
+    try:
+        HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
+        yield
+    finally:
+        HigherOrderOperator.__call__ = own  # type: ignore[method-assign]
