@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from gradscope import Scope
 
-SIZES = ((64, 16, 128), (64, 32, 256), (32, 128, 256), (16, 128, 512), (8, 512, 256))  # n, t, width
+SHORT = ((64, 16, 128), (64, 32, 256), (32, 128, 256))  # n, t, width
+SIZES = (*SHORT, (16, 128, 512), (8, 512, 256), (1, 1024, 256))
 LAYERS, REPEAT = 4, 7
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from gradscope.core.problem import Problem
 from gradscope.engine import sharded
 from gradscope.engine.audit import drawn
 from gradscope.engine.session import Verify
+from gradscope.training import Monitor, MonitorWarning
 from tests import oracle
 
 CHAINS = ("mean", "clip:max_norm=0.3 | mean", "sign | sum", "var", "mean:standard_error=true")
@@ -101,6 +103,7 @@ def main(place: Path, kind: str) -> None:
         "failed": partial(ended, end=lambda: 1 / 0),
         "errors": errors,
         "later": later,
+        "monitored": monitored,
         "numbers": numbers,
         "parallel": parallel,
     }[kind](model, x, y, own)
@@ -141,6 +144,17 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     )
     assert scope.certificate is not None
     found["proof"] = scope.certificate.verdict
+
+    def broken(outputs: Tensor, targets: Tensor) -> Tensor:  # as one sample's overflow
+        return cross_entropy(outputs, targets) * torch.ones_like(targets).where(
+            targets > 0, torch.nan
+        )
+
+    finite = y[own] > 0
+    several = gradscope.Scope(parts, broken).norms(x[own], y[own])
+    assert not (y > 0).all()
+    found["nonfinite"] = bool((several.isfinite() == finite).all())
+    found["finite"] = float((several - norms[own])[finite].abs().max())
     found["checkpointed"] = checkpointed(rows, x[own], y[own])
     found["training"] = trained(model, x[own], y[own])
     found["alive"] = largest_at_once(x, y, own)
@@ -190,23 +204,42 @@ def checkpointed(rows: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, flo
     return found
 
 
-def trained(model: Net, x: Tensor, y: Tensor) -> float:
-    """Return how far apart parameters are after training with and without a scope."""
-    ends = []
-    for watched in (True, False):
+def trained(model: Net, x: Tensor, y: Tensor) -> list[float]:
+    """Return how far apart parameters are after training with and without a scope.
+
+    One that answers, and one in whose proof the second process fails.
+    """
+
+    def end(watch: str) -> dict[str, Tensor]:
         parts = divided(model)
         optimiser = torch.optim.SGD(parts.parameters(), lr=0.1, momentum=0.9)
         scope = gradscope.Scope(parts, "cross_entropy")
         for _ in range(3):
-            if watched:
+            if watch == "answers":
                 scope.expectation("clip:max_norm=1 | mean", x, y)
             nn.functional.cross_entropy(parts(x), y).backward()
-            if watched:  # between backward and step
+            if watch == "answers":  # between backward and step
                 scope.norms(x, y)
+            elif watch == "fails":
+                assert told(lambda: gradscope.norms(parts, failing(6), x, y)) != "nothing"
             optimiser.step()
             optimiser.zero_grad()
-        ends.append(dict(parts.named_parameters()))
-    return gap(ends[0], {k: v.full_tensor() for k, v in ends[1].items()})
+        return {k: v.full_tensor() for k, v in parts.named_parameters()}
+
+    right = end("")
+    return [gap(end(watch), right) for watch in ("answers", "fails")]
+
+
+def failing(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss that raises when the second process asks it for the k-th time."""
+    passes = itertools.count(1)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if next(passes) == k and dist.get_rank() == 1:
+            raise ZeroDivisionError("on purpose")
+        return cross_entropy(outputs, targets)
+
+    return loss
 
 
 def largest_at_once(x: Tensor, y: Tensor, own: slice) -> int:
@@ -249,6 +282,7 @@ def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     )
     whole = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     batch_norm = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    alone = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), Meeting(second)))
     inputs = torch.randn(4, 4)
     calls: dict[str, Callable[[], Any]] = {
         "target": lambda: scope.norms(x, target),
@@ -259,24 +293,106 @@ def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         "quantile": lambda: scope.expectation("quantile:q=0.5", x, y),
         "vmap": lambda: gradscope.norms(divided(model), "cross_entropy", x, y, backend="vmap"),
         "coupled": lambda: gradscope.norms(batch_norm, "cross_entropy", inputs, y[:4]),
+        "alone": lambda: gradscope.norms(alone, "cross_entropy", inputs, y[:4]),
         "tensor parallel": lambda: gradscope.norms(sides, "cross_entropy", inputs, y[:4]),
         "parallel": lambda: gradscope.expectation(whole, "cross_entropy", "mean", x, target),
     }
     found = {name: told(call) for name, call in calls.items()}
-    found["passes"] = [failing_at(divided(model), x, y, k) for k in range(1, 9)]
+    found["passes"] = [
+        told(lambda k=k: gradscope.norms(divided(model), failing(k), x, y)) for k in range(1, 9)
+    ]
     return found | {"right": bool((scope.norms(x, y) == right).all())}
 
 
-def failing_at(model: Net, x: Tensor, y: Tensor, k: int) -> str:
-    """Let the second process fail in the k-th forward pass; the proof has several."""
-    passes = itertools.count(1)
+class Dropping(Net):
+    """Draws random numbers in training, where `losses` is not asked."""
 
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        if next(passes) == k and dist.get_rank() == 1:
-            raise ZeroDivisionError("on purpose")
-        return cross_entropy(outputs, targets)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 3) of x (n, t)."""
+        out: Tensor = nn.functional.dropout(super().forward(x), 0.3, self.training)
+        return out
 
-    return told(lambda: gradscope.norms(model, loss, x, y))
+
+def monitored(_: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
+    """Hold a training that is measured against one that is not, and numbers against one process."""
+    torch.manual_seed(0)
+    model = Dropping(depth=2).double().train()
+    rows = torch.cat([torch.arange(k, k + 4) for k in (0, OWN[0])])  # the first 4 of each
+    how: dict[str, Any] = {"every": 2, "samples": 4, "overhead": None, "max_norm": (0.3, 0.6)}
+    place = Path(sys.argv[1])
+
+    def end(monitor: Callable[[Net], Monitor | None]) -> tuple[dict[str, Tensor], Any]:
+        parts = divided(model)
+        watch = monitor(parts)
+        optimiser = torch.optim.Adam(parts.parameters(), lr=0.01)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(5):
+            nn.functional.cross_entropy(parts(x[own]), y[own]).backward()
+            if watch is not None:  # before the step: a measurement reads the weights as they are
+                watch.step(x[own], y[own])
+            optimiser.step()
+            optimiser.zero_grad()
+        return {k: v.full_tensor() for k, v in parts.named_parameters()}, watch
+
+    right, _ = end(lambda parts: None)
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logs: list[int] = []
+        for name, loss in (("answers", "cross_entropy"), ("fails", failing(5))):
+            options = how | {
+                "path": place / f"{name}.jsonl",
+                "trackers": [lambda k, _: logs.append(k)],
+            }
+            weights, watch = end(lambda parts, o=options, of=loss: Monitor(parts, of, **o))
+            watch.close()
+            found[f"weights {name}"] = gap(weights, right)
+        found["warned"] = [str(one.message) for one in caught if one.category is MonitorWarning]
+    found["logs"] = logs
+    for name, parts, batch in (("all", divided(model), own), ("one", model, rows)):
+        watch = Monitor(parts, "cross_entropy", **how | {"samples": 8 if name == "one" else 4})
+        watch.start(1)
+        watch.step(x[batch], y[batch])
+        if watch.latest is not None:  # an undivided one is the first process's
+            found[name] = watch.latest.to_json() | {"cost": None}
+    return found | {"clocks": [paid(divided(model), x[own], y[own], k) for k in (0, 1)]}
+
+
+def paid(model: Net, x: Tensor, y: Tensor, slow: int) -> dict[str, Any]:
+    """Measure where passes take long on one process; return when, and the share of its time."""
+    forward, now, inside = Problem._raw, 0.0, 0.0
+
+    def passing(*given: Any) -> Any:
+        nonlocal now, inside
+        seconds = 5.0 if dist.get_rank() == slow else 0.1
+        now, inside = now + seconds, inside + seconds
+        return forward(*given)
+
+    Problem._raw = passing  # type: ignore[method-assign]
+    try:
+        watch = Monitor(model, "cross_entropy", 50, 4, 0.3, clock=lambda: now, errors="raise")
+        watch.start()
+        steps, share = [], 0.0
+        for _ in range(900):
+            now, before = now + 0.5, watch.latest
+            watch.step(x, y)
+            share = max(share, (inside - 5.0) / (now - inside))  # but for the pass under way
+            steps += [] if watch.latest is before else [watch.latest.step]
+    finally:
+        Problem._raw = forward  # type: ignore[method-assign]
+    return {"steps": steps, "share": share, "cut": watch._proofs}
+
+
+class Meeting(nn.Linear):
+    """Lets samples meet, on some processes."""
+
+    def __init__(self, meet: bool) -> None:
+        super().__init__(4, 4)
+        self.meet = meet
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 4) of x (n, 4)."""
+        return super().forward(x - x.mean(0) if self.meet else x)
 
 
 class Gated(Net):

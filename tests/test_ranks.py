@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import gradscope
 from gradscope.errors import SpecError
 from gradscope.run.divided import processes
+from gradscope.stats import read_history
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,9 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
             for parameter, gradient in own[f"places {name}"]:
                 assert gradient == parameter + 1  # behind the samples
         assert own["lengths"] < 1e-9
-        assert own["training"] == 0
+        assert own["training"] == [0, 0]
+        assert own["nonfinite"]
+        assert own["finite"] < 1e-9
         assert max(own["checkpointed"].values()) < 1e-12
         assert "passed" in own["proof"]
         assert own["alive"] < 5  # of 8 layers
@@ -85,6 +88,8 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         else:
             assert one == two
     assert failed >= 4
+    assert first["alone"].startswith("RefusedError: process 1 could not go on")
+    assert second["alone"].startswith("UnsupportedError")
     for own in (first, second):
         assert "asked for different things" in own["other"]
         assert "'clip' needs whole gradients" in own["after"]
@@ -108,6 +113,37 @@ def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> N
         assert audit["audited"] == [[0, samples - 1], [200, 199 + samples]]
         assert 0 < audit["error"] < 1e-12
         assert [own[f"proved audit {k}"] for k in range(3)] == [True, False, False]
+
+
+def test_a_divided_training_is_measured_by_all_its_processes(tmp_path: Path) -> None:
+    first, second = found(tmp_path, "monitored")
+    for own in (first, second):
+        assert own["weights answers"] == own["weights fails"] == 0
+        assert own["all"]["samples"] == 8
+        close(own["all"], first["one"])
+        for times, other in zip(own["clocks"], first["clocks"], strict=True):
+            assert times["steps"] == other["steps"] != []
+            assert times["share"] <= 0.3
+    assert (first["logs"], second["logs"]) == ([2, 4], [])
+    assert len(first["warned"]) == 1
+    assert "measured no more: process 1 could not go on" in first["warned"][0]
+    assert second["warned"] == []
+    history = read_history(tmp_path / "answers.jsonl")
+    assert [step.step for step in history.steps] == [2, 4]
+    assert history.end is not None and history.end.reason is None
+    assert "process 1 could not go on" in (tmp_path / "fails.jsonl").read_text()
+
+
+def close(found: Any, right: Any) -> None:
+    """Hold numbers in plain data against others."""
+    if isinstance(right, dict | list):
+        assert len(found) == len(right)
+        for key in right if isinstance(right, dict) else range(len(right)):
+            close(found[key], right[key])
+    else:
+        assert (
+            found == pytest.approx(right, rel=1e-12) if isinstance(right, float) else found == right
+        )
 
 
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:

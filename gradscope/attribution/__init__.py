@@ -14,7 +14,7 @@ from gradscope.attribution.validation import Asked, Validating, Validation, vali
 from gradscope.config import load
 from gradscope.errors import SpecError
 from gradscope.run import prepare
-from gradscope.storage import GradientFile, open_file
+from gradscope.storage import GradientFile, open_file, require_other, writing
 
 __all__ = [
     "Asked",
@@ -72,16 +72,20 @@ def attribute(
         SpecError: The sides cannot be compared, or an option does not fit.
         InputError: Something cannot be read.
     """
-    with opened(train, query, chain=chain, checkpoints=checkpoints, weights=weights) as pairs:
-        stored = None if factors is None else str(factors)
+    stored, place = (
+        None if factors is None else str(factors),
+        None if output is None else Path(output),
+    )
+    how: Any = {"chain": chain, "checkpoints": checkpoints, "weights": weights, "output": place}
+    with opened(train, query, **how) as pairs:
         asked = Settings(curvature, damping, factors=stored, refine=refine)
         scoring = Scoring(pairs, asked)
-        if output is None:
+        if place is None:
             return in_memory(scoring)
-        with writing_scores(scoring, Path(output), overwrite=overwrite) as writer:
+        with writing_scores(scoring, place, overwrite=overwrite) as writer:
             list(writer.remaining())
             writer.finish()
-    return open_scores(output)
+    return open_scores(place)
 
 
 @contextmanager
@@ -94,13 +98,19 @@ def opened(
     weights: Sequence[float] | None = None,
     samples: str | None = None,
     stream: bool = False,
+    output: Path | None = None,
 ) -> Iterator[list[Pair]]:
     """Open both sides, at each checkpoint; see `attribute`.
 
     `samples`, "A:B", says which queries, where they are computed; `stream` has the training
-    gradients computed on the way, also where a file has them.
+    gradients computed on the way, also where a file has them. `output` is to be none of them.
     """
     sources = [train, *checkpoints]
+    if output is not None:
+        files = (one for one in (*sources, query) if not isinstance(one, tuple))
+        paths = (one.path if isinstance(one, GradientFile) else one for one in files)
+        with writing(output):
+            require_other(output, map(Path, paths))
     if weights is not None and len(weights) != len(sources):
         what = f"{len(weights)} weights were given, and {len(sources)} files of training samples"
         raise SpecError(what, remedy="Give one weight for TRAIN and for each of the checkpoints.")

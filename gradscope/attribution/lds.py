@@ -73,7 +73,7 @@ def agreement(predicted: np.ndarray, losses: np.ndarray, *, seed: int = 0) -> Ld
     means = _correlations(predicted, losses.T, draws.astype(np.float64)).mean(0)  # (B,)
     least, most = np.quantile(means, [(1.0 - _LEVEL) / 2.0, (1.0 + _LEVEL) / 2.0])
     mean = float(by_query.mean())
-    low, high = 2.0 * mean - float(most), min(1.0, 2.0 * mean - float(least))
+    low, high = max(-1.0, 2.0 * mean - float(most)), min(1.0, 2.0 * mean - float(least))
     return Lds(by_query, mean, low, high, subsets)
 
 

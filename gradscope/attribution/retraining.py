@@ -37,7 +37,8 @@ from gradscope.errors import (
     ResultFileError,
 )
 from gradscope.run import prepare
-from gradscope.run.overlap import BatchSize, to_device
+from gradscope.run.job import read
+from gradscope.run.overlap import BatchSize
 from gradscope.sources import code
 from gradscope.storage import differences, locked, put_in_place, writing
 
@@ -135,9 +136,7 @@ class Queries:
         return losses
 
     def _some(self, problem: Problem, start: int, n: int) -> Floats:
-        batch = self._job.dataset.batch(self._job.rows[start : start + n])
-        dtype = None if problem.dtype.is_complex else problem.dtype
-        batch = to_device(batch.to(None, dtype), problem.device)
+        batch = read(self._job.dataset, problem, self._job.rows[start : start + n])
         found: Floats = problem.losses(batch).detach().double().cpu().numpy()
         return found
 

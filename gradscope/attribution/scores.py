@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradscope.attribution.scoring import Scoring
-from gradscope.attribution.sides import Facts, Table
+from gradscope.attribution.sides import COLUMNS, Facts, Table
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core import texts
 from gradscope.errors import ResultFileError, SpecError
@@ -29,6 +29,7 @@ from gradscope.storage import (
     Writer,
     open_file,
     open_writer,
+    require_other,
 )
 
 # of a score file: the texts of its chains, of which the last is there if it was asked for
@@ -225,16 +226,13 @@ class ScoreWriter:
         query = self.scoring.pairs[0].query
         self._run["attribution"] |= self.scoring.record  # the first tile lays the file out
         for part, scores in self.scoring.rows():
-            table: dict[str, Any] = {k: v[part] for k, v in query.table(part.stop).items()}
+            table = query.table(part.stop)
             rows = self._rows({"scores": scores})
             refined: tuple[Gradients, ...] = ()
             if self.scoring.refining is not None:
                 refined = (self._rows(self.scoring.refining.of(part, scores)),)
-            words = ("prediction", "margin")
-            predicted: Table = {k: table.pop(k) for k in words if k in table}
-            table.pop("preview", None)
-            chains = (rows, None, *refined)
-            self._writer.append(Rows(**table, predicted=predicted, chains=chains))
+            samples = {name: table[name][part] for name in COLUMNS if name in table}
+            self._writer.append(Rows(samples, chains=(rows, None, *refined)))
             yield part
 
     def _rows(self, columns: Mapping[str, torch.Tensor]) -> Gradients:
@@ -262,6 +260,7 @@ def writing_scores(
     asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine")}
     if own.factors is not None:
         with open_file(own.factors) as file:
+            require_other(path, [file.path])
             asked["factors"] = sha256(file.path)
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]

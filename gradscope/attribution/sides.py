@@ -29,21 +29,21 @@ from gradscope.engine.fold import fold, settled, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.run import Job, plan, prepare
-from gradscope.run.execute import batches, rows_of, table_of
+from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain, bind
-from gradscope.storage import GradientFile, Rows, StoredChain, chain_called, open_file
+from gradscope.storage import GradientFile, StoredChain, chain_called, open_file
 
 _SAME = {
     "second_moment": ("square|mean",),
     "kfac:bias=column": ("kfac:positions=mean,bias=column",),
 }
 _READ = 2**26  # bytes of rows read at a time
-_COLUMNS = {  # of a sample table, that scores keep
+COLUMNS = (  # of a sample table, that scores keep
     *("index", "loss", "norm", "finite", "sample", "position", "target", "prediction", "margin"),
     "id",
-}
+)
 
 Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint8
 
@@ -125,7 +125,7 @@ class FileSide(Side):
 
     @cached_property
     def _table(self) -> Table:
-        columns = {k: v for k, v in self._file.samples.items() if k in _COLUMNS}
+        columns = {k: v for k, v in self._file.samples.items() if k in COLUMNS}
         found = {k: _column(v) for k, v in columns.items()}
         found["finite"] = found["finite"].bool()
         return found
@@ -179,15 +179,15 @@ class SessionSide(Side):
         session: Session,  # computes them
         chain: Chain,  # what happens to each
         walk: Callable[[], Iterable[Batch]],  # starts a walk through all batches
-        rows: Callable[..., Rows],  # what is kept in the table of a batch and its evaluation
+        table: Callable[..., Table],  # what is kept in the table of a batch and its evaluation
         n: int,
         facts: Facts,
     ) -> None:
         self.facts, self.n = facts, n
-        self._session, self._walk, self._table_of = session, walk, rows
+        self._session, self._walk, self._table_of = session, walk, table
         self._chain = chain
         self._ready: Chain | None = None
-        self._seen: list[Rows] = []
+        self._seen: list[Table] = []
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         found = dict(self.facts.parameters)
@@ -201,11 +201,11 @@ class SessionSide(Side):
 
     def table(self, stop: int | None = None) -> Table:
         wanted = self.n if stop is None else stop
-        if sum(len(rows.index) for rows in self._seen) < wanted:
+        if sum(len(one["index"]) for one in self._seen) < wanted:
             for _ in self.parts():
                 pass
-        every = [rows.samples for rows in self._seen]
-        return {name: _joined([one[name] for one in every])[:wanted] for name in every[0]}
+        names = self._seen[0]
+        return {name: _joined([one[name] for one in self._seen])[:wanted] for name in names}
 
     def parts(self) -> Iterator[Part]:
         session = self._session
@@ -215,11 +215,11 @@ class SessionSide(Side):
         for ordinal, batch in enumerate(self._walk()):
             stop = start + len(batch)
             evaluation = session.evaluate(batch, ordinal=ordinal, last=stop == self.n)
-            rows = self._table_of(batch, evaluation)
-            self._seen.append(rows)
+            table = self._table_of(batch, evaluation)
+            self._seen.append(table)
             kept = usable(session, batch, evaluation)
             if kept is not None:
-                places = torch.arange(start, stop)[rows.finite.cpu()]
+                places = torch.arange(start, stop)[table["finite"].cpu()]
                 yield Part(places, chain.rows(*kept))
             start = stop
 
@@ -273,7 +273,7 @@ def _side(
     record = job.record()
     told = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
     facts = Facts(name, chain.text, job.shapes, *told)
-    return SessionSide(job.scope, chain, walk, partial(rows_of, job, ()), n, facts)
+    return SessionSide(job.scope, chain, walk, partial(samples_of, job), n, facts)
 
 
 def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSide:

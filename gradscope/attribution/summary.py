@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gradscope.attribution.scores import Ranked, Scores
 from gradscope.sources.opened import Opened
 from gradscope.stats.looking import Album, label, name_of
-from gradscope.stats.records import Json, Plain, Record, number, plain
+from gradscope.stats.records import Json, OfSample, Plain, Record, number, plain
 from gradscope.stats.sections import (
     BarPicture,
     Card,
@@ -26,6 +26,7 @@ from gradscope.stats.sections import (
     numbers,
     short,
     targets,
+    value_text,
 )
 from gradscope.stats.source import token_names
 
@@ -34,22 +35,16 @@ _SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
 _GROUPS = 20  # classes whose scores are summed without being asked for
 
 
-class Scored(Record):
+class Scored(OfSample):
     """A training sample with its score for a query."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     prediction: Plain = None
     score: float
 
 
-class QueryRow(Record):
+class QueryRow(OfSample):
     """A query with the training samples that matter most to it."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     prediction: Plain = None
     loss: float | None
     helpful: tuple[Scored, ...]
@@ -211,7 +206,7 @@ def _influence(summary: ScoreSummary) -> Section:
     def known(name: str, rank: int) -> list[Column]:
         if all(getattr(row, name) is None for row in shown):
             return []
-        return [Column(name, once(lambda row: _plain(getattr(row, name))), rank=rank)]
+        return [Column(name, once(lambda row: value_text(getattr(row, name))), rank=rank)]
 
     columns = [
         Column("query", once(name_of)),
@@ -245,12 +240,8 @@ def _picture(row: QueryRow) -> Picture:
 def _cell(row: Scored | None) -> str:
     if row is None:
         return ""
-    told = "" if row.target is None else f" ({_plain(row.target)})"
+    told = "" if row.target is None else f" ({value_text(row.target)})"
     return f"{name_of(row)}{told}  {short(row.score)}"
-
-
-def _plain(value: Plain) -> str:
-    return short(value) if value is None or isinstance(value, float) else str(value)
 
 
 def _sums(summary: ScoreSummary) -> Section:

@@ -31,7 +31,7 @@ from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.sources.data import open_dataset
 from gradscope.stats.looking import name_of
-from gradscope.stats.records import Floats, Interval, Plain, Record
+from gradscope.stats.records import Floats, Interval, OfSample, Record
 from gradscope.stats.sections import (
     Column,
     Fact,
@@ -91,21 +91,15 @@ class LdsRow(Record):
     interval: Interval
 
 
-class QueryLds(Record):
+class QueryLds(OfSample):
     """The rank correlation of one query."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     lds: float
 
 
-class Removal(Record):
+class Removal(OfSample):
     """What the loss of a query does when some training samples are left out."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     k: int  # how many
     predicted: float  # the scores' sum of the k most helpful ones
     helpful: tuple[float, ...]  # the rise of the loss without these, one a seed

@@ -287,10 +287,6 @@ class Block(ABC):
         """
         return self
 
-    def finite(self) -> Tensor:
-        """Return (n,), True where every entry of the sample's gradient is finite."""
-        return torch.cat([as_rows(t).isfinite().all(1) for _, t in self.tiles()])
-
     def _parts(self, size: int) -> Iterator[slice]:
         """Yield samples whose dense form has at most `size` bytes, or one sample."""
         row = max(1, prod(self.shape) * self.dtype.itemsize)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradscope.core.cache import Cache
 from gradscope.core.memory import timed
+from gradscope.core.precision import dtype_name
 
 FASTER = 0.9  # times what the default takes: a variant that takes more does not replace it
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
@@ -148,8 +149,7 @@ class Tuner:
         if len(variants) == 1 or variants[likely].seconds < _WORTH_MEASURING:
             return variants[likely].run()
         classes = "".join(f", {name}≤{power(size)}" for name, size in sizes.items())
-        kind = str(like.dtype).removeprefix("torch.")
-        key = f"{request}{classes}, {kind}, {like.device.type}"
+        key = f"{request}{classes}, {dtype_name(like.dtype)}, {like.device.type}"
         if key not in self.chosen:
             self.chosen[key] = self._choice(key, variants, like.device)
         if not self._trying:

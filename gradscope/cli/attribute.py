@@ -125,6 +125,7 @@ def attribute(
         require_place(output, LONGEST)
         require_free(output, overwrite=overwrite or resume)
     how: Any = {"chain": chain, "weights": numbers, "samples": samples, "stream": stream}
+    how["output"] = output
     others = [*(checkpoints or ()), *(more or ())]
     with (
         stops.told(lambda: "stopped; go on with --resume" if output else "stopped"),

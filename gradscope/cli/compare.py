@@ -74,11 +74,12 @@ def compare(
 def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
     """Compare the backends of the run's spec, and what is to be held against them."""
     from gradscope.comparison import COMPILED, compare, compiled
+    from gradscope.run.job import read
 
     asked, problem = job.spec.compute, job.scope.problem
     if asked.compile:
         others = others | {COMPILED: compiled(asked.parameters)}
-    batch = job.dataset.batch(rows).to(problem.device, job.dtype)
+    batch = read(job.dataset, problem, rows)
     return compare(
         problem.model,
         problem.loss,

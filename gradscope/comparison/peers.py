@@ -1,7 +1,7 @@
 """Other libraries' per-sample gradients, to be held against the loop: presets of `--against`."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def _opacus() -> Implementation:
                         reasons.setdefault(str(reason).partition(". ")[0], []).append(name)
             if not reasons:
                 raise
-            what = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
+            what = "; ".join(f"{_innermost(names)}: {text}" for text, names in reasons.items())
             remedy = "opacus.validators.ModuleValidator.fix puts other layers in their place."
             raise UnsupportedError(what, remedy=remedy) from error
         # lists where a layer ran after its rows were complete; DP-SGD joins them so
@@ -80,6 +80,13 @@ def _opacus() -> Implementation:
         return {k: torch.cat(g) if isinstance(g, list) else g for k, g in found.items()}
 
     return rows
+
+
+def _innermost(names: Sequence[str]) -> str:
+    """Return the layers of which none is around another one."""
+    within = {name: f"{name}." if name else "" for name in names}
+    inner = [n for n in names if not any(o != n and o.startswith(within[n]) for o in names)]
+    return ", ".join(name or "the model" for name in inner)
 
 
 def _train_layers(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> None:

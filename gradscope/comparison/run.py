@@ -19,6 +19,7 @@ from gradscope.core import texts
 from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.locate import first_line, layer_of
 from gradscope.core.memory import peak_memory, timed
+from gradscope.core.precision import dtype_name
 from gradscope.core.problem import Loss, Problem, RowKind, double_precision
 from gradscope.core.randomness import Fixed, forked
 from gradscope.core.stops import is_stop
@@ -179,7 +180,7 @@ def compare(
     return Comparison(
         agrees=all(row.status in ("agrees", "refused") for row in found),
         samples=len(batch),
-        dtype=str(problem.dtype).removeprefix("torch."),
+        dtype=dtype_name(problem.dtype),
         baseline_seconds=seconds,
         baseline_bytes=peak,
         coupled=setting.oracle.coupled,

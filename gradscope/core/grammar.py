@@ -7,6 +7,7 @@ quotes. Parsing and binding need no torch: words are checked before anything is 
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from pathlib import Path
@@ -29,13 +30,36 @@ def _integer(text: str) -> int:
     return value
 
 
+def _plain(text: str) -> Any:
+    """Return what a text is to whoever does not say: numbers, one of true and false, or itself."""
+    for convert in (_CONVERTERS[int], _CONVERTERS[float], _CONVERTERS[bool], _CONVERTERS[tuple]):
+        with suppress(ValueError, KeyError):
+            return convert(text)
+    return text
+
+
+def _number(text: str) -> float:
+    with suppress(ValueError):
+        return _integer(text)
+    return float(text)
+
+
 _CONVERTERS: dict[Any, Callable[[str], Any]] = {
     int: _integer,
     float: float,
     bool: lambda text: {"true": True, "false": False}[text.lower()],
+    str: str,
+    Any: _plain,
+    tuple: lambda text: tuple(map(_number, text.split(","))),
+    list: lambda text: list(map(_number, text.split(","))),
     tuple[float, ...]: lambda text: tuple(map(float, text.split(","))),
+    list[float]: lambda text: list(map(float, text.split(","))),
+    tuple[int, ...]: lambda text: tuple(map(_integer, text.split(","))),
+    list[int]: lambda text: list(map(_integer, text.split(","))),
 }
-_KINDS = {tuple[float, ...]: 'numbers such as "1,2.5"'}
+_KINDS = dict.fromkeys((tuple, list, tuple[float, ...], list[float]), 'numbers such as "1,2.5"')
+_WORDS = {kind.__name__: kind for kind in (int, float, bool, str)}
+_SIMPLE = (bool, int, float, str, tuple, list)  # defaults that say what an option is
 
 
 @dataclass(frozen=True)
@@ -70,18 +94,19 @@ class Stage:
     ) -> T:
         """Call `factory` with the arguments converted as its annotations say.
 
-        An argument named by a keyword of Python, such as `with`, goes to `with_`. `converters` turn
-        text into annotations other than int, float, bool, str and Literal; the first `skip`
-        parameters are not the stage's.
+        An argument named by a keyword of Python, such as `with`, goes to `with_`. One without an
+        annotation is what its default is, or else what it looks like. `converters` turn text into
+        annotations other than int, float, bool, str, lists of numbers and Literal; the first
+        `skip` parameters are not the stage's.
         """
-        every = list(inspect.signature(factory, eval_str=True).parameters.values())[skip:]
+        every = list(signature(factory).parameters.values())[skip:]
         known = {p.name.rstrip("_"): p for p in every}
         values: dict[str, Any] = {}
         for key, text in self.arguments.items():
             if key not in known:
                 hint = suggestion(key, list(known)) if known else "It takes no arguments."
                 raise self.error(f"{self.name!r} has no argument {key!r}", hint)
-            kind = known[key].annotation
+            kind = _kind(known[key])
             values[known[key].name] = self._converted(key, text, kind, converters or {})
         missing = [k for k, p in known.items() if p.default is p.empty and p.name not in values]
         if missing:
@@ -99,10 +124,17 @@ class Stage:
     ) -> Any:
         union = get_origin(kind) in (Union, UnionType)
         kinds = [k for k in (get_args(kind) if union else (kind,)) if k is not type(None)]
-        if get_origin(kinds[0]) is Literal and text not in get_args(kinds[0]):
-            words = " or ".join(map(str, get_args(kinds[0])))
-            raise self.error(f"{self.name}:{key} must be {words}, not {text!r}")
-        convert = converters.get(kinds[0], _CONVERTERS.get(kinds[0], str))
+        if get_origin(kinds[0]) is Literal:
+            words = {str(word): word for word in get_args(kinds[0])}
+            if text not in words:
+                told = " or ".join(words)
+                raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
+            return words[text]
+        convert = converters.get(kinds[0], _CONVERTERS.get(kinds[0]))
+        if convert is None:
+            told = kinds[0] if isinstance(kinds[0], str) else inspect.formatannotation(kinds[0])
+            remedy = "Declare it int, float, bool, str, Literal or list[float]; or give it no type."
+            raise self.error(f"{self.name}:{key} is declared {told}, which is not written", remedy)
         try:
             return convert(text)
         except (ValueError, KeyError):
@@ -114,6 +146,22 @@ class Stage:
     def __str__(self) -> str:
         arguments = ",".join(f"{k}={_quoted(v)}" for k, v in self.arguments.items())
         return f"{self.name}:{arguments}" if arguments else self.name
+
+
+def signature(factory: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, also where type checkers alone know its types."""
+    try:
+        return inspect.signature(factory, eval_str=True)
+    except Exception:  # whatever evaluating the text of an annotation raises
+        return inspect.signature(factory)
+
+
+def _kind(option: inspect.Parameter) -> Any:
+    """Return the type that an option is declared to have, or else that of its default, or Any."""
+    kind, default = option.annotation, option.default
+    if kind is option.empty:
+        return type(default) if isinstance(default, _SIMPLE) else Any
+    return _WORDS.get(kind, kind) if isinstance(kind, str) else kind
 
 
 class StageFactory(Generic[T]):

@@ -192,7 +192,8 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
         given = len(tensors(batch.inputs))
         return None, (
             f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
-            "with (outputs, targets): [dataset] inputs and targets say which arrays these are."
+            "with (outputs, targets): [dataset] inputs and targets say which arrays these are. A "
+            "loss (model, inputs, targets) is marked with @gradscope.model_loss."
         )
     if _DEVICES.search(text):
         return None, (

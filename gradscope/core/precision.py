@@ -1,4 +1,4 @@
-"""The widest floating point of a device: float64, and float32 where there is none (Apple's MPS)."""
+"""Names of dtypes, and the widest one of a device: float64, or float32 where that is all (MPS)."""
 
 import warnings
 from functools import cache
@@ -14,6 +14,11 @@ def _has_double(device: torch.device) -> bool:
     except (TypeError, RuntimeError):  # torch raises a TypeError on MPS
         return False
     return True
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def double(device: torch.device) -> torch.dtype:

@@ -334,7 +334,7 @@ class Problem:
 
     def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
         if not torch.compiler.is_compiling():
-            require_time()
+            require_time(self.any)
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))

@@ -113,6 +113,18 @@ class Ranks:
         self.agree()
         return self._gathered(value)
 
+    def added(self, value: Tensor) -> Tensor:
+        """Return the sum of what each rank gives, of one shape.
+
+        Raises:
+            RefusedError: Another rank has failed.
+        """
+        self.agree()
+        total = value.clone(memory_format=torch.contiguous_format)
+        given = torch.view_as_real(total) if total.is_complex() else total
+        self._call(lambda: dist.all_reduce(given, group=self.group))
+        return total
+
     def _gathered(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(found, value, group=self.group))
@@ -171,7 +183,7 @@ class Ranks:
         self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
         if int(told) < 2:
             return int(told)
-        every = self._gathered(None if error is None else (str(error), _refutes(error)))
+        every = self._gathered(None if error is None else (_words(error), _refutes(error)))
         if error is None:
             failed = {rank: told for rank, told in enumerate(every) if told is not None}
             rank, (text, _) = next(iter(failed.items()))
@@ -190,6 +202,10 @@ class Ranks:
             if is_outer(error):
                 raise
             raise lost(error) from error
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, GradscopeError) else f"{type(error).__name__}: {error}"
 
 
 def _refutes(error: BaseException) -> bool:
@@ -262,9 +278,20 @@ class Sharding(Ranks):
                 raise _tensor_parallel(name)
 
     def reshard(self) -> None:
-        """Let go of every layer's whole parameters: an evaluation may have left some."""
+        """Let go of every layer's whole parameters: an evaluation may have left some.
+
+        And of the order of forward passes without a backward one, in which the next would fetch
+        layers ahead: where one rank has failed in such a pass, it is no longer that of the others.
+        """
         for module in self.modules:
             module.reshard()
+            state = module._get_fsdp_state()
+            with suppress(AttributeError):  # not in every torch, and not before the first pass
+                state._comm_ctx.post_forward_order.clear()
+            several = hasattr(state, "_fsdp_param_groups")  # torch 2.13
+            groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+            for group in filter(None, groups):
+                group._post_forward_indices.clear()
 
     @contextmanager
     def _present(self, module: Any) -> Iterator[None]:
@@ -289,6 +316,7 @@ class Sharding(Ranks):
         yield [k for k, home in enumerate(homes) if not home]
         several = [k for k, home in enumerate(homes) if len(home) > 1]
         for module in self.modules:
+            self.agree()  # where one has failed, no other waits for it in the next layer
             with self._present(module):
                 yield [k for k, home in enumerate(homes) if [*home] == [id(module)]]
         if self.any(bool(several)):

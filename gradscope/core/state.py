@@ -440,16 +440,21 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _held(model: nn.Module) -> Iterator[Any]:
-    """Yield what each module holds, and the dicts and lists among it."""
+    """Yield what each module holds, and the dicts and lists among it.
+
+    Hooks among them: a model may register some in a forward pass, and note that they are there.
+    """
     for module in model.modules():
         yield vars(module)
         for name, value in vars(module).items():
-            if type(value) in (dict, list) and name not in _USUAL:
+            if name in _HOOKS or (type(value) in (dict, list) and name not in _USUAL):
                 yield value
 
 
 def _put_back(held: list[tuple[Any, Any]]) -> None:
     for now, before in held:
+        if not now and not before:  # nearly all hooks
+            continue
         if isinstance(now, list):
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 now[:] = before

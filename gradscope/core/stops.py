@@ -57,10 +57,14 @@ def within(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
         _OVER.reset(before)
 
 
-def require_time() -> None:
-    """Raise `OutOfTime` if the seconds are over that the caller has given."""
+def require_time(agree: Callable[[bool], bool] = bool) -> None:
+    """Raise `OutOfTime` if the seconds are over that the caller has given.
+
+    Args:
+        agree: Says whether they are over for any of the processes that all come here together.
+    """
     over = _OVER.get()
-    if over is not None and over():
+    if over is not None and agree(over()):
         raise OutOfTime
 
 

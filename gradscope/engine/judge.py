@@ -25,7 +25,7 @@ from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.independence import computed_in, nearby
-from gradscope.core.precision import doubled, on_host, products
+from gradscope.core.precision import doubled, dtype_name, on_host, products
 from gradscope.core.problem import Problem, double_precision
 from gradscope.core.stops import timely
 from gradscope.errors import CertificateError, ModelError, RefusedError
@@ -191,7 +191,7 @@ def judged(
         error=errors.get(worst, 0.0),
         parameter=worst,
         tolerance=allowed.get(worst, tolerance),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         small=tuple(noise),
     )
 

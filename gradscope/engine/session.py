@@ -225,7 +225,8 @@ class Session:
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, as the first is, and what follows a change."""
         self.bound_anew()
-        return self._due and self.settings.verify != "never"
+        due = self._due if self.lockstep is None else self.lockstep.needs_proof()
+        return due and self.settings.verify != "never"
 
     @property
     def has_others(self) -> bool:

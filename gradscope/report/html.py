@@ -24,6 +24,7 @@ from gradscope.stats.sections import (
     Shown,
     Spark,
     Table,
+    text_of,
     told_of,
     whole,
 )
@@ -129,17 +130,17 @@ def write_html(result: Shown, path: str | Path) -> None:
 def _page(found: Overview) -> str:
     names = " and ".join(Path(path).name for path in found.paths)
     first, *others = found.sections
-    others.sort(key=lambda section: not section.cards)  # the samples before the numbers
-    sections = [_section(section, found.noun) for section in others]
+    samples = [section for section in others if section.cards]
+    rest = [section for section in others if not section.cards]
     drawn = found.pictures if plots.available() else ()
     pictures = "\n".join(f"<figure>{_picture(picture)}</figure>" for picture in drawn)
     parts = [
         "".join(f'<p class="warning" role="alert">{_safe(line)}</p>' for line in found.warnings),
         _titled("Run", _facts(found.facts) + _records(found)),
         _section(first, found.noun),
-        *(part for section, part in zip(others, sections, strict=True) if section.cards),
+        *(_section(section, found.noun) for section in samples),
         _titled("Pictures", f'<div class="pictures">\n{pictures}\n</div>') if pictures else "",
-        *(part for section, part in zip(others, sections, strict=True) if not section.cards),
+        *(_section(section, found.noun) for section in rest),
     ]
     body = "\n".join(part for part in parts if part)
     return f"""<!DOCTYPE html>
@@ -164,7 +165,7 @@ def _page(found: Overview) -> str:
 
 
 def _safe(text: Line, keep: str = "") -> str:
-    return texts.safe(text if isinstance(text, str) else text.text, keep)
+    return texts.safe(text_of(text), keep)
 
 
 def _titled(title: str, content: str) -> str:

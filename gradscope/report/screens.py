@@ -64,7 +64,8 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         if not all(p.agrees for p in row.parameters):
             _render_disagreement(comparison, row, console)
     for row in rows:
-        if not row.parameters and (row.reason or row.remedy):
+        told = row.status != "agrees" and all(p.agrees for p in row.parameters)
+        if told and (row.reason or row.remedy):
             console.print()
             name = Text(visible(row.backend), "bold")
             console.print(Text(" ").join([name, safe(_STATUS[row.status])]))

@@ -122,10 +122,12 @@ def _within(job: Job, memory: int, there: int | None) -> Budget:
         return Budget(job.batch_size, ("how much memory is taken is not known here",), None, there)
     samples = found.most(budget, most)
     if not samples:
+        least = memory_text(int(found.peak(1) / _MARGIN))
         raise SpecError(
             f"a single sample at a time takes about {memory_text(found.peak(1))}",
             where=f"memory {job.spec.compute.memory}",
-            remedy="Give more, or compute fewer --parameters at a time.",
+            remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
+            "--parameters at a time.",
         )
     note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
     note += f" of the {memory_text(memory)} of --memory"

@@ -40,7 +40,7 @@ from gradscope.run.outcome import (
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import mean
-from gradscope.stages.reducers.base import State, add_in_place, carried_state
+from gradscope.stages.reducers.base import State, add_in_place, carried_state, taken_over
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
@@ -282,11 +282,8 @@ class Run:
         for key in list(batch):
             reducer, own, before = chains[key].reducer, {**batch.pop(key)}, self.states.get(key)
             assert reducer is not None
-            if before is None:  # never both whole: each may be as large as the model
-                whole[key] = {}
-                for entry in list(own):
-                    one = carried_state({entry: own.pop(entry)}, copy=reducer.additive)
-                    whole[key] |= one
+            if before is None:
+                whole[key] = taken_over(own, copy=reducer.additive)
             elif reducer.additive and key in self._own:
                 sums[key] = own
             else:
@@ -303,7 +300,7 @@ class Run:
         found = dict(self.states.get(NONFINITE, {}))
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
             if made is not None and chain.before and chain.text != "identity":
-                count = nonfinite_of_rows(made, rows.finite)
+                count = nonfinite_of_rows(made, rows.samples["finite"])
                 if int(count):
                     self._judge({k: int(count)})
                     found[str(k)] = found.get(str(k), torch.tensor(0)) + count.cpu()
@@ -355,39 +352,41 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
 
 def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what is stored of a batch, not computed where a block can do it later."""
-    shown = job.scope.labels.of(batch)
+    gradients, shown = evaluation.gradients, job.scope.labels.of(batch)
     rows = (
-        None
-        if chain.reducer is not None
-        else chain.rows(evaluation.gradients, job.scope.problem, shown)
+        None if chain.reducer is not None else chain.rows(gradients, job.scope.problem, shown)
         for chain in chains
     )
+    norms = {name: mean(value.sqrt(), shown) for name, value in gradients.squared_norms.items()}
+    return Rows(samples_of(job, batch, evaluation), norms, tuple(rows))
+
+
+def samples_of(job: Job, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
+    """Return what the sample table keeps of a batch: `table_of`, names and previews."""
     table = table_of(job.scope, batch, evaluation)
-    if isinstance(batch, Tokens):
-        return replace(table, id=job.dataset.ids(batch.samples), chains=tuple(rows))
-    kept = None if job.previews is None else job.previews.of(batch.index.tolist())
-    return replace(table, id=job.dataset.ids(batch.index), preview=kept, chains=tuple(rows))
+    ids = job.dataset.ids(batch.samples if isinstance(batch, Tokens) else batch.index)
+    if ids is not None:
+        table["id"] = ids
+    if job.previews is not None:  # never of tokens
+        table["preview"] = job.previews.of(batch.index.tolist())
+    return table
 
 
-def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> Rows:
-    """Return what the tables keep of a batch, without ids."""
-    gradients, tokens = evaluation.gradients, batch if isinstance(batch, Tokens) else None
+def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
+    """Return what a batch tells of its samples by itself, a column each (n,)."""
     shown = session.labels.of(batch)  # the table keeps the data's own targets
-    squared, targets = gradients.squared_norms, batch.targets
-    whole = isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1
-    if not whole or tokens:
-        targets = None  # stored are only those of one number a sample
-    return Rows(
-        index=batch.index,
-        loss=mean(evaluation.losses, shown),
-        norm=mean(gradients.norms, shown),
-        finite=finite_samples(evaluation).reshape(len(batch), -1).all(1),
-        sample=None if tokens is None else tokens.samples,
-        position=None if tokens is None else tokens.position,
-        target=None if targets is None else targets.flatten(),
-        predicted=session.predicted(batch, evaluation),
-        norms={name: mean(value.sqrt(), shown) for name, value in squared.items()},
-    )
+    table = {
+        "index": batch.index,
+        "loss": mean(evaluation.losses, shown),
+        "norm": mean(evaluation.gradients.norms, shown),
+        "finite": finite_samples(evaluation).reshape(len(batch), -1).all(1),
+    }
+    targets = batch.targets
+    if isinstance(batch, Tokens):
+        table |= {"sample": batch.samples, "position": batch.position}
+    elif isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1:
+        table["target"] = targets.flatten()  # any other kind is not stored
+    return table | session.predicted(batch, evaluation)
 
 
 def keeps_states(job: Job, size: int) -> bool:
@@ -400,5 +399,5 @@ def keeps_states(job: Job, size: int) -> bool:
 
 def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
-    losses, norms = (t[:_FEW].tolist() for t in (rows.loss, rows.norm))
+    losses, norms = (rows.samples[k][:_FEW].tolist() for k in ("loss", "norm"))
     return tuple(losses), tuple(norms)

@@ -19,6 +19,7 @@ from gradscope.blocks import Chosen, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.core.memory import timed
+from gradscope.core.precision import dtype_name
 from gradscope.core.problem import slopes
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.fold import settled, usable
@@ -181,7 +182,7 @@ def inspect(job: Job) -> Inspection:
             "mode": job.spec.model.mode,
             "parameters": len(problem.parameters),
             "numbers": sum(p.numel() for p in problem.parameters.values()),
-            "dtype": str(problem.dtype).removeprefix("torch."),
+            "dtype": dtype_name(problem.dtype),
             "device": str(problem.device),
         },
         checkpoint={

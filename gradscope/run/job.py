@@ -4,7 +4,7 @@ Names come first (chains, backend, loss), then the user's code, then weights and
 misspelt word costs nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import gradscope
 from gradscope.backends.base import Request, backends, candidates
@@ -28,17 +28,17 @@ from gradscope.config import (
     parse_compression,
     parse_shard,
 )
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
 from gradscope.core.locate import first_line
-from gradscope.core.problem import Loss
+from gradscope.core.precision import dtype_name
+from gradscope.core.problem import Loss, Problem
 from gradscope.core.ranks import Ranks, divided
 from gradscope.core.shortage import is_shortage
 from gradscope.engine.fold import request_of
 from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
 from gradscope.run.overlap import to_device
-from gradscope.run.tokens import TokenRows
 from gradscope.sources import code
 from gradscope.sources.code import load_function
 from gradscope.sources.data import Dataset, open_dataset
@@ -58,7 +58,71 @@ _SAME = {
 }
 _BATCH_SAMPLES = 256  # when the batch size is left to us
 _BATCH_TOKENS = 2048  # at least, and whole samples
+_AT_A_TIME = 256  # samples of which it is looked at together which tokens count
 _DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The positions that count of some samples, in order: the rows 0, 1, ... of a run."""
+
+    samples: range  # of the data set
+    positions: int  # t, of each sample
+    counted: Tensor | None  # (m,) int64, row by row: the sample's place · t + position; None: all
+
+    @classmethod
+    def of(cls, session: Session, load: Callable[[range], Batch], samples: range) -> "TokenRows":
+        """Find out which positions count: by the first sample, or where a loss says so, by each.
+
+        Raises:
+            SpecError: The loss does not return (n, t), t differs, or no position counts.
+        """
+        first, said = session.problem.counted(load(samples[:1]))
+        t = first.shape[1]
+        if not said:
+            return cls(samples, t, None)
+        found: list[Tensor] = []
+        for start in range(0, len(samples), _AT_A_TIME):
+            mask, _ = session.problem.counted(load(samples[start : start + _AT_A_TIME]))
+            if mask.shape[1] != t:
+                raise SpecError(
+                    f"the loss has {mask.shape[1]} positions of some samples, {t} of others",
+                    where="rows token",
+                    remedy="Pad all samples to one length, and let the loss say what counts.",
+                )
+            found.append(mask.cpu().flatten().nonzero().flatten() + start * t)
+        counted = torch.cat(found)
+        require_counted(len(counted))
+        return cls(samples, t, counted)
+
+    def __len__(self) -> int:
+        return len(self.samples) * self.positions if self.counted is None else len(self.counted)
+
+    def batch(self, load: Callable[[range], Batch], rows: range) -> Tokens:
+        """Return some rows, which are next to each other, with the samples that they are of."""
+        places = torch.arange(rows.start, rows.stop)
+        places = places if self.counted is None else self.counted[places]
+        sample, position = places // self.positions, places % self.positions
+        used, own = torch.unique(sample, return_inverse=True)
+        first = int(used[0])
+        held = load(self.samples[first : int(used[-1]) + 1]).select(used - first)
+        index = torch.arange(rows.start, rows.stop)
+        data = (held.inputs, held.targets, index, held.index, own, position)
+        return Tokens(*data, self.positions)
+
+    def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
+        """Return some rows (m,) as the only ones, and the samples (n,) that they are of."""
+        places = rows if self.counted is None else self.counted[rows]
+        used, own = torch.unique(places // self.positions, return_inverse=True)
+        counted = own * self.positions + places % self.positions
+        part = TokenRows(range(len(used)), self.positions, counted)
+        return part, used + self.samples.start
+
+    def record(self) -> dict[str, Any]:
+        """Return what tells these rows from others, as plain data."""
+        counted = None if self.counted is None else int(self.counted.double().square().sum())
+        span = [self.samples.start, self.samples.stop]
+        return {"samples": span, "positions": self.positions, "rows": len(self), "sum": counted}
 
 
 @dataclass(frozen=True)
@@ -93,7 +157,7 @@ class Job:
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
         rows = self.rows[start : start + n]
-        load = partial(read, self.dataset, self.scope)
+        load = partial(read, self.dataset, self.scope.problem)
         return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
 
     @property
@@ -113,11 +177,6 @@ class Job:
             return Tuner(measures=False, kept=kept)  # or the same run would not give the same bits
         return Tuner.remembering()
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What floating-point inputs are cast to: the parameters' dtype, None if it is complex."""
-        return _dtype(self.scope)
-
     def record(self) -> dict[str, Any]:
         """Return the whole run as plain data, for the result file."""
         problem = self.scope.problem
@@ -130,7 +189,7 @@ class Job:
             "digests": self.digests,
             "versions": {"gradscope": gradscope.__version__, "torch": torch.__version__},
             "device": str(problem.device),
-            "dtype": str(problem.dtype).removeprefix("torch."),
+            "dtype": dtype_name(problem.dtype),
             "threads": torch.get_num_threads(),
         }
         if self.tokens is not None:
@@ -166,15 +225,13 @@ class Job:
         }
 
 
-def read(dataset: Dataset, scope: Session, rows: range) -> Batch:
-    """Return some samples of a data set, on the model's device."""
-    batch = dataset.batch(rows).to(None, _dtype(scope))
-    return to_device(batch, scope.problem.device)
+def read(dataset: Dataset, problem: Problem, rows: range) -> Batch:
+    """Return some samples of a data set as a model takes them: on its device, in its dtype.
 
-
-def _dtype(scope: Session) -> torch.dtype | None:
-    dtype = scope.problem.dtype
-    return None if dtype.is_complex else dtype
+    Floating-point inputs of a complex model keep theirs.
+    """
+    dtype = None if problem.dtype.is_complex else problem.dtype
+    return to_device(dataset.batch(rows).to(None, dtype), problem.device)
 
 
 def prepare(spec: RunSpec) -> Job:
@@ -207,7 +264,7 @@ def prepare(spec: RunSpec) -> Job:
     scope = Session(model, loss, Settings(**settings))
     tokens = None
     if asked.rows == "token":
-        tokens = TokenRows.of(scope, partial(read, dataset, scope), whole)
+        tokens = TokenRows.of(scope, partial(read, dataset, scope.problem), whole)
         whole = range(len(tokens))
     size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
@@ -409,9 +466,7 @@ def _usual_batch(
     if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, held_densely(scope))
     if scope.labels.mode == "exact":
-        dtype = None if scope.problem.dtype.is_complex else scope.problem.dtype
-        first = dataset.batch(rows[:1]).to(scope.problem.device, dtype)
-        samples //= scope.labels.each(first)
+        samples //= scope.labels.each(read(dataset, scope.problem, rows[:1]))
     return max(1, samples)
 
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from gradscope.config import ComputeSpec, RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
+from gradscope.core.precision import dtype_name
 from gradscope.engine.audit import drawn
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.execute import ALIKE, rows_of
@@ -385,9 +386,9 @@ def _numbers(job: Job, sample: _Stored) -> Iterator[tuple[str, float, float, flo
     def compared(what: str, stored: float, found: Any, slack: float) -> Any:
         return what, stored, float(found), alike * max(abs(stored), abs(float(found))) + slack
 
-    yield compared("loss", sample.loss, made.loss, loss)
-    yield compared("gradient norm", sample.norm, made.norm, norm)
-    _, share = tolerances(str(job.scope.problem.precision).removeprefix("torch."))
+    yield compared("loss", sample.loss, made.samples["loss"], loss)
+    yield compared("gradient norm", sample.norm, made.samples["norm"], norm)
+    _, share = tolerances(dtype_name(job.scope.problem.precision))
     slack = norm + share * sample.norm
     for name, value in made.norms.items():
         yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)

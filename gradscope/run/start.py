@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from gradscope.core.grammar import parse
 from gradscope.engine.fold import settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
@@ -33,7 +34,7 @@ from gradscope.run.job import Job, file_plan
 from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BatchSize, Behind
 from gradscope.stages.chain import Chain
-from gradscope.storage import open_writer, writing
+from gradscope.storage import open_writer, require_other, writing
 
 
 @contextmanager
@@ -141,14 +142,8 @@ def _refuse_inputs(job: Job, path: Path) -> None:
     """Refuse to write over what the run reads."""
     spec = job.spec
     code = [ref.rpartition(":")[0] for ref in (spec.model.factory, spec.loss.name) if ":" in ref]
-    for kind, source in (
-        *(("checkpoint", source) for source in job.checkpoint.files),
-        *(("data", source) for source in spec.dataset.sources),
-        *(("code", Path(place)) for place in code),
-    ):
-        if source.exists() and path.exists() and path.samefile(source):
-            raise OutputError(
-                f"the result would replace the {kind} that it is computed from",
-                where=str(path),
-                remedy="Choose another name.",
-            )
+    stages = (stage for chain in job.chains for stage in parse(chain.text))
+    require_other(path, job.checkpoint.files, "the checkpoint")
+    require_other(path, spec.dataset.sources, "the data")
+    require_other(path, map(Path, code), "the code")
+    require_other(path, (file for stage in stages for file in stage.files.values()))

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradscope.config import HELD, function_of
+from gradscope.core.precision import dtype_name
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError
-from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn, dtype_name
+from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts
@@ -251,7 +252,8 @@ def _columns(
     arrays: Mapping[str, _DataArray],
 ) -> tuple[list[str] | dict[str, str], list[str], str]:
     """Return which arrays are the inputs, a list or {keyword: name}, which the targets, and why."""
-    n = Counter(array.length for array in arrays.values()).most_common(1)[0][0] if arrays else 0
+    lengths = Counter(array.length for array in arrays.values())
+    n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
     usable = [name for name, array in arrays.items() if array.length == n]
     targets = [name for name in usable if _TARGETS & set(re.split(r"[\W_]+", name.lower()))]
     rest = [k for k in usable if k not in targets and k.lower() not in _NO_INPUTS]
@@ -263,10 +265,12 @@ def _columns(
     known = {name: name for name in inputs if name in _KEYWORDS}
     if targets or known or len(inputs) < 2:
         return known or inputs, targets, "by their names"
+    flat = all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest)
+    if flat and len(rest) > 2:
+        inputs = [k for k in inputs if k != rest[-1]]
+        return inputs, rest[-1:], "of a table, the last column is the target"
     if len(inputs) == 2:
         return inputs[:1], inputs[1:], "of two arrays, the first and the second"
-    if all(arrays[k].sample == () for k in rest):
-        return inputs[:-1], inputs[-1:], "of a table, the last column is the target"
     return inputs, targets, "by their names"
 
 

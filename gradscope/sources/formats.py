@@ -212,13 +212,18 @@ def sha256_of_list(digests: Iterable[tuple[str, str]]) -> str:
 
 
 def sha256_of_sources(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of one file; of several, or of a folder's, that of the list of theirs."""
+    """Return the SHA-256 of one file; of several, or of a folder's, that of the list of theirs.
+
+    Raises:
+        DatasetError: One cannot be read.
+    """
 
     def digest(path: Path) -> str:
-        if not path.is_dir():
-            return sha256(path)
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        return sha256_of_list((p.relative_to(path).as_posix(), sha256(p)) for p in files)
+        with reachable(path, DatasetError):
+            if not path.is_dir():
+                return sha256(path)
+            files = sorted(p for p in path.rglob("*") if p.is_file())
+            return sha256_of_list((p.relative_to(path).as_posix(), sha256(p)) for p in files)
 
     digests = [(path.name, digest(path)) for path in paths]
     return digests[0][1] if len(digests) == 1 else sha256_of_list(digests)

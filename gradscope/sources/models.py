@@ -22,7 +22,7 @@ from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
 from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.hugging_face import CONFIG, built
-from gradscope.sources.weights.readers import ADAPTER
+from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS
 
 _FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
 
@@ -217,6 +217,7 @@ def _held(
             report = replace(report, notes=report.notes + notes, files=(*report.files, config))
             digests = {CONFIG: sha256(config)}
         else:
+            _require_whole(report.path)
             model = _module(value, checkpoint.key)
             digests = class_digests(type(module).__module__ for module in model.modules())
             if spec.kwargs:
@@ -261,11 +262,21 @@ def _adapted(
     with located(report.path):
         model, told = adapted(base, folder, state)
         _require_trainable(model, str(report.path))
-        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        check_finite(own, own, set(own))
     model.train(spec.mode == "train")
     digests = {ADAPTER: sha256(folder / ADAPTER), **digests}
     return model, replace(report, notes=report.notes + notes + told, tensors=len(state)), digests
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse the weights of an adapter where a whole model is asked for."""
+    if path.stem != ADAPTER_WEIGHTS:
+        return
+    what = f"an adapter's {ADAPTER} is missing beside these weights"
+    remedy = "Save the adapter again with save_pretrained."
+    if (path.parent / ADAPTER).exists():
+        what = "the base model of the adapter is itself an adapter"
+        remedy = "Save it merged, merge_and_unload().save_pretrained(FOLDER): --model FOLDER."
+    raise CheckpointError(what, remedy=remedy)
 
 
 def _module(value: Any, key: str | None) -> nn.Module:

@@ -18,7 +18,6 @@ function that breaks it is refused. A reducer is a function that returns three:
         return gradscope.Reducer(start, merge, lambda state: state)
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial, update_wrapper, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
-from gradscope.core.grammar import StageFactory
+from gradscope.core.grammar import StageFactory, signature
 from gradscope.core.locate import own_stage
 from gradscope.errors import ModelError, SpecError
 from gradscope.stages.reducers.base import Reducer, State
@@ -43,7 +42,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SCOPES = {scope.name.lower(): scope for scope in TransformScope}
-_PLAIN = (bool, int, float, str)
 
 # Uneven numbers of both signs, large, small and zero; no two of one magnitude.
 _PROBE = [0.3, -1.7, 0.0, 2.9, -0.04, 11.0, -5.3, 1e-3, 0.71, -230.0, 1.1, -0.9]
@@ -70,17 +68,13 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
     kind = _SCOPES[scope]
 
     def declared(function: Callable[..., Any]) -> TransformFactory:
-        own = inspect.signature(function, eval_str=True)
+        own = signature(function)
 
         def make(**options: Any) -> Transform:
             return _made(function.__name__, kind, partial(function, **options))
 
         update_wrapper(make, function)
-        options = list(own.parameters.values())[1:]
-        for k, option in enumerate(options):  # one without an annotation has its default's type
-            if option.annotation is option.empty and isinstance(option.default, _PLAIN):
-                options[k] = option.replace(annotation=type(option.default))
-        make.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
+        make.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
         return TransformFactory(make, kind, function)
 
     return declared

@@ -13,7 +13,16 @@ from gradscope.stats.builtin.expectations import Fisher, fisher_of
 from gradscope.stats.builtin.parameters import parameter_rows
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Tiles, distances, flat
-from gradscope.stats.records import Floats, Plain, Positions, Record, average, number, ratio, spread
+from gradscope.stats.records import (
+    Floats,
+    OfSample,
+    Positions,
+    Record,
+    average,
+    number,
+    ratio,
+    spread,
+)
 from gradscope.stats.sections import (
     POINTS,
     BarPicture,
@@ -75,12 +84,9 @@ class ParameterChange(Record):
     cosine: float | None
 
 
-class Moved(Record):
+class Moved(OfSample):
     """One sample in both files."""
 
-    index: int
-    id: int | str | None = None
-    target: Plain
     norm: Both
     loss: Both
     moved: float

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gradscope.sources.opened import Content, Opened
 from gradscope.stats.records import Plain
-from gradscope.stats.sections import Card, Overview, Pixels, Section, Shown, short
+from gradscope.stats.sections import Card, Overview, Pixels, Section, Shown, short, value_text
 
 
 class Named(Protocol):
@@ -34,9 +34,7 @@ def name_of(row: Named) -> str:
 def label(opened: Opened, target: Any) -> str:
     """Return a target, with the name that the data have for its class."""
     name = opened.class_name(target)
-    if name is not None:
-        return f"{name} ({target})"
-    return short(target) if target is None or isinstance(target, float) else str(target)
+    return value_text(target) if name is None else f"{name} ({target})"
 
 
 class Album:

@@ -47,6 +47,14 @@ class Record(BaseModel):
         return cls.model_validate(document)
 
 
+class OfSample(Record):
+    """What is told of one sample begins with which one it is."""
+
+    index: int  # its position in the data set
+    id: int | str | None = None  # its own name
+    target: Plain
+
+
 class Interval(Record):
     """A confidence interval; an end is None where it has none."""
 

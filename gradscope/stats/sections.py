@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradscope.core import texts
-from gradscope.stats.records import Histogram, Interval
+from gradscope.stats.records import Histogram, Interval, Plain
 
 T = TypeVar("T")
 
@@ -182,18 +182,18 @@ class Shown(ABC):
         """Return what fits one screen, else all: facts, what is wrong, sections."""
         found = self.overview()
         shown = found.brief or found
-        parts = [texts.facts(_written(shown.facts))]
+        parts = [texts.facts(written(shown.facts))]
         parts += [f"<p><em>{texts.safe(line)}</em></p>" for line in found.warnings]
         for section in shown.sections:
             parts.append(f"<p><strong>{texts.safe(section.title)}</strong></p>")
-            parts.append(texts.facts([*_written(section.facts), *section.pairs]))
+            parts.append(texts.facts([*written(section.facts), *section.pairs]))
             if section.table is not None:
                 columns, names = section.table.columns, section.table.names
                 first = [] if names is None else [(section.table.title, names)]
-                every = [*first, *((c.title, [*map(_text, c.cells)]) for c in columns)]
+                every = [*first, *((c.title, [*map(text_of, c.cells)]) for c in columns)]
                 heads, cells = zip(*every, strict=True)
                 parts.append(texts.table(heads, zip(*cells, strict=True)))
-            parts += [f"<p>{texts.safe(_text(note))}</p>" for note in section.notes]
+            parts += [f"<p>{texts.safe(text_of(note))}</p>" for note in section.notes]
         return texts.document(", ".join(found.paths), *parts)
 
 
@@ -238,12 +238,13 @@ def told_of(shown: T, noun: str) -> T:
     return found  # type: ignore[no-any-return]
 
 
-def _written(facts: Iterable[Fact]) -> list[tuple[str, str]]:
+def written(facts: Iterable[Fact]) -> list[tuple[str, str]]:
     """Return the facts that are words."""
-    return [(label, _text(value)) for label, value in facts if not isinstance(value, Spark)]
+    return [(label, text_of(value)) for label, value in facts if not isinstance(value, Spark)]
 
 
-def _text(line: Line) -> str:
+def text_of(line: Line) -> str:
+    """Return a line without its style."""
     return line if isinstance(line, str) else line.text
 
 
@@ -279,6 +280,11 @@ def short(value: float | None) -> str:
     if 999.5 <= abs(value) < 99999.5:
         return f"{value:.0f}"
     return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def value_text(value: Plain) -> str:
+    """Return a target or a prediction: a class or a text as it is, other numbers in short."""
+    return short(value) if value is None or isinstance(value, float) else str(value)
 
 
 def percent(share: float | None) -> str:
@@ -363,7 +369,7 @@ def _plain(rows: Sequence[Any], name: str) -> list[Column]:
     found = [getattr(row, name, None) for row in rows]
     if not any(value is not None for value in found):
         return []
-    cells = [short(t) if t is None or isinstance(t, float) else str(t) for t in found]
+    cells = [value_text(value) for value in found]
     known = [t if isinstance(t, int | float) else None for t in found]
     values = known if any(value is not None for value in known) else None
     return [Column(name, cells, rank=2, values=values, widest=_NAME)]

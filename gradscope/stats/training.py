@@ -13,7 +13,9 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
+from gradscope.core.ranks import Ranks
 from gradscope.core.texts import count
 from gradscope.engine.certificate import finite_samples
 from gradscope.errors import OutputError, ResultFileError
@@ -45,7 +47,7 @@ _SUFFIX = ".jsonl"
 _SHOWN = 20  # steps in the table
 _DRAWN = 8  # parameters in a picture
 _BRIEF = 5  # parameters on one screen
-_NAMED = 5  # lines that are no steps
+_NAMED = 5  # lines that are no steps, or steps with samples left out
 
 Points = list[tuple[float, float]]
 Band = Sequence[tuple[float, float, float | None]]
@@ -64,7 +66,8 @@ def measure(
     """Return the statistics of the samples of one batch.
 
     No gradient is formed where the blocks know their norms and products. What needs rows (signal
-    by entry, spectrum, noise between classes) is left out.
+    by entry, spectrum, noise between classes) is left out. Of a model that is divided over
+    processes, all call this together, and get the statistics of all their samples.
 
     Args:
         scope: Of a model and loss.
@@ -74,32 +77,26 @@ def measure(
         clip: Clipping norms whose share of the samples is wanted.
     """
     scope.session.labels.require_one()
-    evaluation = scope.evaluate(Batch.of(inputs, targets))
-    gradients, finite = evaluation.gradients, _numpy(finite_samples(evaluation))
-    rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
-    dots, lengths = np.zeros(len(rows)), {}  # ⟨gᵢ, G⟩ of the finite samples, ‖G‖ by parameter
-    for name, block in gradients.items():
-        kept = block.select(rows).to(torch.promote_types(block.dtype, torch.float32))
-        mean = kept.weighted_sum() / max(1, len(rows))
-        dots += _numpy(kept.dot(mean).real)
-        lengths[name] = float(torch.linalg.vector_norm(mean)) if len(rows) else nan
-    samples = {
-        "index": np.arange(len(finite)),
-        "loss": _numpy(evaluation.losses),
-        "norm": _numpy(gradients.norms),
-        "finite": finite,
-    }
-    if isinstance(targets, Tensor) and targets.dim() == 1:
-        samples["target"] = _numpy(targets)
-    along = np.zeros(len(finite))
+    ranks = scope.problem.sharding
+    if ranks is None:
+        evaluation = scope.evaluate(Batch.of(inputs, targets))
+        samples, norms, dots, lengths = _measured(evaluation, targets, None)
+    else:
+        batch = ranks.numbered(lambda: Batch.of(inputs, targets), "measure")
+        evaluation = scope.evaluate(batch)
+        with ranks.together():
+            *own, lengths = _measured(evaluation, targets, ranks)
+        samples, norms, dots = map(_joined, zip(*ranks.of_all(own), strict=True))
+    n, finite = len(samples["loss"]), samples["finite"]
+    samples["index"], along = np.arange(n), np.zeros(n)
     sizes = samples["norm"][finite] * np.linalg.norm(list(lengths.values()))
     along[finite] = np.nan_to_num(cosines_of(dots, sizes))
     measured: Any = SimpleNamespace(  # a `Source`
         path="memory",
-        n=len(finite),
-        parameters={name: block.shape for name, block in gradients.items()},
+        n=n,
+        parameters={name: block.shape for name, block in evaluation.gradients.items()},
         samples=samples,
-        norms={name: _numpy(v.sqrt()) for name, v in gradients.squared_norms.items()},
+        norms=norms,
         norm_attributes={k: {"mean_gradient_norm": length} for k, length in lengths.items()},
         chains=(_Cosines(cosine=along),),
         attributes={},
@@ -107,6 +104,40 @@ def measure(
         certificate={} if scope.certificate is None else scope.certificate.to_json(),
     )
     return summarize(measured, top=top, clip=clip)
+
+
+def _measured(evaluation: Evaluation, targets: Any, ranks: Ranks | None) -> tuple[Any, ...]:
+    """Return columns (n,) of samples, norms (n,), ⟨gᵢ, G⟩ of the finite ones and ‖G‖, by parameter.
+
+    G is the mean over the finite samples of all ranks; the rest is of this one's.
+    """
+    gradients, finite = evaluation.gradients, _numpy(finite_samples(evaluation))
+    rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
+    count = len(rows) if ranks is None else sum(ranks.of_all(len(rows)))
+    dots, lengths = np.zeros(len(rows)), {}
+    for name, block in gradients.items():
+        kept = block.select(rows).to(torch.promote_types(block.dtype, torch.float32))
+        total = kept.weighted_sum()
+        mean = (total if ranks is None else ranks.added(total)) / max(1, count)
+        dots += _numpy(kept.dot(mean).real)
+        lengths[name] = float(torch.linalg.vector_norm(mean)) if count else nan
+    samples = {
+        "loss": _numpy(evaluation.losses),
+        "norm": _numpy(gradients.norms),
+        "finite": finite,
+    }
+    if isinstance(targets, Tensor) and targets.dim() == 1:
+        samples["target"] = _numpy(targets)
+    norms = {name: _numpy(v.sqrt()) for name, v in gradients.squared_norms.items()}
+    return samples, norms, dots, lengths
+
+
+def _joined(of_ranks: Sequence[Any]) -> Any:
+    """Return arrays (n,), or tables of such that all ranks have, of all ranks' samples."""
+    if not isinstance(of_ranks[0], dict):
+        return np.concatenate(of_ranks)
+    common = [k for k in of_ranks[0] if all(k in one for one in of_ranks)]
+    return {k: np.concatenate([one[k] for one in of_ranks]) for k in common}
 
 
 def _numpy(values: Tensor) -> Any:
@@ -232,8 +263,10 @@ class History(Record, Shown):
         facts, warnings = self._facts(), []
         if self.broken:
             said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
-            named = ", ".join(map(str, self.broken[:_NAMED]))
-            warnings = [f"{said}: {named}{', ...' if len(self.broken) > _NAMED else ''}"]
+            warnings.append(f"{said}: {_first(self.broken)}")
+        if lost := [step.step for step in steps if step.nonfinite]:
+            said = f"samples without a finite gradient are left out at {count(len(lost), 'step')}"
+            warnings.append(f"{said}: {_first(lost)}")
         short_ = [Section("Over time", curves)]
         if steps[-1].parameters:
             short_.append(Section("Parameters that learn", table=_learning(steps[-1])))
@@ -415,6 +448,10 @@ def read_history(path: str | Path) -> History:
     if found is None:
         raise reader.empty()
     return found
+
+
+def _first(numbered: Sequence[int]) -> str:
+    return ", ".join(map(str, numbered[:_NAMED])) + (", ..." if len(numbered) > _NAMED else "")
 
 
 def _curves(steps: Sequence[Step]) -> list[Fact]:

@@ -30,6 +30,7 @@ from gradscope.storage.format.files import (
     Write,
     excess,
     require_free,
+    require_other,
     require_place,
     require_short,
     told,
@@ -128,14 +129,8 @@ def export(
     """
     require_short(path, DRAFT if path.suffix else "")
     with told(path):
-        is_same = path.exists() and path.samefile(file.path)
+        require_other(path, [file.path])
         suffix = "" if path.is_dir() else path.suffix.lower()
-    if is_same:
-        raise OutputError(
-            "the export would replace the result that it is taken from",
-            where=str(path),
-            remedy="Choose another name.",
-        )
     if suffix in _TABLES:
         if chain is not None:
             raise SpecError("the sample table belongs to no chain", remedy="Leave out --chain.")

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import OutputError, RefusedError, ResultFileError
-from gradscope.storage.format.files import locked, reading, require_free, require_place, writing
+from gradscope.storage.format.files import (
+    locked,
+    reading,
+    require_free,
+    require_other,
+    require_place,
+    writing,
+)
 from gradscope.storage.format.layout import (
     SOURCES,
     TABLES,
@@ -379,12 +386,7 @@ def require_apart(path: Path, parts: Parts, *, overwrite: bool) -> None:
     """Check that the final file of some parts may be written."""
     require_place(path, LONGEST)
     with writing(path):
-        if path.exists() and any(path.samefile(part.path) for part in parts.files):
-            raise OutputError(
-                "the result would replace a file that it is made from",
-                where=str(path),
-                remedy="Choose another name.",
-            )
+        require_other(path, [part.path for part in parts.files])
         require_free(path, overwrite=overwrite)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.config import Compression
+from gradscope.core.precision import dtype_name
 from gradscope.core.texts import printable
 
 Layout = Literal["auto", "dense", "factored"]
@@ -49,7 +50,7 @@ class FilePlan:
                 "samples": self.n,
                 "parameters": self.parameters,
                 "chains": [chain.text for chain in self.chains],
-                "dtype": str(self.dtype).removeprefix("torch."),
+                "dtype": dtype_name(self.dtype),
                 "layout": self.layout,
                 "compression": None if self.compression is None else str(self.compression),
             },
@@ -62,40 +63,17 @@ class FilePlan:
 class Rows:
     """One finished batch."""
 
-    index: Tensor  # (n,), the samples' positions in their data set
-    loss: Tensor  # (n,)
-    norm: Tensor  # (n,), the raw gradient's L2 norm over all parameters
-    finite: Tensor  # (n,) bool
-    # (n,), where a target is one number a sample; anything else is not stored
-    target: Tensor | None = None
-    # {column: (n,)}, what the model predicts: prediction, margin
-    predicted: Mapping[str, Tensor] = field(default_factory=dict)
-    # the samples' own names, where they have any: (n,) int64, or UTF-8 (n, w) uint8 with zeros
-    # behind a name, w the same for all batches
-    id: Tensor | None = None
-    # (n,) int64 each, of rows of tokens: the sample's position in the data set, and its own there
-    sample: Tensor | None = None
-    position: Tensor | None = None
-    preview: Tensor | None = None  # UTF-8 (n, w) likewise: what a sample looks like
+    # the columns of the sample table, in their order: index (position in the data set), loss, norm
+    # (the raw gradient's L2 norm over all parameters) and finite, each (n,); and others, where
+    # texts are UTF-8 (n, w) uint8 with zeros behind a text, w the same for all batches
+    samples: Mapping[str, Tensor]
     # {parameter: (n,)}, the raw gradient's L2 norm
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     # the transformed rows of each chain; None for a reduced chain
     chains: tuple[Gradients | None, ...] = ()
 
-    @property
-    def samples(self) -> dict[str, Tensor]:
-        """The columns of the sample table (n,)."""
-        table = {"index": self.index, "loss": self.loss, "norm": self.norm, "finite": self.finite}
-        if self.sample is not None and self.position is not None:
-            table |= {"sample": self.sample, "position": self.position}
-        if self.target is not None and self.target.shape == self.index.shape:
-            table["target"] = self.target
-        table |= self.predicted
-        if self.id is not None:
-            table["id"] = self.id
-        if self.preview is not None:
-            table["preview"] = self.preview
-        return table
+    def __len__(self) -> int:
+        return len(self.samples["index"])
 
 
 def to_json(value: Any) -> str:

@@ -16,9 +16,16 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from importlib import import_module
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -28,9 +35,11 @@ from torch import Tensor, nn
 
 from gradscope.core import stops
 from gradscope.core.batch import Batch
+from gradscope.core.libc import keep_pages
 from gradscope.core.memory import settle
 from gradscope.core.randomness import forked, random_numbers_kept
-from gradscope.errors import GradscopeError, SpecError, UnsupportedError
+from gradscope.core.ranks import PartedError
+from gradscope.errors import GradscopeError, SpecError
 from gradscope.scope import Held, Scope
 from gradscope.stats.summary import in_place
 from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
@@ -90,15 +99,18 @@ class Monitor(Held):
 
     The training has the same weights, bit for bit, with and without it: random generators,
     gradients, buffers and modes are left as they were, and no batch is kept. It measures in the
-    parameters' own precision, without autocast, and without what `torch.compile` has made. A model
-    may hold it: a copy of the model has the same one, which measures the original; a file, None.
+    parameters' own precision, without autocast (unless the model's own forward turns it on), and
+    without what `torch.compile` has made. A model may hold it: a copy of the model has the same
+    one, which measures the original; a file, None.
 
     Args:
         model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
-            module within. Of several processes, the first alone measures.
+            module within. Of several processes, the first alone measures; of a model that
+            fully_shard has divided all do, each its own samples, at the same steps, and the first
+            has the file and the trackers.
         loss: As of `Scope`: unreduced, by name or a callable.
         every: Steps between measurements, at least; other steps cost nothing.
-        samples: How many samples of a batch are measured, at most.
+        samples: How many samples of a batch are measured, at most, by each process that measures.
         overhead: The most that all measurements may take, proofs included, as a share of the time
             that the training takes between them. A measurement that it does not allow yet waits
             for a later multiple of `every`. None: no bound.
@@ -122,7 +134,7 @@ class Monitor(Held):
     Raises:
         SpecError: An argument is out of its range.
         OutputError: The file cannot be written.
-        UnsupportedError: The parameters are sharded over processes.
+        UnsupportedError: The model is divided over processes in a way that is not supported.
     """
 
     def __init__(
@@ -165,19 +177,23 @@ class Monitor(Held):
         self.path = None if path is None else Path(path).absolute()  # wherever the training goes
         self._clip = clip
         self._probe, self._mode, self._errors, self._clock = probe, mode, errors, clock
-        self._trackers = [*map(as_log, trackers)]
+        logs = [*map(as_log, trackers)]
         self.latest: Step | None = None
         self._training = _Progress(batch=samples)
         self._proofs = self._proof = 0.0  # seconds of all proofs, and of the last
         self._cut_off = 0.0  # seconds of a proof for which there was no more time
         self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
-        self._closed = not _is_first_process()
         self.scope = Scope(self._model, loss, **{"verify": "first", **options})
+        ranks = self.scope.problem.sharding
+        self._first = _is_first_process() if ranks is None else ranks.rank == 0
+        self._closed = ranks is None and not self._first
+        self._trackers = logs if self._first else []
         in_place()  # loads statistics: not while the training waits
         self._left = None
-        if self.path is not None and not self._closed:
-            append(self.path)
-            self._left = weakref.finalize(self, _leave, os.getpid(), self.path, self._training)
+        with self._together():
+            if self.path is not None and self._first:
+                append(self.path)
+                self._left = weakref.finalize(self, _leave, os.getpid(), self.path, self._training)
         self._spent = self._ahead = clock() - begun  # seconds; those before the training
 
     def start(self, step: int = 0, batch: int | None = None) -> None:
@@ -186,8 +202,11 @@ class Monitor(Held):
         Args:
             step: How many steps were made before, where a training is continued.
             batch: How many samples a step takes, where `step` is not given a batch.
+
+        Raises:
+            SpecError: The step has no whole number.
         """
-        training = self._training
+        training, step = self._training, _numbered(step)
         training.start, training.first, training.step = self._clock(), step, step
         training.batch = batch or training.batch
 
@@ -199,12 +218,15 @@ class Monitor(Held):
                 there is a `probe`.
             targets: Likewise.
             step: The number of the step, where somebody else counts.
+
+        Raises:
+            SpecError: The step has no whole number.
         """
         self.advance(self._training.step + 1 if step is None else step, lambda: (inputs, targets))
 
     def advance(self, step: int, batch: Callable[[], tuple[Any, Any]]) -> None:
         """Do as `step`, of this number, whose batch is asked for if it is measured."""
-        training, before = self._training, self._training.step
+        training, before, step = self._training, self._training.step, _numbered(step)
         training.step = step
         if training.start is None:
             self.start(step)
@@ -212,7 +234,10 @@ class Monitor(Held):
             settle(self.scope.problem.device)
             begun = self._clock()
             try:
-                self._measure(batch, begun)
+                with self._together():
+                    self._measure(batch, begun)
+            except PartedError:
+                raise  # nor can it go on: the processes are out of step
             except Exception as error:  # whatever it is, the training is not to blame
                 self._give_up(error)
             finally:
@@ -229,7 +254,8 @@ class Monitor(Held):
         self._closed = True
         if self.latest is None and reason is None:
             reason = f"no measurement: {self._why_none()}"
-            warnings.warn(reason, MonitorWarning, stacklevel=2)
+            if self._first:
+                warnings.warn(reason, MonitorWarning, stacklevel=2)
         if self.path is not None and self._left is not None:
             self._left.detach()
             trained = self._trained(self._clock())
@@ -249,11 +275,17 @@ class Monitor(Held):
         """Say that the training has ended, and of which exception."""
         self.close(None if kind is None else f"stopped by {kind.__name__}")
 
+    def _together(self) -> AbstractContextManager[None]:
+        """Let an error of one process be one of all those that measure."""
+        ranks = self.scope.problem.sharding
+        return nullcontext() if ranks is None else ranks.together()
+
     def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
         trained, batch = self._trained(begun), self._samples(of)
         if not self._allowed(trained, self._expected(trained)):
-            return
+            return  # for all processes
         with self._untouched():
+            keep_pages()  # or what is freed moves malloc's thresholds: later steps may pay for it
             if not self._proved(batch, trained, begun):
                 return
             now = self._clock()
@@ -271,7 +303,7 @@ class Monitor(Held):
             interval=self._interval(trained, spent),
         )
         self.latest = Step.of(self._training.step, summary, cost)
-        if self.path is not None:
+        if self._left is not None and self.path is not None:
             append(self.path, self.latest)
         self._track(self.latest)
 
@@ -330,6 +362,8 @@ class Monitor(Held):
         step, every, trained = self._training.step, self.every, self._trained(self._clock())
         if self.overhead is None or step // every == self._training.first // every:
             return f"the training ends at step {step:,}, before one is measured (every={every:,})"
+        if self._spent + self._expected(trained) <= self.overhead * trained:
+            return "another process has no time for it, and all measure together"
         return (
             f"the first is taken to last {self._expected(trained):.2g} s, and "
             f"of {trained:.2g} s of training {self.overhead * trained:.2g} s may go "
@@ -338,7 +372,10 @@ class Monitor(Held):
         )
 
     def _allowed(self, trained: float, seconds: float) -> bool:
-        return self.overhead is None or self._spent + seconds <= self.overhead * trained
+        """Return whether the budget has so many seconds, on all processes that measure."""
+        if self.overhead is None:
+            return True
+        return not self.scope.problem.any(self._spent + seconds > self.overhead * trained)
 
     def _interval(self, trained: float, spent: float) -> int:
         """Return in how many steps the budget allows another measurement, if nothing changes."""
@@ -362,7 +399,8 @@ class Monitor(Held):
         if self._errors == "raise":
             raise error
         reason = f"measured no more: {_told(error)}"
-        _warn(f"the training goes on, but is {reason}")
+        if self._first:
+            _warn(f"the training goes on, but is {reason}")
         with warnings.catch_warnings(action="ignore"):  # a full disk has been told
             self.close(reason)
 
@@ -397,6 +435,17 @@ def _require(name: str, value: int, *, at_least: int) -> None:
         raise SpecError(f"is a whole number from {at_least} on, not {value!r}", where=name)
 
 
+def _numbered(step: Any) -> int:
+    """Return the number of a step, also where numpy or torch has counted it."""
+    try:
+        found = index(step)
+    except TypeError:
+        found = -1
+    if not 0 <= found < 2**53:
+        raise SpecError(f"a step is a whole number from 0 on, not {step!r}", where="step")
+    return found
+
+
 def _told(error: Exception) -> str:
     return str(error) if isinstance(error, GradscopeError) else f"{type(error).__name__}: {error}"
 
@@ -419,25 +468,14 @@ def _is_first_process() -> bool:
 
 
 def _within(model: nn.Module) -> nn.Module:
-    """Return the module within its wrappers; refuse one whose parameters other processes hold."""
+    """Return the module within its wrappers."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
             model = model._orig_mod  # type: ignore[assignment]
         else:
-            break
-    if not isinstance(model, nn.Module):
-        return model  # `Scope` says so
-    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-    if sharded or any(hasattr(p, "device_mesh") for p in model.parameters()):
-        raise UnsupportedError(
-            "the parameters are sharded over several processes, and a measurement in one of them "
-            "would wait for the others",
-            where="Monitor",
-            remedy="Save a checkpoint, and use `gradscope compute` and `gradscope stats` on it.",
-        )
-    return model
+            return model
 
 
 def values_of(step: Step) -> dict[str, float]:

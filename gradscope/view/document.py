@@ -27,7 +27,7 @@ from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.looking import scale
 from gradscope.stats.records import Floats, cosines_of, plain, wide
-from gradscope.stats.sections import WRONG, Fact, Spark, told_of
+from gradscope.stats.sections import WRONG, Fact, told_of, written
 from gradscope.stats.source import (
     gram_of,
     keys_of,
@@ -49,6 +49,7 @@ _TILE = 2**25  # products that are held
 _CLASSES = 100  # more are not classes to choose from
 
 Places = NDArray[np.int64]
+Contents = Sequence[Content | None]  # samples as they are
 
 
 def packed(values: Any) -> dict[str, str]:
@@ -136,8 +137,8 @@ class View:
         `most` samples have details; None for none, which are asked of a server.
         """
         samples, places = self.data.samples, _chosen(self.data, most or 0)
-        album = self._album(places)
-        some = album if len(places) else self._album(np.arange(min(1, samples.n)))
+        contents = self._contents(places)
+        some = contents if len(places) else self._contents(np.arange(min(1, samples.n)))
         return {
             "version": VERSION,
             "name": visible(Path(self.file.path).name),
@@ -155,21 +156,21 @@ class View:
             "heat": self._heat(),
             "second": None if self.other is None else visible(Path(self.other.path).name),
             "why": self._why(some),
-            **self.details(places, album),
+            **self.details(places, contents),
         }
 
-    def _album(self, places: Places) -> "Album":
-        return Album(self.opened, self.data.samples.index[places].tolist())
+    def _contents(self, places: Places) -> Contents:
+        return self.opened.contents(self.data.samples.index[places].tolist())
 
-    def details(self, places: Places, album: "Album | None" = None) -> dict[str, Any]:
-        """Return the details of the samples at `places` (k,); `album` has them, if it is known."""
-        samples, album = self.data.samples, album or self._album(places)
+    def details(self, places: Places, contents: Contents | None = None) -> dict[str, Any]:
+        """Return the details of the samples at `places` (k,); their `contents`, if known."""
+        samples = self.data.samples
         names, rows = list(self.file.norms), samples.rows[places]
         few = places if len(places) * len(names) <= _LAYERED else places[: _LAYERED // len(names)]
         norms = [np.asarray(self.file.norms[name])[rows[: len(few)]] for name in names]
         found: dict[str, Any] = {
             "places": packed(places),
-            "album": album.document(),
+            "album": _album(self._contents(places) if contents is None else contents),
             "norms": packed(np.stack(norms, 1).astype(np.float32)) if norms else packed([]),
         }
         if isinstance(self.neighbours, Neighbours):
@@ -184,12 +185,8 @@ class View:
 
     def _facts(self) -> list[tuple[str, str]]:
         rows: list[Fact] = [("file", str(self.file.path)), *FileFacts.of(self.file).in_short()]
-        told = [
-            (key, v if isinstance(v, str) else v.text)
-            for key, v in rows
-            if not isinstance(v, Spark)
-        ]
-        return [(visible(key), visible(text)) for key, text in told_of(told, self.noun)]
+        told = told_of(written(rows), self.noun)
+        return [(visible(key), visible(text)) for key, text in told]
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples
@@ -256,9 +253,9 @@ class View:
             "snr": snr,
         }
 
-    def _why(self, album: "Album") -> dict[str, str]:
+    def _why(self, contents: Contents) -> dict[str, str]:
         """Say what the page cannot show, and what to do."""
-        found = {"samples": self.opened.why or album.lacks}
+        found = {"samples": self.opened.why or _lacks(contents)}
         if isinstance(self.neighbours, str):
             found["neighbours"] = self.neighbours
         if self.data.cosines is None:
@@ -286,7 +283,7 @@ class View:
             for name in ("index", "target", "prediction")
             if name in table and np.ndim(table[name]) == 1
         }
-        album = Album(side, np.asarray(table["index"])[used].tolist()).document()
+        album = _album(side.contents(np.asarray(table["index"])[used].tolist()))
         if "position" in table:
             some = {k: np.asarray(table[k])[used] for k in ("sample", "position")}
             known["ids"] = [*map(str, token_names(some))]
@@ -363,34 +360,28 @@ _PIXELS = 6_000_000  # on a sheet
 _LETTERS = 2_000_000  # of all texts
 
 
-class Album:
-    """Samples of a data set, by their positions there."""
-
-    def __init__(self, opened: Opened, indexes: Sequence[int]) -> None:
-        self.contents = opened.contents(indexes)
-
-    @property
-    def lacks(self) -> str:
-        """What has to be installed before its pictures can be shown, if anything."""
-        drawn = any(isinstance(content, np.ndarray) for content in self.contents)
-        lacks = drawn and find_spec("PIL") is None
-        return "pictures need Pillow: pip install 'torch-gradscope[data]'" if lacks else ""
-
-    def document(self) -> dict[str, Any]:
-        """Return the sheet, the texts and the numbers, with one entry a sample or None."""
-        pictures = [c if isinstance(c, np.ndarray) else None for c in self.contents]
-        rows = [c for c in self.contents if isinstance(c, dict)]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        longest = max(80, _LETTERS // max(1, len(self.contents)))
-        return {
-            "sheet": _sheet(pictures),
-            "texts": _some(self.contents, str, lambda text: visible(text[:longest], keep="\n")),
-            "names": [visible(name) for name in names],
-            "numbers": _some(self.contents, dict, lambda row: [row.get(name) for name in names]),
-        }
+def _lacks(contents: Contents) -> str:
+    """Return what has to be installed before pictures can be shown, if anything."""
+    drawn = any(isinstance(content, np.ndarray) for content in contents)
+    lacks = drawn and find_spec("PIL") is None
+    return "pictures need Pillow: pip install 'torch-gradscope[data]'" if lacks else ""
 
 
-def _some(contents: Sequence[Content | None], kind: type, shown: Any) -> list[Any] | None:
+def _album(contents: Contents) -> dict[str, Any]:
+    """Return the sheet, the texts and the numbers of samples, one entry each or None."""
+    pictures = [c if isinstance(c, np.ndarray) else None for c in contents]
+    rows = [c for c in contents if isinstance(c, dict)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    longest = max(80, _LETTERS // max(1, len(contents)))
+    return {
+        "sheet": _sheet(pictures),
+        "texts": _some(contents, str, lambda text: visible(text[:longest], keep="\n")),
+        "names": [visible(name) for name in names],
+        "numbers": _some(contents, dict, lambda row: [row.get(name) for name in names]),
+    }
+
+
+def _some(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
     """Return what is shown of those of a kind, None for the others; None where there are none."""
     found = [shown(c) if isinstance(c, kind) else None for c in contents]
     return found if any(one is not None for one in found) else None

@@ -70,6 +70,17 @@ def test_a_helpful_sample_has_a_positive_score() -> None:
     assert lds(np.array([[-4.5, -0.5]]), subsets, losses).mean == -1.0
 
 
+def test_the_interval_has_no_correlations_beyond_one() -> None:
+    found = [lds(sign * np.eye(2), *of_few()) for sign in (1, -1)]
+    assert all(-1 <= one.low <= one.mean <= one.high <= 1 for one in found)
+    assert (found[0].high, found[1].low) == (1.0, -1.0)
+
+
+def of_few() -> tuple[np.ndarray, np.ndarray]:
+    subsets = np.array([[1, 0], [0, 1], [1, 1], [0, 0], [1, 0]], bool)
+    return subsets, -(subsets @ np.eye(2)) + np.array([[0.1], [0.0], [0.2], [-0.9], [0.3]])
+
+
 def test_a_query_that_never_changes_counts_as_nothing_known() -> None:
     scores, subsets, losses = drawn()
     losses[:, 2] = 1.0

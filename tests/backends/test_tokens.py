@@ -292,6 +292,24 @@ def test_a_single_sample_and_a_single_row() -> None:
         require_rows(model, squares, x[:1], y[:1, :1].expand(1, T, 3), "hooks")
 
 
+@pytest.mark.parametrize("t", [1, T])
+def test_a_single_sample_is_passed_through_once(t: int) -> None:
+    """Long sequences come one at a time: nothing is doubled."""
+    calls: list[int] = []
+    model, (x, y) = linear(), data("linear")
+    scope = require_rows(model, squares, x[:1, :t], y[:1, :t], "hooks")
+    assert scope.session.keeps_apart
+    model.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
+    for k in (1, 2):
+        apart = Scope(model, squares, backend="hooks", rows="token", verify="never")
+        apart.norms(x[:1, :t], y[:1, :t])
+        calls.clear()
+        found = apart.per_sample_gradients(x[k : k + 1, :t], y[k : k + 1, :t])
+        assert calls == [1]
+        for name, right in oracle(model, squares, x[k : k + 1, :t], y[k : k + 1, :t]).items():
+            torch.testing.assert_close(found[name], right, rtol=1e-9, atol=1e-11)
+
+
 def test_losses_that_cancel_in_their_sum() -> None:
     """Differences of neighbours: of all positions but the ends the total has no gradient."""
 

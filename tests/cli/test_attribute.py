@@ -83,3 +83,9 @@ def test_nothing_is_computed_for_a_file_that_is_in_the_way(
     found = gradscope("attribute", *sides, "-o", sides[0])
     assert found.code == 6
     assert "exists already" in found.err
+    before = [Path(side).read_bytes() for side in sides]
+    for taken in sides:  # what may have taken hours
+        found = gradscope("attribute", *sides, "-o", taken, "--overwrite")
+        assert found.code == 6
+        assert "would replace a file that it is made from" in found.err
+    assert [Path(side).read_bytes() for side in sides] == before

@@ -286,6 +286,15 @@ def test_no_part_of_the_checkpoint_is_written_over(forked: Forked, folder: Path)
     assert (folder / "part.safetensors").read_bytes() == before
 
 
+def test_a_stored_vector_is_not_written_over(forked: Forked, folder: Path) -> None:
+    saved(state())(folder)
+    assert compute(forked, folder, "-t", "mean", "-o", "mean.h5").code == 0
+    before = (folder / "mean.h5").read_bytes()
+    done = compute(forked, folder, "-t", "dot:with=mean.h5:0", "-o", "mean.h5", "--overwrite")
+    assert (done.code, (folder / "mean.h5").read_bytes() == before) == (6, True), done.err
+    assert "would replace a file that it is made from" in done.err
+
+
 @pytest.mark.parametrize("rows", [[0, 6, 11], list(range(N))], ids=str)
 def test_rows_that_are_not_finite_are_flagged_alone(
     forked: Forked, folder: Path, rows: list[int]

@@ -88,6 +88,12 @@ FLOATS = np.ones((9, 4), "float32")
         ({"a": FLOATS, "b": FLOATS, "label": np.ones(9, int)}, ("a", "b"), ("label",), None),
         ({"x": FLOATS, "id": np.arange(9), "y": np.arange(9)}, ("x",), ("y",), None),
         ({"x": FLOATS, "y": np.arange(9), "mean": np.ones(4)}, ("x",), ("y",), None),
+        (
+            {"tx": FLOATS[:2], "ty": FLOATS[:2], "x": FLOATS, "y": FLOATS},
+            ("x",),
+            ("y",),
+            "mse",
+        ),
         ({"x": FLOATS}, ("x",), (), "mse"),
         ({"y": FLOATS}, ("y",), (), "mse"),
         (
@@ -128,6 +134,17 @@ def test_what_is_guessed_of_arrays(
             ["1,2,0.5", "3,4,0.25"],
             {"columns": {"table": ["0", "1"]}, "inputs": ["table"], "targets": ["2"]},
             "mse",
+        ),
+        (
+            "d.csv",
+            ["id,age,income,city,churn", "u1,30,1.5,Oslo,yes", "u2,40,2.5,Rome,no"],
+            {
+                "columns": {"table": ["age", "income"]},
+                "inputs": ["table"],
+                "targets": ["churn"],
+                "classes": {"churn": ["no", "yes"]},
+            },
+            "cross_entropy",
         ),
         (
             "d.jsonl",

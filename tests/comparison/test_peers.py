@@ -25,6 +25,17 @@ class Recurrent(nn.Module):
         return self.head(self.cell(inputs.unflatten(1, (4, 3)))[0][:, -1])
 
 
+class Scaled(Recurrent):
+    """The model has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.scale
+
+
 class Attention(nn.Module):
     """A layer with parameters that draws random numbers in train mode."""
 
@@ -81,6 +92,7 @@ def test_opacus_agrees_where_it_is_right(frozen):
     [
         (circular, "disagrees", "1.weight: "),
         (Recurrent, "refused", "cell: We do not support nn.LSTM"),
+        (Scaled, "refused", "cell: We do not support nn.LSTM"),
         (Attention, "refused", "mix: We do not support nn.MultiheadAttention"),
         (lambda: nn.Sequential(plain(), nn.BatchNorm1d(2)), "refused", "1: BatchNorm cannot"),
         (lambda: nn.Sequential(plain(), nn.ReLU(inplace=True)), "failed", "layer '1' (ReLU)"),
@@ -89,6 +101,7 @@ def test_opacus_agrees_where_it_is_right(frozen):
 def test_what_opacus_gets_wrong_or_refuses_is_named(build, status, words):
     row = held("opacus", build)
     assert (row.status, words in (row.reason or "")) == (status, True), row.reason
+    assert not (row.reason or "").startswith(",")  # the model around the layer is not named
 
 
 def test_a_layer_of_its_own_kind_that_is_random_in_train_mode_is_refused():

@@ -1,6 +1,7 @@
 """The grammar of chains: examples, errors that point at the place, and properties."""
 
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,9 @@ from hypothesis import strategies as st
 
 from gradscope.core.grammar import Stage, parse
 from gradscope.errors import SpecError
+
+if TYPE_CHECKING:
+    from pathlib import Path as OnlyForCheckers
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 texts = st.text(
@@ -94,6 +98,39 @@ def factory(count: int, rate: float = 0.5, exact: bool = False, kind: Literal["l
 def test_arguments_are_converted_as_annotated():
     assert bound("f:count=3", factory) == (3, 0.5, False, "l2")
     assert bound("f:count=3,rate=1e-2,exact=TRUE,kind=l1", factory) == (3, 0.01, True, "l1")
+
+
+def untyped(count=3, rate=0.5, exact=False, kind="l2", sides=(1, 2.5), other=None, *, needed):
+    return count, rate, exact, kind, sides, other, needed
+
+
+def hinted(
+    outputs: "OnlyForCheckers", rate: "float" = 0.5, sides: list[float] = (), p: Literal[1, 2] = 2
+):
+    return rate, sides, p
+
+
+@pytest.mark.parametrize(
+    ("text", "factory", "right"),
+    [
+        ("f:needed=x", untyped, (3, 0.5, False, "l2", (1, 2.5), None, "x")),
+        ("f:exact=false,needed=true", untyped, (3, 0.5, False, "l2", (1, 2.5), None, True)),
+        ("f:rate=2,kind=7,needed=7", untyped, (3, 2.0, False, "7", (1, 2.5), None, 7)),
+        ('f:sides="3,4.5",needed="1,2"', untyped, (3, 0.5, False, "l2", (3, 4.5), None, (1, 2))),
+        ("f:other=0.25,needed=a1", untyped, (3, 0.5, False, "l2", (1, 2.5), 0.25, "a1")),
+        ('f:outputs=0,rate=2,sides="1,2",p=1', hinted, None),
+        ("f:rate=2,p=1", partial(hinted, 0), (2.0, (), 1)),
+        ('f:sides="1,2"', partial(hinted, 0), (0.5, [1.0, 2.0], 2)),
+    ],
+)
+def test_arguments_without_a_type_have_that_of_their_default(text, factory, right):
+    """`exact=false` is no text that counts as true; what only checkers know is not evaluated."""
+    if right is None:
+        with pytest.raises(SpecError, match="declared OnlyForCheckers"):
+            bound(text, factory)
+        return
+    found = bound(text, factory)
+    assert found == right and [type(v) for v in found] == [type(v) for v in right]
 
 
 @pytest.mark.parametrize(

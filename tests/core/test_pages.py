@@ -18,6 +18,17 @@ for _ in range(5):
     use()
 print((faults() - before) // 5)
 """
+MEASURED = """
+import torch
+from gradscope.core.libc import keep_pages
+from gradscope.training import Monitor
+batch = torch.ones(8, 3), torch.ones(8, 1)
+monitor = Monitor(torch.nn.Linear(3, 1), "mse", every=2, samples=8, overhead=None)
+monitor.start()
+monitor.step(*batch)
+print(keep_pages.cache_info().currsize)  # nothing is measured yet
+monitor.step(*batch)
+"""
 
 
 def _run(program: str, **settings: str) -> list[str]:
@@ -31,6 +42,13 @@ def test_freed_memory_is_not_fetched_again() -> None:
     kept, faults = _run(KEPT + FAULTS)
     assert (kept == "True") == (platform.libc_ver()[0] == "glibc")  # others give none back
     assert kept == "False" or int(faults) < 1000  # of 25,600 pages that are written
+
+
+def test_a_training_fetches_no_more_pages_for_having_been_measured() -> None:
+    """What a measurement frees moves glibc's thresholds, and each later step may pay for that."""
+    before, faults = _run(MEASURED + FAULTS)
+    assert before == "0"
+    assert platform.libc_ver()[0] != "glibc" or int(faults) < 1000
 
 
 def test_settings_of_the_environment_are_left_alone() -> None:

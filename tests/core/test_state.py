@@ -80,3 +80,33 @@ def test_parameters_beyond_the_room_are_not_copied_and_still_refused(
             gradscope.norms(model, "mse", torch.ones(4, 3), torch.ones(4, 2))
         moved = float((model.weight - before).detach().abs().max())
         assert moved == left if left is not None else moved > 0
+
+
+def test_hooks_that_a_forward_pass_registers_are_not_there_twice() -> None:
+    """As in transformers: a flag says that they are there, and is put back too."""
+
+    class Recorded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.seen, self.hooked = nn.Linear(2, 1), [], False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:
+                self.inner.register_forward_hook(lambda *call: self.seen.append(call[-1]))
+                self.hooked = True
+            self.seen.clear()
+            self.inner(x)
+            return torch.stack(self.seen).sum(0)
+
+    model, x = Recorded(), torch.randn(3, 2)
+    expected = model.inner(x)
+    state = State(model, None)
+    for _ in range(2):
+        with state.kept():
+            torch.testing.assert_close(model(x), expected)
+            with state.kept():
+                torch.testing.assert_close(model(x), expected)
+        assert not model.inner._forward_hooks
+    errors = (expected - 1).detach()
+    by_hand = 2 * errors.abs().squeeze(1) * (1 + x.square().sum(1)).sqrt()
+    torch.testing.assert_close(gradscope.norms(model, "mse", x, torch.ones(3, 1)), by_hand)

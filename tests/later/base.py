@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.base import Net, smooth
+from tests.zoo.base import Net, seeded, smooth
 
 __all__ = ["CASES", "Case", "Net", "Stage", "case", "program", "rows", "smooth"]
 
@@ -59,14 +58,8 @@ def case(kind: str) -> Callable[[Callable[[], Stage]], Callable[[], Stage]]:
         name = builder.__name__
 
         def build() -> Stage:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float64)
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(crc32(name.encode()))
-                    stage = builder()
-            finally:
-                torch.set_default_dtype(before)
+            with seeded(name):
+                stage = builder()
             stage.model.eval()
             return stage
 

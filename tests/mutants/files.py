@@ -13,8 +13,8 @@ sealed = partial(plain, "storage/write/create.py", guard="seal")
 
 rows(
     "index off by one: samples are recorded by the position after theirs",
-    "index=batch.index,",
-    "index=batch.index + 1,",
+    '"index": batch.index,',
+    '"index": batch.index + 1,',
 )
 rows(
     "norms shifted by a row: a column of norms begins with the last sample of the batch",
@@ -23,9 +23,9 @@ rows(
 )
 rows(
     "a row written twice: the first row of every batch is stored twice, and the last one not",
-    "else chain.rows(evaluation.gradients, job.scope.problem, shown)",
-    "else chain.rows(evaluation.gradients, job.scope.problem, shown)"
-    ".select(torch.arange(evaluation.gradients.n).sub(1).clamp_min(0))",
+    "else chain.rows(gradients, job.scope.problem, shown)",
+    "else chain.rows(gradients, job.scope.problem, shown)"
+    ".select(torch.arange(gradients.n).sub(1).clamp_min(0))",
 )
 region(
     "rounded to half: numbers go through half precision on their way to the file",

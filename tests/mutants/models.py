@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from gradscope.stages.losses import cross_entropy
 from tests.cases import CASES
-from tests.zoo.base import Net, param, smooth
+from tests.zoo.base import Net, param, seeded, smooth
 
 
 class Course(NamedTuple):
@@ -25,14 +24,8 @@ class Course(NamedTuple):
 @cache
 def course(name: str) -> Course:
     """Return the model of that name, here or in the zoo, with the same numbers every time."""
-    standard = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if name == "lstm" else torch.float64)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(crc32(name.encode()))
-            return MODELS[name]() if name in MODELS else _case(name)
-    finally:
-        torch.set_default_dtype(standard)
+    with seeded(name, torch.float32 if name == "lstm" else torch.float64):
+        return MODELS[name]() if name in MODELS else _case(name)
 
 
 def _fitted(net: nn.Module, batches: list[Any]) -> Course:

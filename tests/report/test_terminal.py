@@ -326,6 +326,11 @@ def test_the_numbers_of_a_comparison(start, cells):
     assert found == cells
 
 
+def test_a_disagreement_beyond_the_parameters_is_told():
+    row = BackendRow("mine", "disagrees", "unknown parameters: x", None, 0.8, 10**6, (RIGHT,))
+    assert "unknown parameters: x" in words(screen(render_comparison, compared(row), 80))
+
+
 def test_agreement_says_so_and_nothing_more():
     text = screen(render_comparison, compared(AGREES), 80)
     assert "64 samples, 1 backend: 1 agrees" in text

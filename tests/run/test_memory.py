@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -270,6 +271,8 @@ def test_a_budget_for_nothing(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="single sample") as refusal:
             use(job, tmp_path / "out.h5")
         assert refusal.value.exit_code == 2
+        takes, enough = re.findall(r"(?:about|than) ([\d.]+ .?B)", str(refusal.value))
+        assert parse_memory(enough) == pytest.approx(parse_memory(takes) / 0.8, rel=0.02)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ def batch(k: int) -> Batch:
 
 def rows(k: int, n: int = 2) -> Rows:
     ones = torch.ones(n)
-    return Rows(torch.full((n,), k), loss=ones, norm=ones, finite=ones.bool())
+    index = torch.full((n,), k)
+    return Rows({"index": index, "loss": ones, "norm": ones, "finite": ones.bool()})
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ class Recorder:
 
     def append(self, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
         assert self.user.acquire(blocking=False), "two at a time"
-        k = int(rows.index[0])
+        k = int(rows.samples["index"][0])
         self.begun.append(k)
         assert self.gate.wait(PATIENCE)
         assert not torch.is_grad_enabled()
@@ -218,11 +219,7 @@ def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
     torch.manual_seed(0)
     outer = OuterBlock.matrix(torch.randn(8, 3, 4), torch.randn(8, 3, 5))
     dense = DenseBlock(torch.randn(8, 2, 2, dtype=torch.float64))
-    given = rows(0, 8)
-    given = Rows(
-        given.index, given.loss, given.norm, given.finite,
-        chains=(Gradients({"w": outer, "b": dense}), None),
-    )  # fmt: skip
+    given = replace(rows(0, 8), chains=(Gradients({"w": outer, "b": dense}), None))
     moved = on_host(given, Pinned(pin=False))
     assert moved.chains[1] is None
     assert moved.chains[0] is not None

@@ -15,7 +15,6 @@ from gradscope.core.batch import Batch
 from gradscope.engine.session import Session, Settings
 from gradscope.errors import OutputError
 from gradscope.run import compute, prepare, start
-from gradscope.run.execute import table_of
 from gradscope.stages.losses import losses
 from gradscope.stages.predictions import predicted
 from gradscope.stats import summarize
@@ -141,8 +140,7 @@ def test_the_hooks_backend_takes_no_further_forward_pass() -> None:
         torch.manual_seed(0)
         session = Session(Counting(), "cross_entropy", Settings(predictions=asked))
         for batch in batches():
-            rows = table_of(session, batch, session.evaluate(batch))
-            assert bool(rows.predicted) == asked
+            assert bool(session.predicted(batch, session.evaluate(batch))) == asked
         calls.append(session.problem.model.calls[0])
     assert calls[0] == calls[1]
 
@@ -165,7 +163,7 @@ def test_a_model_for_single_samples_predicts_as_it_does_for_them() -> None:
     asked = Settings(predictions=True, backend="loop", verify="never")  # or it is refused
     session = Session(model, "cross_entropy", asked)
     batch = next(batches())
-    found = table_of(session, batch, session.evaluate(batch)).predicted["prediction"]
+    found = session.predicted(batch, session.evaluate(batch))["prediction"]
     with torch.no_grad():
         alone = [int(model(batch.inputs[k : k + 1]).argmax()) for k in range(20)]
     assert found.tolist() == alone
@@ -180,7 +178,7 @@ def test_a_loss_that_writes_into_the_outputs_leaves_none_that_is_wrong() -> None
     model, batch = nn.Linear(6, 1), next(batches())
     batch = Batch.of(batch.inputs, batch.targets.float())
     session = Session(model, loss, Settings(predictions=True))
-    assert not table_of(session, batch, session.evaluate(batch)).predicted
+    assert not session.predicted(batch, session.evaluate(batch))
 
 
 def test_margins_of_two_classes_are_the_logits_far_out_too() -> None:

@@ -138,6 +138,34 @@ def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
         load_into(net, path, key="emma.module")
 
 
+def test_of_several_models_under_one_name_each_the_user_chooses(tmp_path: Path) -> None:
+    """As ema_pytorch and modules of Lightning save them: no tables within the table."""
+    average = {k: v * 2 for k, v in state().items()}
+    both = {f"online.{k}": v for k, v in state().items()}
+    both |= {f"ema.module.{k}": v for k, v in average.items()} | {"step": torch.tensor(3)}
+    for content, place in ((both, ""), ({"state_dict": both}, "state_dict.")):
+        path = saved(tmp_path, content)
+        assert f"are under {place}ema, {place}online: name one with --key" in refusal(path)
+        net = model()
+        report = load_into(net, path, key=f"{place}ema")
+        assert (report.key, report.prefix) == (f"{place}ema", "module.")
+        torch.testing.assert_close(dict(net.state_dict()), average, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", ["file", "model", "none"])
+def test_a_compiled_part_has_the_name_of_its_own(tmp_path: Path, compiled: str) -> None:
+    net, content = model(), {f"module.{k}": v for k, v in state().items()}
+    if compiled == "file":
+        content = {k.replace("1.", "1._orig_mod."): v for k, v in content.items()}
+    elif compiled == "model":
+        net = nn.Sequential(net[0], torch.compile(net[1], backend="eager"))
+    report = load_into(net, saved(tmp_path, content))
+    names = [k.replace("._orig_mod", "") for k in net.state_dict()]
+    found = dict(zip(names, net.state_dict().values(), strict=True))
+    torch.testing.assert_close(found, state(), rtol=0, atol=0)
+    assert any("what torch.compile adds" in n for n in report.notes) == (compiled != "none")
+
+
 def test_a_table_that_holds_itself_is_no_loop(tmp_path: Path) -> None:
     content: dict[str, object] = {f"k{k}": {} for k in range(200)}
     for value in content.values():
@@ -145,7 +173,7 @@ def test_a_table_that_holds_itself_is_no_loop(tmp_path: Path) -> None:
     assert "no state dict of the model" in refusal(saved(tmp_path, content))
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", "model.", "module._orig_mod.", "net.encoder."])
 def test_a_prefix_is_taken_off_and_told(tmp_path: Path, prefix: str) -> None:
     content = {"state_dict": {prefix + k: v for k, v in state().items()}, "epoch": 1}
     report = check(saved(tmp_path, content), state())
@@ -388,6 +416,8 @@ def test_the_file_of_a_folder_that_is_meant(tmp_path: Path, names: str, chosen: 
 def test_a_folder_without_weights(tmp_path: Path, names: str, expected: str) -> None:
     put(tmp_path, *names.split())
     assert expected in refusal(tmp_path)
+    for part in tmp_path.glob("*.distcp"):
+        assert expected in refusal(part)
 
 
 FIRST, SECOND, THIRD = (f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3))

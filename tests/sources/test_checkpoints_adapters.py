@@ -49,6 +49,8 @@ KINDS = {
     ),
     "prompts": peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
     "loha": peft.LoHaConfig(r=2, target_modules=["lm_head"]),
+    "some entries": peft.ShiraConfig(r=2, target_modules=["lm_head"]),
+    "the largest entries": peft.SupertuningConfig(target_modules=["lm_head"], sparsity=0.5),
 }
 
 
@@ -72,6 +74,7 @@ def held(folder: Path, factory: str = "checkpoint", **kwargs: Any) -> LoadedMode
     )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's, of SHiRA
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_the_adapter_alone_are_those_of_pefts_own_model(
     tmp_path: Path, kind: str
@@ -205,7 +208,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         (
             lambda f: rewritten(f, without),
-            "all that the adapter trains is in it: ",
+            "not all of the adapter is in it: ",
             CheckpointError,
         ),
         (
@@ -251,6 +254,21 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
             ModelError,
         ),
         (
+            lambda f: (f / "tuned" / "adapter_config.json").write_text('{"r": 2, "r": 3}'),
+            "'r' stands in it twice",
+            CheckpointError,
+        ),
+        (
+            lambda f: (f / "tuned" / "adapter_config.json").unlink(),
+            "adapter_config.json is missing beside these weights",
+            CheckpointError,
+        ),
+        (
+            lambda f: (shutil.rmtree(f / "base"), shutil.copytree(f / "tuned", f / "base")),
+            "the base model of the adapter is itself an adapter",
+            CheckpointError,
+        ),
+        (
             lambda f: (f / "tuned" / "adapter_model.safetensors").unlink(),
             "no weights are in this folder; it holds: README.md, adapter_config.json",
             CheckpointError,
@@ -265,6 +283,35 @@ def test_an_adapter_that_is_refused(
     with pytest.raises(error, match=expected) as raised:
         held(tmp_path)
     assert str(tmp_path) in str(raised.value.where)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "expected"),
+    [
+        ("some entries", "shira_indices", lambda v: None, "not all of the adapter is in it"),
+        ("some entries", "shira_indices", lambda v: v[:, 1:], "no places in the layer's weight"),
+        ("some entries", "shira_indices", lambda v: v + 11, "no places in the layer's weight"),
+        ("some entries", "shira_indices", lambda v: v - 11, "no places in the layer's weight"),
+        ("the largest entries", "supertuning_indices", lambda v: v + 88, "no places in the layer"),
+        ("vera", "vera_A", lambda v: v / 0, "base_model.vera_A"),
+    ],
+)
+def test_what_an_adapter_does_not_train_is_its_own_too(
+    tmp_path: Path, kind: str, name: str, change: Any, expected: str
+) -> None:
+    """Entries that are trained, drawn at random, and projections that never change."""
+
+    def damaged(content: dict[str, Tensor]) -> dict[str, Tensor]:
+        (key,) = (k for k in content if k.endswith(name))
+        value = change(content[key])
+        return {k: v for k, v in content.items() if k != key} | (
+            {} if value is None else {key: value.contiguous()}
+        )
+
+    adapter(tmp_path, KINDS[kind])
+    rewritten(tmp_path, damaged)
+    with pytest.raises(CheckpointError, match=expected):
+        held(tmp_path)
 
 
 def test_a_class_with_a_head_that_the_adapter_brings(tmp_path: Path) -> None:

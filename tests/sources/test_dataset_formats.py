@@ -335,6 +335,25 @@ def test_parts_of_tables_and_files_of_their_own(tmp_path: Path) -> None:
         np.testing.assert_array_equal(target.numpy(), LABELS[9:20])
 
 
+def test_a_text_among_numbers_is_named(tmp_path: Path) -> None:
+    """Of many columns and rows, what has to be found is the one that is no number."""
+    path = tmp_path / "data.csv"
+    rows = [f"{k},{'NA' if k == 7 else k / 2},{'' if k == 3 else k}" for k in range(20)]
+    path.write_text("\n".join(["a,b,c", *rows]))
+    told = failure(path, columns={"inputs": ["a", "b", "c"]}, targets=[])
+    assert "the column 'b' cannot stand beside numbers: it holds text, such as 'NA'\n" in told
+    assert "it holds text, such as 'NA'\n" in failure(path, inputs=["b"], targets=[])
+
+
+def test_what_is_given_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, inputs=TABLE, targets=LABELS)
+    assert "kwargs is for FILE.py:FACTORY" in failure(path, kwargs={"n": 3})
+    data = opened(path, files={"more": tmp_path / "none.npy"})  # it counts for the digest
+    with pytest.raises(DatasetError, match=r"none\.npy: cannot be read: No such file"):
+        assert data.sha256
+
+
 @pytest.mark.parametrize("suffix", ["npy", "parquet", "arrow"])
 def test_a_folder_with_a_pipe(tmp_path: Path, suffix: str) -> None:
     """It would be waited for."""

@@ -19,7 +19,7 @@ X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3
 CODE = """
 import random
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 N = 23
 X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3
@@ -31,6 +31,8 @@ def loader(): return DataLoader(pairs(), batch_size=4, shuffle=True)
 def alone(): return X
 def number(): return 3
 def flattening(): return pairs(), lambda samples: torch.cat([x for x, _ in samples])
+def mixing(): return pairs(), lambda s: [a - a.float().mean(0) for a in default_collate(s)]
+def turned(): return pairs(), lambda samples: default_collate(samples[::-1])
 def raising(): raise ValueError("no such folder")
 
 class Sized(Dataset):
@@ -44,6 +46,13 @@ class Words(Sized):
     def collate_fn(self, samples):
         ids = torch.tensor([(s + [-1] * 4)[:4] for s, _ in samples])
         return {"ids": ids, "mask": ids >= 0}, torch.stack([y for _, y in samples])
+
+class Padded(Words):
+    def collate_fn(self, samples):
+        rows = [torch.tensor(s).float() for s, _ in samples]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        padded[:, 0] = torch.nan
+        return padded * (1 + 1e-6 * (len(rows) > 1)), torch.stack([y for _, y in samples])
 
 class Random(Sized):
     def __getitem__(self, k): return torch.rand(2), Y[k]
@@ -117,6 +126,13 @@ def test_its_own_collate(file: Path, name: str) -> None:
     assert torch.equal(batch.targets, Y[1:4])
 
 
+def test_a_collate_that_pads_to_the_longest_of_a_batch(file: Path) -> None:
+    batch = opened(file, "Padded").batch(range(1, 4))
+    nan = torch.nan
+    expected = torch.tensor([[nan, 1, 0, 0], [nan, 2, 2, 0], [nan, 3, 3, 3]])
+    torch.testing.assert_close(batch.inputs, expected, equal_nan=True)
+
+
 def test_inputs_alone_and_arguments(file: Path) -> None:
     torch.testing.assert_close(opened(file, "alone", targets=[]).batch(range(3)).inputs, X[:3])
     torch.testing.assert_close(
@@ -141,6 +157,8 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
         ("number", "it is of type int"),
         ("Once", "gone through only once"),
         ("flattening", "collated to inputs of the shape (2,)"),
+        ("mixing", "sample 0 is collated to other numbers alone than among 23"),
+        ("turned", "sample 0 is collated to other numbers alone than among 23"),
         ("raising", "your code raised ValueError: no such folder"),
         ("nothing", "there is no 'nothing' in it"),
         ("Breaking", "your code raised KeyError: 'seventh'"),

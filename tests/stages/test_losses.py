@@ -438,6 +438,20 @@ def test_options_of_a_users_loss():
         bound(tempered, parse_loss("mine.py:tempered:temperature=2"))
 
 
+@pytest.mark.parametrize("squared", [True, False])
+def test_an_option_without_a_type(squared):
+    """What a run file says is false is not the text "false", which Python takes for true."""
+
+    def powered(outputs, targets, squared=False, weights=None):
+        error = (outputs - targets).abs() ** (2 if squared else 1)
+        return (error * torch.tensor(weights)).sum(1)
+
+    loss = bound(powered, parse_loss("mine.py:powered", {"squared": squared, "weights": [1, 3]}))
+    outputs, targets = torch.randn(5, 2), torch.randn(5, 2)
+    error = (outputs - targets).abs() ** (1 + squared)
+    torch.testing.assert_close(loss(outputs, targets), error[:, 0] + 3 * error[:, 1])
+
+
 @pytest.mark.parametrize("by_its_result", [True, False])
 def test_a_model_loss_keeps_its_mark(by_its_result):
     def decayed(model, inputs, targets, *, decay: float):

@@ -135,6 +135,14 @@ def test_lines_that_are_none_are_left_out_and_told(tmp_path):
     assert "3, 4, 5, 6, 7, ..." in warning
 
 
+def test_steps_with_samples_left_out_are_told(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for step, broken in ((1, ()), (2, (0, 4)), (3, ()), (4, range(9))):
+        record(path, step, summarize(fake(9, broken=tuple(broken))))
+    (warning,) = read_history(path).overview().warnings
+    assert warning == "samples without a finite gradient are left out at 2 steps: 2, 4"
+
+
 def test_where_nothing_can_be_written(tmp_path):
     summary = summarize(fake(5))
     with pytest.raises(OutputError, match="jsonl"):

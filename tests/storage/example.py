@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock, ScatterBlock
 from gradscope.storage import ChainPlan, FilePlan, GradientFile, Rows, open_file, open_writer
@@ -55,15 +56,12 @@ def expected() -> dict[str, np.ndarray]:
     return {"w": d["w"], "layer.weight": outer, "emb": table, "scale": d["scale"]}
 
 
-def rows(start: int, stop: int, made: Gradients | None = None) -> Rows:
+def rows(start: int, stop: int, made: Gradients | None = None, **more: Tensor) -> Rows:
     found = gradients(start, stop) if made is None else made
     at = torch.arange(start, stop)
+    samples = {"index": at, "loss": at / 7, "norm": found.norms, "finite": at % 5 > 0}
     return Rows(
-        index=at,
-        loss=at / 7,
-        norm=found.norms,
-        finite=at % 5 > 0,
-        target=at % 3,
+        samples | {"target": at % 3} | more,
         norms={k: v.sqrt() for k, v in found.squared_norms.items()},
         chains=(found, None),
     )

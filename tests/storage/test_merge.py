@@ -467,7 +467,7 @@ def test_text_columns(tmp_path: Path) -> None:
     for k, (start, stop) in enumerate(((0, 48), (48, N))):
         files.append(tmp_path / f"o.shard-{k}-of-2.h5")
         with open_writer(files[k], plan(start, stop, k, 2)) as writer:
-            writer.append(replace(rows(start, stop), id=table[start:stop]))
+            writer.append(rows(start, stop, id=table[start:stop]))
             finish(writer.finish, sums(start, stop), stop - start)
     merge(files, tmp_path / "o.h5")
     with open_file(tmp_path / "o.h5") as file:

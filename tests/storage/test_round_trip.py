@@ -218,10 +218,10 @@ WIDTH = max(len(name.encode()) for name in TEXTS)
 
 def _named(kind: str, start: int, stop: int) -> Rows:
     if kind == "integers":
-        return replace(rows(start, stop), id=1000 - torch.arange(start, stop))
+        return rows(start, stop, id=1000 - torch.arange(start, stop))
     padded = b"".join(name.encode().ljust(WIDTH, b"\0") for name in TEXTS[start:stop])
     ids = torch.frombuffer(bytearray(padded), dtype=torch.uint8).reshape(-1, WIDTH)
-    return replace(rows(start, stop), id=ids)
+    return rows(start, stop, id=ids)
 
 
 def _write_named(path: Path, kind: str, stop_at: int = N, **options: bool) -> None:

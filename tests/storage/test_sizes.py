@@ -81,7 +81,7 @@ def test_nothing_is_computed_to_tell(tmp_path: Path) -> None:
     wide = torch.ones(()).expand(2, 1, 1, 10**6)
     made = Gradients({"w": OuterBlock(wide, wide, (10**6, 10**6))})
     one = rows(0, 2, Gradients({"w": DenseBlock(torch.ones(2, 1))}))
-    batch = type(one)(one.index, one.loss, one.norm, one.finite, chains=(made,))
+    batch = replace(one, norms={}, chains=(made,))
     plan = FilePlan(
         run={}, fingerprint={}, attributes={}, n=N, parameters={"w": (10**6, 10**6)},
         chains=PLAN.chains[:1], layout="dense",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from gradscope.core.problem import Problem
-from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.stats import read_history
 from gradscope.stats.training import HistoryReader
 from gradscope.training import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
@@ -327,13 +327,25 @@ def test_what_is_wrong_is_said_before_the_training(wrong):
         Monitor(**{"model": made(), "loss": "cross_entropy", **wrong})
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None, 2**53, torch.zeros(2)])
+def test_a_step_has_a_whole_number(tmp_path, step):
+    path = tmp_path / "run.jsonl"
+    monitor = Monitor(made(), "cross_entropy", 1, 8, None, path=path)
+    with pytest.raises(SpecError, match="step: a step is a whole number from 0 on"):
+        monitor.start(step)
+    monitor.start(np.int64(2))
+    with pytest.raises(SpecError, match="whole number"):
+        monitor.advance(step, lambda: (None, None))
+    monitor.step(torch.randn(8, 6), torch.randint(3, (8,)), step=torch.tensor(4))
+    monitor.close()
+    history = read_history(path)
+    assert [one.step for one in history.steps] == [4] and history.end.step == 4
+
+
 def test_a_module_within_its_wrapper_is_measured():
     model = made()
     monitor = Monitor(nn.DataParallel(model), "cross_entropy", 1, 8, None)
     assert next(iter(monitor.scope.problem.parameters)) == "0.weight"
-    model[0].weight.device_mesh = "as a DTensor has it"
-    with pytest.raises(UnsupportedError, match="sharded"):
-        Monitor(model, "cross_entropy")
 
 
 def test_a_fixed_probe_is_measured_every_time():

@@ -1,6 +1,7 @@
 """How a case is written: a seeded builder of a model, a loss and a batch, in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -38,6 +39,19 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
+@contextmanager
+def seeded(name: str, dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Let tensors be of that dtype and random numbers the same whenever the name is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(crc32(name.encode()))
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def case(
     *, coupled: bool = False, train: bool = False
 ) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
@@ -47,14 +61,8 @@ def case(
         name = builder.__name__
 
         def build() -> Setup:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float64)
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(crc32(name.encode()))
-                    setup = builder()
-            finally:
-                torch.set_default_dtype(before)
+            with seeded(name):
+                setup = builder()
             setup.model.train(train)
             return setup
 

@@ -153,6 +153,8 @@ class _Program:
         sharding = self.problem.sharding
         with nullcontext() if sharding is None else sharding.exchange():
             analysis = self._analysis(recorded, batch) if new or known is None else known
+            if new:
+                self.problem.any(False)  # where one process refuses, no other begins a pass
             gradients = self._gradients(self._parts(recorded, analysis), losses)
         return Evaluation(losses.detach(), gradients, new=new)
 
@@ -180,9 +182,7 @@ class _Program:
         Raises:
             UnsupportedError: They do, or nothing tells them apart.
         """
-        single = len(batch.whole) == 1
-        samples = batch.whole.resized(2) if single else batch.whole
-        losses, recorded = self._record(samples)
+        losses, recorded = self._record(batch.whole)
         rows = torch.full(losses.shape, -1, device=losses.device)
         sample, position = batch.sample.to(losses.device), batch.position.to(losses.device)
         rows[sample, position] = torch.arange(len(batch), device=losses.device)
@@ -190,13 +190,13 @@ class _Program:
         if recorded is None:
             return Evaluation(own, self._gradients({}, own), new=True)
         recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
-        known = self._fitting(recorded)
+        known, single = self._fitting(recorded), len(batch.whole) == 1
         if known is None and single:
             known = next((a for a in self.singles if a.fits(recorded)), None)
         if known is None and not proved:
             require_independent(self.problem, batch, own)
         find = self._of_single if single else self._analysis
-        analysis = find(recorded, samples) if known is None else known
+        analysis = find(recorded, batch.whole) if known is None else known
         parts = self._parts(recorded, analysis, rows)
         return Evaluation(own, self._gradients(parts, own), new=known is None)
 
@@ -258,7 +258,8 @@ class _Program:
         try:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
-            layer = mixing_layer(self.problem, batch)
+            # which takes forward passes, that other processes may not make
+            layer = None if self.problem.sharding else mixing_layer(self.problem, batch)
             error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch
+from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count
 from gradscope.errors import DatasetError
-from gradscope.sources.data.columns import NumberColumn, dtype_name
+from gradscope.sources.data.columns import NumberColumn
 from gradscope.sources.data.files import FileSamples, open_files
 from gradscope.sources.data.python import PythonSamples
 from gradscope.sources.data.recipes import ids_of, words

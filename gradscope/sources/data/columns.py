@@ -182,11 +182,6 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     return from_numpy(np.empty(0, dtype)).dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def objects() -> DatasetError:
     """Return the error for Python objects where numbers should be."""
     return DatasetError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradscope.config import DatasetSpec
 from gradscope.core.memory import available
+from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
@@ -27,7 +28,6 @@ from gradscope.sources.data.columns import (
     Numbers,
     StoredArrays,
     StoredColumn,
-    dtype_name,
     in_order,
     require_available,
     runs,
@@ -107,6 +107,12 @@ class FileSamples:
 
 def open_files(spec: DatasetSpec) -> FileSamples:
     """Open a data file or folder and check its arrays against what the spec says of them."""
+    if spec.kwargs:
+        raise DatasetError(
+            "[dataset] kwargs is for FILE.py:FACTORY, and this is a data file",
+            where=str(spec.path),
+            remedy="Leave it out, or name the function that takes it.",
+        )
     with reachable(spec.path, DatasetError):
         stamp = _stamp(spec)
     kind, own = open_arrays(spec.path)

@@ -76,6 +76,14 @@ class PythonSamples:
         key, digest = (rows[0], rows[-1], len(rows)), _digest(found)
         if self._seen.setdefault(key, digest) != digest:
             raise self._other(f"samples {rows[0]} to {rows[-1]} are")
+        for k in {0, len(rows) - 1}:
+            if len(rows) > 1 and not _alike(self._batch(samples[k : k + 1]), found, k):
+                raise DatasetError(
+                    f"sample {rows[k]} is collated to other numbers alone than among {len(rows)}",
+                    where=self._where,
+                    remedy="Let the collate function put samples together, not mix them; scale "
+                    "by numbers that are the same for every batch.",
+                )
         spec = self._spec
         changed = {*spec.dtype, *spec.scale, *spec.reshape} & {*spec.arrays}
         for name in filter(changed.__contains__, found):
@@ -192,6 +200,20 @@ def _tree(value: Any) -> Any:
         remedy = "Make numbers of it in the data set or its collate function."
         raise DatasetError(f"a sample holds text: {value[:40]!r}", remedy=remedy)
     return value
+
+
+def _alike(alone: dict[str, Any], batch: dict[str, Any], k: int) -> bool:
+    """Whether sample k of a batch holds what it is alone, but for rounding and where padded."""
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        if torch.equal(a, b) or not a.dtype.is_floating_point:
+            return torch.equal(a, b)
+        a, b = a.double(), b.double()
+        scale = float(a.nan_to_num(0, 0, 0).abs().max())
+        return torch.allclose(a, b, rtol=0, atol=1e-3 * scale, equal_nan=True)
+
+    pairs = zip(tensors(alone), tensors(batch), strict=False)
+    return all(close(a[0], b[k]) for a, b in pairs if a.dim() and a.shape[1:] == b.shape[1:])
 
 
 def _digest(batch: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from gradscope.config import DatasetSpec
 from gradscope.core.locate import first_line
+from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count
 from gradscope.errors import DatasetError
@@ -30,7 +32,6 @@ from gradscope.sources.data.columns import (
     StoredArrays,
     StoredColumn,
     TextColumn,
-    dtype_name,
     even,
     length_of,
     runs,
@@ -62,24 +63,24 @@ def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
         if recipe is None:
             return arrays.load(name)
         if not isinstance(recipe, str):
-            return _side_by_side(
-                [column for text in recipe for column in _named(arrays, known, text)]
-            )
+            return _side_by_side([c for text in recipe for c in _named(arrays, known, text)])
         found = _named(arrays, known, recipe)
         if len(found) > 1:
             remedy = f"Write [{recipe!r}] to put them side by side."
             raise DatasetError(f"{recipe!r} names {len(found)} columns", remedy=remedy)
-        return found[0]
+        return found[0][1]
 
     return StoredArrays(tuple(dict.fromkeys((*spec.columns, *arrays.names))), load)
 
 
-def _named(arrays: StoredArrays, known: frozenset[str], text: str) -> list[StoredColumn]:
-    """Return the columns that a name, a glob or a range names."""
+def _named(
+    arrays: StoredArrays, known: frozenset[str], text: str
+) -> list[tuple[str, StoredColumn]]:
+    """Return the columns that a name, a glob or a range names, each with its name."""
     cut = _CUT.fullmatch(text)
     if text not in known and cut and cut["name"] in known:
-        return [_cut(arrays.load(cut["name"]), cut)]
-    return [arrays.load(name) for name in _matched(arrays.names, text)]
+        return [(text, _cut(arrays.load(cut["name"]), cut))]
+    return [(name, arrays.load(name)) for name in _matched(arrays.names, text)]
 
 
 def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[str]:
@@ -139,12 +140,16 @@ def _span(cut: re.Match[str], width: int) -> slice:
     return slice(start, stop)
 
 
-def _side_by_side(columns: Sequence[StoredColumn]) -> Numbers:
-    """Return columns (N,) and tables (N, k, ...) side by side, along axis 1."""
-    if any(isinstance(column, TextColumn) for column in columns):
-        remedy = "Name it alone, as a text and not in a list."
-        raise DatasetError("a column of text cannot stand beside numbers", remedy=remedy)
-    tables = [even(column) for column in columns if not isinstance(column, TextColumn)]
+def _side_by_side(columns: Sequence[tuple[str, StoredColumn]]) -> Numbers:
+    """Return columns (N,) and tables (N, k, ...), each with its name, side by side on axis 1."""
+    for name, column in columns:
+        if isinstance(column, TextColumn):
+            raise DatasetError(
+                f"the column {name!r} cannot stand beside numbers: it holds {_texts(column)}",
+                remedy="A missing number is an empty field. Or make numbers of these texts, or "
+                "leave the column out.",
+            )
+    tables = [even(column) for _, column in columns if not isinstance(column, TextColumn)]
     shapes = [(*t.shape, 1) if len(t.shape) == 1 else tuple(t.shape) for t in tables]
     if len({(s[:1], s[2:]) for s in shapes}) > 1 or not shapes[0]:
         raise DatasetError(
@@ -159,6 +164,21 @@ def _side_by_side(columns: Sequence[StoredColumn]) -> Numbers:
         return torch.cat([r[:, None] if r.dim() == 1 else r for r in rows], 1)
 
     return NumberColumn(shape, dtype, read)
+
+
+def _texts(column: TextColumn) -> str:
+    """Say what a column of texts holds: three that are no numbers, if there are any."""
+    parts = (column.read(k, min(k + _IDS, column.n)) for k in range(0, column.n, _IDS))
+    found = list(islice((text for part in parts for text in part if not _is_number(text)), 3))
+    return f"text, such as {', '.join(map(repr, found or column.read(0, min(3, column.n))))}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text or "nan")
+    except ValueError:
+        return False
+    return True
 
 
 def encoded(
@@ -192,7 +212,7 @@ def encoded(
         stored, value = as_numbers(source)
         if isinstance(stored, TextColumn):
             raise DatasetError(
-                f"it holds text, such as {', '.join(map(repr, stored.read(0, min(3, stored.n))))}",
+                f"it holds {_texts(stored)}",
                 remedy="[dataset] classes lists the texts that stand for 0, 1, ...; [dataset] "
                 "tokenizer makes token ids of them.",
             )

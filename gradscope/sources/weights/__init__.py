@@ -42,7 +42,9 @@ def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointRep
     The path is a file, an index of several, or the folder that holds either.
     """
     with reachable(path, CheckpointError):
-        file = weights_in(path) if path.is_dir() else path
+        part = path.suffix == ".distcp" and (path.parent / ".metadata").exists()
+        folder = path.parent if part else path
+        file = weights_in(folder) if folder.is_dir() else path
     notes = [] if file == path else [f"The weights of the folder are those in {file.name}."]
     name = find_reader(checkpoint_readers, file, CheckpointError)
     with reading(CheckpointError, file):

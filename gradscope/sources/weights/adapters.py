@@ -17,6 +17,7 @@ from gradscope.core.locate import first_line
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.formats import located, need, reachable
+from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, table, weights_in
 
 _GIVE = "Give its folder, --model FOLDER, or a factory that returns it, --model FILE.py:FACTORY."
@@ -102,26 +103,18 @@ def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple
             config.inference_mode = False  # or nothing could be trained
             held = isinstance(base, peft.PeftModel)  # a factory may have put it there
             model: nn.Module = base if held else _class(peft, config)(base, config)
-            told = peft.set_peft_model_state_dict(model, dict(state), model.active_adapter)
+            name = model.active_adapter
+            own = peft.get_peft_model_state_dict(
+                model, adapter_name=name, save_embedding_layers=False
+            )
+            told = peft.set_peft_model_state_dict(model, dict(state), name)
         except (ModelError, MemoryError):
             raise
         except Exception as error:  # whatever peft makes of a config, and of weights
             what = f"peft cannot put the adapter onto its base model: {first_line(error)}"
             raise ModelError(what, remedy=f"Is it the adapter's base model? {_GIVE}") from error
-        absent = set(told.missing_keys)
-        named = model.named_parameters(remove_duplicate=False)
-        given = {p for name, p in named if name not in absent}  # layers may share one
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        missing = sorted(name for name, p in trained if p not in given)
-        unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
-    what = ""
-    if missing:
-        what = f"not all that the adapter trains is in it: {listed(missing)} missing"
-    elif unknown:
-        what = f"without a place in the model: {listed(unknown)}"
-    elif whole := _whole_numbers(model, state):
-        dtypes = ", ".join(sorted({str(state[n].dtype) for n in whole}))
-        what = f"weights are no floating-point numbers, but {dtypes}: {listed(whole)}"
+        check_finite(state, state, set(state))
+        what = _misfit(model, own, state, told)
     if what:
         raise CheckpointError(
             what, remedy=f"{_AGAIN} Or is the base model another, or of another class: {_CLASS}?"
@@ -154,11 +147,56 @@ def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
     return one is not other and one is not None and other is not None and torch.equal(one, other)
 
 
-def _whole_numbers(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the weights that peft would cast to floating-point numbers; counts of a model stay."""
-    kept = {n.rpartition(".")[2] for n, b in model.named_buffers() if not b.dtype.is_floating_point}
-    whole = sorted(n for n, v in state.items() if not v.dtype.is_floating_point)
-    return [name for name in whole if name.rpartition(".")[2] not in kept]
+def _misfit(
+    model: nn.Module, own: Mapping[str, Tensor], state: Mapping[str, Tensor], told: Any
+) -> str:
+    """Say what of an adapter's weights is not as peft saves it; "" if all is.
+
+    `own` is what it would save of the new adapter, `told` what it says of loading `state`.
+    """
+    absent = set(told.missing_keys)
+    named = model.named_parameters(remove_duplicate=False)
+    given = {p for name, p in named if name not in absent}  # layers may share one
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = sorted(name for name, p in trained.items() if p not in given)
+    memory = {p.data_ptr() for p in trained.values()}
+    # what else is saved is drawn at random, and drawn anew where it is absent
+    missing += [n for n, v in own.items() if n not in state and v.data_ptr() not in memory]
+    unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
+    whole = sorted(name for name, v in state.items() if not v.dtype.is_floating_point)
+    kept = {name: v for name, v in own.items() if not v.dtype.is_floating_point}  # counts, places
+    cast = [name for name in whole if name not in kept]
+    if missing:
+        return f"not all of the adapter is in it: {listed(missing)} missing"
+    if unknown:
+        return f"without a place in the model: {listed(unknown)}"
+    if cast:  # peft would make floating-point numbers of them
+        dtypes = ", ".join(sorted({str(state[n].dtype) for n in cast}))
+        return f"weights are no floating-point numbers, but {dtypes}: {listed(cast)}"
+    layers = dict(model.named_modules())
+    outside = [
+        name
+        for name, drawn in kept.items()
+        if state[name].shape != drawn.shape
+        or not _inside(layers.get(name.rpartition(".")[0]), state[name])
+    ]
+    return f"these are no places in the layer's weight: {listed(outside)}" if outside else ""
+
+
+def _inside(layer: Any, places: Tensor) -> bool:
+    """Whether places are in a layer's weight, beyond which torch would write without a word.
+
+    They are (axes, k), or (k,) counted through all its entries; what is no list of places is.
+    """
+    base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor) or not places.dim() or not places.numel():
+        return True
+    sizes = weight.shape if places.dim() > 1 else (weight.numel(),)
+    rows = places.reshape(len(sizes), -1)
+    return bool((rows >= 0).all()) and all(
+        row.max() < n for row, n in zip(rows, sizes, strict=True)
+    )
 
 
 def _require_kind(config: Any) -> None:

@@ -18,6 +18,7 @@ from gradscope.sources.code import user_file
 
 _DEPTH = 3  # such as checkpoint["ema"]["module"]["state_dict"]
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # DataParallel's, torch.compile's, Lightning's
+_COMPILED = "._orig_mod."  # within a name: a part was compiled
 _COUNTER = "n_averaged"  # what torch's AveragedModel has beside the names that begin with module.
 _SAVE = "Save model.state_dict()."
 _CHECK = "Check that the factory and its kwargs build the model that was saved."
@@ -52,10 +53,11 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     kept = _without(_without_counter(state, expected), expected, ignore)
     prefix, named = _stripped(kept, expected)
     values = _without(named, expected, ignore)
+    renamed = [k for k in kept if k.removeprefix(prefix) not in named]
     dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
     own = dict(model.named_parameters(remove_duplicate=False))
     values, tied = _with_tied(values, expected, own)
-    _check_names(values, expected)
+    _check_names(values, expected, key)
     casts = _check_tensors(values, expected)
     cast = {
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
@@ -66,6 +68,7 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
         f"The weights are those under {key!r} of the checkpoint.": key,
         f"Left out of the checkpoint, as not the model's: {listed(dropped)}.": dropped,
         f"The prefix {prefix!r} was taken off all names in the checkpoint.": prefix,
+        f"By the same name but for what torch.compile adds: {listed(renamed)}.": renamed,
         f"Cast to the model's dtype: {listed(casts)}.": casts,
         f"Not in the checkpoint, tied to others that are: {listed(tied)}.": tied,
     }
@@ -79,7 +82,7 @@ def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -
     for name, value in values.items():
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             continue
-        bad = ~torch.isfinite(value)
+        bad = ~torch.isfinite(value.float() if value.itemsize == 1 else value)
         if name not in parameters:  # an attention mask holds -inf, as the new model's own does
             bad &= value != expected[name].to(value.device)
         if bad.any():
@@ -129,6 +132,11 @@ def _state_dict(
         for name, state in (*found, *([(key, below)] if deeper else [])):
             if name == key:
                 return key, state
+        for name, state in found:  # or it is how names of several models begin
+            begin = (key.removeprefix(f"{name}.") if name else key) + "."
+            names = [k for k in state if isinstance(k, str) and k.startswith(begin)]
+            if names:
+                return key, {k.removeprefix(begin): state[k] for k in names}
         known = [name for name, _ in found if name]
         hint = suggestion(key, known).replace("Supported", "There are")
         what = f"there is no state dict under {key!r} in it"
@@ -183,13 +191,22 @@ def _without(state: StateDict, expected: StateDict, ignore: Sequence[str]) -> St
 def _stripped(state: StateDict, expected: StateDict) -> tuple[str, StateDict]:
     """Take prefixes off that every name has, as far as it makes more of the names fit."""
     candidates = [("", state)]
-    while common := [
-        p for p in _PREFIXES if all(k.startswith(p) and k != p for k in candidates[-1][1])
-    ]:
-        prefix, current = candidates[-1]
-        shorter = {name.removeprefix(common[0]): value for name, value in current.items()}
-        candidates.append((prefix + common[0], shorter))
-    return max(candidates, key=lambda c: len(c[1].keys() & expected.keys()))
+    while (current := candidates[-1][1]) and (part := next(iter(current)).partition(".")[0] + "."):
+        if not all(name.startswith(part) and name != part for name in current):
+            break
+        shorter = {name.removeprefix(part): value for name, value in current.items()}
+        candidates.append((candidates[-1][0] + part, shorter))
+    plain = [(prefix, _uncompiled(names, expected)) for prefix, names in candidates]
+    return max(plain, key=lambda c: len(c[1].keys() & expected.keys()))
+
+
+def _uncompiled(state: StateDict, expected: StateDict) -> StateDict:
+    """Name what was compiled in one of the two alone as the model does."""
+    plain = {name.replace(_COMPILED, "."): name for name in expected}
+    named = {
+        k if k in expected else plain.get(k.replace(_COMPILED, "."), k): v for k, v in state.items()
+    }
+    return named if len(named) == len(state) else state
 
 
 def _with_tied(
@@ -222,7 +239,7 @@ def _with_tied(
     return result, tied
 
 
-def _check_names(values: StateDict, expected: StateDict) -> None:
+def _check_names(values: StateDict, expected: StateDict, key: str) -> None:
     missing = [name for name in expected if name not in values]
     unexpected = [name for name in values if name not in expected]
     if not missing and not unexpected:
@@ -233,10 +250,22 @@ def _check_names(values: StateDict, expected: StateDict) -> None:
     if not missing:
         remedy += " --ignore GLOB leaves out what it does not have."
     mixed = [p for p in _PREFIXES if any(name.startswith(p) for name in unexpected)]
-    if mixed:
+    parts = {name.partition(".")[0] for name in unexpected if "." in name}
+    own = [p for p in sorted(parts) if _covers(values, p, expected)]
+    if own:
+        keys = listed(f"{key}.{p}" if key else p for p in own)
+        remedy += f" All of the model's are under {keys}: name one with --key."
+    elif mixed:
         remedy += f" Not every name begins with {mixed[0]!r}, so it was not taken off."
     what = f"the names do not fit the model's {len(expected)}: {told}"
     raise CheckpointError(what, remedy=remedy)
+
+
+def _covers(values: StateDict, part: str, expected: StateDict) -> bool:
+    """Whether the names that begin with a part are the model's, all of them."""
+    begin = f"{part}."
+    named = {k.removeprefix(begin): v for k, v in values.items() if k.startswith(begin)}
+    return _stripped(named, expected)[1].keys() == expected.keys()
 
 
 def _check_tensors(values: StateDict, expected: StateDict) -> list[str]:

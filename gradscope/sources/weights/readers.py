@@ -250,14 +250,21 @@ def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -
     with reachable(path, error), path.open("rb") as file:
         text = file.read(most + 1)
     try:
-        content = json.loads(text) if len(text) <= most else None
+        content = json.loads(text, object_pairs_hook=_distinct) if len(text) <= most else None
     except (ValueError, RecursionError) as failure:
-        what = f"is no JSON: {first_line(failure)}"
+        what = f"is no JSON, or ambiguous: {first_line(failure)}"
         raise error(what, where=str(path), remedy=remedy) from failure
     if not isinstance(content, dict):
         what = f"is no table of settings of at most {most:,} bytes"
         raise error(what, where=str(path), remedy=remedy)
     return content
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} stands in it twice")
+    return dict(pairs)
 
 
 def weights_in(folder: Path) -> Path:
@@ -347,16 +354,10 @@ def _shards(path: Path) -> dict[str, list[str]]:
 
 
 def _table(path: Path) -> Mapping[str, Any]:
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} stands in it twice")
-        return dict(pairs)
-
     if path.stat().st_size > _MAX_BYTES:
         raise _wrong(f"it is larger than {_MAX_BYTES:,} bytes")
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=distinct)
+        content = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
     except RecursionError as error:
         raise _wrong("it is nested too deeply") from error
     except ValueError as error:  # not JSON, not UTF-8, a key twice

@@ -189,20 +189,22 @@ def add_in_place(state: State, more: State) -> None:
         value.add_(more[key].to(value.device))
 
 
-def carried_state(state: State, *, copy: bool = False) -> State:
-    """Return a state in the precision in which it is kept from batch to batch.
+def carried_state(state: State) -> State:
+    """Return a state in the precision in which it is kept from batch to batch."""
+    return {key: _carried(value) for key, value in state.items()}
+
+
+def taken_over(state: State, *, copy: bool = True) -> State:
+    """Return `carried_state`; entries leave the state on the way, so that never both are whole.
 
     With `copy` nobody else holds its tensors, even where the precision is that already.
     """
-    carried = {key: _carried(value) for key, value in state.items()}
-    if not copy:
-        return carried
-    return {key: t.clone() if t is state[key] else t for key, t in carried.items()}
-
-
-def taken_over(state: State) -> State:
-    """Return `carried_state` with `copy`; entries leave the state as they are copied."""
-    return {key: carried_state({key: state.pop(key)}, copy=True)[key] for key in list(state)}
+    found: State = {}
+    for key in list(state):
+        own = state.pop(key)
+        carried = _carried(own)
+        found[key] = carried.clone() if copy and carried is own else carried
+    return found
 
 
 def carried_bytes(state: State) -> int:
@@ -256,7 +258,7 @@ def depends_on_split(reducer: Reducer) -> str | None:
             states = [carried_state(reducer.start(some)) for some in parts]
             split = [reduce(lambda a, b: carried_state(reducer.merge(a, b)), states)]
             if reducer.additive:
-                split.append(carried_state(states[0], copy=True))
+                split.append(taken_over({**states[0]}))
                 for state in states[1:]:
                     add_in_place(split[-1], state)
             results = [reducer.result(state) for state in split]

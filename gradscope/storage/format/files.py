@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -282,6 +282,16 @@ def require_short(path: Path, suffix: str = "") -> None:
             f"the name is {over} bytes too long for the disk{behind}",
             where=str(path),
             remedy="Choose a shorter one.",
+        )
+
+
+def require_other(path: Path, sources: Iterable[Path], what: str = "a file") -> None:
+    """Refuse to replace what a result is made from; the caller tells what the system says."""
+    if path.exists() and any(source.exists() and path.samefile(source) for source in sources):
+        raise OutputError(
+            f"the result would replace {what} that it is made from",
+            where=str(path),
+            remedy="Choose another name.",
         )
 
 

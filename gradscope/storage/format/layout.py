@@ -19,11 +19,11 @@ import torch
 
 from gradscope.blocks import Block
 from gradscope.config import Compression
+from gradscope.core.precision import dtype_name
 from gradscope.errors import GradscopeError, ResultFileError, SpecError
 from gradscope.storage.format.numbers import (
     format_of,
     h5_type,
-    name_of,
     named,
     stored_dtype,
     unescape,
@@ -426,7 +426,7 @@ def factors_group(chain: h5py.Group, escaped: str, form: Form) -> h5py.Group:
     describe(group, unescape(escaped), "factored")
     group.attrs["kind"] = form.kind
     group.attrs["shape"] = np.array(form.shape, np.int64)
-    group.attrs["dtype"] = name_of(form.dtype)
+    group.attrs["dtype"] = dtype_name(form.dtype)
     return group
 
 

@@ -30,11 +30,6 @@ def stored_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return torch.float64 if wanted == torch.complex128 else torch.float32
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return the format's name, such as float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def named(name: str) -> torch.dtype:
     """Return the format of that name."""
     dtype = getattr(torch, name, None)

@@ -13,6 +13,7 @@ from h5py import h5r
 from torch import Tensor
 
 import gradscope
+from gradscope.core.precision import dtype_name
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage.format.files import secure_space, sync_folder
 from gradscope.storage.format.layout import (
@@ -33,7 +34,7 @@ from gradscope.storage.format.layout import (
     put_attribute,
     result_array,
 )
-from gradscope.storage.format.numbers import escape, name_of
+from gradscope.storage.format.numbers import escape
 from gradscope.storage.format.seal import write_seal
 from gradscope.storage.plan import FilePlan, Rows, States, to_json
 from gradscope.storage.read.file import GradientFile, open_file
@@ -182,12 +183,12 @@ def create_states(file: h5py.File, states: States) -> dict[str, list[Tensor]]:
     for owner, state in states.items():
         group = file.require_group(f"states/{owner}")
         group.attrs[KEYS] = to_json(
-            [[key, name_of(tensor.dtype), list(tensor.shape)] for key, tensor in state.items()]
+            [[key, dtype_name(tensor.dtype), list(tensor.shape)] for key, tensor in state.items()]
         )
         shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
         for name, array in state_arrays(shapes).items():
             dataset = create(group, name, array)
-            made[str(dataset.name)] = [t for t in state.values() if name_of(t.dtype) == name]
+            made[str(dataset.name)] = [t for t in state.values() if dtype_name(t.dtype) == name]
     return made
 
 
@@ -196,7 +197,7 @@ def state_arrays(shapes: Shapes) -> dict[str, Array]:
     sizes: dict[torch.dtype, int] = {}
     for shape, dtype in shapes.values():
         sizes[dtype] = sizes.get(dtype, 0) + prod(shape)
-    return {name_of(dtype): result_array((size,), dtype) for dtype, size in sizes.items()}
+    return {dtype_name(dtype): result_array((size,), dtype) for dtype, size in sizes.items()}
 
 
 def attach_scales(file: h5py.File) -> None:
@@ -259,7 +260,7 @@ def file_bytes(
     found: list[tuple[Array, str, str]] = []  # the parameter's name, and that of a factor
     for path, form in forms_of(plan, rows).items():
         name = "" if path.startswith("/samples/") else path.rpartition("/")[2]
-        made = columns_of(path, form, plan.n, len(rows.index))
+        made = columns_of(path, form, plan.n, len(rows))
         found += ((array, "" if factor else name, factor) for factor, array in made.items())
     for shapes in results:
         found += ((result_array(*one), name, "") for name, one in shapes.items())

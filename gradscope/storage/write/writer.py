@@ -103,7 +103,7 @@ class Writer:
         States may be changed in place later: what is to be kept is copied or written before this
         returns. To a batch that is `proved`, `go_back` may go back.
         """
-        n = int(rows.index.shape[0])
+        n = len(rows)
         if self.completed + n > self._plan.n:
             raise OutputError(
                 f"rows {self.completed} to {self.completed + n} do not fit into a file of "
@@ -205,7 +205,7 @@ class Writer:
             return self._regions
         if self._found is None:
             assert rows is not None  # there is a first batch
-            forms, batch = forms_of(self._plan, rows), len(rows.index)
+            forms, batch = forms_of(self._plan, rows), len(rows)
             regions = lay_out(self._paths, self._target, self._plan, forms, batch)
             self._structure = Structure.of(self._target.descriptor, regions)
         else:

@@ -1,10 +1,12 @@
 """The sample axis and its layouts, on tensors whose owners are written down."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
+from gradscope.backends.hooks.graph import axes as module
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
     Marks,
@@ -13,6 +15,7 @@ from gradscope.backends.hooks.graph.axes import (
     growth,
     layouts,
     owned,
+    row_axis,
     support,
 )
 
@@ -122,11 +125,44 @@ def test_an_entry_of_two_samples_has_no_owner(share: float, dtype: torch.dtype) 
     assert seen >= 19
 
 
+@pytest.mark.parametrize("n", [40, 512, 1024])
+def test_a_number_of_two_samples_passes_by_chance_seldom(n: int) -> None:
+    """Where there is nothing else to go by, of a thousand samples one in eight, in one pass."""
+    taken, generator = 0, torch.Generator().manual_seed(n)
+    for seed in range(300):
+        marks, both = Marks.of(torch.zeros(n), seed), torch.randperm(n, generator=generator)[:2]
+        assert len(marks.weights) == 1
+        with suppress(ValueError):
+            owned(torch.full((1, 1), 2.0), [marks.weights[:, both].sum(1, keepdim=True)], 0, marks)
+            taken += 1
+    assert taken < 38
+
+
 def test_what_cancels_belongs_to_both() -> None:
     marks = Marks.of(torch.zeros(2), seed=0)
     (weighted,) = (torch.stack([w, (w[0] - w[1]).expand(2)]) for w in marks.weights)
     with pytest.raises(ValueError, match="several samples"):
         owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], 0, marks)
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+def test_an_axis_of_positions_is_found_at_once(
+    axes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three samples of five positions with four features: whatever cannot tell them waits."""
+    tried: list[int] = []
+    monkeypatch.setattr(
+        module, "owned", lambda once, *rest: (tried.append(1), owned(once, *rest))[1]
+    )
+    rows = torch.arange(15).reshape(3, 5)
+    marks, values = Marks.of(torch.zeros(5), 0), torch.rand(3, 5, 4) + 0.1
+    weighted = [(values * w[:, None]).permute(axes) for w in marks.weights]
+    samples = SampleAxis(axes.index(0))
+    found = row_axis(values.permute(axes), weighted, samples, rows, marks)
+    assert isinstance(found, OwnedAxis)
+    assert found.own == (axes.index(0), axes.index(1))
+    assert found.owner.tolist() == list(range(15))
+    assert tried == [1]
 
 
 def test_uneven_samples_are_padded_with_zeros() -> None:

@@ -176,9 +176,9 @@ class Marks:
     """Weights of the losses by which a gradient tells whose it is.
 
     A sample's number is written in digits, and each digit is a weight of its own in one backward
-    pass. Digits are not evenly spaced and numbers are dealt out at random, so that what two samples
-    share has the weight of neither. In half precision they are powers of two, which rounding leaves
-    as they are, and numbers dealt out anew are a check.
+    pass. Each weight is larger than the one before by about the same factor, and numbers are dealt
+    out at random, so that what two samples share has the weight of neither. In half precision they
+    are powers of two, which rounding leaves as they are, and numbers dealt out anew are a check.
     """
 
     weights: Tensor  # (passes, n), of each sample's loss
@@ -199,7 +199,8 @@ class Marks:
         jitter = 0.4 * torch.rand(base, generator=generator, dtype=torch.float64) - 0.2
         half = any(dtype.itemsize < 4 for dtype in dtypes)
         every = torch.arange(base)
-        values = (2.0 ** (every - base // 2) if half else every + 1 + jitter).to(losses.dtype)
+        spaced = 2.0 ** (every - base // 2) if half else base ** ((every + jitter) / base)
+        values = spaced.to(losses.dtype)
         numbers = torch.randperm(n, generator=generator)
         written = [numbers // base**k % base for k in range(digits)]
         written += [torch.randperm(n, generator=generator) % base] * half
@@ -221,7 +222,7 @@ class Marks:
 
 
 _NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
-_DIGITS = {torch.float64: 2**16, torch.float32: 2**9, torch.bfloat16: 2**6}
+_DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
 
 def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks) -> OwnedAxis:
@@ -276,9 +277,14 @@ def row_axis(
     Raises:
         ValueError: An entry belongs to no single position.
     """
-    sample = axis.owners(len(rows), rows.device)
+    sample, m = axis.owners(len(rows), rows.device), int((rows >= 0).sum())
     free = [k for k in range(gradient.dim()) if k != axis.axis]
-    for others in (c for size in range(_AXES) for c in combinations(free, size)):
+    sets = [c for size in range(_AXES) for c in combinations(free, size)]
+
+    def unlikely(others: tuple[int, ...]) -> bool:  # fewer entries than rows, or nothing in each
+        return not m <= prod(gradient.shape[k] for k in (axis.axis, *others)) < gradient.numel()
+
+    for others in sorted(sets, key=unlikely):
         own = (axis.axis, *others)
         try:
             every = [together(t, own) for t in (gradient, *weighted)]
@@ -290,7 +296,6 @@ def row_axis(
         owner = torch.where(nobody, -1, rows[samples, position])
         if others:
             return OwnedAxis(axis.axis, owner, others)
-        m = int((rows >= 0).sum())
         in_order = len(owner) == m and bool((owner == torch.arange(m, device=owner.device)).all())
         return SampleAxis(axis.axis) if in_order else OwnedAxis(axis.axis, owner)
     raise ValueError("an entry's gradient comes from the losses of several positions")

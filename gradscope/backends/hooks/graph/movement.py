@@ -210,6 +210,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
         "HuberLoss Hypot I0 Imag L1Loss LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid "
         "Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul Mvlgamma NanToNum "
         "NativeDropout Neg Normal Polar Polygamma Pow PreluKernel Real Reciprocal Relu Remainder "
+        "RegisterPostBackwardFunctionBackward RegisterPreBackwardFunctionBackward "  # fully_shard's
         "Round Rsqrt Rsub Selu Sgn Sigmoid SigmoidBackward Sign Silu SiluBackward Sin Sinc Sinh "
         "SmoothL1Loss SoftMarginLoss Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E "
         "SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Square Sub Tan Tanh "
