@@ -89,7 +89,7 @@ def on_standin(names: list[str] | None) -> dict[str, Step]:
         "run to a file": lambda: steps.run_to_file(device),
         "fixed random numbers": lambda: steps.fixed(device),
         "an index out of range": steps.lost,
-        "memory runs out": lambda: steps.full(4 if names else 40),
+        "memory runs out": lambda: steps.full(4 if names else 12),
     }
 
 
