@@ -88,8 +88,7 @@ def picture(path: Path, command: str, render: Callable[[Console], None]) -> None
 
 
 def _comparison(job: Job) -> gradscope.Comparison:
-    problem = job.scope.problem
-    batch = job.dataset.batch(job.rows[:COMPARED]).to(problem.device, job.dtype)
+    problem, batch = job.scope.problem, job.load(0, COMPARED)
     return compare(problem.model, problem.loss, batch.inputs, batch.targets)
 
 
