@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 
 import torch
@@ -61,7 +62,9 @@ def own_lines(error: BaseException, limit: int = 8) -> str:
         imports = frame.filename in (importlib.__file__,) or "<frozen importlib" in frame.filename
         if not imports and not any(Path(frame.filename).is_relative_to(p) for p in _PACKAGES):
             theirs.append(frame)
-    return "".join(traceback.format_list(theirs[-limit:])).rstrip()
+    # what is installed and stands before the user's first file has only called us
+    shown = [*dropwhile(lambda frame: is_installed(Path(frame.filename)), theirs)] or theirs
+    return "".join(traceback.format_list(shown[-limit:])).rstrip()
 
 
 def is_installed(file: Path) -> bool:

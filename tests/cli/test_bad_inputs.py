@@ -185,6 +185,13 @@ def test_what_the_forward_pass_raises(forked: Forked, folder: Path) -> None:
     assert not any("torch/nn/modules" in line for line in lines)
 
 
+def test_a_model_for_which_memory_runs_out_as_it_is_made(forked: Forked, folder: Path) -> None:
+    model("def build():\n    raise MemoryError('400 GB')")(folder)
+    done = compute(forked, folder)
+    assert_clear(done, 3, "MemoryError: 400 GB", folder)
+    assert not any("typer" in line for line in done.err.splitlines())  # who called is no part of it
+
+
 def test_a_model_that_does_not_run_on_one_sample_alone(forked: Forked, folder: Path) -> None:
     code = "return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
     (folder / "model.py").write_text(f"from torch import nn\ndef build(): {code}\n")
