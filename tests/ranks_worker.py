@@ -502,6 +502,8 @@ def ended(_: Net, x: Tensor, y: Tensor, own: slice, end: Callable[[], Any]) -> N
     scope = gradscope.Scope(divided(model), "cross_entropy")
     if dist.get_rank() == 1:
         scope.problem.model.end = end  # type: ignore[assignment]
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, before this one has found out
     said = told(lambda: scope.norms(x[own], y[own]))
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(said))
     os._exit(0 if dist.get_rank() == 0 else 1)  # nobody is left to part from

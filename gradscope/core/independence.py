@@ -27,6 +27,7 @@ from gradscope.core.randomness import (
     seed_all,
 )
 from gradscope.core.shortage import is_outer
+from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 T = TypeVar("T")
@@ -150,10 +151,10 @@ def _require_same(
             worst = int((here - apart).abs().nan_to_num().argmax())
             company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
             where = mixing_layer(problem, batch, int(rows[worst]))
+            one, many = unequal(float(apart[worst]), float(here[worst]))
             raise CoupledSamplesError(
-                f"the loss of {batch.select(rows[worst][None]).told} is {float(apart[worst]):.6g} "
-                f"{company} but {float(here[worst]):.6g} in a batch of {len(batch)}: it depends "
-                "on other samples",
+                f"the loss of {batch.select(rows[worst][None]).told} is {one} {company} but {many} "
+                f"in a batch of {len(batch)}: it depends on other samples",
                 where=where,
                 remedy=coupled_remedy(where, batch),
             )

@@ -27,6 +27,15 @@ def article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
 
 
+def unequal(first: float, second: float) -> tuple[str, str]:
+    """Return two numbers with three digits, or as many as show that they differ."""
+    for digits in range(3, 18):
+        told = f"{first:.{digits}g}", f"{second:.{digits}g}"
+        if told[0] != told[1]:
+            break
+    return told
+
+
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 

@@ -33,7 +33,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.precision import products
 from gradscope.core.problem import Problem
-from gradscope.core.texts import count
+from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
     Claim,
@@ -399,8 +399,9 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
     if bool((gap <= eps**0.5 * size).all()):
         return
     worst = int(gap.nan_to_num().argmax())
-    told = f"{float(found[worst]):.6g}, the model by itself {float(right[worst]):.6g}"
-    raise wrong(answer.backend, f"gives the loss {told}", batch.one(worst).told)
+    given, own = unequal(float(found[worst]), float(right[worst]))
+    what = f"gives the loss {given}, the model by itself {own}"
+    raise wrong(answer.backend, what, batch.one(worst).told)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from gradscope.config import ComputeSpec, RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
 from gradscope.core.precision import dtype_name
+from gradscope.core.texts import unequal
 from gradscope.engine.audit import drawn
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.execute import ALIKE, rows_of
@@ -327,9 +328,10 @@ def _recompute(
         for sample in samples:
             for what, stored, found, tolerance in _numbers(job, sample):
                 if not abs(stored - found) <= tolerance:
+                    then, now = unequal(stored, found)
                     raise ResultFileError(
-                        f"{job.load(sample.index, 1).told} has the {what} {stored:.6g} in this "
-                        f"file, and {found:.6g} when it is computed anew: model, loss, data or "
+                        f"{job.load(sample.index, 1).told} has the {what} {then} in this "
+                        f"file, and {now} when it is computed anew: model, loss, data or "
                         "what they use have changed",
                         where=str(sample.path),
                         remedy="Compute the file again with the code and the data of today, or "

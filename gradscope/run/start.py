@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from gradscope.core.grammar import parse
+from gradscope.core.texts import unequal
 from gradscope.engine.fold import settled
 from gradscope.errors import OutputError
 from gradscope.run.budget import Budget, plan
@@ -121,9 +122,10 @@ def _recheck(
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
         if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
             worst = int((a - b).abs().nan_to_num().argmax())
+            began, has = unequal(then[worst], now[worst])
             raise OutputError(
-                f"{batch.one(worst).told} had the {what} {then[worst]:.6g} when the run "
-                f"began, and has {now[worst]:.6g} now: model, loss or data have changed",
+                f"{batch.one(worst).told} had the {what} {began} when the run "
+                f"began, and has {has} now: model, loss or data have changed",
                 where=str(path),
                 remedy="Go on with the code and the data that the run began with, or start again "
                 "with --overwrite.",

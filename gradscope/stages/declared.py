@@ -28,6 +28,7 @@ from torch import Tensor
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
 from gradscope.core.grammar import StageFactory, signature
 from gradscope.core.locate import own_stage
+from gradscope.core.texts import unequal
 from gradscope.errors import ModelError, SpecError
 from gradscope.stages.reducers.base import Reducer, State
 from gradscope.stages.transforms.base import (
@@ -140,10 +141,10 @@ def _require_own(
     for k, entry in enumerate(probe.flatten()):
         alone = fn(entry.clone().reshape(shape)).flatten()[0]
         if not torch.allclose(alone, together[k], rtol=1e-9, atol=1e-12, equal_nan=True):
+            one, many = unequal(float(alone.real), float(together[k].real))
             raise SpecError(
-                f"{name!r} gives {float(alone.real):.6g} for {float(entry):.6g} alone and "
-                f"{float(together[k].real):.6g} among others: a value must depend on its own "
-                f"{what} only, and on nothing random",
+                f"{name!r} gives {one} for {float(entry):.3g} alone and {many} among others: a "
+                f"value must depend on its own {what} only, and on nothing random",
                 where="transform",
                 remedy='Declare another scope: "factor" for one factor a sample, or "vector".',
             )

@@ -271,9 +271,10 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     def require(recorded: Floats, found: Floats, slack: Floats, by: str, source: str) -> None:
         for i, a, b, most in zip(index, recorded, found, slack, strict=True):
             if not abs(a - b) <= most:
+                norm, other = texts.unequal(a, b)
                 raise ResultFileError(
-                    f"the gradient of sample {i} {by}is recorded with the norm {a:.6g}, "
-                    f"and {source} {b:.6g}",
+                    f"the gradient of sample {i} {by}is recorded with the norm {norm}, "
+                    f"and {source} {other}",
                     where=str(file.path),
                     remedy="Its numbers do not belong together: compute it again.",
                 )

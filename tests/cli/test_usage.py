@@ -145,7 +145,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("-o x.npy --chain 7", 2, "0 (identity)"),
         ("-o x.npy --samples nine", 2, "A:B"),
         ("-o nowhere/x.csv", 6, "nowhere"),
-        ("-o out.h5", 6, "taken from"),
+        ("-o out.h5", 6, "a file that it is made from"),
         ("", 2, "output"),
     ],
     "export": [("missing.h5 -o x.csv", 3, "missing.h5")],

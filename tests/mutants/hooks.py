@@ -106,7 +106,7 @@ layers(
 )
 layers(
     "batch norm without eps: the running variance is used without its eps",
-    'torch.rsqrt(variance + site.saved("eps"))',
+    'torch.rsqrt(variance + site.saved("eps" if own else "epsilon"))',
     "torch.rsqrt(variance)",
     Asked("running"),
 )
