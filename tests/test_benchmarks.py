@@ -469,7 +469,16 @@ def test_other_vector_instructions(tmp_path: Path) -> None:
 
 def test_the_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    options = ["--quick", "--scaling", "--tasks", "norms", "--methods", "gradscope auto"]
+    options = [
+        "--quick",
+        "--scaling",
+        "--models",
+        "mlp",
+        "--tasks",
+        "norms",
+        "--methods",
+        "gradscope auto",
+    ]
     files = ["--json", str(results), "--plot", str(picture), "--scratch", str(tmp_path / "s")]
     assert main([*options, *files]) == 0
     assert "cost against width" in capsys.readouterr().out

@@ -1,15 +1,17 @@
-"""Control flow that is handed to torch as functions, run as Python would: cond, while_loop, scan.
+"""What is handed to torch as functions, run as Python would: cond, while_loop, scan, map, scores.
 
 torch compiles such functions to find what they close over. Where compiled code runs as it is
 written, or a dispatch mode is active, it does not, and what they close over, parameters for
 instance, silently gets no gradient. Run step by step, autograd records every operation of theirs.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -45,13 +47,37 @@ def _scan(
     return (*state, *stacked)
 
 
-_STEPS: dict[str, Function] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+def _map(step: Function, xs: Sequence[Tensor], others: Sequence[Any]) -> Any:
+    """Return what the steps give, tensors in dicts, tuples or by themselves, stacked (t, ...)."""
+    rows = [step(*each, *others) for each in zip(*xs, strict=True)]
+    flat = [pytree.tree_leaves(row) for row in rows]
+    stacked = [torch.stack(column) for column in zip(*flat, strict=True)]
+    return pytree.tree_unflatten(stacked, pytree.tree_structure(rows[0]))
+
+
+def _flex_attention(*args: Any) -> tuple[Tensor, ...]:
+    """Attention by a function of scores, without its fused kernel, which no CPU can train."""
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    found: tuple[Tensor, ...] = math_attention(*args)
+    return found
+
+
+_STEPS: dict[str, Function] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "scan": _scan,
+    "map_impl": _map,
+    "flex_attention": _flex_attention,
+}
 
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
     """Run such control flow of the body as Python would; while torch compiles, as torch does."""
     own = HigherOrderOperator.__call__
+    attention: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    check = getattr(attention, "_validate_device", None)  # that its kernel can be trained there
 
     def call(self: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:
         run = _STEPS.get(self._name)
@@ -61,6 +87,10 @@ def step_by_step() -> Iterator[None]:
 
     try:
         HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
+        if check is not None:
+            attention._validate_device = lambda *_: None
         yield
     finally:
+        if check is not None:
+            attention._validate_device = check
         HigherOrderOperator.__call__ = own  # type: ignore[method-assign]
