@@ -247,7 +247,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "unet": Architecture(
         "U-Net of DDPM, 32×32 (diffusers)",
-        loss=f"{FILE}:denoising",
+        loss="mse",
         data=_noised,
         alone=lambda outputs, noise: F.mse_loss(outputs.sample, noise),
         factory="unet",

@@ -60,6 +60,20 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
+def output(answer: Any) -> Any:
+    """Return what losses by name take of a model's answer: a tensor, its logits, its only tensor.
+
+    As transformers, diffusers and torchvision answer; anything else is returned as it is.
+    """
+    if isinstance(answer, Tensor):
+        return answer
+    named = answer if isinstance(answer, dict) else getattr(answer, "__dict__", {})
+    if isinstance(named.get("logits"), Tensor):
+        return named["logits"]
+    held = tensors(answer)
+    return held[0] if len(held) == 1 else answer
+
+
 @dataclass(frozen=True)
 class Batch:
     """Some samples."""

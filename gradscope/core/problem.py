@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, Tokens, call, map_tensors, token_losses, whole_of
+from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
 from gradscope.core.locate import user_code
 from gradscope.core.precision import double
 from gradscope.core.randomness import Fixed, forked, switched_off
@@ -345,12 +345,13 @@ class Problem:
         if self.of_model:
             return self.loss(self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)
-        if seen is None or type(outputs) is not Tensor or outputs.is_inference():
+        told = output(outputs)
+        if seen is None or type(told) is not Tensor or told.is_inference():
             return self.loss(outputs, own.targets)
-        version = outputs._version
+        version = told._version
         losses = self.loss(outputs, own.targets)
-        if outputs._version == version and isinstance(losses, Tensor):
-            seen(self.loss, outputs, batch.targets, losses)
+        if told._version == version and isinstance(losses, Tensor):
+            seen(self.loss, told, batch.targets, losses)
         return losses
 
     @property

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import ExpectedBlock, Gradients
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, output
 from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
 from gradscope.errors import SpecError
 from gradscope.stages.chain import Chain
@@ -111,9 +111,9 @@ class Labels:
         settings = options(self._problem.loss)
         seen: list[Tensor] = []
 
-        def keep(outputs: Tensor, targets: Any) -> Tensor:
-            seen.append(outputs.detach())
-            return outputs.new_zeros(len(batch))
+        def keep(answer: Any, targets: Any) -> Tensor:
+            seen.append(output(answer).detach())
+            return seen[0].new_zeros(len(batch))
 
         replace(self._problem, loss=keep).losses(batch)
         self._outputs = outputs = seen[0]

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from math import inf
 from typing import Any, Literal, NewType
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gradscope.config import parse_loss
+from gradscope.core.batch import output
 from gradscope.core.grammar import Stage
 from gradscope.core.precision import doubled
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
@@ -41,10 +42,18 @@ losses: Registry[Loss] = Registry("loss")
 
 
 def loss(name: str, predictive: Predictive | None = None) -> Callable[[Loss], BoundLoss]:
-    """Register a loss under a name; `predictive` is the distribution over labels it stands for."""
+    """Register a loss under a name; `predictive` is the distribution over labels it stands for.
+
+    Of a model's answer that is no tensor it is given the logits, or the only tensor there is.
+    """
 
     def add(function: Loss) -> BoundLoss:
-        bound = BoundLoss(function, predictive=predictive)
+        @wraps(function)
+        def of_output(answer: Any, targets: Any, **options: Any) -> Tensor:
+            return function(output(answer), targets, **options)
+
+        whole = function if is_model_loss(function) else of_output
+        bound = BoundLoss(whole, predictive=predictive)
         losses.register(name)(bound)
         return bound
 

@@ -132,7 +132,7 @@ class TrainerMonitor(_Callback):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._loss = _of_logits(loss) if isinstance(loss, str) else loss
+        self._loss = resolve(loss) if isinstance(loss, str) else loss
         self._given, self._labels, self._seed, self._samples = batch, labels, seed, samples
         self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
 
@@ -180,12 +180,3 @@ def drawn_batch(loader: Any, samples: int, seed: int) -> Any:
     rows = torch.randperm(len(data), generator=draw)[:samples].tolist()
     with forked(), random_numbers_kept():
         return loader.collate_fn([data[row] for row in rows])
-
-
-def _of_logits(name: str) -> Callable[[Any, Any], Tensor]:
-    loss = resolve(name)
-
-    def of_logits(outputs: Any, targets: Any) -> Tensor:
-        return loss(getattr(outputs, "logits", outputs), targets)
-
-    return of_logits

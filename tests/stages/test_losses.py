@@ -3,6 +3,8 @@
 import itertools
 import json
 import sys
+from collections import OrderedDict
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -467,3 +469,52 @@ def test_a_model_loss_keeps_its_mark(by_its_result):
     found = gradscope.per_sample_gradients(model, loss, inputs, targets)
     plain = gradscope.per_sample_gradients(model, "mse:per_sample=sum", inputs, targets)
     torch.testing.assert_close(found["weight"], plain["weight"] + model.weight.detach())
+
+
+@dataclass
+class Answer:
+    """As transformers answers."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop", "vmap", "expand"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda h, o: Answer(h, o),
+        lambda h, o: {"logits": o, "hidden": h},
+        lambda h, o: OrderedDict(sample=o),
+        lambda h, o: (o, None),
+    ],
+    ids=["an object", "a dict", "the only tensor", "a tuple"],
+)
+def test_what_a_loss_by_name_takes_of_an_answer(answer, backend):
+    class Model(nn.Module):
+        plain = False
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 6), nn.Linear(6, C)
+
+        def forward(self, x):
+            hidden = self.first(x).tanh()
+            out = self.last(hidden)
+            return out if self.plain else answer(hidden, out)
+
+    model = Model().double()
+    inputs, targets = draw(N, 3), whole(C, N)
+    found = gradscope.per_sample_gradients(
+        model, "cross_entropy:label_smoothing=0.1", inputs, targets, backend=backend
+    )
+    model.plain = True
+    loss = partial(F.cross_entropy, reduction="none", label_smoothing=0.1)
+    for name, right in per_sample_gradients(model, loss, inputs, targets)[1].items():
+        torch.testing.assert_close(found[name], right, rtol=1e-9, atol=1e-12)
+
+
+def test_an_answer_of_several_tensors_is_refused():
+    model = nn.LSTM(3, 4)
+    with pytest.raises(ModelError, match="is no tensor, which the loss takes, but tuple"):
+        gradscope.norms(model, "mse", draw(N, T, 3).float(), draw(N, T, 4).float())
