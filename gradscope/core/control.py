@@ -21,7 +21,7 @@ from gradscope.core.batch import tensors
 Function = Callable[..., Any]
 
 
-def _cond(pred: Any, true: Function, false: Function, operands: Sequence[Any]) -> Any:
+def _cond(pred: Any, true: Function, false: Function, operands: Sequence[Any], **_: Any) -> Any:
     return (true if pred else false)(*operands)
 
 
@@ -35,7 +35,7 @@ def _while_loop(
 
 
 def _scan(
-    step: Function, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence[Any]
+    step: Function, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence[Any], **_: Any
 ) -> tuple[Any, ...]:
     """Return the last carried values, and what each of t steps gives, stacked (t, ...)."""
     state, rows = [*init], []
@@ -47,7 +47,7 @@ def _scan(
     return (*state, *stacked)
 
 
-def _map(step: Function, xs: Sequence[Tensor], others: Sequence[Any]) -> Any:
+def _map(step: Function, xs: Sequence[Tensor], others: Sequence[Any], **_: Any) -> Any:
     """Return what the steps give, tensors in dicts, tuples or by themselves, stacked (t, ...)."""
     rows = [step(*each, *others) for each in zip(*xs, strict=True)]
     flat = [pytree.tree_leaves(row) for row in rows]
@@ -55,7 +55,7 @@ def _map(step: Function, xs: Sequence[Tensor], others: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(stacked, pytree.tree_structure(rows[0]))
 
 
-def _flex_attention(*args: Any) -> tuple[Tensor, ...]:
+def _flex_attention(*args: Any, **_: Any) -> tuple[Tensor, ...]:
     """Attention by a function of scores, without its fused kernel, which no CPU can train."""
     from torch._higher_order_ops.flex_attention import math_attention
 
