@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import marks, scaling
+from benchmarks import marks, scaling, training
 from benchmarks.__main__ import main
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.cases import ARCHITECTURES, tokens
@@ -37,6 +37,7 @@ from benchmarks.workloads import (
     workload,
 )
 from gradscope.cli.app import run as command_line
+from gradscope.stats import read_history
 
 CPU = torch.device("cpu")
 OURS = [m for m in METHODS.values() if m.ours and not m.compiled]
@@ -555,3 +556,13 @@ def test_an_architecture_is_held_against_float64(
     monkeypatch.setitem(ARCHITECTURES, "gpt2", wrong)
     assert architectures.main(["gpt2", "--scratch", str(tmp_path)]) == 1
     assert "WRONG at" in capsys.readouterr().out
+
+
+def test_a_training_has_the_same_weights_with_a_monitor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "OVERHEAD", None)
+    name, path = "CNN, a plain loop", tmp_path / "run.jsonl"
+    alone, along = (training.run(name, 20, each, tmp_path) for each in (None, path))
+    assert alone.weights == along.weights
+    assert [step.step for step in read_history(path).steps] == [10, 20]
