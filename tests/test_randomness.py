@@ -748,15 +748,30 @@ def random_later(net: Net, x: Tensor) -> Tensor:
     return net.b(net.a(x.mean(1)) * keep)
 
 
-def sorted_later(net: Net, x: Tensor) -> Tensor:
+def sorted_later(
+    net: Net, x: Tensor, pick: Callable[[Tensor, Tensor], Tensor] = lambda h, rows: h[rows]
+) -> Tensor:
     """The same program; what is dropped belongs to rows, not to samples."""
     order = x[:, 0, 0].double().sign().argsort(descending=True, stable=True)
-    return net.b(F.dropout(net.a(x.mean(1))[order], 0.5)[order.argsort()])
+    return net.b(pick(F.dropout(pick(net.a(x.mean(1)), order), 0.5), order.argsort()))
+
+
+PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "second_axis": lambda h, rows: h.T[:, rows].T,
+    "index_select": lambda h, rows: h.T.index_select(1, rows).T,
+    "gather": lambda h, rows: h.gather(-2, rows[:, None].expand_as(h)),
+    "embedding": lambda h, rows: F.embedding(rows, h),
+}
 
 
 @pytest.mark.parametrize(
     ("body", "fixed"),
-    [(turned_later, "fixed"), (random_later, "refuse"), (sorted_later, "fixed")],
+    [
+        (turned_later, "fixed"),
+        (random_later, "refuse"),
+        (sorted_later, "fixed"),
+        *(pytest.param(partial(sorted_later, pick=p), "fixed", id=k) for k, p in PICKS.items()),
+    ],
 )
 def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
     model, x, y = built(lambda: Net(body))
@@ -768,6 +783,24 @@ def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
     x[0, 0, 0], x[2, 0, 0] = 10.0, -1.0
     with pytest.raises((RefusedError, CertificateError)):
         asked.norms(x, y)
+
+
+def looked_up(net: Net, tokens: Tensor) -> Tensor:
+    """What the tokens pick are parameters, and what the padding picks becomes zero."""
+    h = net.a(net.table.weight[tokens])
+    h[tokens == 0] = 0.0
+    return net.b(F.dropout(h.mean(1), 0.5))
+
+
+@pytest.mark.parametrize("backend", ["hooks", "loop"])
+def test_what_puts_no_rows_in_another_order_is_not_audited(backend: str) -> None:
+    model, _, y = built(lambda: Net(looked_up, table=nn.Embedding(4 * N, I)))
+    asked = scope(model, backend)
+    asked.session.auditor.clock = lambda: 0.0
+    for _ in range(5):
+        asked.norms(torch.randint(4 * N, (N, T)), y)
+    audits = asked.session.auditor.audits
+    assert (audits.batches, audits.proved, audits.more, audits.alone) == (5, 1, 0, 0)
 
 
 def test_an_index_is_one_whole_number_a_sample() -> None:

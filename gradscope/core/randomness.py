@@ -246,7 +246,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             run = self._open[-1]
             run.program = hash((run.program, func))
-            for chosen in () if run.apart else _choices(func, args):
+            chosen = None if run.apart else _choice(func, args, len(run.index))
+            if chosen is not None:
                 with torch._C._DisableTorchDispatch():
                     run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
@@ -593,16 +594,30 @@ def _numbers(
     return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
 
 
-def _choices(func: Any, args: Any) -> list[Tensor]:
-    """Return what picks rows by its values, in an operation along the first axis."""
-    kind, found = kind_of(func), []
-    if kind in ("index", "index_put"):
-        found = args[1][:1]
-    elif kind in ("masked_select", "masked_scatter"):
-        found = [args[1]]
-    elif kind in ("index_select", "index_add", "index_copy", "gather", "scatter", "scatter_add"):
-        found = [args[2]] if args[1] == 0 else []
-    return [t for t in found if type(t) is Tensor and not t.is_meta]
+_INDEXED, _MASKED = ("index", "index_put"), ("masked_select", "masked_scatter")
+_WITHIN = ("gather", "scatter", "scatter_add")  # entries of each row, along another axis
+_PICKS = {*_INDEXED, *_MASKED, *_WITHIN, "index_select", "index_add", "index_copy", "embedding"}
+
+
+def _choice(func: Any, args: Any, n: int) -> Tensor | None:
+    """Return what picks by its values among rows of n samples, None where nothing does."""
+    kind = kind_of(func)
+    if kind not in _PICKS or n == 1 or isinstance(args[0], nn.Parameter):
+        return None
+    own, rows = args[0], args[1]
+    axes = range(own.dim())
+    if kind in _INDEXED:
+        first, rows = next((k, t) for k, t in enumerate(rows) if t is not None)
+        axes = axes[first:][: rows.dim() if rows.dtype == torch.bool else 1]
+        if kind == "index_put" and args[2].numel() == 1:  # the same for all that are picked
+            return None
+    elif kind == "embedding":
+        axes = axes[:1]
+    elif kind not in _MASKED:
+        axes, rows = axes[args[1] :][:1], args[2]
+    divided = [k for k, size in enumerate(own.shape) if size % n == 0]
+    may = any(k in axes for k in (divided[:1] if kind in _WITHIN else divided))
+    return rows if may and type(rows) is Tensor and not rows.is_meta else None
 
 
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
