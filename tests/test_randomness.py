@@ -485,6 +485,24 @@ def masked(net: Net, x: Tensor) -> Tensor:
     return net.b(torch.zeros_like(h).masked_scatter(keep[..., None], F.dropout(h[keep])).mean(1))
 
 
+def drawn_by_chance(net: Net, x: Tensor) -> Tensor:
+    """How many are drawn depends on what was drawn before, on an axis that is merged with T."""
+    keep = torch.rand(len(x) * T, 1, dtype=x.dtype)
+    hidden = (net.a(x).reshape(-1, O) * keep).reshape(len(x), T, O).mean(1)
+    return net.b(hidden) + torch.rand(len(x), 1 + int(1e6 * keep[T])).mean(1, keepdim=True)
+
+
+def drawn_by_calls(net: Net, x: Tensor) -> Tensor:
+    """Computed anew, it draws something else."""
+    calls: list[Tensor] = []
+
+    def inner(h: Tensor) -> Tensor:
+        calls.append(h)
+        return F.dropout(h) if len(calls) == 1 else h * torch.rand(len(h), 1, dtype=h.dtype)
+
+    return net.b(checkpoint(inner, net.a(x.mean(1)), use_reentrant=False))
+
+
 def two_outs(h: Tensor) -> Tensor:
     kept, places = torch.empty_like(h), torch.empty(h.shape, dtype=torch.bool)
     torch.ops.aten.native_dropout.out(h.detach(), 0.5, True, out0=kept, out1=places)
@@ -500,6 +518,8 @@ def two_outs(h: Tensor) -> Tensor:
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
         (lambda: Net(kept_apart), "preserve_rng_state=True"),
         (lambda: Net(masked), "cannot be told"),
+        (lambda: Net(drawn_by_chance), "cannot be told"),
+        (lambda: Net(drawn_by_calls), "other random numbers in the backward pass"),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", "loop"])

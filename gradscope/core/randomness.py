@@ -114,12 +114,14 @@ class _Run:
     program: int = 0  # stands for the operations so far
     picked: int = 0  # stands for the rows that values have picked so far
     unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
+    ended: bool = False  # what draws from here on computes parts of it anew
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
         """Return where the samples are in the numbers of a call, of one of some shapes.
 
         Raises:
             Unplanned: No plan says so, or plans differ.
+            UnsupportedError: Likewise, when there is no way to begin anew.
         """
         n = 1 if self.apart else len(self.index)
         fitting = [
@@ -130,6 +132,12 @@ class _Run:
         ]
         self.plans = [plan for plan, _ in fitting]
         found = {place for _, place in fitting}
+        if len(found) != 1 and self.ended:
+            raise UnsupportedError(
+                f"{kind} draws other random numbers in the backward pass than in the forward pass",
+                remedy="What is computed anew must draw as it did the first time. What counts "
+                "calls, for instance, counts on there: do so outside of what is checkpointed.",
+            )
         if len(found) != 1:
             self.unplanned = True
             raise Unplanned
@@ -231,7 +239,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise Unplanned from error
             raise
         finally:
-            self._open.pop()
+            self._open.pop().ended = True
             self.new |= run.program not in self._programs
             self._programs.add(run.program)
             for generator, state in run.before.items():
@@ -351,6 +359,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plan = self._settled(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(f"it does not run on two or three samples: {error.what}") from error
+        except Unplanned:  # with other numbers for one sample
+            raise _unclear("what it draws depends on what it has drawn") from None
         self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
