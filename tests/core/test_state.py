@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope.core.state import State
@@ -110,3 +111,27 @@ def test_hooks_that_a_forward_pass_registers_are_not_there_twice() -> None:
     errors = (expected - 1).detach()
     by_hand = 2 * errors.abs().squeeze(1) * (1 + x.square().sum(1)).sqrt()
     torch.testing.assert_close(gradscope.norms(model, "mse", x, torch.ones(3, 1)), by_hand)
+
+
+def test_a_checkpointed_part_that_fails_holds_on_to_nothing() -> None:
+    """Before torch 2.13 it takes what others save, until its error is forgotten."""
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def part(self, x: Tensor) -> Tensor:
+            if x.requires_grad:  # as `hooks` asks first
+                raise ValueError("no leaf, please")
+            return self.inner(x).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(checkpoint(self.part, x, use_reentrant=False))
+            return out
+
+    model, x, y = Picky().double(), torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    found = gradscope.norms(model, "cross_entropy", x, y, backend="hooks")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    right = gradscope.norms(model, "cross_entropy", x, y, backend="loop")
+    torch.testing.assert_close(found, right)
