@@ -17,7 +17,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Container, Generator, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -166,14 +166,12 @@ class State:
         """
         own = checkpointing.CheckpointFunction
         part = checkpointing._checkpoint_without_reentrant_generator
-        loaded = "torch._dynamo" in sys.modules  # otherwise nothing has been compiled
         try:
             checkpointing.CheckpointFunction = types.SimpleNamespace(  # type: ignore[misc,assignment]
                 apply=self._checkpointed
             )
             checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
-            stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-            with stance, step_by_step():
+            with _eager(), step_by_step():
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
@@ -258,6 +256,30 @@ class State:
             if (moved or in_place) and self._before is not None:
                 self._before[1].append(_take(*self._known[key]))
         return lost
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Run what is compiled as it is written, also what the body is the first to compile."""
+    own = torch.compile
+    with ExitStack() as stack:
+
+        def eager() -> None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            torch.compile = own
+            eager()
+            return own(*args, **kwargs)
+
+        try:
+            if "torch._dynamo" in sys.modules:
+                eager()
+            else:  # loading it takes seconds, and nothing has been compiled
+                torch.compile = first
+            yield
+        finally:
+            torch.compile = own
 
 
 class _Seen:
