@@ -485,6 +485,24 @@ def masked(net: Net, x: Tensor) -> Tensor:
     return net.b(torch.zeros_like(h).masked_scatter(keep[..., None], F.dropout(h[keep])).mean(1))
 
 
+def drawn_by_chance(net: Net, x: Tensor) -> Tensor:
+    """How many are drawn depends on what was drawn before, on an axis that is merged with T."""
+    keep = torch.rand(len(x) * T, 1, dtype=x.dtype)
+    hidden = (net.a(x).reshape(-1, O) * keep).reshape(len(x), T, O).mean(1)
+    return net.b(hidden) + torch.rand(len(x), 1 + int(1e6 * keep[T])).mean(1, keepdim=True)
+
+
+def drawn_by_calls(net: Net, x: Tensor) -> Tensor:
+    """Computed anew, it draws something else."""
+    calls: list[Tensor] = []
+
+    def inner(h: Tensor) -> Tensor:
+        calls.append(h)
+        return F.dropout(h) if len(calls) == 1 else h * torch.rand(len(h), 1, dtype=h.dtype)
+
+    return net.b(checkpoint(inner, net.a(x.mean(1)), use_reentrant=False))
+
+
 def two_outs(h: Tensor) -> Tensor:
     kept, places = torch.empty_like(h), torch.empty(h.shape, dtype=torch.bool)
     torch.ops.aten.native_dropout.out(h.detach(), 0.5, True, out0=kept, out1=places)
@@ -500,6 +518,8 @@ def two_outs(h: Tensor) -> Tensor:
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot be told"),
         (lambda: Net(kept_apart), "preserve_rng_state=True"),
         (lambda: Net(masked), "cannot be told"),
+        (lambda: Net(drawn_by_chance), "cannot be told"),
+        (lambda: Net(drawn_by_calls), "other random numbers in the backward pass"),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", "loop"])
@@ -748,15 +768,30 @@ def random_later(net: Net, x: Tensor) -> Tensor:
     return net.b(net.a(x.mean(1)) * keep)
 
 
-def sorted_later(net: Net, x: Tensor) -> Tensor:
+def sorted_later(
+    net: Net, x: Tensor, pick: Callable[[Tensor, Tensor], Tensor] = lambda h, rows: h[rows]
+) -> Tensor:
     """The same program; what is dropped belongs to rows, not to samples."""
     order = x[:, 0, 0].double().sign().argsort(descending=True, stable=True)
-    return net.b(F.dropout(net.a(x.mean(1))[order], 0.5)[order.argsort()])
+    return net.b(pick(F.dropout(pick(net.a(x.mean(1)), order), 0.5), order.argsort()))
+
+
+PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "second_axis": lambda h, rows: h.T[:, rows].T,
+    "index_select": lambda h, rows: h.T.index_select(1, rows).T,
+    "gather": lambda h, rows: h.gather(-2, rows[:, None].expand_as(h)),
+    "embedding": lambda h, rows: F.embedding(rows, h),
+}
 
 
 @pytest.mark.parametrize(
     ("body", "fixed"),
-    [(turned_later, "fixed"), (random_later, "refuse"), (sorted_later, "fixed")],
+    [
+        (turned_later, "fixed"),
+        (random_later, "refuse"),
+        (sorted_later, "fixed"),
+        *(pytest.param(partial(sorted_later, pick=p), "fixed", id=k) for k, p in PICKS.items()),
+    ],
 )
 def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
     model, x, y = built(lambda: Net(body))
@@ -768,6 +803,24 @@ def test_a_batch_that_draws_in_another_way_is_audited(body, fixed: str) -> None:
     x[0, 0, 0], x[2, 0, 0] = 10.0, -1.0
     with pytest.raises((RefusedError, CertificateError)):
         asked.norms(x, y)
+
+
+def looked_up(net: Net, tokens: Tensor) -> Tensor:
+    """What the tokens pick are parameters, and what the padding picks becomes zero."""
+    h = net.a(net.table.weight[tokens])
+    h[tokens == 0] = 0.0
+    return net.b(F.dropout(h.mean(1), 0.5))
+
+
+@pytest.mark.parametrize("backend", ["hooks", "loop"])
+def test_what_puts_no_rows_in_another_order_is_not_audited(backend: str) -> None:
+    model, _, y = built(lambda: Net(looked_up, table=nn.Embedding(4 * N, I)))
+    asked = scope(model, backend)
+    asked.session.auditor.clock = lambda: 0.0
+    for _ in range(5):
+        asked.norms(torch.randint(4 * N, (N, T)), y)
+    audits = asked.session.auditor.audits
+    assert (audits.batches, audits.proved, audits.more, audits.alone) == (5, 1, 0, 0)
 
 
 def test_an_index_is_one_whole_number_a_sample() -> None:

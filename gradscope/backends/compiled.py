@@ -41,6 +41,7 @@ from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_outer
 from gradscope.errors import CertificateError, UnsupportedError
 
+_compile = torch.compile  # as it is before a state takes its place
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NEGLIGIBLE = 1e-2  # an entry is measured against at least this share of its kind
 _FIXED, _EACH = 5.0, 0.5  # seconds that compiling takes, and each parameter adds, about: where
@@ -74,7 +75,7 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
 
         before = counters["stats"]["unique_graphs"]
         get_cpp_compiler()  # before minutes are spent on a graph
-        call = torch.compile(_copied(fn), fullgraph=True, dynamic=False)
+        call = _compile(_copied(fn), fullgraph=True, dynamic=False)
         call(*arguments)
     if counters["stats"]["unique_graphs"] == before:
         raise NotCompiledError("torch.compile is switched off")
@@ -256,7 +257,7 @@ def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
 
     own = _copied(reduction)  # type: ignore[arg-type]
     with _quiet():
-        torch.compile(own, fullgraph=True, dynamic=False, backend="eager")(rows)
+        _compile(own, fullgraph=True, dynamic=False, backend="eager")(rows)
 
 
 class Ranges:

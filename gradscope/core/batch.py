@@ -67,9 +67,9 @@ def output(answer: Any) -> Any:
     """
     if isinstance(answer, Tensor):
         return answer
-    named = answer if isinstance(answer, dict) else getattr(answer, "__dict__", {})
-    if isinstance(named.get("logits"), Tensor):
-        return named["logits"]
+    logits = answer.get("logits") if isinstance(answer, dict) else getattr(answer, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
     held = tensors(answer)
     return held[0] if len(held) == 1 else answer
 

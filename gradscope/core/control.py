@@ -8,6 +8,7 @@ instance, silently gets no gradient. Run step by step, autograd records every op
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 import torch
@@ -27,32 +28,35 @@ def _cond(pred: Any, true: Function, false: Function, operands: Sequence[Any], *
 
 def _while_loop(
     more: Function, body: Function, carried: Sequence[Any], others: Sequence[Any], **_: Any
-) -> tuple[Any, ...]:
-    state = tuple(carried)
+) -> Any:
+    state = [*carried]
     while more(*state, *others):
-        state = tuple(body(*state, *others))
-    return state
+        state = pytree.tree_leaves(body(*state, *others))
+    # torch has flattened what is carried for its compiler, which alone puts it together again
+    form = getclosurevars(more).nonlocals.get("in_spec") if isfunction(more) else None
+    return tuple(state) if form is None else pytree.tree_unflatten([*state, *others], form)[0]
 
 
 def _scan(
     step: Function, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence[Any], **_: Any
-) -> tuple[Any, ...]:
-    """Return the last carried values, and what each of t steps gives, stacked (t, ...)."""
-    state, rows = [*init], []
+) -> Any:
+    """Return the last carried values, and what each of t steps gives, stacked (t, ...).
+
+    In the form in which a step gives both: a pair of any trees, or flat to torch's compiler.
+    """
+    state, rows, form = [*init], [], None
     for each in zip(*xs, strict=True):
-        found = [*step(*state, *each, *others)]
+        found, form = pytree.tree_flatten(step(*state, *each, *others))
         state, row = found[: len(init)], found[len(init) :]
         rows.append(row)
+    assert form is not None  # torch takes no scan over nothing
     stacked = [None if r[0] is None else torch.stack(r) for r in zip(*rows, strict=True)]
-    return (*state, *stacked)
+    return pytree.tree_unflatten([*state, *stacked], form)
 
 
 def _map(step: Function, xs: Sequence[Tensor], others: Sequence[Any], **_: Any) -> Any:
-    """Return what the steps give, tensors in dicts, tuples or by themselves, stacked (t, ...)."""
-    rows = [step(*each, *others) for each in zip(*xs, strict=True)]
-    flat = [pytree.tree_leaves(row) for row in rows]
-    stacked = [torch.stack(column) for column in zip(*flat, strict=True)]
-    return pytree.tree_unflatten(stacked, pytree.tree_structure(rows[0]))
+    """Return what the steps give, tensors in any tree, stacked (t, ...)."""
+    return _scan(step, (), xs, others)
 
 
 def _flex_attention(*args: Any, **_: Any) -> tuple[Tensor, ...]:

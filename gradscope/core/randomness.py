@@ -114,12 +114,14 @@ class _Run:
     program: int = 0  # stands for the operations so far
     picked: int = 0  # stands for the rows that values have picked so far
     unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
+    ended: bool = False  # what draws from here on computes parts of it anew
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
         """Return where the samples are in the numbers of a call, of one of some shapes.
 
         Raises:
             Unplanned: No plan says so, or plans differ.
+            UnsupportedError: Likewise, when there is no way to begin anew.
         """
         n = 1 if self.apart else len(self.index)
         fitting = [
@@ -130,6 +132,12 @@ class _Run:
         ]
         self.plans = [plan for plan, _ in fitting]
         found = {place for _, place in fitting}
+        if len(found) != 1 and self.ended:
+            raise UnsupportedError(
+                f"{kind} draws other random numbers in the backward pass than in the forward pass",
+                remedy="What is computed anew must draw as it did the first time. What counts "
+                "calls, for instance, counts on there: do so outside of what is checkpointed.",
+            )
         if len(found) != 1:
             self.unplanned = True
             raise Unplanned
@@ -231,7 +239,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise Unplanned from error
             raise
         finally:
-            self._open.pop()
+            self._open.pop().ended = True
             self.new |= run.program not in self._programs
             self._programs.add(run.program)
             for generator, state in run.before.items():
@@ -246,7 +254,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             run = self._open[-1]
             run.program = hash((run.program, func))
-            for chosen in () if run.apart else _choices(func, args):
+            chosen = None if run.apart else _choice(func, args, len(run.index))
+            if chosen is not None:
                 with torch._C._DisableTorchDispatch():
                     run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
@@ -350,6 +359,8 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plan = self._settled(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(f"it does not run on two or three samples: {error.what}") from error
+        except Unplanned:  # with other numbers for one sample
+            raise _unclear("what it draws depends on what it has drawn") from None
         self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
@@ -593,16 +604,30 @@ def _numbers(
     return words.view(torch.int32)[:, :count].reshape(len(starts), *shape)
 
 
-def _choices(func: Any, args: Any) -> list[Tensor]:
-    """Return what picks rows by its values, in an operation along the first axis."""
-    kind, found = kind_of(func), []
-    if kind in ("index", "index_put"):
-        found = args[1][:1]
-    elif kind in ("masked_select", "masked_scatter"):
-        found = [args[1]]
-    elif kind in ("index_select", "index_add", "index_copy", "gather", "scatter", "scatter_add"):
-        found = [args[2]] if args[1] == 0 else []
-    return [t for t in found if type(t) is Tensor and not t.is_meta]
+_INDEXED, _MASKED = ("index", "index_put"), ("masked_select", "masked_scatter")
+_WITHIN = ("gather", "scatter", "scatter_add")  # entries of each row, along another axis
+_PICKS = {*_INDEXED, *_MASKED, *_WITHIN, "index_select", "index_add", "index_copy", "embedding"}
+
+
+def _choice(func: Any, args: Any, n: int) -> Tensor | None:
+    """Return what picks by its values among rows of n samples, None where nothing does."""
+    kind = kind_of(func)
+    if kind not in _PICKS or n == 1 or isinstance(args[0], nn.Parameter):
+        return None
+    own, rows = args[0], args[1]
+    axes = range(own.dim())
+    if kind in _INDEXED:
+        first, rows = next((k, t) for k, t in enumerate(rows) if t is not None)
+        axes = axes[first:][: rows.dim() if rows.dtype == torch.bool else 1]
+        if kind == "index_put" and args[2].numel() == 1:  # the same for all that are picked
+            return None
+    elif kind == "embedding":
+        axes = axes[:1]
+    elif kind not in _MASKED:
+        axes, rows = axes[args[1] :][:1], args[2]
+    divided = [k for k, size in enumerate(own.shape) if size % n == 0]
+    may = any(k in axes for k in (divided[:1] if kind in _WITHIN else divided))
+    return rows if may and type(rows) is Tensor and not rows.is_meta else None
 
 
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -14,10 +14,12 @@ import operator
 import sys
 import types
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Generator, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from gradscope.core.reach import PLAIN, Items, StateTable, reachable
 from gradscope.core.stops import timely
 from gradscope.errors import GradscopeError, UnsupportedError
 
+_Part = Generator[None, None, None]  # of a model, which is checkpointed
 _COPIED = 2**24  # bytes of a value of which a copy is kept
 _ROOM = 2**28  # bytes of parameters, all in all, of which copies are kept: not a whole model more
 _READ = 2**28  # bytes of a value of which every bit is looked at
@@ -101,6 +104,7 @@ class State:
         # tables, each with its keys that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
         self._before: tuple[list[tuple[Any, Any]], list[_Taken]] | None = None
+        self._parts: list[weakref.ref[_Part]] = []
 
     @property
     def found(self) -> int:
@@ -145,6 +149,7 @@ class State:
 
     def _begin(self) -> None:
         assert self._before is not None
+        self._end_parts()
         _put_back(self._before[0])
         for taken in self._before[1]:
             fresh = {key: _copy(value) for key, value in taken.copies.items()}
@@ -160,16 +165,33 @@ class State:
         computed anew in the same way. Control flow by functions runs step by step.
         """
         own = checkpointing.CheckpointFunction
-        loaded = "torch._dynamo" in sys.modules  # otherwise nothing has been compiled
+        part = checkpointing._checkpoint_without_reentrant_generator
         try:
             checkpointing.CheckpointFunction = types.SimpleNamespace(  # type: ignore[misc,assignment]
                 apply=self._checkpointed
             )
-            stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-            with stance, step_by_step():
+            checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
+            with _eager(), step_by_step():
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
+            checkpointing._checkpoint_without_reentrant_generator = part
+            self._end_parts()
+
+    def _begun(self, part: Callable[..., _Part], *args: Any, **kwargs: Any) -> _Part:
+        made = part(*args, **kwargs)
+        self._parts.append(weakref.ref(made))
+        return made
+
+    def _end_parts(self) -> None:
+        """End the checkpointed parts in which a forward pass has failed.
+
+        Before torch 2.13 they take hold of what others save until whoever has the error lets go.
+        """
+        while self._parts:
+            made = self._parts.pop()()
+            if made is not None:
+                made.close()
 
     def _checkpointed(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Return what `run` returns; it is run again in the backward pass."""
@@ -234,6 +256,30 @@ class State:
             if (moved or in_place) and self._before is not None:
                 self._before[1].append(_take(*self._known[key]))
         return lost
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Run what is compiled as it is written, also what the body is the first to compile."""
+    own = torch.compile
+    with ExitStack() as stack:
+
+        def eager() -> None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            torch.compile = own
+            eager()
+            return own(*args, **kwargs)
+
+        try:
+            if "torch._dynamo" in sys.modules:
+                eager()
+            else:  # loading it takes seconds, and nothing has been compiled
+                torch.compile = first
+            yield
+        finally:
+            torch.compile = own
 
 
 class _Seen:

@@ -1,8 +1,12 @@
 """What a forward pass leaves behind is found to the last bit, and put back."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope.core.state import State
@@ -110,3 +114,55 @@ def test_hooks_that_a_forward_pass_registers_are_not_there_twice() -> None:
     errors = (expected - 1).detach()
     by_hand = 2 * errors.abs().squeeze(1) * (1 + x.square().sum(1)).sqrt()
     torch.testing.assert_close(gradscope.norms(model, "mse", x, torch.ones(3, 1)), by_hand)
+
+
+LATE = """
+import sys, torch, gradscope
+from torch import nn
+
+class Late(nn.Linear):
+    def part(self, x):
+        out = super().forward(x)
+        return out.detach() if torch.compiler.is_compiling() else out
+
+    def forward(self, x):
+        return torch.compile(self.part, backend="eager")(x)
+
+own, model = torch.compile, Late(4, 3)
+assert "torch._dynamo" not in sys.modules
+scope = gradscope.Scope(model, "cross_entropy")
+scope.norms(torch.randn(5, 4), torch.arange(5) % 3)
+assert scope.backend == "hooks", scope.notes
+assert torch.compile is own
+assert torch._dynamo.eval_frame._stance.stance == "default"
+"""
+
+
+def test_what_a_forward_pass_is_the_first_to_compile_runs_as_it_is_written() -> None:
+    """There was nothing compiled when it began; afterwards there is."""
+    ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-1000:]
+
+
+def test_a_checkpointed_part_that_fails_holds_on_to_nothing() -> None:
+    """Before torch 2.13 it takes what others save, until its error is forgotten."""
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def part(self, x: Tensor) -> Tensor:
+            if x.requires_grad:  # as `hooks` asks first
+                raise ValueError("no leaf, please")
+            return self.inner(x).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(checkpoint(self.part, x, use_reentrant=False))
+            return out
+
+    model, x, y = Picky().double(), torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    found = gradscope.norms(model, "cross_entropy", x, y, backend="hooks")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    right = gradscope.norms(model, "cross_entropy", x, y, backend="loop")
+    torch.testing.assert_close(found, right)

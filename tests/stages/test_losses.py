@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -479,16 +480,24 @@ class Answer:
     logits: torch.Tensor
 
 
+class Heads(NamedTuple):
+    """As torchvision's Inception and GoogLeNet answer in train mode."""
+
+    logits: torch.Tensor
+    aux_logits: torch.Tensor
+
+
 @pytest.mark.parametrize("backend", ["auto", "loop", "vmap", "expand"])
 @pytest.mark.parametrize(
     "answer",
     [
         lambda h, o: Answer(h, o),
+        lambda h, o: Heads(o, h),
         lambda h, o: {"logits": o, "hidden": h},
         lambda h, o: OrderedDict(sample=o),
         lambda h, o: (o, None),
     ],
-    ids=["an object", "a dict", "the only tensor", "a tuple"],
+    ids=["an object", "a named tuple", "a dict", "the only tensor", "a tuple"],
 )
 def test_what_a_loss_by_name_takes_of_an_answer(answer, backend):
     class Model(nn.Module):
