@@ -5,7 +5,6 @@ written, or a dispatch mode is active, it does not, and what they close over, pa
 instance, silently gets no gradient. Run step by step, autograd records every operation of theirs.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import getclosurevars, isfunction
@@ -16,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention as attention
 
 from gradscope.core.batch import tensors
 
@@ -80,8 +80,7 @@ _STEPS: dict[str, Function] = {
 def step_by_step() -> Iterator[None]:
     """Run such control flow of the body as Python would; while torch compiles, as torch does."""
     own = HigherOrderOperator.__call__
-    attention: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    check = getattr(attention, "_validate_device", None)  # that its kernel can be trained there
+    check: Any = getattr(attention, "_validate_device", None)  # that its kernel can be trained
 
     def call(self: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:
         run = _STEPS.get(self._name)
@@ -91,10 +90,8 @@ def step_by_step() -> Iterator[None]:
 
     try:
         HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
-        if check is not None:
-            attention._validate_device = lambda *_: None
+        attention._validate_device = lambda *_: None
         yield
     finally:
-        if check is not None:
-            attention._validate_device = check
+        attention._validate_device = check
         HigherOrderOperator.__call__ = own  # type: ignore[method-assign]
