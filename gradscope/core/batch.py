@@ -9,7 +9,7 @@ returns (n, t) keeps the positions of a sample apart. ∂L_it/∂θ is defined f
 through all that position t depends on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,9 +67,10 @@ def output(answer: Any) -> Any:
     """
     if isinstance(answer, Tensor):
         return answer
-    named = answer if isinstance(answer, dict) else getattr(answer, "__dict__", {})
-    if isinstance(named.get("logits"), Tensor):
-        return named["logits"]
+    of_mapping = isinstance(answer, Mapping)
+    logits = answer.get("logits") if of_mapping else getattr(answer, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
     held = tensors(answer)
     return held[0] if len(held) == 1 else answer
 

@@ -3,9 +3,10 @@
 import itertools
 import json
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -494,16 +495,25 @@ class Answer:
     logits: torch.Tensor
 
 
+class Named(NamedTuple):
+    """As torchvision's GoogLeNet answers."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
 @pytest.mark.parametrize("backend", ["auto", "loop", "vmap", "expand"])
 @pytest.mark.parametrize(
     "answer",
     [
         lambda h, o: Answer(h, o),
+        lambda h, o: Named(o, h),
         lambda h, o: {"logits": o, "hidden": h},
+        lambda h, o: UserDict(logits=o, hidden=h),
         lambda h, o: OrderedDict(sample=o),
         lambda h, o: (o, None),
     ],
-    ids=["an object", "a dict", "the only tensor", "a tuple"],
+    ids=["an object", "a named tuple", "a dict", "a mapping", "the only tensor", "a tuple"],
 )
 def test_what_a_loss_by_name_takes_of_an_answer(answer, backend):
     class Model(nn.Module):
