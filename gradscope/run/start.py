@@ -120,11 +120,12 @@ def _recheck(
     found = first_of(rows_of(job, chains, batch, evaluation))
     for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
-            worst = int((a - b).abs().nan_to_num().argmax())
-            began, has = unequal(then[worst], now[worst])
+        differ = ~torch.isclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True)
+        if differ.any():
+            first = int(differ.int().argmax())
+            began, has = unequal(then[first], now[first])
             raise OutputError(
-                f"{batch.one(worst).told} had the {what} {began} when the run "
+                f"{batch.one(first).told} had the {what} {began} when the run "
                 f"began, and has {has} now: model, loss or data have changed",
                 where=str(path),
                 remedy="Go on with the code and the data that the run began with, or start again "
