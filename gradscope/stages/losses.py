@@ -292,7 +292,7 @@ def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
 
 
 _CLASSES = Predictive(lambda outputs: doubled(outputs).movedim(1, -1).softmax(-1), _as_classes)
-_TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1]).softmax(-1), _as_tokens)
+_TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1, :]).softmax(-1), _as_tokens)
 _BITS = Predictive(_two_classes, _as_floats)
 
 
