@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 import gradscope
 from gradscope import blocks
@@ -33,7 +35,7 @@ from gradscope.core.problem import Problem
 from gradscope.engine import sharded
 from gradscope.engine.audit import drawn
 from gradscope.engine.session import Verify
-from gradscope.training import Monitor, MonitorWarning
+from gradscope.training import Monitor, MonitorWarning, TrainerMonitor
 from tests import oracle
 
 CHAINS = ("mean", "clip:max_norm=0.3 | mean", "sign | sum", "var", "mean:standard_error=true")
@@ -354,7 +356,23 @@ def monitored(_: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         watch.step(x[batch], y[batch])
         if watch.latest is not None:  # an undivided one is the first process's
             found[name] = watch.latest.to_json() | {"cost": None}
+    found["trainer"] = by_trainer(divided(model), x[rows], y[rows])
     return found | {"clocks": [paid(divided(model), x[own], y[own], k) for k in (0, 1)]}
+
+
+def by_trainer(model: Net, x: Tensor, y: Tensor) -> list[float | None]:
+    """Have the callback draw half of the samples on each process, and return what it measures."""
+    callback = TrainerMonitor("cross_entropy", 1, 4, None, errors="raise")
+    data = [{"x": row, "labels": label} for row, label in zip(x, y, strict=True)]
+    loader = SimpleNamespace(dataset=data, collate_fn=default_collate)
+    args = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=1)
+    state = SimpleNamespace(is_world_process_zero=dist.get_rank() == 0, global_step=0)
+    callback.on_train_begin(args, state, None, model=model, train_dataloader=loader)
+    state.global_step = 1
+    callback.on_step_end(args, state, None)
+    callback.on_train_end()
+    latest = callback.monitor and callback.monitor.latest
+    return [latest.samples, latest.loss, latest.norm_mean] if latest else []
 
 
 def paid(model: Net, x: Tensor, y: Tensor, slow: int) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from gradscope.attribution.scoring import Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
 from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
-from gradscope.config import load
+from gradscope.config import RunSpec, load
 from gradscope.errors import SpecError
-from gradscope.run import prepare
+from gradscope.run import prepare, refuse_inputs
 from gradscope.storage import GradientFile, open_file, require_other, writing
 
 __all__ = [
@@ -103,7 +103,8 @@ def opened(
     """Open both sides, at each checkpoint; see `attribute`.
 
     `samples`, "A:B", says which queries, where they are computed; `stream` has the training
-    gradients computed on the way, also where a file has them. `output` is to be none of them.
+    gradients computed on the way, also where a file has them. `output` is to be none of them, nor
+    what they are computed from.
     """
     sources = [train, *checkpoints]
     if output is not None:
@@ -123,8 +124,8 @@ def opened(
     with ExitStack() as stack:
         pairs = []
         for k, source in enumerate(sources):
-            side, run = _training(source, chain, stack, stream=stream)
-            other = _query(query, side, run, samples, stack)
+            side, run = _training(source, chain, stack, output, stream=stream)
+            other = _query(query, side, run, samples, stack, output)
             weight = 1 / len(sources) if weights is None else weights[k]
             pairs.append(Pair(side, other, weight))
         yield pairs
@@ -137,7 +138,7 @@ def _is_result(source: Source) -> bool:
 
 
 def _training(
-    source: Source, chain: str | None, stack: ExitStack, *, stream: bool
+    source: Source, chain: str | None, stack: ExitStack, output: Path | None, *, stream: bool
 ) -> tuple[Side, Any]:
     """Return the training side, and what tells its run."""
     if isinstance(source, tuple):
@@ -153,10 +154,17 @@ def _training(
         spec = load(Path(str(source)))
     if chain is not None:
         spec = spec.computing(transform=(chain,))
-    return of_job(prepare(spec), str(source)), lambda: spec
+    return _computed(spec, str(source), output), lambda: spec
 
 
-def _query(source: Source, train: Side, run: Any, samples: str | None, stack: ExitStack) -> Side:
+def _query(
+    source: Source,
+    train: Side,
+    run: Any,
+    samples: str | None,
+    stack: ExitStack,
+    output: Path | None,
+) -> Side:
     if isinstance(source, tuple):
         return of_scope("queries", *source)
     if _is_result(source):
@@ -168,7 +176,14 @@ def _query(source: Source, train: Side, run: Any, samples: str | None, stack: Ex
     spec = query_run(Path(str(source)), run(), train.facts.measured)
     if samples is not None:
         spec = spec.computing(samples=samples)
-    return of_job(prepare(spec), str(source))
+    return _computed(spec, str(source), output)
+
+
+def _computed(spec: RunSpec, name: str, output: Path | None) -> Side:
+    job = prepare(spec)
+    if output is not None:
+        refuse_inputs(job, output)
+    return of_job(job, name)
 
 
 def _file(source: Source, stack: ExitStack) -> GradientFile:

@@ -219,7 +219,7 @@ def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
         if key in given:
             raise SpecError(f"{key!r} is given twice, in the name and in kwargs", where="loss")
         if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
-            given[key] = ",".join(map(str, value))
+            given[key] = ",".join(map(str, value)) + "," * (len(value) == 1)
         elif isinstance(value, str | int | float):
             given[key] = str(value).lower() if isinstance(value, bool) else str(value)
         else:

@@ -9,7 +9,7 @@ returns (n, t) keeps the positions of a sample apart. ∂L_it/∂θ is defined f
 through all that position t depends on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,12 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def _plain(t: Tensor) -> Tensor:
-    """Return a tensor that autograd takes, as it does not take those of inference mode."""
+def strided(t: Tensor) -> Tensor:
+    """Return a tensor that autograd takes, as it does not take those of inference mode.
+
+    Raises:
+        DatasetError: It is sparse or nested.
+    """
     if t.is_nested or t.layout != torch.strided:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         raise DatasetError(
@@ -67,7 +71,8 @@ def output(answer: Any) -> Any:
     """
     if isinstance(answer, Tensor):
         return answer
-    logits = answer.get("logits") if isinstance(answer, dict) else getattr(answer, "logits", None)
+    of_mapping = isinstance(answer, Mapping)
+    logits = answer.get("logits") if of_mapping else getattr(answer, "logits", None)
     if isinstance(logits, Tensor):
         return logits
     held = tensors(answer)
@@ -85,7 +90,7 @@ class Batch:
     @classmethod
     def of(cls, inputs: Any, targets: Any = None, index: Tensor | None = None) -> "Batch":
         """Check that all tensors agree on n and wrap them."""
-        inputs, targets = map_tensors(_plain, (inputs, targets))
+        inputs, targets = map_tensors(strided, (inputs, targets))
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
         if not sizes or sizes[0] == 0:
             raise DatasetError("the batch holds no sample", remedy="Give tensors (n, ...), n ≥ 1.")

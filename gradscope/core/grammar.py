@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
@@ -38,6 +38,11 @@ def _plain(text: str) -> Any:
     return text
 
 
+def entries(text: str) -> list[str]:
+    """Split a list at its commas; a list of one may end with one, as in Python."""
+    return text.removesuffix(",").split(",")
+
+
 def _number(text: str) -> float:
     with suppress(ValueError):
         return _integer(text)
@@ -49,16 +54,17 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
     float: float,
     bool: lambda text: {"true": True, "false": False}[text.lower()],
     str: str,
+    Path: Path,
     Any: _plain,
-    tuple: lambda text: tuple(map(_number, text.split(","))),
-    list: lambda text: list(map(_number, text.split(","))),
-    tuple[float, ...]: lambda text: tuple(map(float, text.split(","))),
-    list[float]: lambda text: list(map(float, text.split(","))),
-    tuple[int, ...]: lambda text: tuple(map(_integer, text.split(","))),
-    list[int]: lambda text: list(map(_integer, text.split(","))),
+    tuple: lambda text: tuple(map(_number, entries(text))),
+    list: lambda text: list(map(_number, entries(text))),
+    tuple[float, ...]: lambda text: tuple(map(float, entries(text))),
+    list[float]: lambda text: list(map(float, entries(text))),
+    tuple[int, ...]: lambda text: tuple(map(_integer, entries(text))),
+    list[int]: lambda text: list(map(_integer, entries(text))),
 }
-_KINDS = dict.fromkeys((tuple, list, tuple[float, ...], list[float]), 'numbers such as "1,2.5"')
-_WORDS = {kind.__name__: kind for kind in (int, float, bool, str)}
+_NUMBERS = (tuple, list, tuple[float, ...], list[float])
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *these, **and these
 _SIMPLE = (bool, int, float, str, tuple, list)  # defaults that say what an option is
 
 
@@ -95,19 +101,20 @@ class Stage:
         """Call `factory` with the arguments converted as its annotations say.
 
         An argument named by a keyword of Python, such as `with`, goes to `with_`. One without an
-        annotation is what its default is, or else what it looks like. `converters` turn text into
-        annotations other than int, float, bool, str, lists of numbers and Literal; the first
-        `skip` parameters are not the stage's.
+        annotation is what its default is, or else what it looks like, as is one that only a
+        `**mapping` takes. `converters` turn text into annotations other than int, float, bool, str,
+        lists of numbers and Literal; the first `skip` parameters are not the stage's.
         """
         every = list(signature(factory).parameters.values())[skip:]
-        known = {p.name.rstrip("_"): p for p in every}
+        known = {p.name.rstrip("_"): p for p in every if p.kind not in _REST}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in every)
         values: dict[str, Any] = {}
         for key, text in self.arguments.items():
-            if key not in known:
+            if key not in known and not takes_any:
                 hint = suggestion(key, list(known)) if known else "It takes no arguments."
                 raise self.error(f"{self.name!r} has no argument {key!r}", hint)
-            kind = _kind(known[key])
-            values[known[key].name] = self._converted(key, text, kind, converters or {})
+            name, kind = (known[key].name, _kind(known[key])) if key in known else (key, Any)
+            values[name] = self._converted(key, text, kind, converters or {})
         missing = [k for k, p in known.items() if p.default is p.empty and p.name not in values]
         if missing:
             example = ",".join(f"{k}=..." for k in missing)
@@ -120,28 +127,25 @@ class Stage:
             raise self.error(f"{self.name!r}: {error}") from error
 
     def _converted(
-        self, key: str, text: str, kind: Any, converters: Mapping[Any, Callable[[str], Any]]
+        self, key: str, text: str, kind: Any, own: Mapping[Any, Callable[[str], Any]]
     ) -> Any:
         union = get_origin(kind) in (Union, UnionType)
         kinds = [k for k in (get_args(kind) if union else (kind,)) if k is not type(None)]
-        if get_origin(kinds[0]) is Literal:
-            words = {str(word): word for word in get_args(kinds[0])}
-            if text not in words:
-                told = " or ".join(words)
-                raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
-            return words[text]
-        convert = converters.get(kinds[0], _CONVERTERS.get(kinds[0]))
-        if convert is None:
-            told = kinds[0] if isinstance(kinds[0], str) else inspect.formatannotation(kinds[0])
-            remedy = "Declare it int, float, bool, str, Literal or list[float]; or give it no type."
-            raise self.error(f"{self.name}:{key} is declared {told}, which is not written", remedy)
-        try:
-            return convert(text)
-        except (ValueError, KeyError):
-            name = _KINDS.get(kinds[0], getattr(kinds[0], "__name__", str(kinds[0])))
-            raise self.error(f"{self.name}:{key} must be {name}, not {text!r}") from None
-        except SpecError as error:
-            raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
+        kinds.sort(key=lambda k: k is str)  # every text is one
+        known = [(k, convert) for k in kinds if (convert := _converter(k, own)) is not None]
+        for _, convert in known:
+            try:
+                return convert(text)
+            except (ValueError, KeyError):
+                continue
+            except SpecError as error:
+                raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
+        if known:
+            told = " or ".join(_told(k) for k, _ in known)
+            raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
+        remedy = "Declare it int, float, bool, str, Literal or list[float]; or give it no type."
+        what = f"{self.name}:{key} is declared {_told(kind)}, which is not made from text"
+        raise self.error(what, remedy)
 
     def __str__(self) -> str:
         arguments = ",".join(f"{k}={_quoted(v)}" for k, v in self.arguments.items())
@@ -149,19 +153,57 @@ class Stage:
 
 
 def signature(factory: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, also where type checkers alone know its types."""
+    """Return the signature of a function, also where type checkers alone know some of its types."""
     try:
         return inspect.signature(factory, eval_str=True)
-    except Exception:  # whatever evaluating the text of an annotation raises
-        return inspect.signature(factory)
+    except Exception:  # whatever evaluating the text of an annotation raises: that one stays a text
+        found, names = inspect.signature(factory), _globals(factory)
+        every = found.parameters.values()
+        return found.replace(
+            parameters=[p.replace(annotation=_evaluated(p.annotation, names)) for p in every]
+        )
+
+
+def _globals(factory: Callable[..., Any]) -> dict[str, Any]:
+    function = inspect.unwrap(factory)
+    function = function.func if isinstance(function, partial) else function
+    own = function if hasattr(function, "__globals__") else type(function).__call__
+    return getattr(own, "__globals__", {})
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    if isinstance(annotation, str):
+        with suppress(Exception):
+            return eval(annotation, names)
+    return annotation
 
 
 def _kind(option: inspect.Parameter) -> Any:
     """Return the type that an option is declared to have, or else that of its default, or Any."""
-    kind, default = option.annotation, option.default
-    if kind is option.empty:
-        return type(default) if isinstance(default, _SIMPLE) else Any
-    return _WORDS.get(kind, kind) if isinstance(kind, str) else kind
+    if option.annotation is not option.empty:
+        return _evaluated(option.annotation, {})  # a text within the text, as of x: "float"
+    return type(option.default) if isinstance(option.default, _SIMPLE) else Any
+
+
+def _converter(kind: Any, own: Mapping[Any, Callable[[str], Any]]) -> Callable[[str], Any] | None:
+    """Return what makes a value of a type from a text, or None where nothing does."""
+    if get_origin(kind) is Literal:
+        return {str(word): word for word in get_args(kind)}.__getitem__
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    with suppress(TypeError):  # whatever is written as an annotation may have no hash
+        return own.get(kind, _CONVERTERS.get(kind))
+    return None
+
+
+def _told(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if kind in _NUMBERS:
+        return 'numbers such as "1,2.5"'
+    if get_origin(kind) is not None:
+        return inspect.formatannotation(kind)
+    return getattr(kind, "__name__", str(kind))
 
 
 class StageFactory(Generic[T]):

@@ -15,7 +15,7 @@ from gradscope.run.inspection import (
 from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
 from gradscope.run.outcome import RunReport
-from gradscope.run.start import compute, start
+from gradscope.run.start import compute, refuse_inputs, start
 
 __all__ = [
     "Budget",
@@ -36,6 +36,7 @@ __all__ = [
     "plan",
     "preflight",
     "prepare",
+    "refuse_inputs",
     "resolve_names",
     "start",
 ]

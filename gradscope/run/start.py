@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from gradscope.config import function_of
 from gradscope.core.grammar import parse
 from gradscope.core.texts import unequal
 from gradscope.engine.fold import settled
@@ -53,8 +54,7 @@ def start(
     """
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
-    with writing(path):
-        _refuse_inputs(job, path)
+    refuse_inputs(job, path)
     job.scope.close()  # a job that was run before begins as a new one does
     layout = file_plan(job)
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
@@ -120,11 +120,12 @@ def _recheck(
     found = first_of(rows_of(job, chains, batch, evaluation))
     for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        if not torch.allclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True):
-            worst = int((a - b).abs().nan_to_num().argmax())
-            began, has = unequal(then[worst], now[worst])
+        differ = ~torch.isclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True)
+        if differ.any():
+            first = int(differ.int().argmax())
+            began, has = unequal(then[first], now[first])
             raise OutputError(
-                f"{batch.one(worst).told} had the {what} {began} when the run "
+                f"{batch.one(first).told} had the {what} {began} when the run "
                 f"began, and has {has} now: model, loss or data have changed",
                 where=str(path),
                 remedy="Go on with the code and the data that the run began with, or start again "
@@ -140,12 +141,14 @@ def compute(job: Job, path: Path, **how: bool) -> RunReport:
         return run.finish()
 
 
-def _refuse_inputs(job: Job, path: Path) -> None:
+def refuse_inputs(job: Job, path: Path) -> None:
     """Refuse to write over what the run reads."""
     spec = job.spec
-    code = [ref.rpartition(":")[0] for ref in (spec.model.factory, spec.loss.name) if ":" in ref]
+    named = (spec.model.factory, function_of(spec.loss.name) or "")
+    code = (ref.rpartition(":")[0] for ref in named if ":" in ref)
     stages = (stage for chain in job.chains for stage in parse(chain.text))
-    require_other(path, job.checkpoint.files, "the checkpoint")
-    require_other(path, spec.dataset.sources, "the data")
-    require_other(path, map(Path, code), "the code")
-    require_other(path, (file for stage in stages for file in stage.files.values()))
+    with writing(path):
+        require_other(path, job.checkpoint.files, "the checkpoint")
+        require_other(path, spec.dataset.sources, "the data")
+        require_other(path, map(Path, code), "the code")
+        require_other(path, (file for stage in stages for file in stage.files.values()))

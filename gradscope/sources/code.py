@@ -130,7 +130,7 @@ def _users(error: BaseException) -> ModelError:
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
     remedy = f"It is yours to correct:\n{shown}" if shown else "Correct it there."
-    if isinstance(error, ImportError) and "relative import" in str(error):
+    if isinstance(error, ImportError) and "no known parent package" in str(error):
         remedy = (
             "A file that is named alone has no package. Go to the folder that holds the package, "
             f"and name package.module:NAME.\n{shown}"

@@ -263,12 +263,12 @@ def _columns(
     if "input_ids" in inputs and not targets:
         targets = ["input_ids"]
     known = {name: name for name in inputs if name in _KEYWORDS}
-    if targets or known or len(inputs) < 2:
+    if targets or known or len(rest) < 2:
         return known or inputs, targets, "by their names"
-    flat = all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest)
-    if flat and len(rest) > 2:
-        inputs = [k for k in inputs if k != rest[-1]]
-        return inputs, rest[-1:], "of a table, the last column is the target"
+    if all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest):
+        *others, last = rest
+        inputs = [k for k in others if arrays[k].dtype != "text"] or others
+        return inputs, [last], "of a table, the last column is the target"
     if len(inputs) == 2:
         return inputs[:1], inputs[1:], "of two arrays, the first and the second"
     return inputs, targets, "by their names"

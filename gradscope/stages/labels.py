@@ -13,6 +13,7 @@ The weights p are no function of the parameters here: no gradient goes through t
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -24,7 +25,8 @@ from torch import Tensor
 from gradscope.blocks import ExpectedBlock, Gradients
 from gradscope.core.batch import Batch, output
 from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
-from gradscope.errors import SpecError
+from gradscope.core.texts import count
+from gradscope.errors import ModelError, SpecError
 from gradscope.stages.chain import Chain
 from gradscope.stages.losses import losses, options
 from gradscope.stages.reducers.base import reducers
@@ -109,15 +111,15 @@ class Labels:
         found = _predictive(self._problem.loss)
         assert found is not None  # `require` has let the loss through
         settings = options(self._problem.loss)
-        seen: list[Tensor] = []
+        seen: list[Any] = []
 
         def keep(answer: Any, targets: Any) -> Tensor:
-            seen.append(output(answer).detach())
-            return seen[0].new_zeros(len(batch))
+            seen.append(output(answer))
+            return torch.zeros(len(batch))
 
         replace(self._problem, loss=keep).losses(batch)
-        self._outputs = outputs = seen[0]
-        p = found.probabilities(outputs).cpu()
+        p = _probabilities(found, seen[0], len(batch)).detach().cpu()
+        self._outputs = outputs = seen[0].detach()
         if self.mode == "sampled":
             drawn = _drawn(p, batch.index, self._seed).to(outputs.device)
             return replace(batch, targets=found.targets(drawn, batch.targets, settings))
@@ -186,6 +188,20 @@ def chosen(batch: Batch, mask: Tensor) -> Batch:
 
 def _predictive(loss: Loss) -> Predictive | None:
     return loss.predictive if isinstance(loss, BoundLoss) else None
+
+
+def _probabilities(found: Predictive, outputs: Any, n: int) -> Tensor:
+    """Return what the outputs of n samples say of labels (n, *positions, c)."""
+    of_samples = isinstance(outputs, Tensor) and outputs.shape[:1] == (n,)
+    if of_samples and outputs.is_floating_point():
+        with suppress(IndexError):  # there is no axis of classes
+            return found.probabilities(outputs)
+    told = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+    raise ModelError(
+        f"no labels can be drawn from what the model returns for {count(n, 'sample')}: {told}",
+        where="labels",
+        remedy="It must be logits as the loss takes them, the sample axis first.",
+    )
 
 
 def _drawn(probabilities: Tensor, index: Tensor, seed: int) -> Tensor:

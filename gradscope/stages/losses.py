@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradscope.config import parse_loss
 from gradscope.core.batch import output
-from gradscope.core.grammar import Stage
+from gradscope.core.grammar import Stage, entries, signature
 from gradscope.core.precision import doubled
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
@@ -74,7 +74,8 @@ def bound(loss: Loss, stage: Stage) -> Loss:
     """Return `loss` with the stage's arguments as its options."""
     if not stage.arguments:
         return loss
-    given = {_WORDS.get(key, key): value for key, value in stage.arguments.items()}
+    own = signature(loss).parameters
+    given = {k if k in own else _WORDS.get(k, k): v for k, v in stage.arguments.items()}
     if len(given) < len(stage.arguments):
         raise SpecError("reduction and per_sample are the same option", where="loss")
     whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
@@ -178,7 +179,7 @@ def _positive(text: str) -> float:
 
 
 def _weights(text: str) -> tuple[float, ...]:
-    values = tuple(map(float, text.split(",")))
+    values = tuple(map(float, entries(text)))
     if not all(0 <= value < inf for value in values):
         raise SpecError(f"weights must not be negative: {text}")
     return values
@@ -291,7 +292,7 @@ def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
 
 
 _CLASSES = Predictive(lambda outputs: doubled(outputs).movedim(1, -1).softmax(-1), _as_classes)
-_TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1]).softmax(-1), _as_tokens)
+_TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1, :]).softmax(-1), _as_tokens)
 _BITS = Predictive(_two_classes, _as_floats)
 
 

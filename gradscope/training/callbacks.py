@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gradscope.core.randomness import forked, random_numbers_kept
+from gradscope.core.ranks import Sharding, ranks_of
 from gradscope.errors import SpecError
 from gradscope.stages.losses import resolve
-from gradscope.training.monitor import Monitor
+from gradscope.training.monitor import Monitor, within
 
 
 class _Callback:
@@ -99,7 +100,8 @@ class TrainerMonitor(_Callback):
 
     The Trainer tells its callbacks no batch. So `samples` samples are drawn once, by `seed`, from
     the training data, made into a batch by the Trainer's own collator, and measured every time.
-    The Trainer's loader is not asked: its order stays as it is.
+    The Trainer's loader is not asked: its order stays as it is. Of a model that fully_shard has
+    divided, each process draws samples of its own.
 
     Args:
         loss: By name, of the model's logits and the batch's labels: "causal_lm" (the labels are
@@ -117,7 +119,7 @@ class TrainerMonitor(_Callback):
 
     Attributes:
         monitor: The `Monitor`, once the training has begun; None before, and in other processes
-            than the first.
+            than the first unless the model is divided.
     """
 
     def __init__(
@@ -138,11 +140,14 @@ class TrainerMonitor(_Callback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Draw the samples, and begin."""
-        if not state.is_world_process_zero:
-            return
+        ranks = ranks_of(within(known["model"]))
+        share = (ranks.rank, ranks.size) if isinstance(ranks, Sharding) else None
+        if share is None and not state.is_world_process_zero:
+            return  # of a model that is divided all processes measure
         inputs = self._given
         if inputs is None:
-            inputs = drawn_batch(known["train_dataloader"], self._samples, self._seed)
+            loader = known["train_dataloader"]
+            inputs = drawn_batch(loader, self._samples, self._seed, share or (0, 1))
         inputs = dict(inputs)
         if self._labels not in inputs:
             raise SpecError(
@@ -161,10 +166,11 @@ class TrainerMonitor(_Callback):
             self.monitor.step(step=state.global_step)
 
 
-def drawn_batch(loader: Any, samples: int, seed: int) -> Any:
+def drawn_batch(loader: Any, samples: int, seed: int, share: tuple[int, int] = (0, 1)) -> Any:
     """Return a batch of samples of a loader's data set, drawn by `seed`, made by its collator.
 
-    Neither the loader's order nor any random generator is moved on.
+    Neither the loader's order nor any random generator is moved on. `share` (k, m) draws those of
+    process k of m, which are others for each.
 
     Raises:
         SpecError: The data set has no length, so that nothing can be drawn.
@@ -177,6 +183,7 @@ def drawn_batch(loader: Any, samples: int, seed: int) -> Any:
             remedy="Give some: batch={...}.",
         )
     draw = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(data), generator=draw)[:samples].tolist()
+    k, m = share
+    rows = torch.randperm(len(data), generator=draw)[k::m][:samples].tolist()
     with forked(), random_numbers_kept():
         return loader.collate_fn([data[row] for row in rows])

@@ -172,7 +172,7 @@ class Monitor(Held):
             if word not in words:
                 raise SpecError(f"is one of {', '.join(words)}, not {word!r}", where=name)
         begun = clock()
-        self._model = _within(model)
+        self._model = within(model)
         self.every, self.samples, self.overhead = every, samples, overhead
         self.path = None if path is None else Path(path).absolute()  # wherever the training goes
         self._clip = clip
@@ -467,7 +467,7 @@ def _is_first_process() -> bool:
     return not known or distributed.get_rank() == 0
 
 
-def _within(model: nn.Module) -> nn.Module:
+def within(model: nn.Module) -> nn.Module:
     """Return the module within its wrappers."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -147,6 +147,18 @@ def test_what_is_guessed_of_arrays(
             "cross_entropy",
         ),
         (
+            "d.csv",
+            ["length,species", "1.5,cat", "2.5,ant"],
+            {"inputs": ["length"], "targets": ["species"], "classes": {"species": ["ant", "cat"]}},
+            "cross_entropy",
+        ),
+        (
+            "d.csv",
+            ["review,rating", "so so,2.5", "well,4.5"],
+            {"inputs": ["review"], "targets": ["rating"]},
+            "mse",
+        ),
+        (
             "d.jsonl",
             ['{"input_ids": [1]}', '{"input_ids": [2, 3]}'],
             {

@@ -1,7 +1,8 @@
 """The grammar of chains: examples, errors that point at the place, and properties."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pytest
 from hypothesis import given
@@ -110,6 +111,20 @@ def hinted(
     return rate, sides, p
 
 
+def others(
+    rate: "OnlyForCheckers | float | None" = None,
+    sides: "list[float] | None" = None,
+    either: int | float = 1,
+    any_text: str | int = 1,
+    kind: Literal["a"] | float = "a",
+    file: Path = Path(),
+    metres: "Annotated[float, 'm']" = 1.0,
+    checked: "OnlyForCheckers | None" = None,
+    **more,
+):
+    return rate, sides, either, any_text, kind, file, metres, more
+
+
 @pytest.mark.parametrize(
     ("text", "factory", "right"),
     [
@@ -121,6 +136,10 @@ def hinted(
         ('f:outputs=0,rate=2,sides="1,2",p=1', hinted, None),
         ("f:rate=2,p=1", partial(hinted, 0), (2.0, (), 1)),
         ('f:sides="1,2"', partial(hinted, 0), (0.5, [1.0, 2.0], 2)),
+        ('f:sides="1,2",new=3', others, (None, [1.0, 2.0], 1, 1, "a", Path(), 1.0, {"new": 3})),
+        ("f:either=.5,any_text=7,kind=2", others, (None, None, 0.5, 7, 2.0, Path(), 1.0, {})),
+        ("f:any_text=x,kind=a,file=y/z", others, (None, None, 1, "x", "a", Path("y/z"), 1.0, {})),
+        ("f:metres=2,either=3", others, (None, None, 3, 1, "a", Path(), 2.0, {})),
     ],
 )
 def test_arguments_without_a_type_have_that_of_their_default(text, factory, right):
@@ -145,9 +164,13 @@ def test_arguments_without_a_type_have_that_of_their_default(text, factory, righ
         ("f:count=1,rat=2", "Did you mean 'rate'"),
         ("f:count=1,kind=l3", "must be l1 or l2, not 'l3'"),
         ("f:count=-1", "count must not be negative"),
+        ("g:either=x", "either must be int or float, not 'x'"),
+        ("g:kind=x", "kind must be a or float, not 'x'"),
+        ("g:sides=x", "sides must be numbers such as"),
+        ("g:checked=x", "declared OnlyForCheckers | None, which is not made from text"),
     ],
 )
 def test_arguments_that_do_not_fit(text, words):
     with pytest.raises(SpecError) as caught:
-        bound(text, factory)
+        bound(text, factory if text[0] == "f" else others)
     assert words in str(caught.value) and text in str(caught.value)

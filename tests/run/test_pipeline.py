@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,26 @@ def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any]) -> N
         pass
     word = {"transform": "chains"}.get(next(iter(change)), next(iter(change)))
     assert word in str(refusal.value)
+
+
+def test_a_sample_that_is_another_now_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken.h5"
+    with pytest.raises(ZeroDivisionError), start(prepare(spec(batch_size=9)), path) as run:
+        run.add(next(run.remaining()))
+        raise ZeroDivisionError
+    found = run.progress.first
+    assert found is not None
+    losses = [*found[0][:2], float("nan"), *found[0][3:]]
+    monkeypatch.setattr(
+        import_module("gradscope.run.start"), "first_of", lambda rows: (losses, found[1])
+    )
+    with (
+        pytest.raises(OutputError, match=r"sample 2 had the loss .* and has nan now"),
+        start(prepare(spec(batch_size=9)), path, resume=True),
+    ):
+        pass
 
 
 def test_the_batch_size_belongs_to_a_run_whose_rows_depend_on_it(tmp_path: Path) -> None:

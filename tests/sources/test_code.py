@@ -205,6 +205,16 @@ def test_the_code_of_a_file_is_that_of_all_it_imports(project: Path, tmp_path: P
     assert [name for name in PROJECT if other[name] != found[name]] == changed
 
 
+def test_a_module_of_a_package_is_not_told_to_be_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gs_top").mkdir()
+    write(tmp_path / "gs_top", "from ..above import f\n", "inner.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = failure("gs_top.inner:f")
+    assert "beyond top-level package" in told and "has no package" not in told
+
+
 def test_the_code_of_a_module_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gs_modules").mkdir()
     write(tmp_path / "gs_modules", "from . import nets\ndef f(): pass\n", "__init__.py")

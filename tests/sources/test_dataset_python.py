@@ -33,6 +33,8 @@ def number(): return 3
 def flattening(): return pairs(), lambda samples: torch.cat([x for x, _ in samples])
 def mixing(): return pairs(), lambda s: [a - a.float().mean(0) for a in default_collate(s)]
 def turned(): return pairs(), lambda samples: default_collate(samples[::-1])
+def sparse(): return pairs(), lambda s: [a.to_sparse() for a in default_collate(s)]
+def averaged(): return Extra(), lambda s: {"inputs": (X[: len(s)], torch.tensor(1 / len(s)))}
 def raising(): raise ValueError("no such folder")
 
 class Sized(Dataset):
@@ -53,6 +55,15 @@ class Padded(Words):
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         padded[:, 0] = torch.nan
         return padded * (1 + 1e-6 * (len(rows) > 1)), torch.stack([y for _, y in samples])
+
+class Extra(Words):  # a mask where one is needed, the longest, places in the batch
+    def collate_fn(self, samples):
+        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s, _ in samples], True, -1)
+        waves = torch.fft.fft(X[: len(rows)] * torch.nan)
+        mask = {"mask": (rows >= 0).long()} if (rows < 0).any() else {}
+        inputs = {"ids": rows, **mask, "longest": torch.tensor(rows.shape[1]), "waves": waves}
+        places = torch.arange(len(rows))
+        return {"inputs": inputs, "targets": rows.clone(), "places": places}
 
 class Random(Sized):
     def __getitem__(self, k): return torch.rand(2), Y[k]
@@ -133,6 +144,12 @@ def test_a_collate_that_pads_to_the_longest_of_a_batch(file: Path) -> None:
     torch.testing.assert_close(batch.inputs, expected, equal_nan=True)
 
 
+def test_a_collate_whose_batches_differ_in_what_they_hold(file: Path) -> None:
+    inputs = opened(file, "Extra").batch(range(3, 6)).inputs
+    assert inputs["ids"].tolist() == [[3, 3, 3, 3], [4, -1, -1, -1], [5, 5, -1, -1]]
+    assert (inputs["mask"].sum(), inputs["longest"]) == (7, 4)
+
+
 def test_inputs_alone_and_arguments(file: Path) -> None:
     torch.testing.assert_close(opened(file, "alone", targets=[]).batch(range(3)).inputs, X[:3])
     torch.testing.assert_close(
@@ -158,6 +175,8 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
         ("Once", "gone through only once"),
         ("flattening", "collated to inputs of the shape (2,)"),
         ("mixing", "sample 0 is collated to other numbers alone than among 23"),
+        ("averaged", "sample 0 is collated to other numbers alone than among 23"),
+        ("sparse", "a sparse_coo tensor among inputs and targets"),
         ("turned", "sample 0 is collated to other numbers alone than among 23"),
         ("raising", "your code raised ValueError: no such folder"),
         ("nothing", "there is no 'nothing' in it"),

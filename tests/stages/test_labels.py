@@ -9,7 +9,7 @@ from torch import nn
 
 import gradscope
 from gradscope.core.batch import Batch
-from gradscope.errors import SpecError
+from gradscope.errors import ModelError, SpecError
 from gradscope.scope import NonFiniteWarning
 
 N, C, D = 16, 3, 4
@@ -201,6 +201,34 @@ def test_a_sample_that_is_not_finite_is_left_out_with_all_its_labels():
 def test_what_does_not_go_together(loss, options, words):
     with pytest.raises(SpecError, match=words):
         gradscope.Scope(net(), loss, **options)
+
+
+class Answers(nn.Linear):
+    def __init__(self, answer):
+        super().__init__(3, 4)
+        self.answer = answer
+
+    def forward(self, x):
+        return self.answer(super().forward(x))
+
+
+@pytest.mark.parametrize("labels", ["sampled", "exact"])
+@pytest.mark.parametrize(
+    ("loss", "answer", "told"),
+    [
+        ("cross_entropy", lambda o: (o, o), "tuple"),
+        ("cross_entropy", lambda o: o[:, 0], ",)"),
+        ("cross_entropy", lambda o: o.T, "(4, "),
+        ("causal_lm", lambda o: {"logits": o}, "4)"),
+        ("cross_entropy", lambda o: o.long(), "4)"),
+    ],
+)
+def test_answers_that_no_labels_can_be_drawn_from(loss, answer, told, labels):
+    inputs, targets = torch.randn(5, 3), torch.zeros(5, dtype=torch.int64)
+    how = {"labels": labels, "backend": "loop"}
+    with pytest.raises(ModelError, match="no labels can be drawn from") as raised:
+        gradscope.expectation(Answers(answer), loss, "square | mean", inputs, targets, **how)
+    assert told in raised.value.what
 
 
 def test_exact_labels_have_no_rows_of_their_own():

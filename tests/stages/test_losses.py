@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -455,6 +455,21 @@ def test_an_option_without_a_type(squared):
     torch.testing.assert_close(loss(outputs, targets), error[:, 0] + 3 * error[:, 1])
 
 
+def test_options_that_look_like_others():
+    """A list of one is a list, `reduction` an option of its own, and `**options` takes any."""
+
+    def loss(outputs, targets, weights=None, reduction="none", **options):
+        return weights, reduction, options
+
+    given = {"weights": [2.5], "reduction": "sum", "margin": 0.5}
+    found = bound(loss, parse_loss("mine.py:loss", given))(None, None)
+    assert found == ((2.5,), "sum", {"margin": 0.5})
+    outputs, targets = torch.randn(3, 1), torch.rand(3, 1)
+    one = bound(losses.get("bce_with_logits"), parse_loss("bce_with_logits", {"pos_weight": [2]}))
+    right = BCE(outputs, targets, pos_weight=torch.tensor(2.0), reduction="none")[:, 0]
+    torch.testing.assert_close(one(outputs, targets), right)
+
+
 @pytest.mark.parametrize("by_its_result", [True, False])
 def test_a_model_loss_keeps_its_mark(by_its_result):
     def decayed(model, inputs, targets, *, decay: float):
@@ -480,11 +495,11 @@ class Answer:
     logits: torch.Tensor
 
 
-class Heads(NamedTuple):
-    """As torchvision's Inception and GoogLeNet answer in train mode."""
+class Named(NamedTuple):
+    """As torchvision's GoogLeNet answers."""
 
     logits: torch.Tensor
-    aux_logits: torch.Tensor
+    hidden: torch.Tensor
 
 
 @pytest.mark.parametrize("backend", ["auto", "loop", "vmap", "expand"])
@@ -492,12 +507,13 @@ class Heads(NamedTuple):
     "answer",
     [
         lambda h, o: Answer(h, o),
-        lambda h, o: Heads(o, h),
+        lambda h, o: Named(o, h),
         lambda h, o: {"logits": o, "hidden": h},
+        lambda h, o: UserDict(logits=o, hidden=h),
         lambda h, o: OrderedDict(sample=o),
         lambda h, o: (o, None),
     ],
-    ids=["an object", "a named tuple", "a dict", "the only tensor", "a tuple"],
+    ids=["an object", "a named tuple", "a dict", "a mapping", "the only tensor", "a tuple"],
 )
 def test_what_a_loss_by_name_takes_of_an_answer(answer, backend):
     class Model(nn.Module):

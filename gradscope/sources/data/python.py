@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gradscope.config import DatasetSpec
-from gradscope.core.batch import map_tensors, tensors
+from gradscope.core.batch import map_tensors, strided, tensors
 from gradscope.core.locate import first_line
 from gradscope.errors import DatasetError, ModelError
 from gradscope.sources.code import code_digests, load_function, loading, user_file
@@ -76,8 +76,9 @@ class PythonSamples:
         key, digest = (rows[0], rows[-1], len(rows)), _digest(found)
         if self._seen.setdefault(key, digest) != digest:
             raise self._other(f"samples {rows[0]} to {rows[-1]} are")
+        used = {name: found[name] for name in self._spec.arrays if name in found}
         for k in {0, len(rows) - 1}:
-            if len(rows) > 1 and not _alike(self._batch(samples[k : k + 1]), found, k):
+            if len(rows) > 1 and not _alike(self._batch(samples[k : k + 1]), used, k):
                 raise DatasetError(
                     f"sample {rows[k]} is collated to other numbers alone than among {len(rows)}",
                     where=self._where,
@@ -199,21 +200,41 @@ def _tree(value: Any) -> Any:
     if isinstance(value, str | bytes):
         remedy = "Make numbers of it in the data set or its collate function."
         raise DatasetError(f"a sample holds text: {value[:40]!r}", remedy=remedy)
-    return value
+    return strided(value) if isinstance(value, Tensor) else value
 
 
-def _alike(alone: dict[str, Any], batch: dict[str, Any], k: int) -> bool:
-    """Whether sample k of a batch holds what it is alone, but for rounding and where padded."""
+def _alike(alone: Any, batch: Any, k: int) -> bool:
+    """Whether sample k of a batch holds what it is alone, but for rounding and where padded.
 
-    def close(a: Tensor, b: Tensor) -> bool:
-        if torch.equal(a, b) or not a.dtype.is_floating_point:
-            return torch.equal(a, b)
-        a, b = a.double(), b.double()
-        scale = float(a.nan_to_num(0, 0, 0).abs().max())
-        return torch.allclose(a, b, rtol=0, atol=1e-3 * scale, equal_nan=True)
+    What all samples share may be another number where something is padded, such as the length.
+    """
+    pairs = [(a, b) for a, b in _pairs(alone, batch) if a.dim() == b.dim()]
+    whole = [(a[0], b[k]) for a, b in pairs if a.dim() and a.shape[1:] == b.shape[1:]]
+    shared = [(a, b) for a, b in pairs if not a.dim()]
+    padded = len(whole) + len(shared) < len(pairs)
+    return all(_close(a, b) for a, b in (*whole, *(() if padded else shared)))
 
-    pairs = zip(tensors(alone), tensors(batch), strict=False)
-    return all(close(a[0], b[k]) for a, b in pairs if a.dim() and a.shape[1:] == b.shape[1:])
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the tensors in the same places of two trees."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        yield one, other
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() & other.keys():
+            yield from _pairs(one[key], other[key])
+    elif isinstance(one, tuple) and isinstance(other, tuple):
+        for pair in zip(one, other, strict=False):
+            yield from _pairs(*pair)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.is_complex() and b.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if torch.equal(a, b) or not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    a, b = a.double(), b.double()
+    scale = float(a.nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(a, b, rtol=0, atol=1e-3 * scale, equal_nan=True)
 
 
 def _digest(batch: dict[str, Any]) -> str:

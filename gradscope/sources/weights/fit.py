@@ -132,11 +132,8 @@ def _state_dict(
         for name, state in (*found, *([(key, below)] if deeper else [])):
             if name == key:
                 return key, state
-        for name, state in found:  # or it is how names of several models begin
-            begin = (key.removeprefix(f"{name}.") if name else key) + "."
-            names = [k for k in state if isinstance(k, str) and k.startswith(begin)]
-            if names:
-                return key, {k.removeprefix(begin): state[k] for k in names}
+        if beginning := _beginning(found, key):
+            return _only(beginning)
         known = [name for name, _ in found if name]
         hint = suggestion(key, known).replace("Supported", "There are")
         what = f"there is no state dict under {key!r} in it"
@@ -155,6 +152,10 @@ def _state_dict(
             remedy=f"{_SAVE} It may stand under a key, such as 'model'; one that is deeper than "
             "four is named with --key.",
         )
+    return _only(chosen)
+
+
+def _only(chosen: Sequence[tuple[str, Mapping[Any, Any]]]) -> tuple[str, Mapping[Any, Any]]:
     if len(chosen) > 1:
         keys = listed(name or "the top level" for name, _ in chosen)
         raise CheckpointError(
@@ -162,6 +163,20 @@ def _state_dict(
             remedy="Name the one you mean with --key, or `key` under [checkpoint].",
         )
     return chosen[0]
+
+
+def _beginning(
+    found: Sequence[tuple[str, Mapping[Any, Any]]], key: str
+) -> list[tuple[str, Mapping[Any, Any]]]:
+    """Return what stands in state dicts of several models under names that begin with a key."""
+    parts: list[tuple[str, Mapping[Any, Any]]] = []
+    for name, state in found:
+        own = key.removeprefix(f"{name}.") if name else key
+        names = [k for k in state if isinstance(k, str) and k.startswith(f"{own}.")]
+        if names:
+            part = {k.removeprefix(f"{own}."): state[k] for k in names}
+            parts.append((f"{name}.{own}" if name else own, part))
+    return parts
 
 
 def _without_counter(state: StateDict, expected: StateDict) -> StateDict:
