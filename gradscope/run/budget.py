@@ -29,6 +29,7 @@ from gradscope.core.independence import require_independent
 from gradscope.core.memory import available, peak_memory, release_freed_memory, slices, taken
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
+from gradscope.core.texts import count
 from gradscope.engine.fold import settled
 from gradscope.engine.session import Verify
 from gradscope.errors import ModelError, SpecError
@@ -129,7 +130,7 @@ def _within(job: Job, memory: int, there: int | None) -> Budget:
             remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
             "--parameters at a time.",
         )
-    note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
+    note = f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
     note += f" of the {memory_text(memory)} of --memory"
     return Budget(samples, (note,), max(found.largest, found.peak(samples)), there)
 
@@ -156,11 +157,13 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
     notes: tuple[str, ...] = ()
     if not fixed and found.most(budget, most) < most:
         most = samples = max(1, found.most(budget, most))
-        note = f"batches of {samples:,} samples are to take {memory_text(found.peak(samples))}"
+        note = (
+            f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
+        )
         notes = (f"{note}: half of the memory there is is {memory_text(budget)}",)
     peak = found.peak(most)
     if peak > limit:
-        note = f"batches of {most:,} samples take about {memory_text(peak)}, and there is"
+        note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
         fits = found.most(limit, most)
         notes += (f"{note} {memory_text(limit)}: {fits:,} would fit",)
     elif measured:
