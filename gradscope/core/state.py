@@ -27,6 +27,7 @@ from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import tensors
 from gradscope.core.control import step_by_step
+from gradscope.core.kernels import mended
 from gradscope.core.precision import doubled
 from gradscope.core.randomness import Fixed, random_numbers_kept, states
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
@@ -157,7 +158,8 @@ class State:
         A part compiled by `torch.compile` runs as it is written: compiled, it records a single
         operation, in which the samples cannot be told apart. Reentrant activation checkpointing, of
         which torch takes no gradient by a chosen tensor, becomes the other kind: the same values,
-        computed anew in the same way. Control flow by functions runs step by step.
+        computed anew in the same way. Control flow by functions runs step by step, and what torch's
+        kernels get wrong is put right.
         """
         own = checkpointing.CheckpointFunction
         loaded = "torch._dynamo" in sys.modules  # otherwise nothing has been compiled
@@ -166,7 +168,7 @@ class State:
                 apply=self._checkpointed
             )
             stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-            with stance, step_by_step():
+            with stance, step_by_step(), mended():
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
