@@ -1,9 +1,11 @@
-"""Kernels of torch's that are wrong in some case, put right while a model runs.
+"""Kernels of torch's that are wrong or missing in some case, put right while a model runs.
 
 Normalisation by channels on a CPU takes a gradient whose layout it mistakes for another, and gives
 the derivative of no function: that of channels behind positions, as `transpose(1, 2)` after a
 flatten leaves it, where an axis has one entry. Those are batches of one above all, which are what
 every number is held against. Laid out position behind position, there is nothing to mistake.
+
+Grouped products, which mixtures of experts call, exist up to float32 only.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,10 +51,38 @@ def _transformed() -> bool:
     return torch.compiler.is_compiling() or (peek is not None and peek() is not None)
 
 
+def _grouped_mm(
+    own: Callable[..., Tensor], a: Tensor, b: Tensor, offs: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return torch's grouped product; in float64 group by group, zeros behind the last group.
+
+    Groups are rows of `a` (r, i), each times its own matrix of `b` (g, i, o); or columns of `b`
+    (i, r) behind matrices `a` (g, o, i); or parts of the axis that is summed: (g, o, i).
+    """
+    if a.dtype != torch.float64 or any(value is not None for value in options.values()):
+        return own(a, b, offs, **options)
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = [slice(*part) for part in zip([0, *ends], ends, strict=False)]
+    if a.dim() == b.dim():
+        return torch.stack([a[:, part] @ b[part] for part in groups])
+    if a.dim() == 2:
+        rows = [a[part] @ b[k] for k, part in enumerate(groups)]
+        return torch.cat([*rows, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
+    columns = [a[k] @ b[:, part] for k, part in enumerate(groups)]
+    return torch.cat([*columns, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
+
+
 _OWN: dict[str, Callable[..., Tensor]] = {
-    name: getattr(torch, name) for name in ("batch_norm", "instance_norm")
+    name: getattr(torch, name)
+    for name in ("batch_norm", "instance_norm", "_grouped_mm")
+    if hasattr(torch, name)  # the last is not in every release
 }
-_MENDED = {name: partial(_channels_normalised, own) for name, own in _OWN.items()}
+_MENDED = {
+    name: partial(_grouped_mm if name == "_grouped_mm" else _channels_normalised, own)
+    for name, own in _OWN.items()
+}
 
 
 def mended() -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Where torch's own kernels are wrong, against formulas that do not call them."""
+"""Where torch's own kernels are wrong or missing, against formulas that call none of them."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import gradscope
+from gradscope.core.kernels import mended
+from tests.backends.hooks.test_experts import GROUPED
 
 
 class Pixels(nn.Module):
@@ -73,3 +75,23 @@ def test_normalised_channels_whatever_the_layout(kind: type, head: str, width: i
                 for name, gradient in wanted.items():
                     torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-10)
     assert torch.batch_norm is own
+
+
+@pytest.mark.skipif(not GROUPED, reason="this torch has no grouped products on the CPU")
+def test_grouped_products_in_float64() -> None:
+    """As torch has them in float32; of rows behind the last group torch does not say."""
+    torch.manual_seed(0)
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+    rows, columns, stack = torch.randn(16, 8), torch.randn(8, 16), torch.randn(3, 8, 8)
+    last = slice(None, 12)
+    for a, b, offs, counted in (
+        (rows, stack, ends, (last,)),
+        (stack, columns, ends, (slice(None), last)),
+        (columns, rows, ends, ()),
+        (stack, stack.mT, None, ()),
+    ):
+        with mended():
+            found = torch._grouped_mm(a.double(), b.double(), offs=offs)
+        wanted = torch._grouped_mm(a, b, offs=offs)
+        assert found.dtype == torch.float64 and found.shape == wanted.shape
+        torch.testing.assert_close(found[counted].float(), wanted[counted], rtol=1e-5, atol=1e-5)
