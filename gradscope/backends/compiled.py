@@ -34,6 +34,7 @@ from gradscope.backends.vmap import per_sample, untouched
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
+from gradscope.core.kernels import as_torch_has_them
 from gradscope.core.locate import first_line
 from gradscope.core.memory import timed
 from gradscope.core.precision import doubled
@@ -81,7 +82,7 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
         raise NotCompiledError("torch.compile is switched off")
 
     def serve(*arguments: Any) -> Any:
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with as_torch_has_them(), torch.compiler.set_stance("fail_on_recompile"):
             try:
                 return call(*arguments)
             except RuntimeError as error:
@@ -114,6 +115,7 @@ def _quiet() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+            stack.enter_context(as_torch_has_them())
             stack.enter_context(torch.compiler.set_stance("default"))
             stack.enter_context(inductor.patch(compile_threads=1))
             # a hook that is attached later must be noticed

@@ -92,7 +92,14 @@ def by_autograd(
     problem: Problem, losses: Tensor, weights: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return {name: ∇ Σᵢ wᵢ Lᵢ (*shape)} of losses (n,), without graph and dense."""
-    with refusing("loop", problem.model, "Its backward pass fails in ordinary training too."):
+    remedy = "Its backward pass fails in ordinary training too."
+    if not problem.model.training:
+        remedy = (
+            "torch's own backward pass fails in the same way in mode eval. Where training works, "
+            "take mode train, or turn off what the model keeps in order to generate "
+            "(transformers: config.use_cache = False)."
+        )
+    with refusing("loop", problem.model, remedy):
         found = slopes(losses, problem.parameters.values(), weights)
     return dict(zip(problem.parameters, map(_dense, found), strict=True))
 

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of
+from gradscope.core.draws import EVAL
 from gradscope.core.precision import doubled, on_host
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
 from gradscope.core.randomness import (
@@ -309,10 +310,19 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
             raise UnsupportedError(
                 "the forward pass is random: the same samples give other losses the second time",
                 where=_first(problem, *_twice(_recorded, problem, batch, other), same),
-                remedy="Use mode eval, or set the dropout probabilities to zero. Or use "
-                "--randomness fixed: numbers of each sample's own, by seed and position in the "
-                "data.",
+                remedy=_random_remedy(problem.model),
             )
+
+
+def _random_remedy(model: nn.Module) -> str:
+    first = EVAL
+    if not any(module.training for module in model.modules()):  # that is not what draws here
+        first = (
+            "In mode eval, too, model or loss draws numbers itself (torch.randn_like): make them "
+            "an array of the data, an input or a target more."
+        )
+    fixed = "numbers of each sample's own, by seed and position in the data."
+    return f"{first} Or use --randomness fixed: {fixed}"
 
 
 def _twice(

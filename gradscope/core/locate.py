@@ -193,10 +193,12 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
         )
     if _COUNT.search(text):
         given = len(tensors(batch.inputs))
+        none = ", here None" if batch.targets is None else ""
         return None, (
             f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
-            "with (outputs, targets): [dataset] inputs and targets say which arrays these are. A "
-            "loss (model, inputs, targets) is marked with @gradscope.model_loss."
+            f"with (outputs, targets{none}): [dataset] inputs and targets say which arrays these "
+            "are; several targets are one tuple. A loss (model, inputs, targets) is marked with "
+            "@gradscope.model_loss."
         )
     if _DEVICES.search(text):
         return None, (

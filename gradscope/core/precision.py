@@ -4,7 +4,7 @@ import warnings
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @cache
@@ -35,6 +35,23 @@ def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def doubled(t: Tensor) -> Tensor:
     """Return a tensor, real or complex, in the dtype in which its sums are taken."""
     return t.to(wider(t.dtype, t.device))
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model's floating-point tensors, complex ones to the complex dtype of that width.
+
+    `model.to(dtype)` would drop their imaginary parts.
+    """
+    if not any(t.is_complex() for t in (*model.parameters(), *model.buffers())):
+        return model.to(dtype)
+
+    def one(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(dtype.to_complex())
+        return t.to(dtype) if t.is_floating_point() else t
+
+    whole: nn.Module = model._apply(one)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def products(device: torch.device) -> torch.dtype:

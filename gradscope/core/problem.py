@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
 from gradscope.core.locate import user_code
-from gradscope.core.precision import double
+from gradscope.core.precision import cast, double
 from gradscope.core.randomness import Fixed, forked, switched_off
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.core.shortage import is_outer
@@ -309,8 +309,8 @@ class Problem:
         for p, own in zip(model.parameters(), self.model.parameters(), strict=True):
             p.requires_grad_(own.requires_grad)
             p.grad = None
-        if dtype is not None:  # .to would drop the imaginary parts of complex tensors
-            model = model._apply(partial(_cast, dtype=dtype))  # type: ignore[no-untyped-call]
+        if dtype is not None:
+            model = cast(model, dtype)
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
         state = State(model, self.function, self.state.fixed)
@@ -450,13 +450,6 @@ def _hosted(model: nn.Module) -> dict[int, Any]:
     """Return what `deepcopy` is to take for parameters and buffers: copies on the CPU."""
     parameters = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
     return parameters | {id(b): b.detach().cpu() for b in model.buffers()}
-
-
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast floating-point tensors to `dtype`, complex ones to the complex dtype of its width."""
-    if t.is_complex():
-        return t.to(dtype.to_complex())
-    return t.to(dtype) if t.is_floating_point() else t
 
 
 def summed(losses: Tensor, weights: Tensor | None = None) -> Tensor:

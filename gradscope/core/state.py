@@ -29,6 +29,7 @@ from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import tensors
 from gradscope.core.control import step_by_step
+from gradscope.core.kernels import mended
 from gradscope.core.precision import doubled
 from gradscope.core.randomness import Fixed, random_numbers_kept, states
 from gradscope.core.reach import PLAIN, Items, StateTable, reachable
@@ -162,7 +163,8 @@ class State:
         A part compiled by `torch.compile` runs as it is written: compiled, it records a single
         operation, in which the samples cannot be told apart. Reentrant activation checkpointing, of
         which torch takes no gradient by a chosen tensor, becomes the other kind: the same values,
-        computed anew in the same way. Control flow by functions runs step by step.
+        computed anew in the same way. Control flow by functions runs step by step, and what torch's
+        kernels get wrong is put right.
         """
         own = checkpointing.CheckpointFunction
         part = checkpointing._checkpoint_without_reentrant_generator
@@ -171,7 +173,7 @@ class State:
                 apply=self._checkpointed
             )
             checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
-            with _eager(), step_by_step():
+            with _eager(), step_by_step(), mended():
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]

@@ -31,7 +31,7 @@ from gradscope.config import (
 from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
 from gradscope.core.locate import first_line
-from gradscope.core.precision import dtype_name
+from gradscope.core.precision import cast, dtype_name
 from gradscope.core.problem import Loss, Problem
 from gradscope.core.ranks import Ranks, divided
 from gradscope.core.shortage import is_shortage
@@ -228,10 +228,9 @@ class Job:
 def read(dataset: Dataset, problem: Problem, rows: range) -> Batch:
     """Return some samples of a data set as a model takes them: on its device, in its dtype.
 
-    Floating-point inputs of a complex model keep theirs.
+    Those of a complex model have the dtype of its real parts, but where they are complex.
     """
-    dtype = None if problem.dtype.is_complex else problem.dtype
-    return to_device(dataset.batch(rows).to(None, dtype), problem.device)
+    return to_device(dataset.batch(rows).to(None, problem.dtype.to_real()), problem.device)
 
 
 def prepare(spec: RunSpec) -> Job:
@@ -421,7 +420,8 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
 def _placed(model: nn.Module, device: str | None, dtype: str | None) -> nn.Module:
     """Move and cast the model."""
     require_usable(torch.device(device or "cpu"))
-    return model.to(device=device, dtype=None if dtype is None else getattr(torch, dtype))
+    model = model.to(device=device)
+    return model if dtype is None else cast(model, getattr(torch, dtype))
 
 
 def require_usable(device: torch.device) -> None:

@@ -36,6 +36,12 @@ IGNORED = -100  # torch's own word for a position that does not count
 _WORDS = {"reduction": "per_sample"}  # torch's word for it
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
+_LAST = (
+    " Here they seem to be on the last axis, as transformers has them for tokens: a loss of your "
+    "own moves them, F.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction='none'), "
+    "and takes the mean over axis 1, of the positions that count. causal_lm holds each position "
+    "against the next token."
+)
 
 
 losses: Registry[Loss] = Registry("loss")
@@ -241,7 +247,8 @@ def _in_range(
             "Outputs must be (n, c, ...), c classes on the second axis, and targets the classes "
             '(n, ...) as int64: a dataset spec says dtype = { NAME = "int64" }. A missing one '
             "makes floating-point numbers of its whole column: leave that sample out."
-            + (" Probabilities are (n, c, ...)." if shares else ""),
+            + (" Probabilities are (n, c, ...)." if shares else "")
+            + (_LAST if targets.shape == outputs.shape[:-1] else ""),
         )
     try:
         own = class_weights(weight, outputs, 1)

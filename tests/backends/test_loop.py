@@ -58,5 +58,21 @@ def test_a_backward_pass_that_fails_is_refused():
     def loss(outputs, targets):
         return squared(Broken.apply(outputs), targets)
 
-    with pytest.raises(UnsupportedError, match=r"no derivative here"):
+    with pytest.raises(UnsupportedError, match=r"no derivative here.*\n.*ordinary training too"):
         evaluate(model, loss, torch.randn(6, 4), torch.randn(6, 2))
+
+
+def test_a_backward_pass_that_fails_in_mode_eval_alone_is_told_so():
+    """A recurrent model keeps in place what it generates from, and only in mode eval."""
+
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            kept = super().forward(x).exp()
+            if not self.training:
+                kept += 1
+            return kept
+
+    model, x, y = Keeping(4, 2), torch.randn(6, 4), torch.randn(6, 2)
+    evaluate(model, squared, x, y)
+    with pytest.raises(UnsupportedError, match=r"inplace operation.*\n.*mode eval.*use_cache"):
+        evaluate(model.eval(), squared, x, y)

@@ -79,6 +79,47 @@ def test_flags_win_over_the_run_file(gradscope: Gradscope, digits: Path, tmp_pat
         assert file["samples/index"][0] == 10
 
 
+def test_complex_parameters_in_double_precision(gradscope: Gradscope, tmp_path: Path) -> None:
+    """Which model.to(torch.float64) makes real ones."""
+    (tmp_path / "model.py").write_text(COMPLEX)
+    build = runpy.run_path(str(tmp_path / "model.py"))["build"]
+    torch.manual_seed(0)
+    model = build()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    x, y = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("float32")
+    np.savez(tmp_path / "data.npz", inputs=x, targets=y)
+    files = [tmp_path / name for name in ("weights.pt", "data.npz")]
+    flags = ["--model", f"{tmp_path}/model.py:build", "--loss", "mse:per_sample=sum"]
+    out = ["-o", tmp_path / "out.h5"]
+    done = gradscope("compute", *files, *flags, "--dtype", "float64", *out)
+    assert done.code == 0, done.err
+    w, x, y = model.w.detach().numpy().astype(complex), x.astype(float), y.astype(float)
+    with h5py.File(tmp_path / "out.h5") as file:  # of (|w|² x - y)² by w: 2 (|w|² x - y) x · 2 w
+        right = 4 * (abs(w) ** 2 * x - y) * x * w
+        np.testing.assert_allclose(file["chains/0/w"][:], right, rtol=1e-12)
+
+
+COMPLEX = """
+import torch
+from torch import nn
+
+
+class Power(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.same = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(self.same.weight)
+
+    def forward(self, x):
+        return self.same(x) * (self.w * self.w.conj()).real
+
+
+def build():
+    return Power()
+"""
+
+
 def test_a_chain_that_overflows_is_told(gradscope: Gradscope, digits: Path, tmp_path: Path) -> None:
     run = ["compute", "--config", digits, "--samples", ":40", "--dtype", "float32"]
     run += ["-t", "scale:by=1e300 | mean", "-t", "mean", "--batch-size", "20"]

@@ -119,6 +119,18 @@ def test_losses_leave_buffers_generator_and_data_alone():
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [(None, r"\(outputs, targets, here None\)"), ((torch.ones(5),) * 2, "are one tuple")],
+)
+def test_a_loss_of_another_number_of_arguments_is_told_what_it_is_given(targets, words):
+    def loss(outputs, first, second, third):
+        return outputs.sum(1)
+
+    with pytest.raises(ModelError, match=f"missing 2 required positional(?s:.*){words}"):
+        Problem.of(net(), loss).losses(Batch.of(torch.randn(5, 4), targets))
+
+
 def test_buffers_are_restored_when_the_model_raises():
     def forward(net, x):
         net.calls += 1

@@ -145,6 +145,7 @@ X, Y = np.ones((4, 6)), np.zeros(4, dtype=np.int64)
     ("arrays", "spec", "expected"),
     [
         ({"inputs": X, "labels": Y}, {}, "there is no array 'targets' in the file"),
+        ({"inputs": X, "labels": Y}, {}, "targets = [] for none"),
         ({"image": X, "targets": Y}, {"inputs": ["images"]}, "Did you mean 'image'? It holds: "),
         ({"inputs": X, "targets": Y}, {"dtype": {"input": "int64"}}, "no array 'input'"),
         ({"inputs": X, "targets": Y[:3]}, {}, "inputs 4, targets 3"),

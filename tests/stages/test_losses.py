@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import re
 import sys
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -356,6 +358,20 @@ def test_targets_that_are_no_classes(name, outputs, targets):
         resolve(name)(outputs, targets)
     for words in (str(tuple(outputs.shape)), str(tuple(targets.shape)), "Outputs must be"):
         assert words in str(caught.value)
+    assert ("transpose(1, 2)" in str(caught.value)) == (targets.shape == outputs.shape[:-1])
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_is_said_of_classes_on_the_last_axis_computes_them(counted):
+    """As models of transformers that name or restore tokens return them."""
+    logits, tokens = draw(3, 6, C, seed=8), whole(C, 3, 6)
+    tokens[0, :2] = -100 if counted else 0
+    with pytest.raises(ModelError) as caught:
+        resolve("cross_entropy")(logits, tokens)
+    said = re.search(r"F\.cross_entropy\(.*?'none'\)", str(caught.value))
+    values = eval(said[0], {"F": F, "outputs": SimpleNamespace(logits=logits), "targets": tokens})
+    right = resolve("cross_entropy")(logits.transpose(1, 2), tokens)
+    torch.testing.assert_close(values.sum(1) / (tokens != -100).sum(1), right)
 
 
 LINES, TEXTS = draw(2, 5, C, seed=3), torch.tensor([[1, 2], [3, 9]])  # 9 is no label of the four

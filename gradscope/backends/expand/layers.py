@@ -303,7 +303,7 @@ def batch_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the input, the weight and the bias, those the mask asks for."""
     flat = [_flat(s, t) for t in (weight, mean, var, saved_mean, saved_rstd)]
-    groups = (as_groups(s.of(grad)), as_groups(s.of(x)))
+    groups = [as_groups(s.of(t)).contiguous() for t in (grad, x)]  # others it may mistake
     to_x, *affine = aten.native_batch_norm_backward(*groups, *flat, *rest)
     to_affine = [None if t is None else t.reshape(s.n, -1) for t in affine]
     return (None if to_x is None else from_groups(to_x, s.n)), to_affine[0], to_affine[1]

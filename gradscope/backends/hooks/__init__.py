@@ -354,8 +354,7 @@ class _Program:
         """Return which tokens own the entries at the frontier, by marks on the positions."""
         late = sorted(axes, key=lambda k: -internals.moment(recorded.nodes[k[0]]))
         wanted = {k: gradient for k in late if (gradient := at.get(k)) is not None}
-        reached = [t.dtype for t in wanted.values()]
-        marks = Marks.of(recorded.losses.detach()[0], self.evaluations, reached)
+        marks = Marks.of(recorded.losses.detach()[0], self.evaluations, recorded.dtypes)
         passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
         own: dict[Output, Axis] = {}
         for output, once in wanted.items():

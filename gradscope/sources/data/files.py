@@ -228,7 +228,7 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
             raise DatasetError(
                 f"there is no array {name!r} in the file",
                 remedy=suggestion(name, some).replace("Supported", "It holds")
-                + " A dataset.toml says which are inputs and targets.",
+                + " A dataset.toml says which are inputs and targets; targets = [] for none.",
             )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gradscope
 from gradscope.backends.hooks import block_of, hooks
 from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.backends.hooks.rules import Site
@@ -123,6 +124,41 @@ def test_gradients_of_experts_whatever_the_routing(
                     ours = found[name].dense()[i].double()
                     torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-6)
     assert kinds == ({SegmentBlock} if GROUPED else set())
+
+
+@pytest.mark.parametrize("product", [by_rows, by_columns])
+def test_in_float64_too(product: Product) -> None:
+    """In which `compare` computes its reference: torch has no grouped product of it."""
+    torch.manual_seed(3)
+    model, exact = Mixture(product).double(), Mixture(one_by_one).double()
+    exact.load_state_dict(model.state_dict())
+    x, y = (torch.randn(N, *shape, dtype=torch.float64) for shape in ((T, WIDTH), (WIDTH,)))
+    given = x, torch.tensor([SHIFTS["some go nowhere"]] * N, dtype=torch.float64)
+    for backend in ("hooks", "expand", "loop"):
+        found = gradscope.per_sample_gradients(model, loss, given, y, backend=backend)
+        right = gradscope.per_sample_gradients(exact, loss, given, y, backend="loop")
+        for name, gradient in right.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+    single = given[0].float(), given[1].float()
+    assert gradscope.compare(model.float(), loss, single, y.float(), backends=["hooks"]).agrees
+
+
+@pytest.mark.parametrize("product", [by_rows, one_by_one])
+def test_whose_a_row_is_where_a_part_computes_in_fewer_digits(product: Product) -> None:
+    """As transformers' routers and norms do, in float32 whatever the model: marks are rounded."""
+
+    class Rounded(Mixture):
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            return super().forward(x, shift).float().tanh().double()
+
+    torch.manual_seed(3)
+    model = Rounded(product).double()
+    x, y = (torch.randn(N, *shape, dtype=torch.float64) for shape in ((T, WIDTH), (WIDTH,)))
+    given = x, torch.tensor([SHIFTS["balanced"]] * N, dtype=torch.float64)
+    found = gradscope.per_sample_gradients(model, loss, given, y, backend="hooks")
+    right = gradscope.per_sample_gradients(model, loss, given, y, backend="loop")
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 class Stack(nn.Module):

@@ -110,8 +110,7 @@ class Analysis:
         wanted = {k: gradient for k in unknown if (gradient := at.get(k)) is not None}
         if not (bool(wanted) if agree is None else agree(bool(wanted))):
             return found
-        reached = [t.dtype for t in at.values() if t is not None]
-        marks = Marks.of(batch.losses.detach(), seed, reached)
+        marks = Marks.of(batch.losses.detach(), seed, batch.dtypes)
         asked = [*(wanted if agree is None else at)]
         alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
         passes = [batch.gradients(asked, weights.view(alike)) for weights in marks.weights]

@@ -33,6 +33,12 @@ class Trace:
         """The number of samples."""
         return int(self.losses.shape[0])
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """What numbers gradients go through: a part may compute in fewer digits than the rest."""
+        found = {dtype for node in self.nodes for dtype in internals.output_dtypes(node)}
+        return {dtype for dtype in found if dtype.is_floating_point or dtype.is_complex}
+
     def same_program(self, other: "Trace | RecordedProgram") -> bool:
         """Whether both passes recorded the same operations, connected in the same way."""
         return self.kinds == other.kinds and self.edges == other.edges

@@ -1,0 +1,107 @@
+"""Kernels of torch's that are wrong or missing in some case, put right while a model runs.
+
+Normalisation by channels on a CPU takes a gradient whose layout it mistakes for another, and gives
+the derivative of no function: that of channels behind positions, as `transpose(1, 2)` after a
+flatten leaves it, where an axis has one entry. Those are batches of one above all, which are what
+every number is held against. Laid out position behind position, there is nothing to mistake.
+
+Grouped products, which mixtures of experts call, exist up to float32 only.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _channels_normalised(own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return what `own` makes of its input (n, c, ...), which takes gradients row by row."""
+    name = "input"
+    x: Tensor = kwargs[name] if name in kwargs else args[0]
+    if type(x) not in _PLAIN or x.dim() < 4 or x.device.type != "cpu" or _transformed():
+        return own(*args, **kwargs)
+    if not x.is_contiguous():
+        if x.stride() == _channels_last(x):  # a layout with a name, which is not mistaken
+            return own(*args, **kwargs)
+        x = x.contiguous()
+    rest = {key: value for key, value in kwargs.items() if key != name}
+    out = own(x, *args[1:], **rest)
+    if out.requires_grad:
+        out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _channels_last(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of (n, c, ...) where channels are behind positions."""
+    strides, size = [1], x.shape[1]
+    for axis in range(x.dim() - 1, 1, -1):
+        strides.insert(1, size)
+        size *= x.shape[axis]
+    return (size, *strides)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is at work, whose tensors take no hooks."""
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return torch.compiler.is_compiling() or (peek is not None and peek() is not None)
+
+
+def _grouped_mm(
+    own: Callable[..., Tensor], a: Tensor, b: Tensor, offs: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return torch's grouped product; in float64 group by group, zeros behind the last group.
+
+    Groups are rows of `a` (r, i), each times its own matrix of `b` (g, i, o); or columns of `b`
+    (i, r) behind matrices `a` (g, o, i); or parts of the axis that is summed: (g, o, i).
+    """
+    if a.dtype != torch.float64 or any(value is not None for value in options.values()):
+        return own(a, b, offs, **options)
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = [slice(*part) for part in zip([0, *ends], ends, strict=False)]
+    if a.dim() == b.dim():
+        return torch.stack([a[:, part] @ b[part] for part in groups])
+    if a.dim() == 2:
+        rows = [a[part] @ b[k] for k, part in enumerate(groups)]
+        return torch.cat([*rows, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
+    columns = [a[k] @ b[:, part] for k, part in enumerate(groups)]
+    return torch.cat([*columns, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
+
+
+_OWN: dict[str, Callable[..., Tensor]] = {
+    name: getattr(torch, name)
+    for name in ("batch_norm", "instance_norm", "_grouped_mm")
+    if hasattr(torch, name)  # the last is not in every release
+}
+_MENDED = {
+    name: partial(_grouped_mm if name == "_grouped_mm" else _channels_normalised, own)
+    for name, own in _OWN.items()
+}
+
+
+def mended() -> AbstractContextManager[None]:
+    """Let the body's forward passes call these kernels where they are right."""
+    return _in_place(_MENDED)
+
+
+def as_torch_has_them() -> AbstractContextManager[None]:
+    """Undo `mended` where torch compiles, which knows its own kernels only."""
+    return _in_place(_OWN)
+
+
+@contextmanager
+def _in_place(kernels: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
+    before = {name: getattr(torch, name) for name in kernels}
+    try:
+        for name, kernel in kernels.items():
+            setattr(torch, name, kernel)
+        yield
+    finally:
+        for name, kernel in before.items():
+            setattr(torch, name, kernel)
