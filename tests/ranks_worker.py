@@ -62,6 +62,14 @@ class Net(nn.Module):
         return out
 
 
+class Rounded(nn.LayerNorm):
+    """Normalises in float32, as RMSNorm of transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x (..., d) of mean 0 and variance 1, with the digits of float32."""
+        return self.weight * nn.functional.layer_norm(x.float(), (x.shape[-1],)).to(x) + self.bias
+
+
 def divided(model: Net, **how: Any) -> Net:
     """Return a copy, divided over the processes layer by layer."""
     model = copy.deepcopy(model)
@@ -158,6 +166,12 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     found["finite"] = float((several - norms[own])[finite].abs().max())
     found["checkpointed"] = checkpointed(rows, x[own], y[own])
     found["training"] = trained(model, x[own], y[own])
+    rounded = copy.deepcopy(model)
+    rounded.norm = Rounded(7, dtype=torch.float64)
+    _, right = oracle.per_sample_gradients(rounded, cross_entropy, x, y)
+    scope = gradscope.Scope(divided(rounded), "cross_entropy")
+    found["rounded"] = gap(scope.per_sample_gradients(x[own], y[own]), right)
+    found["notes"] = scope.notes
     found["alive"] = largest_at_once(x, y, own)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     narrow = divided(model.float(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

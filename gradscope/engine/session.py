@@ -350,6 +350,7 @@ class Session:
         """Take note of a batch that was answered, and of its proof if all of it was proved."""
         if self.lockstep is not None:
             self.certificate = self.lockstep.certificate
+            self._note_precision(self.lockstep.narrow)
         waits = self.settings.verify == "audit" and proof is None
         self._unaudited = batch if waits else None  # else nobody's data are held
         self._doubtful = 0 if proof is not None else self._doubtful + 1

@@ -22,7 +22,8 @@ from torch import Tensor
 from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
-from gradscope.core.independence import other_random_numbers, same
+from gradscope.core.independence import computed_in, other_random_numbers, same
+from gradscope.core.precision import products
 from gradscope.core.problem import Problem, summed
 from gradscope.core.ranks import Sharding
 from gradscope.core.stops import within
@@ -68,6 +69,7 @@ class Lockstep:
         self._evaluate: Evaluate | None = None
         self._due = True  # a proof is
         self._wary = False  # this process has refused a batch: every other is proved
+        self.narrow = self.problem.precision  # the least precise that the first batch computes in
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, on all processes."""
@@ -277,6 +279,9 @@ class Lockstep:
         checks = []
         finite = finite_samples(found).cpu()
         with unmeasured(), other_random_numbers():
+            if kind == _FIRST:
+                with self.sharding.together():
+                    self.narrow = computed_in(self.problem, batch)
             for rows in groups:
                 weights = (torch.randint(0, 2, (len(rows),), generator=draw) * 2 - 1) * (
                     0.5 + torch.rand(len(rows), generator=draw, dtype=torch.float64)
@@ -284,13 +289,13 @@ class Lockstep:
                 usable = rows[finite[rows]]
                 own = usable if len(usable) else rows
                 losses, check = self._compared(batch, found, own, weights[: len(own)])
-                if not same(found.losses[own], losses, found.losses, self.problem.precision):
+                if not same(found.losses[own], losses, found.losses, self._digits):
                     wrong.append(_coupled(batch, own))
                 if len(usable):
                     checks.append(check)
             if kind == _FIRST or self.sharding.any(bool(wrong)):
                 again = self._losses(batch).detach()
-                if not same(again, found.losses, precision=self.problem.precision):
+                if not same(again, found.losses, precision=self._digits):
                     wrong.insert(0, _random(batch))
             if kind == _FIRST:
                 few = order[:2][finite[order[:2]]]
@@ -300,6 +305,12 @@ class Lockstep:
         if wrong or failed:
             raise wrong[0] if wrong else _failed(failed[0], batch)
         return self._certificate(batch, found, checks, order[:single], begun)
+
+    @property
+    def _digits(self) -> torch.dtype:
+        """What numbers are right to: the least precise of the model's and the device's."""
+        place = products(self.problem.device) if self.narrow == torch.float32 else self.narrow
+        return max(self.narrow, place, key=lambda d: torch.finfo(d).eps)
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the losses (n,): a process whose forward pass fails lets no other go on."""
@@ -315,7 +326,7 @@ class Lockstep:
         norms = some.squared_norms
         w = weights.to(next(iter(norms.values())))
         claim, gaps = Claim.of(some, w), {}
-        tolerance = TOLERANCES[problem.precision]
+        tolerance = TOLERANCES[self._digits]
 
         def seen(name: str, gradient: Tensor) -> Tensor:
             gap = claim.value(name) - gradient
@@ -333,7 +344,7 @@ class Lockstep:
             for handle in handles:
                 handle.remove()
         whole = math.sqrt(sum(size**2 for size in claim.sizes.values()))
-        noise = _NOISE * torch.finfo(problem.precision).eps * whole
+        noise = _NOISE * torch.finfo(self._digits).eps * whole
         errors = {}
         for name, size in claim.sizes.items():
             gap = gaps.get(name, size)  # autograd has none: all of it is too much
