@@ -70,6 +70,19 @@ class Rounded(nn.LayerNorm):
         return self.weight * nn.functional.layer_norm(x.float(), (x.shape[-1],)).to(x) + self.bias
 
 
+class Kinked(Net):
+    """Has a ReLU at whose kink rounding decides, in a small batch otherwise than in a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Parameter(torch.tensor([-0.1, -0.2, 0.3]))  # of 0, or 7e-9
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 3) of x (n, t)."""
+        a, b, c = self.parts[[0, 1, 2] if len(x) > 3 else [2, 1, 0]]
+        return super().forward(x) * (1 + torch.relu(a + b + c))
+
+
 def divided(model: Net, **how: Any) -> Net:
     """Return a copy, divided over the processes layer by layer."""
     model = copy.deepcopy(model)
@@ -172,6 +185,18 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     scope = gradscope.Scope(divided(rounded), "cross_entropy")
     found["rounded"] = gap(scope.per_sample_gradients(x[own], y[own]), right)
     found["notes"] = scope.notes
+    kinked = Kinked()
+    assert float(kinked.parts.sum()) != float(kinked.parts.flip(0).sum())
+    before = {k: v.clone() for k, v in kinked.state_dict().items()}
+    parts = divided(kinked)
+    rows = gradscope.Scope(parts, "cross_entropy").per_sample_gradients(x[own], y[own])
+    _, right = oracle.per_sample_gradients(kinked.double(), cross_entropy, x, y)
+    found["kinked"] = gap(
+        {k: v for k, v in rows.items() if k != "parts"},
+        {k: v for k, v in right.items() if k != "parts"},
+    )
+    found["shaken"] = gap(parts.state_dict(), before)
+    found["mistaken"] = [mistaken(parts, times, x[own], y[own]) for times in (0.0, 1.01)]
     found["alive"] = largest_at_once(x, y, own)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     narrow = divided(model.float(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -186,6 +211,29 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     assert wide.certificate is not None
     found["policy"] = wide.certificate.dtype
     return found
+
+
+def mistaken(parts: Net, times: float, x: Tensor, y: Tensor) -> str:
+    """Let the backend say that one parameter's gradients are so many times as large."""
+    kept = backends._entries["hooks"]
+
+    @contextmanager
+    def wrong(problem: Problem) -> Iterator[Evaluate]:
+        with kept(problem) as right:
+
+            def evaluate(batch: Batch, *asked: Any) -> blocks.Evaluation:
+                found = right(batch, *asked)
+                rows = {**found.gradients}
+                rows["last.bias"] = blocks.DenseBlock(times * rows["last.bias"].dense())
+                return replace(found, gradients=blocks.Gradients(rows))
+
+            yield evaluate
+
+    backends._entries["hooks"] = wrong
+    try:
+        return told(lambda: gradscope.norms(parts, "cross_entropy", x, y))
+    finally:
+        backends._entries["hooks"] = kept
 
 
 class Checkpointed(Net):

@@ -15,6 +15,7 @@ from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.engine.certificate import certify
+from gradscope.engine.judge import Errors, sketch
 from gradscope.errors import CertificateError, RefusedError
 from gradscope.scope import Scope
 from gradscope.stages.losses import cross_entropy
@@ -257,3 +258,35 @@ def test_products_in_tf32_are_proved_to_its_digits_where_it_is_allowed(allowed: 
             scope.norms(inputs, targets)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_a_sketch_keeps_norms_of_differences(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 300, 401, generator=draw, dtype=dtype)
+    assert len(sketch(a)) < a.numel() / 20
+    torch.testing.assert_close(sketch(a) - sketch(b), sketch(a - b), atol=1e-4, rtol=1e-4)
+    few = torch.zeros_like(a)
+    few[3, 5], few[7, 11] = 2.0, -1.5
+    for t in (a - b, few):
+        right = float(torch.linalg.vector_norm(t))
+        assert float(torch.linalg.vector_norm(sketch(t))) == pytest.approx(right, rel=0.08)
+
+
+def test_rounding_answers_for_as_much_as_it_moves() -> None:
+    gaps = {"right": 1e-6, "kinked": 0.02, "wrong": 0.03, "tiny": 1e-7, "lost": float("nan")}
+    sizes = {"right": 1.0, "kinked": 1.0, "wrong": 1.0, "tiny": 1e-7, "lost": 1.0, "unused": 0.0}
+    few = {k: sizes[k] for k in ("right", "kinked", "tiny", "unused")}
+    errors = Errors(few, gaps, torch.float32)
+    assert errors.doubtful == ["kinked"]
+    assert not errors.largest().passed
+    assert errors.largest({"kinked": 0.01}).passed
+    assert errors.largest({"kinked": 0.01}).small == ("tiny",)  # of that nothing is known
+    assert not errors.largest({"kinked": 0.005}).passed
+    assert errors.largest({"kinked": 0.5}).small == ("kinked", "tiny")
+    both = Errors(sizes, gaps, torch.float32)
+    assert both.doubtful == ["kinked", "wrong", "lost"]
+    told = both.largest({"kinked": 0.01, "wrong": 0.01, "lost": 1.0})
+    assert (told.parameter, told.passed) == ("lost", False)
+    missing = Errors({"a": 1.0}, {}, torch.float32)
+    assert missing.largest().error == 1.0  # autograd has no gradient of what has one

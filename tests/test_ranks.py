@@ -62,6 +62,11 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
         assert own["alive"] < 5  # of 8 layers
         assert own["rounded"] < 1e-5
         assert any("computes in float32" in note for note in own["notes"])
+        assert own["kinked"] < 1e-5
+        assert own["shaken"] == 0
+        for error in own["mistaken"]:
+            assert "parameter 'last.bias'" in error, error
+            assert "failed the proof" in error, error
         assert own["bfloat16"] < 1e-2
         assert {*own["dtypes"]} == {"torch.float32"}
         assert own["policy"] == "bfloat16"

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of
 from gradscope.core.draws import EVAL
-from gradscope.core.precision import doubled, on_host
+from gradscope.core.precision import doubled, on_host, shaken
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
 from gradscope.core.randomness import (
     Extreme,
@@ -56,7 +56,7 @@ _FEW = 3  # samples that are evaluated alone
 _OUTSTANDING = 4  # samples, at most, that are alone where others are in company
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # what is more in float32 is looked into
-_UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
+UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
 
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
@@ -224,15 +224,7 @@ def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
     for _ in range(trials):
         with torch.no_grad():
             for name, p in near.parameters.items():
-                own = originals[name]
-                real = torch.view_as_real(own) if own.is_complex() else own
-                wide = on_host(real).double()
-                noise = torch.rand(
-                    wide.shape, generator=draw, device=wide.device, dtype=torch.float64
-                )
-                units = _UNITS * torch.finfo(p.dtype).eps * (noise * 2 - 1)
-                changed = (wide * (1 + units)).to(real)
-                p.copy_(torch.view_as_complex(changed) if own.is_complex() else changed)
+                p.copy_(shaken(originals[name], UNITS * torch.finfo(p.dtype).eps, draw))
         yield near
 
 

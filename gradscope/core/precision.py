@@ -71,6 +71,15 @@ def products(device: torch.device) -> torch.dtype:
     return torch.float16 if convolutions or asked == "high" else torch.float32
 
 
+def shaken(t: Tensor, share: float, draw: torch.Generator) -> Tensor:
+    """Return a tensor whose entries are larger or smaller by up to this share, at random."""
+    real = torch.view_as_real(t) if t.is_complex() else t
+    wide = on_host(real).double()
+    noise = torch.rand(wide.shape, generator=draw, device=wide.device, dtype=torch.float64)
+    changed = (wide * (1 + share * (noise * 2 - 1))).to(real)
+    return torch.view_as_complex(changed) if t.is_complex() else changed
+
+
 def on_host(t: Tensor) -> Tensor:
     """Return a tensor where there is float64: where it is, or on the CPU."""
     return t if double(t.device) == torch.float64 else t.cpu()

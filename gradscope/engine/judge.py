@@ -34,7 +34,11 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's
 _LAST_DIGITS = 64.0  # the same in float64, where no wider format tells what is rounding
 _LUCK = 10.0  # times that two roundings may differ from what two others do
-_TRIALS = 8  # changes of the parameters in their last digits
+TRIALS = 8  # changes of the parameters in their last digits
+_DIGITS = 64.0  # as _NOISE, where sums are compared that cannot be computed anew
+_SKETCH = (
+    4093  # numbers: of the norm they tell some 2 %; a prime, so that no stride is one number's
+)
 _MOST = 0.5  # of a gradient that may be rounding, for it to be proved
 _KINKS = 3.0  # times the largest change of the gradient that these make
 
@@ -64,6 +68,50 @@ class LargestError:
     def rank(self) -> float:
         """How near it is to failing, from 1 on beyond that."""
         return _rank(self.error, self.tolerance)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far the claims about some parameters' sums are from autograd's sums."""
+
+    sizes: Mapping[str, float]  # of the sums, by name
+    gaps: Mapping[str, float]  # norms of the differences; none where autograd has no gradient
+    digits: torch.dtype  # what both are right to
+
+    @property
+    def doubtful(self) -> list[str]:
+        """The parameters whose errors are not within the tolerance, and more than rounding."""
+        whole = math.sqrt(sum(size**2 for size in self.sizes.values()))
+        noise = _DIGITS * torch.finfo(self.digits).eps * whole
+        within = TOLERANCES[self.digits]
+        return [
+            k
+            for k in self.sizes
+            if not self._error(k) <= within and not self.gaps.get(k, math.inf) <= noise
+        ]
+
+    def largest(self, spread: Mapping[str, float] | None = None) -> LargestError:
+        """Return the largest error, where rounding alone moves sums by `spread`."""
+        allowed = dict.fromkeys(self.sizes, TOLERANCES[self.digits])
+        doubtful = self.doubtful
+        for name, moved in (spread or {}).items():
+            allowed[name] = max(allowed[name], _KINKS * _relative(moved, self.sizes[name]))
+        errors = {k: self._error(k) for k in self.sizes}
+        small = [k for k in errors if not errors[k] <= TOLERANCES[self.digits]]
+        small = [k for k in small if k not in doubtful or errors[k] <= allowed[k] > _MOST]
+        told = [k for k in errors if k not in small]
+        worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
+        return LargestError(
+            errors.get(worst, 0.0),
+            worst,
+            allowed.get(worst, TOLERANCES[self.digits]),
+            dtype=dtype_name(self.digits),
+            small=tuple(small),
+        )
+
+    def _error(self, name: str) -> float:
+        size = self.sizes[name]
+        return _relative(self.gaps.get(name, size), size)  # without a gradient all is too much
 
 
 NOTHING = LargestError(0.0, "", 0.0)  # where there was nothing to compare
@@ -165,7 +213,7 @@ def judged(
     """
     dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
     gaps, sizes = _compared(claim, right)
-    errors = {k: _relative(gap, sizes[k] or _norm(right[k])) for k, gap in gaps.items()}
+    errors = {k: _relative(gap, sizes[k] or norm(right[k])) for k, gap in gaps.items()}
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [k for k in right if not errors[k] <= tolerance]
     noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
@@ -176,8 +224,8 @@ def judged(
             dtype, narrow = torch.float64, products(problem.device)
             rounded = TOLERANCES[narrow] if problem.precision == torch.float32 else tolerance
             for k in doubtful:
-                size = max(sizes[k], _norm(truth[k]))
-                errors[k] = _relative(_norm(claim.value(k).to(truth[k]) - truth[k]), size)
+                size = max(sizes[k], norm(truth[k]))
+                errors[k] = _relative(norm(claim.value(k).to(truth[k]) - truth[k]), size)
                 allowed[k] = max(rounded, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
@@ -203,9 +251,9 @@ def _compared(
     gaps, sizes = {}, dict(claim.sizes)
     for name, value in right.items():
         found = claim.value(name)
-        gaps[name] = _norm(found - value)
+        gaps[name] = norm(found - value)
         if name not in sizes:
-            sizes[name] = _norm(found)
+            sizes[name] = norm(found)
     return gaps, sizes
 
 
@@ -228,7 +276,7 @@ def _noise(
     noise = [k for k in tiny if k in small or gaps[k] <= digits]
     if other is not None and len(tiny) > len(noise):
         again = other()
-        noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * _norm(right[k] - again[k])]
+        noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * norm(right[k] - again[k])]
     return noise
 
 
@@ -243,10 +291,10 @@ def _in_float64(
     truth = {name: every[name] for name in names}
     del wide, every  # a copy of the model in float64, and as much again
     spread = dict.fromkeys(names, 0.0)
-    for near in nearby(problem, _TRIALS):
+    for near in nearby(problem, TRIALS):
         found = objective.evaluated(near)[1]
         for name in names:
-            spread[name] = max(spread[name], _norm(found[name].to(truth[name]) - truth[name]))
+            spread[name] = max(spread[name], norm(found[name].to(truth[name]) - truth[name]))
     return truth, spread
 
 
@@ -260,11 +308,27 @@ def _relative(gap: float, size: float) -> float:
     return gap / size if size else (0.0 if gap == 0 else float("inf"))
 
 
-def _norm(t: Tensor) -> float:
+def norm(t: Tensor) -> float:
+    """Return (Σ tₖ²)^½, in more digits than a tensor's own where its squares are no numbers."""
     found = float(torch.linalg.vector_norm(precise(t)))
     if 0 < found < math.inf:  # else squares may not be numbers of its own dtype
         return found
     return float(torch.linalg.vector_norm(doubled(on_host(t))))
+
+
+def sketch(t: Tensor) -> Tensor:
+    """Return sums of entries with random signs, always the same, (4093,): linear, of the same norm.
+
+    The norm is right on average, to 2 % (Alon, Matias and Szegedy, 1999; in buckets: Charikar, Chen
+    and Farach-Colton, 2002).
+    """
+    real = torch.view_as_real(t) if t.is_complex() else t
+    flat = doubled(real).flatten()
+    draw = torch.Generator(flat.device).manual_seed(0)
+    signs = torch.randint(0, 2, flat.shape, generator=draw, dtype=torch.int8, device=flat.device)
+    flat = flat * (2 * signs - 1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % _SKETCH))
+    return padded.view(-1, _SKETCH).sum(0)
 
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
