@@ -369,7 +369,11 @@ class Sharding(Ranks):
                     pass
             reset = getattr(self.modules[0], "reset_iter_state", None)  # not in every torch
             if reset is not None:
+                leaves = [*self.sharded.values(), *self.whole.values()]
+                gradients = [p.grad for p in leaves]  # the training's own, which it drops
                 reset()
+                for p, gradient in zip(leaves, gradients, strict=True):
+                    p.grad = gradient
             raise
         finally:
             checkpointing._checkpoint_hook = own  # type: ignore[misc]
