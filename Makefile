@@ -47,7 +47,8 @@ gpu: install-bench
 
 compat: $(COMPAT)/installed
 	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core \
-		tests/test_scope.py $(COMPAT_OPTIONS)
+		tests/training tests/test_scope.py tests/test_certificate.py tests/test_randomness.py \
+		tests/test_ranks.py $(COMPAT_OPTIONS)
 	$(call demonstrate,$(COMPAT)/bin,$(COMPAT)/demo)
 
 browser: install-dev

@@ -289,9 +289,7 @@ class Sharding(Ranks):
             state = module._get_fsdp_state()
             with suppress(AttributeError):  # not in every torch, and not before the first pass
                 state._comm_ctx.post_forward_order.clear()
-            several = hasattr(state, "_fsdp_param_groups")  # torch 2.13
-            groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
-            for group in filter(None, groups):
+            for group in _groups(state):
                 group._post_forward_indices.clear()
 
     @contextmanager
@@ -367,17 +365,30 @@ class Sharding(Ranks):
             for module in self._order[len(gathered) :]:
                 with self._present(module):
                     pass
-            reset = getattr(self.modules[0], "reset_iter_state", None)  # not in every torch
-            if reset is not None:
-                leaves = [*self.sharded.values(), *self.whole.values()]
-                gradients = [p.grad for p in leaves]  # the training's own, which it drops
-                reset()
-                for p, gradient in zip(leaves, gradients, strict=True):
-                    p.grad = gradient
+            self._begin_anew()
             raise
         finally:
             checkpointing._checkpoint_hook = own  # type: ignore[misc]
             handle.remove()
+
+    def _begin_anew(self) -> None:
+        """Let torch forget a forward pass that has not come to its end."""
+        reset = getattr(self.modules[0], "reset_iter_state", None)  # from torch 2.13 on
+        if reset is not None:
+            leaves = [*self.sharded.values(), *self.whole.values()]
+            gradients = [p.grad for p in leaves]  # the training's own, which it drops
+            reset()
+            for p, gradient in zip(leaves, gradients, strict=True):
+                p.grad = gradient
+            return
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        for module in self.modules:
+            state = module._get_fsdp_state()
+            for part in (state, *_groups(state)):
+                part._training_state = TrainingState.IDLE
+            state._modules_to_run_forward.clear()
+            state._state_ctx.iter_forward_root = None
 
     def spread(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """From rows of all ranks, each whole on one, to a part of all rows on each rank.
@@ -433,6 +444,12 @@ class Sharding(Ranks):
             return [Replicate()] * self.mesh.ndim
         own: Any = self.sharded[name]
         return [Shard(k.dim + lead) if k.is_shard() else k for k in own.placements]
+
+
+def _groups(state: Any) -> list[Any]:
+    several = hasattr(state, "_fsdp_param_groups")  # torch 2.13
+    groups = state._fsdp_param_groups if several else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
