@@ -64,7 +64,8 @@ def reachable(
     seen: dict[int, Any] = {}
     while waiting and len(seen) < _MOST:
         value, name = waiting.popleft()
-        home = type(value).__module__
+        home = getattr(type(value), "__module__", "")
+        home = home if isinstance(home, str) else ""  # some wrappers' is a descriptor
         foreign = home.partition(".")[0] in _SKIPPED_FROM or home.startswith(_OWN)
         if id(value) in seen or foreign or isinstance(value, _SKIPPED):
             continue

@@ -46,6 +46,25 @@ def test_what_is_not_a_number_has_not_changed() -> None:
     assert state.found == 0
 
 
+class Nameless:
+    """Has no module's name, as some wrappers of compiled code."""
+
+    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.calls = [0]
+
+
+def test_an_object_whose_class_names_no_module_is_looked_into() -> None:
+    model = nn.Linear(1, 1)
+    model.held = Nameless()
+    state = State(model, None)
+    with state.kept(), state.watched():
+        model.held.calls[0] += 1
+    assert state.found > 0
+    assert model.held.calls == [0]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_model_may_hold_a_sparse_matrix(layout: torch.layout) -> None:
