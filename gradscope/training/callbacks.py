@@ -1,6 +1,8 @@
 """Callbacks of transformers' Trainer and of Lightning's, whose classes are added on import."""
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,7 +67,11 @@ class LightningMonitor(_Callback):
 
         options = self._options | {"trackers": [log, *self._options.get("trackers", ())]}
         self.monitor = Monitor(pl_module, self._loss, **options)
-        self.monitor.start(trainer.global_step)
+        steps = math.inf
+        with suppress(Exception):  # whatever Lightning cannot say of its loaders
+            steps = trainer.estimated_stepping_batches
+        last = int(steps) if steps < math.inf else None
+        self.monitor.start(trainer.global_step, last=last)
 
     def on_train_batch_end(
         self,
@@ -158,7 +164,7 @@ class TrainerMonitor(_Callback):
         probe = inputs, inputs.pop(self._labels)
         self.monitor = Monitor(known["model"], self._loss, probe=probe, **self._options)
         batch = args.train_batch_size * args.gradient_accumulation_steps
-        self.monitor.start(state.global_step, batch)
+        self.monitor.start(state.global_step, batch, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Measure if it is time."""

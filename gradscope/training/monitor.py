@@ -49,6 +49,9 @@ _FEW = 4  # samples on which the first proof is made, so that it costs little
 # passes over its samples: a proof evaluates them in a dozen other batches, a measurement takes the
 # sums of the gradients after a pass.
 _PROOF, _MEASURE = 12, 2
+# Of a training whose end is known, and that has no time for one measurement of all samples, so many
+# are to be had, of at least so many samples; and the first proof is made on as few as it can be.
+_POINTS, _LEAST, _FEWEST = 3, 8, 2
 _LATELY = 3  # measurements; the next is taken to last as long as the longest of them
 
 
@@ -92,6 +95,7 @@ class _Progress:
     first: int = 0  # steps made before
     step: int = 0
     batch: int = 1  # samples in a step
+    last: int | None = None  # the step with which it ends, where that is known
 
 
 class Monitor(Held):
@@ -111,6 +115,7 @@ class Monitor(Held):
         loss: As of `Scope`: unreduced, by name or a callable.
         every: Steps between measurements, at least; other steps cost nothing.
         samples: How many samples of a batch are measured, at most, by each process that measures.
+            Fewer are where it is known when the training ends, and that there is no time for all.
         overhead: The most that all measurements may take, proofs included, as a share of the time
             that the training takes between them. A measurement that it does not allow yet waits
             for a later multiple of `every`. None: no bound.
@@ -180,6 +185,7 @@ class Monitor(Held):
         logs = [*map(as_log, trackers)]
         self.latest: Step | None = None
         self._training = _Progress(batch=samples)
+        self._taken, self._few = samples, _FEW  # how many are measured, and proved first
         self._proofs = self._proof = 0.0  # seconds of all proofs, and of the last
         self._cut_off = 0.0  # seconds of a proof for which there was no more time
         self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
@@ -196,19 +202,20 @@ class Monitor(Held):
                 self._left = weakref.finalize(self, _leave, os.getpid(), self.path, self._training)
         self._spent = self._ahead = clock() - begun  # seconds; those before the training
 
-    def start(self, step: int = 0, batch: int | None = None) -> None:
+    def start(self, step: int = 0, batch: int | None = None, last: int | None = None) -> None:
         """Say that the training begins now; else it begins when the first step has been made.
 
         Args:
             step: How many steps were made before, where a training is continued.
             batch: How many samples a step takes, where `step` is not given a batch.
+            last: The step with which the training ends, where that is known.
 
         Raises:
             SpecError: The step has no whole number.
         """
         training, step = self._training, _numbered(step)
         training.start, training.first, training.step = self._clock(), step, step
-        training.batch = batch or training.batch
+        training.batch, training.last = batch or training.batch, last
 
     def step(self, inputs: Any = None, targets: Any = None, *, step: int | None = None) -> None:
         """Count a step of the optimiser, and measure if it is time.
@@ -282,12 +289,18 @@ class Monitor(Held):
 
     def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
         trained, batch = self._trained(begun), self._samples(of)
+        given, batch = len(batch), self._sized(batch, trained)
         if not self._allowed(trained, self._expected(trained)):
             return  # for all processes
         with self._untouched():
             keep_pages()  # or what is freed moves malloc's thresholds: later steps may pay for it
             if not self._proved(batch, trained, begun):
                 return
+            if self._first and not self._lately and len(batch) < given:
+                _warn(
+                    f"{len(batch)} of {given} samples are measured: of a training of "
+                    f"{self._steps_in_all():,} steps an overhead of {self.overhead} allows no more"
+                )
             now = self._clock()
             summary = measure(self.scope, batch.inputs, batch.targets, clip=self._clip)
         settle(self.scope.problem.device)
@@ -318,7 +331,7 @@ class Monitor(Held):
         left = budget - self._spent - (self._clock() - begun)
         try:
             with stops.within(left, self._clock):
-                self.scope.evaluate(batch.select(slice(0, _FEW)))
+                self.scope.evaluate(batch.select(slice(0, self._few)))
                 settle(self.scope.problem.device)
             self._cut_off, self._proof = 0.0, self._clock() - begun
         except stops.OutOfTime:
@@ -338,6 +351,31 @@ class Monitor(Held):
             self._training.batch = len(batch)
         return batch.select(slice(0, self.samples)).to(self.scope.problem.device, None)
 
+    def _sized(self, batch: Batch, trained: float) -> Batch:
+        """Return those of a batch's samples that are measured, always as many as the first time."""
+        if not self._lately:
+            self._taken, self._few = len(batch), _FEW
+            self._fit(trained)
+        return batch.select(slice(0, self._taken))
+
+    def _fit(self, trained: float) -> None:
+        """Take fewer samples if the training ends before one measurement of all is allowed."""
+        each = self._each(trained)
+        if self.overhead is None or self._training.last is None or each <= 0:
+            return
+        left = self.overhead * each * self._steps_in_all() - self._spent
+        for self._few in (_FEW, _FEWEST):
+            seconds = left - self._expected_proof(trained)
+            fits = int(seconds / (_MEASURE * each / self._training.batch))
+            if fits >= self._taken:
+                return
+        if fits >= _FEWEST:
+            self._taken = min(fits, max(fits // _POINTS, _LEAST))
+
+    def _steps_in_all(self) -> int:
+        assert self._training.last is not None
+        return self._training.last - self._training.first
+
     def _trained(self, now: float) -> float:
         """Return the seconds of training so far, without those of measurements."""
         start = self._training.start
@@ -349,13 +387,16 @@ class Monitor(Held):
 
     def _expected(self, trained: float) -> float:
         """Return how many seconds the next measurement will take, with its proof."""
-        sample = self._each(trained) / self._training.batch
-        proof = 2 * self._cut_off
-        if not proof and self.scope.certificate is None:
-            proof = _PROOF * sample * min(_FEW, self.samples)
+        proof = self._expected_proof(trained)
         if self._lately:
             return proof + max(self._lately)
-        return proof + max(self._proof, _MEASURE * sample * self.samples)
+        sample = self._each(trained) / self._training.batch
+        return proof + max(self._proof, _MEASURE * sample * self._taken)
+
+    def _expected_proof(self, trained: float) -> float:
+        if self._cut_off or self.scope.certificate is not None:
+            return 2 * self._cut_off
+        return _PROOF * self._each(trained) / self._training.batch * min(self._few, self._taken)
 
     def _why_none(self) -> str:
         """Say why the training ends without a measurement."""

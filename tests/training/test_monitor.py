@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from math import sqrt
 
 import numpy as np
@@ -162,6 +163,29 @@ def test_the_budget_is_kept(tmp_path, monkeypatch, budget):
             assert later == step.step + step.cost.interval
     else:
         assert len(steps) > 110  # every five steps, but for a start
+
+
+@pytest.mark.parametrize(
+    ("steps", "taken", "most"), [(300, 16, 150), (40, 16, 3), (26, 8, 2), (20, 4, 2), (4, None, 0)]
+)
+def test_a_training_whose_end_is_known_has_measurements_in_time(monkeypatch, steps, taken, most):
+    clock, model, inside = Clock(0.05, monkeypatch), made(), []
+    batch = torch.randn(16, 6), torch.randint(3, (16,))
+    monitor = Monitor(model, "cross_entropy", 2, 16, 0.1, clock=clock, errors="raise")
+    monitor.start(last=steps)
+    fewer = f"{taken} of 16 samples are measured: of a training of {steps} steps"
+    told = "no measurement" if taken is None else fewer
+    with nullcontext() if taken == 16 else pytest.warns(MonitorWarning, match=told):
+        for _ in range(steps):
+            clock.now += 0.5
+            before = monitor.latest
+            monitor.step(*batch)
+            if monitor.latest is not before:
+                inside.append(monitor.latest.samples)
+        monitor.close()
+    assert inside == [taken] * len(inside)
+    assert 0 < len(inside) <= most or taken is None
+    assert clock.inside <= 0.1 * (clock.now - clock.inside)
 
 
 def test_a_proof_that_takes_longer_than_expected_is_cut_off(monkeypatch):
