@@ -32,10 +32,9 @@ from gradscope.errors import CertificateError, ModelError, RefusedError
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's
-_LAST_DIGITS = 64.0  # the same in float64, where no wider format tells what is rounding
+_LAST_DIGITS = 64.0  # the same where no wider format tells what is rounding, as in float64
 _LUCK = 10.0  # times that two roundings may differ from what two others do
 TRIALS = 8  # changes of the parameters in their last digits
-_DIGITS = 64.0  # as _NOISE, where sums are compared that cannot be computed anew
 _SKETCH = (
     4093  # numbers: of the norm they tell some 2 %; a prime, so that no stride is one number's
 )
@@ -82,7 +81,7 @@ class Errors:
     def doubtful(self) -> list[str]:
         """The parameters whose errors are not within the tolerance, and more than rounding."""
         whole = math.sqrt(sum(size**2 for size in self.sizes.values()))
-        noise = _DIGITS * torch.finfo(self.digits).eps * whole
+        noise = _LAST_DIGITS * torch.finfo(self.digits).eps * whole
         within = TOLERANCES[self.digits]
         return [
             k
