@@ -428,7 +428,7 @@ def by_trainer(model: Net, x: Tensor, y: Tensor) -> list[float | None]:
     data = [{"x": row, "labels": label} for row, label in zip(x, y, strict=True)]
     loader = SimpleNamespace(dataset=data, collate_fn=default_collate)
     args = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=1)
-    state = SimpleNamespace(is_world_process_zero=dist.get_rank() == 0, global_step=0)
+    state = SimpleNamespace(is_world_process_zero=dist.get_rank() == 0, global_step=0, max_steps=4)
     callback.on_train_begin(args, state, None, model=model, train_dataloader=loader)
     state.global_step = 1
     callback.on_step_end(args, state, None)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.loop import loop
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.blocks.base import inner
 from gradscope.core.batch import Batch
 from gradscope.core.problem import Problem
 from gradscope.engine.certificate import certify
@@ -290,3 +291,11 @@ def test_rounding_answers_for_as_much_as_it_moves() -> None:
     assert (told.parameter, told.passed) == ("lost", False)
     missing = Errors({"a": 1.0}, {}, torch.float32)
     assert missing.largest().error == 1.0  # autograd has no gradient of what has one
+
+
+def test_inner_products_of_many_entries_keep_their_digits() -> None:
+    rows = torch.randn(2, 3_000_001, generator=torch.Generator().manual_seed(0))
+    right = rows.double() @ rows[0].double()
+    torch.testing.assert_close(inner(rows, rows[0])[0].double(), right[0], atol=0, rtol=1e-6)
+    few = torch.randn(3, 5, dtype=torch.complex64)
+    torch.testing.assert_close(inner(few, few[0]), few @ few[0])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradscope.backends.loop import by_autograd
 from gradscope.blocks import Block, Gradients
-from gradscope.blocks.base import PIECE_BYTES, as_rows, precise, squared_sizes, squares
+from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.independence import computed_in, nearby
 from gradscope.core.precision import doubled, dtype_name, on_host, products
@@ -374,7 +374,7 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
     most = 2 * _slip(few) * size**2 + lost
     if differs(squared_norms, squared.clone(), most):
         yield "norms"
-    if differs(few.dot(alone[0]), right @ first.conj(), most):
+    if differs(few.dot(alone[0]), inner(right, first.conj().resolve_conj()), most):
         yield "inner products"
     of_squares = squares(first).add_(squares(second)) if both.n == 2 else squares(first)
     if differs(both.squared_sum().flatten(), of_squares, most):
