@@ -195,7 +195,7 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         {k: v for k, v in rows.items() if k != "parts"},
         {k: v for k, v in right.items() if k != "parts"},
     )
-    found["shaken"] = gap(parts.state_dict(), before)
+    found["put back"] = gap(parts.state_dict(), before)
     found["mistaken"] = [mistaken(parts, times, x[own], y[own]) for times in (0.0, 1.01)]
     found["alive"] = largest_at_once(x, y, own)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)

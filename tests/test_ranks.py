@@ -63,7 +63,7 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
         assert own["rounded"] < 1e-5
         assert any("computes in float32" in note for note in own["notes"])
         assert own["kinked"] < 1e-5
-        assert own["shaken"] == 0
+        assert own["put back"] == 0
         for error in own["mistaken"]:
             assert "parameter 'last.bias'" in error, error
             assert "failed the proof" in error, error

@@ -18,6 +18,7 @@ from gradscope.core.precision import wider
 TILE_BYTES = 4 * 2**20
 _LONG_ROW = 2**18  # bytes
 _RUN = 1024  # numbers that are summed one after the other
+_LONG_RUN = 2**13  # in products of matrices, which have many sums at a time
 PIECE_BYTES = 8 * TILE_BYTES  # what meets a piece (a random matrix) is made anew for each
 
 
@@ -49,23 +50,22 @@ def squared_sizes(rows: Tensor) -> Tensor:
 
 
 def inner(rows: Tensor, vector: Tensor) -> Tensor:
-    """Return Σⱼ rowsᵢⱼ vⱼ (n,) of a matrix (n, entries) and a vector (entries,), run by run.
+    """Return Σⱼ rowsᵢⱼ vⱼ (n,) of a matrix (n, entries) and a vector (entries,), in runs.
 
-    A product of whole rows adds number after number: of 10⁸ in float32, percents are lost.
+    One product of all would add number after number: of 10⁸ in float32, percents are lost.
     """
     n, entries = rows.shape
-    count = entries // _RUN
-    if count < 2:
+    count, at = entries // _LONG_RUN, entries // _LONG_RUN * _LONG_RUN
+    if count < 16:  # it is exact enough, and faster
         return rows @ vector
-    runs = rows[:, : count * _RUN].reshape(n, count, _RUN).transpose(0, 1)
-    of_runs = (runs @ vector[: count * _RUN].view(count, _RUN, 1)).squeeze(2)  # (count, n)
-    return of_runs.sum(0) + rows[:, count * _RUN :] @ vector[count * _RUN :]
+    runs = rows[:, :at].reshape(n, count, _LONG_RUN).transpose(0, 1)
+    of_runs = runs @ vector[:at].view(count, _LONG_RUN, 1)  # (count, n, 1)
+    return of_runs.sum((0, 2)) + rows[:, at:] @ vector[at:]
 
 
 def size(t: Tensor) -> Tensor:
     """Return the L2 norm of all entries together (0-d), in float32 at least."""
-    found: Tensor = torch.linalg.vector_norm(precise(t))
-    return found
+    return squared_sizes(precise(t).reshape(1, -1))[0].sqrt()
 
 
 def over_samples(factors: Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of
 from gradscope.core.draws import EVAL
-from gradscope.core.precision import doubled, on_host, shaken
+from gradscope.core.precision import doubled, on_host, perturbed
 from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
 from gradscope.core.randomness import (
     Extreme,
@@ -224,7 +224,7 @@ def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
     for _ in range(trials):
         with torch.no_grad():
             for name, p in near.parameters.items():
-                p.copy_(shaken(originals[name], UNITS * torch.finfo(p.dtype).eps, draw))
+                p.copy_(perturbed(originals[name], UNITS * torch.finfo(p.dtype).eps, draw))
         yield near
 
 

@@ -71,7 +71,7 @@ def products(device: torch.device) -> torch.dtype:
     return torch.float16 if convolutions or asked == "high" else torch.float32
 
 
-def shaken(t: Tensor, share: float, draw: torch.Generator) -> Tensor:
+def perturbed(t: Tensor, share: float, draw: torch.Generator) -> Tensor:
     """Return a tensor whose entries are larger or smaller by up to this share, at random."""
     real = torch.view_as_real(t) if t.is_complex() else t
     wide = on_host(real).double()

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import Batch
-from gradscope.core.precision import on_host, shaken
+from gradscope.core.precision import on_host, perturbed
 from gradscope.core.shortage import is_outer
 from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
 
@@ -293,14 +293,17 @@ class Sharding(Ranks):
                 group._post_forward_indices.clear()
 
     @contextmanager
-    def shaken(self, seed: int, share: float) -> Iterator[None]:
-        """Let the body see parameters that are larger or smaller by up to this share, at random."""
+    def perturbing(self, seed: int, share: float) -> Iterator[None]:
+        """Let the body see parameters that are larger or smaller by up to this share, at random.
+
+        Each process changes its parts, and puts them back to the last bit.
+        """
         parts = [p.to_local().data for p in self.sharded.values()]
         kept = [part.clone() for part in parts]
         draw = torch.Generator(on_host(parts[0]).device).manual_seed(seed)
         try:
             for part in parts:
-                part.copy_(shaken(part, share, draw))
+                part.copy_(perturbed(part, share, draw))
             self.reshard()
             yield
         finally:

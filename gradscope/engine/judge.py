@@ -35,9 +35,7 @@ _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there
 _LAST_DIGITS = 64.0  # the same where no wider format tells what is rounding, as in float64
 _LUCK = 10.0  # times that two roundings may differ from what two others do
 TRIALS = 8  # changes of the parameters in their last digits
-_SKETCH = (
-    4093  # numbers: of the norm they tell some 2 %; a prime, so that no stride is one number's
-)
+_SKETCH = 4093  # sums in a sketch: a prime, so that no regular pattern falls into one of them
 _MOST = 0.5  # of a gradient that may be rounding, for it to be proved
 _KINKS = 3.0  # times the largest change of the gradient that these make
 

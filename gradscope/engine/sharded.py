@@ -392,7 +392,7 @@ class Lockstep:
 
         first, units = sketches(), UNITS * torch.finfo(self._digits).eps
         for trial in range(TRIALS):
-            with self.sharding.shaken(trial, 2 ** (trial // 2) * units):
+            with self.sharding.perturbing(trial, 2 ** (trial // 2) * units):
                 other = sketches()
             for name in first.keys() & other.keys():
                 moved = norm(other[name] - first[name])

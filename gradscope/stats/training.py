@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from gradscope.blocks import Evaluation
+from gradscope.blocks.base import size
 from gradscope.core.batch import Batch
 from gradscope.core.ranks import Ranks
 from gradscope.core.texts import count
@@ -120,7 +121,7 @@ def _measured(evaluation: Evaluation, targets: Any, ranks: Ranks | None) -> tupl
         total = kept.weighted_sum()
         mean = (total if ranks is None else ranks.added(total)) / max(1, count)
         dots += _numpy(kept.dot(mean).real)
-        lengths[name] = float(torch.linalg.vector_norm(mean)) if count else nan
+        lengths[name] = float(size(mean)) if count else nan
     samples = {
         "loss": _numpy(evaluation.losses),
         "norm": _numpy(gradients.norms),

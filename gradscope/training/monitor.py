@@ -49,8 +49,8 @@ _FEW = 4  # samples on which the first proof is made, so that it costs little
 # passes over its samples: a proof evaluates them in a dozen other batches, a measurement takes the
 # sums of the gradients after a pass.
 _PROOF, _MEASURE = 12, 2
-# Of a training whose end is known, and that has no time for one measurement of all samples, so many
-# are to be had, of at least so many samples; and the first proof is made on as few as it can be.
+# Where a training ends before one measurement of all samples is allowed, there are to be three, of
+# eight samples or more each, and the first proof is made on two.
 _POINTS, _LEAST, _FEWEST = 3, 8, 2
 _LATELY = 3  # measurements; the next is taken to last as long as the longest of them
 
@@ -115,7 +115,7 @@ class Monitor(Held):
         loss: As of `Scope`: unreduced, by name or a callable.
         every: Steps between measurements, at least; other steps cost nothing.
         samples: How many samples of a batch are measured, at most, by each process that measures.
-            Fewer are where it is known when the training ends, and that there is no time for all.
+            If the training's end is known, and comes before all are allowed, fewer are.
         overhead: The most that all measurements may take, proofs included, as a share of the time
             that the training takes between them. A measurement that it does not allow yet waits
             for a later multiple of `every`. None: no bound.
@@ -364,7 +364,8 @@ class Monitor(Held):
         if self.overhead is None or self._training.last is None or each <= 0:
             return
         left = self.overhead * each * self._steps_in_all() - self._spent
-        for self._few in (_FEW, _FEWEST):
+        for few in (_FEW, _FEWEST):
+            self._few = few
             seconds = left - self._expected_proof(trained)
             fits = int(seconds / (_MEASURE * each / self._training.batch))
             if fits >= self._taken:
