@@ -423,9 +423,10 @@ def loss(outputs, targets):
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what grows with a model: of large parameters a proof keeps no copies."""
+    """Count what grows with a model: of what is large, no copies are kept for a proof or a stop."""
     monkeypatch.setattr("gradscope.core.state._COPIED", 0)
     monkeypatch.setattr("gradscope.scope._STREAMED", 4)
+    monkeypatch.setattr("gradscope.storage.write.writer.KEEP_BYTES", 0)
 
 
 # A proof holds a sum of gradients and one more. Sums over batches are in float64.
