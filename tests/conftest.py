@@ -34,6 +34,8 @@ os.environ.setdefault("GRADSCOPE_CACHE", "off")
 # a shell's job in the background ignores Ctrl-C, and so would the commands that are stopped here
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_FROZEN = pytest.StashKey[tuple[Path, int]]()  # when that was done last
+
 workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
 if workers:  # or they, and whatever they start, would run as many threads each as there are cores
     share = max(1, (os.cpu_count() or 1) // int(workers))
@@ -50,8 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of all collections: before memory is measured there is one."""
-    import torch._dynamo  # noqa: F401  (vmap loads it when it first runs)
+    """Load what vmap loads when it first runs: before memory is measured, it is there."""
+    import torch._dynamo  # noqa: F401
 
-    gc.collect()
-    gc.freeze()
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave what earlier tests left and imported out of collections: memory is watched after one.
+
+    Each of them would look through all of it.
+    """
+    now = item.path, len(sys.modules) // 50
+    if item.config.stash.get(_FROZEN, None) != now:
+        item.config.stash[_FROZEN] = now
+        gc.collect()
+        gc.freeze()

@@ -1,6 +1,5 @@
 """The benchmark on tiny models: every answer is checked, and a wrong one never counts."""
 
-import gc
 import json
 import sys
 import time
@@ -45,15 +44,13 @@ PEERS = [m for m in METHODS.values() if m.comparable and not m.ours and not m.co
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> None:
-    """Memory is watched after a collection, which takes long with all of torch to go through."""
+def _loaded() -> None:
+    """Load the other tools, whose code warns."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other people's code
+        warnings.simplefilter("ignore")
         for name in {m.needs for m in PEERS if m.needs is not None}:
             if find_spec(name) is not None:
                 import_module(name)
-    gc.collect()
-    gc.freeze()
 
 
 def tiny(name: str) -> Workload:

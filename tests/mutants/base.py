@@ -103,7 +103,7 @@ def _functions() -> list[FunctionType]:
         if (_PACKAGE / mutant.file).exists():
             name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             import_module(f"gradscope.{name}")
-    gc.unfreeze()  # tests/conftest.py freezes what is imported, which hides it from `get_objects`
+    gc.unfreeze()  # tests/conftest.py freezes what is there, which hides it from `get_objects`
     every = [f for f in gc.get_objects() if type(f) is FunctionType]
     gc.freeze()
     return [f for f in every if f.__code__.co_filename.startswith(str(_PACKAGE))]
