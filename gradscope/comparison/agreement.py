@@ -17,8 +17,9 @@ from torch import Tensor
 from gradscope.backends.base import backends
 from gradscope.blocks.base import as_rows
 from gradscope.core.batch import Batch
-from gradscope.core.independence import coupled_remedy, same
+from gradscope.core.independence import coupled_remedy
 from gradscope.core.problem import Problem
+from gradscope.core.rounding import same
 from gradscope.errors import CoupledSamplesError, ModelError
 
 

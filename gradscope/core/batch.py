@@ -234,6 +234,14 @@ def samples_of(batch: Batch) -> Tensor:
     return batch.sample if isinstance(batch, Tokens) else torch.arange(len(batch))
 
 
+def with_samples(batch: Batch, samples: Batch) -> Batch:
+    """Return a batch with other samples in the place of its own: as many, of the same shapes."""
+    if not isinstance(batch, Tokens):
+        return samples
+    inputs, targets = samples.inputs, samples.targets
+    return replace(batch, inputs=inputs, targets=targets, held=samples.index)
+
+
 def require_counted(rows: int) -> None:
     """Refuse samples of which so many positions count, if that is none."""
     if not rows:

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 
-from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of
+from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of, with_samples
 from gradscope.core.draws import EVAL
-from gradscope.core.precision import doubled, on_host, perturbed
-from gradscope.core.problem import Problem, differentiable_inputs, double_precision, slopes
+from gradscope.core.precision import doubled
+from gradscope.core.problem import Problem, differentiable_inputs, slopes
 from gradscope.core.randomness import (
     Extreme,
     extreme_numbers,
@@ -27,6 +26,7 @@ from gradscope.core.randomness import (
     random_numbers_kept,
     seed_all,
 )
+from gradscope.core.rounding import all_in_float64, computed_in, nearby, same, within
 from gradscope.core.shortage import is_outer
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
@@ -55,8 +55,7 @@ _LOSS_REMEDY = (
 _FEW = 3  # samples that are evaluated alone
 _OUTSTANDING = 4  # samples, at most, that are alone where others are in company
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # what is more in float32 is looked into
-UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
+_EXACT = 2.0**-46  # relative, between losses in float64 that are computed in the same shapes
 
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
@@ -162,70 +161,129 @@ def _require_same(
 
 
 def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apart: Tensor) -> bool:
-    """Whether losses (m,) that differ do so by rounding.
+    """Whether losses (m,) that differ do so by rounding: in float64 they do not.
 
-    Then they do not in float64; or there by no more than other last digits of the parameters do, or
-    than the least precise layer rounds.
+    Where the model does not run in float64, the least precise layer's rounding is accepted.
     """
     try:
-        if problem.precision != torch.float64:
-            wide, cast = problem.converted(torch.float64), batch.in_double_precision()
-            with double_precision():
-                whole, part = (wide.losses(b).detach() for b in (cast, cast.select(rows)))
-            return same(whole[rows.to(whole.device)], part, whole)
-        if same(here, apart, precision=computed_in(problem, batch)):
+        with all_in_float64(problem, batch) as (wide, cast):
+            whole, part = (wide.losses(b).detach() for b in (cast, cast.select(rows)))
+            here = whole[rows.to(whole.device)]
+            if same(here, part, whole):
+                return True
+            chosen = cast.select(rows)
+            return _is_spread(wide, chosen, torch.arange(len(chosen)), part, here)
+    except (ModelError, RefusedError):
+        return problem.precision == torch.float64 and same(
+            here, apart, precision=computed_in(problem, batch)
+        )
+
+
+def _is_spread(problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor) -> bool:
+    """Whether `found` (m,) differs from the losses (n,) at some rows by no more than rounding can.
+
+    That is measured in the same batch, by other last digits of the parameters.
+    """
+    rows = rows.to(losses.device)
+    others = [near.losses(batch).detach() for near in nearby(problem, _TRIALS)]
+    spread = torch.stack([(other - losses).abs() for other in others]).amax(0)
+    return bool(((losses[rows] - found).abs() <= _LUCK * spread[rows]).all())
+
+
+def require_unaffected(
+    problem: Problem, batch: Batch, losses: Tensor, *, seed: int = 0, judged: bool = False
+) -> bool:
+    """Refuse if losses (n,) change when other samples of the batch are replaced by copies.
+
+    Samples keep their places, so shapes and the order of sums are the same: independent samples
+    mostly have the same loss to the last bit. Where they have not, float64 decides.
+
+    Args:
+        problem: Model and loss.
+        batch: The samples.
+        losses: Of the batch as it is.
+        seed: Of which samples are replaced.
+        judged: Whether float64 is asked in any case.
+
+    Returns:
+        Whether independence was shown. It is not where float64 must decide and cannot, because the
+        model does not run in it.
+
+    Raises:
+        CoupledSamplesError: A loss depends on the other samples.
+    """
+    if not judged:
+        found = [*_replaced(problem, batch, seed)]
+        if _unchanged(losses, found):
             return True
-        chosen = batch.select(rows)
-        others = [near.losses(chosen).detach() for near in nearby(problem, _TRIALS)]
+        # a backend may add up its losses in another order than the model by itself
+        if _unchanged(problem.losses(batch).detach(), found):
+            return True
+    try:
+        with all_in_float64(problem, batch) as (wide, cast):
+            _require_unaffected_exactly(wide, cast, seed)
+    except CoupledSamplesError:
+        raise
     except (ModelError, RefusedError):
         return False
-    spread = torch.stack([(other - apart).abs() for other in others]).amax(0)
-    return bool(((here - apart).abs() <= _LUCK * spread).all())
+    return True
 
 
-class _Narrowest(TorchFunctionMode):
-    """Takes note of the least precise numbers that torch's functions are given or return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtype = torch.float64
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in tensors(result):
-            if t.is_floating_point() or t.is_complex():
-                self.dtype = max(self.dtype, t.dtype.to_real(), key=lambda d: torch.finfo(d).eps)
-        return result
+def _unchanged(losses: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether losses (n,) are those found at some rows to the last bit; a NaN equals a NaN."""
+    pairs = ((losses[rows.to(losses.device)], again) for rows, again in found)
+    return all(within(own, again, 0.0) for own, again in pairs)
 
 
-def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
-    """Return the least precise dtype that a forward pass computes in, by running one sample.
+def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield positions (m,) of rows, and their losses when all other samples are replaced.
 
-    It may be less than the parameters': a layer such as RMSNorm may cast to float32 and back, and
-    its gradients are rounded to that.
+    Half of the samples are kept, then the other half.
     """
-    with _Narrowest() as seen:
-        problem.losses(batch.one(0))
-    found: torch.dtype = max(seen.dtype, problem.precision, key=lambda d: torch.finfo(d).eps)
-    return found
+    whole, owner = whole_of(batch), samples_of(batch)
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(whole), generator=draw)
+    for kept, gone in (order.tensor_split(2), order.tensor_split(2)[::-1]):
+        if not (len(kept) and len(gone)):
+            return
+        source = torch.arange(len(whole))
+        source[gone] = kept[torch.randint(len(kept), (len(gone),), generator=draw)]
+        rows = torch.isin(owner, kept).nonzero().flatten()
+        with other_random_numbers():
+            found = problem.losses(with_samples(batch, whole.select(source))).detach()
+        yield rows, found[rows.to(found.device)]
 
 
-def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
-    """Yield the problem on a copy of its model, each time with other last digits of parameters.
+def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
+    """Refuse losses of a problem in float64 that change by more than rounding."""
+    losses = problem.losses(batch).detach()
+    for kept, found in _replaced(problem, batch, seed):
+        _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
+    for rows in regrouped(batch, torch.Generator().manual_seed(seed)):
+        try:
+            found = problem.losses(batch.select(rows)).detach()
+        except ModelError:  # it does not take any number of samples
+            return
+        _require_equal(problem, batch, rows, losses, found, f"in a batch of {len(rows)}")
 
-    What differs then is what rounding alone can do to a result.
-    """
-    near = problem.converted(None)
-    originals = {name: p.detach().clone() for name, p in near.parameters.items()}
-    place = on_host(next(iter(problem.parameters.values()))).device
-    draw = torch.Generator(place).manual_seed(0)
-    for _ in range(trials):
-        with torch.no_grad():
-            for name, p in near.parameters.items():
-                p.copy_(perturbed(originals[name], UNITS * torch.finfo(p.dtype).eps, draw))
-        yield near
+
+def _require_equal(
+    problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor, change: str
+) -> None:
+    """Refuse rows (m,) of a batch in float64 whose losses are not `found` but for rounding."""
+    own = losses[rows.to(losses.device)]
+    if within(own, found, _EXACT, losses) or _is_spread(problem, batch, rows, losses, found):
+        return
+    require_deterministic(problem, batch)
+    worst = int((own - found).abs().nan_to_num().argmax())
+    where = mixing_layer(problem, batch, int(rows[worst]), _EXACT)
+    one, many = unequal(float(own[worst]), float(found[worst]))
+    raise CoupledSamplesError(
+        f"the loss of {batch.select(rows[worst][None]).told} changes from {one} to {many} "
+        f"{change}: it depends on other samples",
+        where=where,
+        remedy=coupled_remedy(where, batch),
+    )
 
 
 def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tensor:
@@ -328,8 +386,14 @@ def _twice(
         return once, evaluate(problem, batch)
 
 
-def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
-    """Name the first layer where a sample mixes with others, None when it is not inside a layer."""
+def mixing_layer(
+    problem: Problem, batch: Batch, sample: int = 0, tolerance: float | None = None
+) -> str | None:
+    """Name the first layer where a sample mixes with others, None when it is not inside a layer.
+
+    What the layers compute of the sample is compared with what they compute of it in a batch of
+    its copies, to a relative `tolerance`, or to rounding.
+    """
     if isinstance(batch, Tokens):
         sample, batch = int(batch.sample[sample]), batch.whole
     alone = torch.full((len(batch),), sample)
@@ -337,7 +401,8 @@ def mixing_layer(problem: Problem, batch: Batch, sample: int = 0) -> str | None:
         first, second = (_recorded(problem, b) for b in (batch, batch.select(alone)))
     except ModelError:
         return None
-    return _first(problem, first, second, lambda a, b: _row_kept(a, b, len(batch), sample))
+    equal = same if tolerance is None else partial(within, tolerance=tolerance)
+    return _first(problem, first, second, lambda a, b: _row_kept(a, b, len(batch), sample, equal))
 
 
 @contextmanager
@@ -369,51 +434,61 @@ def _recorded(problem: Problem, batch: Batch) -> Calls:
 
 
 def _first(
-    problem: Problem, first: Calls, second: Calls, same: Callable[[Tensor, Tensor], bool]
+    problem: Problem,
+    first: Calls,
+    second: Calls,
+    kept: Callable[[Tensor, Tensor], bool | None],
 ) -> str | None:
-    """Name the first layer with the same inputs and other outputs."""
+    """Name the first layer whose inputs are kept and whose outputs are not.
+
+    A layer whose inputs are kept clears those before it: an expert that is given the tokens of
+    many samples mixes nothing if each gets its own back. Calls of a layer are matched by their
+    order; one that gets a different shape, as an expert does, is passed over.
+    """
     names = {module: name for name, module in problem.model.named_modules()}
-    for (module, *before), (_, *after) in zip(first, second, strict=False):
-        kept = [
-            all(same(a, b) for a, b in zip(xs, ys, strict=False))
+    found = _IN_LOSS if first else None
+    for (module, *before), (_, *after) in _matched(first, second):
+        given, made = (
+            [kept(a, b) for a, b in zip(xs, ys, strict=False)]
             for xs, ys in zip(before, after, strict=True)
-        ]
+        )
         layer = f"layer {names.get(module, '')!r} ({type(module).__name__})"
-        if kept == [True, False]:
-            return layer
-        if kept[0] is False:
-            return f"the code before {layer}"
-    return _IN_LOSS if first else None
+        if None in given or None in made:
+            continue
+        if not all(given):
+            found = f"the code before {layer}" if found in (None, _IN_LOSS) else found
+        elif all(made):
+            found = _IN_LOSS
+        elif found in (None, _IN_LOSS):
+            found = layer
+    return found
 
 
-def _row_kept(a: Tensor, b: Tensor, n: int, sample: int) -> bool:
-    """Whether some way to split an axis into n samples leaves one of them unchanged."""
+def _matched(first: Calls, second: Calls) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of calls of one layer: its first in both, its second in both."""
+    waiting: dict[nn.Module, list[Any]] = {}
+    for call in second:
+        waiting.setdefault(call[0], []).append(call)
+    for call in first:
+        if waiting.get(call[0]):
+            yield call, waiting[call[0]].pop(0)
+
+
+def _row_kept(
+    a: Tensor, b: Tensor, n: int, sample: int, equal: Callable[[Tensor, Tensor], bool]
+) -> bool | None:
+    """Whether some way to split an axis into n samples leaves one of them unchanged.
+
+    None if the shapes differ, so that nothing is known.
+    """
+    if a.shape != b.shape:
+        return None
     for axis, size in enumerate(a.shape):
-        if size % n or a.shape != b.shape:
+        if size % n:
             continue
         rest = (*a.shape[:axis], *a.shape[axis + 1 :])
         for shape, at in (((n, -1), 0), ((-1, n), 1)):
             xs, ys = (t.movedim(axis, 0).reshape(*shape, *rest) for t in (a, b))
-            if same(xs.select(at, sample), ys.select(at, sample)):
+            if equal(xs.select(at, sample), ys.select(at, sample)):
                 return True
     return all(size % n for size in a.shape)
-
-
-def same(
-    a: Tensor, b: Tensor, among: Tensor | None = None, precision: torch.dtype = torch.float64
-) -> bool:
-    """Whether two tensors agree up to the rounding that another batch size causes.
-
-    Rounding is measured by the size of the numbers `among` which they are, too; `precision` is what
-    they are computed in, which may be less than their own.
-    """
-    if a.shape != b.shape:
-        return False
-    if not (a.is_floating_point() or a.is_complex()) or not b.is_floating_point() | b.is_complex():
-        return bool((a == b).all())
-    dtypes = (a.dtype, b.dtype, precision)
-    tolerance = max(_ROUNDING.get(dtype, torch.finfo(dtype).eps ** 0.5) for dtype in dtypes)
-    a, b = (t.to(torch.promote_types(a.dtype, b.dtype)) for t in (a, b))
-    whole = a if among is None else among
-    scale = float(whole.abs().nan_to_num(posinf=0).max()) if whole.numel() else 0.0
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale * 0.1, equal_nan=True)

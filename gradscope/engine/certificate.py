@@ -12,27 +12,32 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.base import PROVED, Evaluate
+from gradscope.backends.hooks.graph import internals
+from gradscope.backends.hooks.graph.trace import trace
 from gradscope.backends.loop import one_sample, own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.independence import (
-    computed_in,
+    coupled_remedy,
     other_random_numbers,
     regrouped,
     require_deterministic,
     require_independent,
     require_own_gradients,
-    same,
+    require_unaffected,
 )
 from gradscope.core.precision import products
 from gradscope.core.problem import Problem
+from gradscope.core.rounding import computed_in, same
 from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
@@ -44,7 +49,13 @@ from gradscope.engine.judge import (
     require_consistent,
     wrong,
 )
-from gradscope.errors import GradscopeError, ModelError, RefusedError
+from gradscope.errors import (
+    CoupledSamplesError,
+    GradscopeError,
+    ModelError,
+    RefusedError,
+    UnsupportedError,
+)
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -77,7 +88,7 @@ class Certificate:
     def sum_differs(self) -> bool:
         """Whether all samples are right alone, and yet do not sum to the batch's gradient.
 
-        That is so where a layer scales its gradient by its batch (scale_grad_by_freq).
+        A layer that scales its gradient by its batch causes that (scale_grad_by_freq), or a hook.
         """
         everyone = len(self.compared) == self.samples - self.nonfinite
         return everyone and self.agreement.passed and not self.completeness.passed
@@ -89,7 +100,7 @@ class Certificate:
             return (
                 f"passed: all {len(self.compared)} samples alone to {self.agreement.error:.0e} "
                 f"({self.dtype}); they do not sum to the batch's gradient of "
-                f"{self.completeness.parameter!r}, which a layer scales by the batch"
+                f"{self.completeness.parameter!r}, which a layer or a hook scales by the batch"
             )
         return (
             f"passed: sum of {count(self.samples - self.nonfinite, 'sample')} to "
@@ -174,7 +185,7 @@ def certify(
     """
 
     def attempt() -> tuple[Evaluation, Certificate]:
-        with problem.state.watched():
+        with problem.state.watched(), _custom_functions_named(problem, batch):
             phases: dict[str, float] = {}
             try:
                 with _timed(phases, "evaluation"):
@@ -229,6 +240,8 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
         if after is None:  # shortcuts do not depend on the numbers
             with answer.timed("shortcuts"):
                 require_consistent(answer.backend, evaluation.gradients, chosen)
+        if answer.own_loss:
+            _require_rows_alone(answer, chosen)
     if answer.problem.state.drew:
         require_deterministic(answer.problem, batch)
     squared = evaluation.gradients.squared_norms
@@ -259,6 +272,8 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
     _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
     if not certificate.sum_differs:
         _require_passed(completeness, "completeness", answer.backend, batch)
+    elif not answer.own_loss:
+        _require_scaled(finite, completeness)
     return certificate
 
 
@@ -305,7 +320,19 @@ def _compared(
         small = frozenset(after.unproved if after is not None else ())
         other = None if groups is everyone else lambda: together.evaluated(problem)[1]
         completeness = judged(problem, claim, objective, right, other, small)
+        del right
+        if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
+            order = torch.randperm(len(batch), generator=draw)
+            moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
+            whole = together.evaluated(problem)[1]
+            again = partial(_gradient, moved, problem)
+            batched = judged(problem, claim, together, whole, again, small)
+            completeness = _worst([completeness, batched])
     return completeness, agreement or _agreement(answer, chosen), claim
+
+
+def _gradient(objective: Objective, problem: Problem) -> dict[str, Tensor]:
+    return objective.evaluated(problem)[1]
 
 
 def _apart(
@@ -353,6 +380,8 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
         _explain(answer, batch, losses, found)
     if not known:
         require_independent(problem, batch, found, seed=seed)
+    judge = answer.backend != "hooks" and problem.precision != torch.float64
+    require_unaffected(problem, batch, found, seed=seed, judged=judge)
     return None
 
 
@@ -414,6 +443,95 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
             right[name] += weight.to(right[name]) * gradient
     check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
     _require_passed(check, "completeness", answer.backend, batch)
+
+
+def _require_scaled(answer: Answer, check: LargestError) -> None:
+    """Refuse rows that are right one by one and do not add up to the gradient of their batch.
+
+    A layer that scales its gradient by its batch may cause that (scale_grad_by_freq), or a hook of
+    the user's on a gradient. Anything else is a share of one sample in another's gradient.
+    """
+    problem, batch = answer.problem, answer.batch
+    with _Hooks() as hooks:
+        losses = problem.losses(batch)
+    hooked = hooks.registered or any(p._backward_hooks for p in problem.parameters.values())
+    if hooked or any(internals.found(node, "scale_grad_by_freq") for node in _nodes(losses)):
+        return
+    raise CoupledSamplesError(
+        f"the gradient of the batch by parameter {check.parameter!r} is not the sum of its "
+        f"samples' gradients: the relative error is {check.error:.2e}",
+        where="the model or its loss",
+        remedy=coupled_remedy(None, batch),
+    )
+
+
+@contextmanager
+def _custom_functions_named(problem: Problem, batch: Batch) -> Iterator[None]:
+    """Let a custom autograd function be blamed where gradients mix samples and losses do not."""
+    try:
+        yield
+    except CoupledSamplesError as error:
+        if (names := _custom_functions(problem, batch)) and _are_independent(problem, batch):
+            raise _no_derivative(names) from error
+        raise
+
+
+def _require_rows_alone(answer: Answer, chosen: Tensor) -> None:
+    """Refuse own-loss rows that are not those of a batch of one, where losses are independent.
+
+    A custom autograd function is to blame, whose backward pass mixes what its forward pass keeps
+    apart.
+    """
+    problem, batch = answer.problem, answer.batch
+    names = _custom_functions(problem, batch)
+    if not names or not _are_independent(problem, batch):
+        return
+    if not _agreement(replace(answer, own_loss=False), chosen).passed:
+        raise _no_derivative(names)
+
+
+def _custom_functions(problem: Problem, batch: Batch) -> str:
+    """Return the names of the custom autograd functions that losses are computed by."""
+    nodes = filter(internals.is_custom, _nodes(problem.losses(batch)))
+    return ", ".join(dict.fromkeys(internals.kind(node).removesuffix("Backward") for node in nodes))
+
+
+def _are_independent(problem: Problem, batch: Batch) -> bool:
+    """Whether the losses of a batch are shown not to depend on other samples."""
+    losses = problem.losses(batch).detach()
+    try:
+        require_independent(problem, batch, losses)
+        return require_unaffected(problem, batch, losses)
+    except CoupledSamplesError:
+        return False
+
+
+def _no_derivative(functions: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the backward pass of a custom autograd function is not the derivative of its forward "
+        "pass when samples have unequal weights: no loss depends on other samples, but its "
+        "gradient does",
+        where=f"torch.autograd.Function {functions}",
+        remedy="Let its backward use the whole incoming gradient, entry by entry, whatever its "
+        "strides are (start with grad.contiguous()). torch.autograd.gradcheck shows the error.",
+    )
+
+
+class _Hooks(TorchFunctionMode):
+    """Notices hooks that a forward pass registers on tensors."""
+
+    registered = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.registered |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+def _nodes(losses: Tensor) -> tuple[Node, ...]:
+    """Return the operations that losses (n,) were computed by."""
+    return tuple(trace(losses).nodes) if losses.requires_grad else ()
 
 
 def _worst(checks: Sequence[LargestError]) -> LargestError:

@@ -24,9 +24,9 @@ from gradscope.backends.loop import by_autograd
 from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
-from gradscope.core.independence import computed_in, nearby
 from gradscope.core.precision import doubled, dtype_name, on_host, products
 from gradscope.core.problem import Problem, double_precision
+from gradscope.core.rounding import computed_in, nearby
 from gradscope.core.stops import timely
 from gradscope.errors import CertificateError, ModelError, RefusedError
 
@@ -219,7 +219,10 @@ def judged(
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
             truth, spread = _in_float64(problem, objective, doubtful)
             dtype, narrow = torch.float64, products(problem.device)
-            rounded = TOLERANCES[narrow] if problem.precision == torch.float32 else tolerance
+            seen = _narrowest(problem, objective.batches[0])
+            rounded = tolerance
+            if problem.precision == torch.float32:
+                rounded = max(TOLERANCES[narrow], TOLERANCES.get(seen, tolerance))
             for k in doubtful:
                 size = max(sizes[k], norm(truth[k]))
                 errors[k] = _relative(norm(claim.value(k).to(truth[k]) - truth[k]), size)
@@ -227,9 +230,8 @@ def judged(
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
     elif doubtful:  # part of the model may be less precise than its parameters
-        with suppress(ModelError):  # not every model takes one sample of them
-            narrow = computed_in(problem, objective.batches[0])
-            allowed |= dict.fromkeys(doubtful, TOLERANCES.get(narrow, tolerance))
+        narrow = _narrowest(problem, objective.batches[0])
+        allowed |= dict.fromkeys(doubtful, TOLERANCES.get(narrow, tolerance))
     told = [k for k in right if k not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
     return LargestError(
@@ -239,6 +241,13 @@ def judged(
         dtype=dtype_name(dtype),
         small=tuple(noise),
     )
+
+
+def _narrowest(problem: Problem, batch: Batch) -> torch.dtype:
+    """Return the narrowest dtype that a model rounds to; the parameters' where one sample fails."""
+    with suppress(ModelError):  # not every model takes one sample of a batch
+        return computed_in(problem, batch)
+    return problem.precision
 
 
 def _compared(

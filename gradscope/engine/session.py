@@ -20,13 +20,13 @@ from gradscope.backends.base import (
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
-from gradscope.core.independence import computed_in, same
 from gradscope.core.locate import stopped
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.randomness import Fixed, probe
 from gradscope.core.registry import suggestion
 from gradscope.core.releases import require, untested
+from gradscope.core.rounding import computed_in, same
 from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed

@@ -22,10 +22,11 @@ from torch import Tensor
 from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
-from gradscope.core.independence import UNITS, computed_in, other_random_numbers, same
+from gradscope.core.independence import other_random_numbers
 from gradscope.core.precision import products
 from gradscope.core.problem import Problem, summed
 from gradscope.core.ranks import Sharding
+from gradscope.core.rounding import UNITS, computed_in, same
 from gradscope.core.stops import within
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Certificate, finite_samples

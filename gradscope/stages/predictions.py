@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.core.independence import same
 from gradscope.core.problem import BoundLoss, Loss, Problem
+from gradscope.core.rounding import same
 from gradscope.core.shortage import is_outer
 from gradscope.stages.labels import Labels
 
