@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,15 +37,17 @@ from gradscope.core.independence import (
 )
 from gradscope.core.precision import products
 from gradscope.core.problem import Problem
-from gradscope.core.rounding import computed_in, same
+from gradscope.core.rounding import all_in_float64, computed_in, same
 from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
     Claim,
+    Errors,
     LargestError,
     Objective,
     added,
     judged,
+    norm,
     require_consistent,
     wrong,
 )
@@ -59,6 +61,7 @@ from gradscope.errors import (
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
+_COPIED = 2**28  # bytes of a model that is always copied to float64 for `hooks`
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
 
 
@@ -315,6 +318,8 @@ def _compared(
     if groups is everyone or after is None or answer.backend != "hooks":
         with answer.timed("independence"):
             _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
+    else:
+        require_unaffected(problem, batch, answer.evaluation.losses, seed=draw.initial_seed())
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
@@ -322,17 +327,44 @@ def _compared(
         completeness = judged(problem, claim, objective, right, other, small)
         del right
         if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
-            order = torch.randperm(len(batch), generator=draw)
-            moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
-            whole = together.evaluated(problem)[1]
-            again = partial(_gradient, moved, problem)
-            batched = judged(problem, claim, together, whole, again, small)
+            batched = _summed_exactly(answer, weights, groups) or _summed(
+                answer, claim, draw, small
+            )
             completeness = _worst([completeness, batched])
     return completeness, agreement or _agreement(answer, chosen), claim
 
 
-def _gradient(objective: Objective, problem: Problem) -> dict[str, Tensor]:
-    return objective.evaluated(problem)[1]
+def _summed_exactly(
+    answer: Answer, weights: Tensor, groups: Sequence[Tensor]
+) -> LargestError | None:
+    """Compare a batch's gradient with the sum of its groups' gradients, in float64.
+
+    None if the answer is in float64 anyway, or if the model does not run in it.
+    """
+    problem, batch = answer.problem, answer.batch
+    if problem.precision == torch.float64:
+        return None
+    try:
+        with all_in_float64(problem, batch) as (wide, cast):
+            together = Objective.together(cast, weights).evaluated(wide)[1]
+            apart = Objective.apart(cast, weights, groups).evaluated(wide)[1]
+    except (ModelError, RefusedError):
+        return None
+    sizes = {name: norm(value) for name, value in together.items()}
+    gaps = {name: norm(value - apart[name]) for name, value in together.items()}
+    return Errors(sizes, gaps, torch.float64).largest()
+
+
+def _summed(
+    answer: Answer, claim: Claim, draw: torch.Generator, small: frozenset[str]
+) -> LargestError:
+    """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
+    problem, batch, weights = answer.problem, answer.batch, claim.weights
+    order = torch.randperm(len(batch), generator=draw)
+    moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
+    together = Objective.together(batch, weights)
+    right = together.evaluated(problem)[1]
+    return judged(problem, claim, together, right, lambda: moved.evaluated(problem)[1], small)
 
 
 def _apart(
@@ -380,7 +412,9 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
         _explain(answer, batch, losses, found)
     if not known:
         require_independent(problem, batch, found, seed=seed)
-    judge = answer.backend != "hooks" and problem.precision != torch.float64
+    size = sum(p.numel() * p.element_size() for p in problem.model.parameters())
+    judge = problem.precision != torch.float64
+    judge &= answer.backend != "hooks" or (known and size <= _COPIED)
     require_unaffected(problem, batch, found, seed=seed, judged=judge)
     return None
 
