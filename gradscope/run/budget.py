@@ -25,7 +25,7 @@ from torch import Tensor
 from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
-from gradscope.core.independence import require_independent
+from gradscope.core.independence import require_independent, require_unaffected
 from gradscope.core.memory import available, peak_memory, release_freed_memory, slices, taken
 from gradscope.core.problem import Problem
 from gradscope.core.shortage import is_shortage
@@ -100,7 +100,9 @@ def _require_independent(job: Job) -> None:
 
     def compared(problem: Problem, batch: Batch) -> None:
         with problem.state.watched():
-            require_independent(problem, batch)
+            losses = problem.losses(batch).detach()
+            require_independent(problem, batch, losses)
+            require_unaffected(problem, batch, losses, judged=True)
 
     with rehearsal(job) as one:
         problem = one.scope.problem
