@@ -284,3 +284,37 @@ def test_a_custom_function_that_is_no_derivative_is_named(
                 backend=backend,
                 coupling=coupling,
             )
+
+
+class Places(nn.Module):
+    """A mixture of experts; an expert takes tokens of the batch until its places are taken."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.ids, self.router, self.out = nn.Embedding(9, 6), nn.Linear(6, 2), nn.Linear(6, 3)
+        self.experts, self.act = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.SiLU()
+        self.places = places
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.ids(ids)
+        flat = h.flatten(0, 1)
+        p = self.router(flat).softmax(1)
+        y = torch.zeros_like(flat)
+        for k, expert in enumerate(self.experts):
+            chosen = (p.argmax(1) == k).nonzero().flatten()[: self.places]
+            y = y.index_add(0, chosen, self.act(expert(flat[chosen])) * p[chosen, k : k + 1])
+        return self.out((flat + y).view_as(h).mean(1))
+
+
+@pytest.mark.parametrize(
+    "places, share, where",
+    [(3, 0.0, "the code before layer"), (99, 0.1, "the loss"), (99, 1e-6, "the loss")],
+)
+def test_what_mixes_samples_is_named(places: int, share: float, where: str) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none") + share * outputs.mean()
+
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(9, (N, 4)), torch.randint(3, (N,))
+    with pytest.raises(CoupledSamplesError, match=where):
+        gradscope.norms(Places(places), loss, inputs, targets)

@@ -392,17 +392,25 @@ def mixing_layer(
     """Name the first layer where a sample mixes with others, None when it is not inside a layer.
 
     What the layers compute of the sample is compared with what they compute of it in a batch of
-    its copies, to a relative `tolerance`, or to rounding.
+    its copies, to a relative `tolerance`, or to rounding. Where that shows nothing, the sample is
+    put first: earlier samples may have taken what is limited, as the places of an expert.
     """
     if isinstance(batch, Tokens):
         sample, batch = int(batch.sample[sample]), batch.whole
-    alone = torch.full((len(batch),), sample)
-    try:
-        first, second = (_recorded(problem, b) for b in (batch, batch.select(alone)))
-    except ModelError:
-        return None
+    n = len(batch)
+    moved = torch.arange(n).roll(-sample)
     equal = same if tolerance is None else partial(within, tolerance=tolerance)
-    return _first(problem, first, second, lambda a, b: _row_kept(a, b, len(batch), sample, equal))
+    found = None
+    try:
+        first = _recorded(problem, batch)
+        for order, place in ((torch.full((n,), sample), sample), (moved, 0)):
+            kept = partial(_row_kept, n=n, rows=(sample, place), equal=equal)
+            found = _first(problem, first, _recorded(problem, batch.select(order)), kept)
+            if found != _IN_LOSS:
+                break
+    except ModelError:
+        return found
+    return found
 
 
 @contextmanager
@@ -475,9 +483,15 @@ def _matched(first: Calls, second: Calls) -> Iterator[tuple[Any, Any]]:
 
 
 def _row_kept(
-    a: Tensor, b: Tensor, n: int, sample: int, equal: Callable[[Tensor, Tensor], bool]
+    a: Tensor,
+    b: Tensor,
+    n: int,
+    rows: tuple[int, int],
+    equal: Callable[[Tensor, Tensor], bool],
 ) -> bool | None:
-    """Whether some way to split an axis into n samples leaves one of them unchanged.
+    """Whether some way to split an axis into n samples finds one sample unchanged.
+
+    It is at position `rows[0]` in `a` and at position `rows[1]` in `b`.
 
     None if the shapes differ, so that nothing is known.
     """
@@ -489,6 +503,6 @@ def _row_kept(
         rest = (*a.shape[:axis], *a.shape[axis + 1 :])
         for shape, at in (((n, -1), 0), ((-1, n), 1)):
             xs, ys = (t.movedim(axis, 0).reshape(*shape, *rest) for t in (a, b))
-            if equal(xs.select(at, sample), ys.select(at, sample)):
+            if equal(xs.select(at, rows[0]), ys.select(at, rows[1])):
                 return True
     return all(size % n for size in a.shape)
