@@ -26,7 +26,14 @@ from gradscope.core.randomness import (
     random_numbers_kept,
     seed_all,
 )
-from gradscope.core.rounding import all_in_float64, computed_in, nearby, same, within
+from gradscope.core.rounding import (
+    all_in_float64,
+    computed_in,
+    fits_in_float64,
+    nearby,
+    same,
+    within,
+)
 from gradscope.core.shortage import is_outer
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
@@ -206,8 +213,8 @@ def require_unaffected(
         judged: Whether float64 is asked in any case.
 
     Returns:
-        Whether independence was shown. It is not where float64 must decide and cannot, because the
-        model does not run in it.
+        Whether independence was shown. It is not where float64 must decide and cannot: the model
+        does not run in it, or there is no memory for a copy.
 
     Raises:
         CoupledSamplesError: A loss depends on the other samples.
@@ -221,6 +228,8 @@ def require_unaffected(
         # a backend may add up its losses in another order than the model by itself
         if _unchanged(problem.losses(batch).detach(), found):
             return True
+    if not fits_in_float64(problem):
+        return False
     try:
         with all_in_float64(problem, batch) as (wide, cast):
             _require_unaffected_exactly(wide, cast, seed)

@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradscope.core.batch import Batch, tensors
+from gradscope.core.memory import available
 from gradscope.core.precision import on_host, perturbed
 from gradscope.core.problem import Problem, double_precision
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of other sizes
+_COPIES = 4  # sizes of a model that a copy in float64 takes, with what it computes
 UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
 
 _NARROWING = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -142,6 +144,15 @@ def _wide(value: Any) -> Any:
     if value.is_complex:
         return torch.complex128
     return torch.float64 if value.is_floating_point else value
+
+
+def fits_in_float64(problem: Problem) -> bool:
+    """Whether there is memory for a copy of the model in float64, as far as the system says."""
+    if problem.precision == torch.float64:
+        return True
+    size = sum(t.nbytes for t in (*problem.model.parameters(), *problem.model.buffers()))
+    free = available(on_host(torch.empty(0, device=problem.device)).device)
+    return free is None or _COPIES * size <= free
 
 
 @contextmanager

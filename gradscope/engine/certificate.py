@@ -37,7 +37,7 @@ from gradscope.core.independence import (
 )
 from gradscope.core.precision import products
 from gradscope.core.problem import Problem
-from gradscope.core.rounding import all_in_float64, computed_in, same
+from gradscope.core.rounding import all_in_float64, computed_in, fits_in_float64, same
 from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
@@ -61,7 +61,7 @@ from gradscope.errors import (
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
-_COPIED = 2**28  # bytes of a model that is always copied to float64 for `hooks`
+_COPIED = 2**26  # bytes of a model that is always copied to float64 for `hooks`
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
 
 
@@ -342,7 +342,7 @@ def _summed_exactly(
     None if the answer is in float64 anyway, or if the model does not run in it.
     """
     problem, batch = answer.problem, answer.batch
-    if problem.precision == torch.float64:
+    if problem.precision == torch.float64 or not fits_in_float64(problem):
         return None
     try:
         with all_in_float64(problem, batch) as (wide, cast):

@@ -425,6 +425,7 @@ def loss(outputs, targets):
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what grows with a model: of what is large, no copies are kept for a proof or a stop."""
     monkeypatch.setattr("gradscope.core.state._COPIED", 0)
+    monkeypatch.setattr("gradscope.engine.certificate._COPIED", 0)
     monkeypatch.setattr("gradscope.scope._STREAMED", 4)
     monkeypatch.setattr("gradscope.storage.write.writer.KEEP_BYTES", 0)
 
