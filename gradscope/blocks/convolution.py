@@ -298,7 +298,7 @@ class ConvolutionBlock(TensorBlock):
         windows = self.geometry.windows(large.flatten(0, 1), positions, kernel)
         left = self._positions(small.flatten(3))
         right = self._positions(windows.unflatten(0, large.shape[:2]))  # type: ignore[no-untyped-call]
-        return OuterBlock(left, right, self.shape)
+        return OuterBlock(left, right, self.shape, self.geometry.transposed)
 
     @property
     def _small_and_large(self) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ With groups k and positions t, sample i's gradient is
 
 read in this order as the parameter's shape. For a linear layer left is the output gradient (r = o)
 and right the input (c = i); a convolution's positions are output pixels, its right factors patches
-(Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015).
+(Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015). Where a weight is
+stored inputs first, left is the input and right the output gradient: such positions are `turned`.
 
 The products are taken by whichever kernel is faster here. oneDNN's kernel of linear layers uses the
 widest vector instructions of every processor; the matrix kernels that torch is built with do not on
@@ -49,6 +50,8 @@ class OuterBlock(TensorBlock):
     left: Tensor  # (n, k groups, t, r rows)
     right: Tensor  # (n, k, t, c columns)
     parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
+    # whether right, not left, is the output gradient: at all positions, or at each (t,) bool
+    turned: bool | Tensor = False
     numbers = ("left", "right")
     kind = "outer"
     has_shortcuts = True
@@ -93,18 +96,22 @@ class OuterBlock(TensorBlock):
         """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
         left, right = self.left, self.right
         if left.shape[-1] <= right.shape[-1]:
-            return OuterBlock(times(left, factors), right, self.shape)
-        return OuterBlock(left, times(right, factors), self.shape)
+            return replace(self, left=times(left, factors))
+        return replace(self, right=times(right, factors))
 
     def reshape(self, shape: tuple[int, ...]) -> "OuterBlock":
-        return OuterBlock(self.left, self.right, shape)
+        return replace(self, parameter_shape=shape)
 
     def transpose(self, axis0: int, axis1: int) -> Block:
         """Swap two axes; for a matrix the factors change places."""
         k, _, r, c = self.sizes
         if k == 1 and self.shape == (r, c) and {axis0 % 2, axis1 % 2} == {0, 1}:
-            return OuterBlock(self.right, self.left, (c, r))
+            return OuterBlock(self.right, self.left, (c, r), opposite(self.turned))
         return super().transpose(axis0, axis1)
+
+    def counted(self) -> Tensor:
+        """Return (n, k, t) bool: whether a position's output gradient has an entry other than 0."""
+        return nonzero_gradients(self.left, self.right, self.turned)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), by the Gram matrices over positions where these are smaller."""
@@ -248,6 +255,21 @@ class OuterBlock(TensorBlock):
             return super().gram()
         left, right = (precise(f)[:, :, 0].transpose(0, 1) for f in (self.left, self.right))
         return ((left @ left.mH) * (right @ right.mH)).sum(0)
+
+
+def opposite(turned: bool | Tensor) -> bool | Tensor:
+    """Return `turned` of the transposed block."""
+    return ~turned if isinstance(turned, Tensor) else not turned
+
+
+def nonzero_gradients(left: Tensor, right: Tensor, turned: bool | Tensor) -> Tensor:
+    """Return (..., t) bool of factors (..., t, r) and (..., t, c): whose output gradient is not 0.
+
+    NaN is not 0. `turned` is the one of the block.
+    """
+    if isinstance(turned, Tensor):
+        return torch.where(turned, (right != 0).any(-1), (left != 0).any(-1))
+    return ((right if turned else left) != 0).any(-1)
 
 
 def _single(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, Factors, TensorBlock, precise, size, times
-from gradscope.blocks.outer import OuterBlock, contracted
+from gradscope.blocks.outer import OuterBlock, contracted, nonzero_gradients
 from gradscope.core.memory import slices
 
 
@@ -32,7 +32,8 @@ class SegmentBlock(TensorBlock):
     group: Tensor  # (m,) int64, from 0 to k - 1
     sizes: tuple[int, int]  # (n, k)
     parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
-    numbers, places = ("left", "right"), ("sample", "group")
+    turned: Tensor  # (m,) bool, whether right, not left, is the row's output gradient
+    numbers, places = ("left", "right"), ("sample", "group", "turned")
     has_shortcuts = True
 
     @staticmethod
@@ -41,7 +42,10 @@ class SegmentBlock(TensorBlock):
         n, k, t, _ = block.left.shape
         rows = block.left.flatten(0, 2), block.right.flatten(0, 2)
         place = torch.arange(n * k, device=block.device).repeat_interleave(t)
-        return segmented((*rows, place // k, place % k), (n, k), block.shape)
+        turned = block.turned
+        if isinstance(turned, Tensor):  # (t,)
+            turned = turned.repeat(n * k)
+        return segmented((*rows, place // k, place % k), (n, k), block.shape, turned)
 
     @property
     def n(self) -> int:
@@ -56,7 +60,7 @@ class SegmentBlock(TensorBlock):
         """Return the gradients of a stack (groups, *shape) of which this one group is an entry."""
         place = torch.full_like(self.group, group)
         rows = self.left, self.right, self.sample, place
-        return segmented(rows, (self.n, groups), (groups, *self.shape))
+        return segmented(rows, (self.n, groups), (groups, *self.shape), self.turned)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape), one matrix product a segment."""
@@ -100,9 +104,14 @@ class SegmentBlock(TensorBlock):
         rank = len(self.shape)
         matrix = self.shape == (k, r, c) or (k == 1 and self.shape == (r, c))
         if matrix and {axis0 % rank, axis1 % rank} == {rank - 2, rank - 1}:
-            turned = (*self.shape[:-2], c, r)
-            return replace(self, left=self.right, right=self.left, parameter_shape=turned)
+            shape = (*self.shape[:-2], c, r)
+            rows = replace(self, left=self.right, right=self.left, turned=~self.turned)
+            return rows.reshape(shape)
         return super().transpose(axis0, axis1)
+
+    def counted(self) -> Tensor:
+        """Return (m,) bool: whether a row's output gradient has an entry other than 0."""
+        return nonzero_gradients(self.left, self.right, self.turned)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,): of each segment, by whichever way its length suggests."""
@@ -243,12 +252,20 @@ class RaggedBlock(SegmentBlock):
 
 
 def segmented(
-    rows: Iterable[Tensor], sizes: tuple[int, int], shape: tuple[int, ...]
+    rows: Iterable[Tensor],
+    sizes: tuple[int, int],
+    shape: tuple[int, ...],
+    turned: bool | Tensor = False,
 ) -> SegmentBlock:
-    """Return the block of the rows left, right, sample, group; the rest are its fields too."""
+    """Return the block of the rows left, right, sample, group; the rest are its fields too.
+
+    `turned` is a bool of each row (m,), or of all rows.
+    """
     kind = RaggedBlock if sizes[1] == 1 else SegmentBlock
     left, right, sample, group = rows
-    return kind(left, right, sample, group, sizes, shape)
+    if not isinstance(turned, Tensor):
+        turned = torch.full((len(left),), turned, device=left.device)
+    return kind(left, right, sample, group, sizes, shape, turned)
 
 
 def _rounded(count: int) -> int:

@@ -34,21 +34,30 @@ def total(blocks: Sequence[Block]) -> Block:
         found = [b for b in rows if b.rows_by_columns == sizes]
         rows = [b for b in rows if b not in found]
         every = [*found, *map(SegmentBlock.of, alike)]
-        fields = ("left", "right", "sample", "group")
-        joined = (_joined([getattr(b, name) for b in every], 0) for name in fields)
-        parts.append(segmented(joined, every[0].sizes, every[0].shape))
+        fields = ("left", "right", "sample", "group", "turned")
+        *joined, turned = (_joined([getattr(b, name) for b in every], 0) for name in fields)
+        parts.append(segmented(joined, every[0].sizes, every[0].shape, turned))
     while outer:
         k, _, r, c = outer[0].sizes
         same = [b for b in outer if b.sizes[0::2] == (k, r) and b.sizes[3] == c]
         outer = [b for b in outer if b not in same]
         left, right = _joined([b.left for b in same], 2), _joined([b.right for b in same], 2)
-        parts.append(OuterBlock(left, right, same[0].shape))
+        parts.append(OuterBlock(left, right, same[0].shape, _turned(same)))
     if scatter:
         index, values = (_joined([getattr(b, k) for b in scatter], 1) for k in ("index", "rows"))
         parts.append(ScatterBlock(index, values, scatter[0].size))
     if rest:
         parts.append(reduce(lambda a, b: DenseBlock(a.dense() + b.dense()), rest))
     return parts[0] if len(parts) == 1 else TotalBlock(tuple(parts))
+
+
+def _turned(blocks: list[OuterBlock]) -> bool | Tensor:
+    """Return which positions of all blocks together are turned."""
+    first, *others = (block.turned for block in blocks)
+    if isinstance(first, bool) and all(turned is first for turned in others):
+        return first
+    each = (torch.as_tensor(b.turned, device=b.device).expand(b.sizes[1]) for b in blocks)
+    return torch.cat([*each])
 
 
 def _joined(factors: list[Tensor], axis: int) -> Tensor:

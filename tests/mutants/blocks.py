@@ -12,8 +12,8 @@ convolution = partial(mutant, "blocks/convolution.py")
 
 outer(
     "both factors scaled: a factor for each sample is applied to both factors of a product",
-    "OuterBlock(times(left, factors), right,",
-    "OuterBlock(times(left, factors), times(right, factors),",
+    "replace(self, left=times(left, factors))",
+    "replace(self, left=times(left, factors), right=times(right, factors))",
     Asked("mlp", "clip:max_norm=0.5 | mean"),
 )
 mutant(

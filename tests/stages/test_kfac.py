@@ -1,5 +1,6 @@
 """Kronecker factors against the factors written out, and against exact Fisher blocks."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import gradscope
-from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock
+from gradscope.backends.base import Request
+from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock, segmented
 from gradscope.core.batch import Batch
 from gradscope.errors import UnsupportedError
 from gradscope.stages.chain import bind
@@ -117,3 +119,170 @@ def test_factors_in_one_batch_only_are_refused() -> None:
     b = made.start(Gradients({"w": MappedBlock(block, torch.abs), **rest}))
     with pytest.raises(UnsupportedError, match="w: an outer product in one batch"):
         made.merge(a, b)
+
+
+LENGTHS = (2, 3, 0, 4, 6)
+
+
+class Padded(nn.Module):
+    """A layer on sequences (n, t, 3), of which a mask (n, t) says what counts."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
+        self.w, self.v = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(3, 2))
+        self.conv, self.back = nn.Conv1d(3, 2, 1), nn.ConvTranspose1d(3, 2, 1, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        match self.layer:
+            case "linear":
+                out = x @ self.w.t()
+            case "inputs first":
+                out = x @ self.v
+            case "convolution":
+                out = self.conv(x.mT).mT
+            case "transposed":
+                out = self.back(x.mT).mT
+            case "tied":  # the weight is used in both directions
+                out = (x @ self.w.t()).tanh() @ self.w
+        return (out * mask.unsqueeze(-1)).sum(1)
+
+
+def padded(padding: float, t: int = 6) -> tuple[Tensor, Tensor]:
+    """Return sequences (5, t, 3) and their mask (5, t), the rest filled with `padding`."""
+    torch.manual_seed(2)
+    x, mask = torch.randn(5, 6, 3), torch.arange(6) < torch.tensor(LENGTHS)[:, None]
+    return x.masked_fill(~mask.unsqueeze(-1), padding)[:, :t], mask[:, :t].float()
+
+
+def by_hand(model: Padded, x: Tensor, mask: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Moments over the positions of a mask, as the docs define them, in float64."""
+    real, count, n = mask.bool(), mask.sum(), len(x)
+    x = x.double()
+    slopes = (torch.softmax(model(x, mask), -1) - F.one_hot(y, model(x, mask).shape[-1])).detach()
+    inside = slopes.unsqueeze(1).expand(*mask.shape, -1)[real]  # the gradient of each position
+    a, b = x[real], inside
+    if model.layer == "tied":
+        hidden = (x @ model.w.t()).tanh().detach()[real]
+        back = (b @ model.w.t()).detach() * (1 - hidden**2)
+        left, right = torch.cat([back, hidden]), torch.cat([a, b])
+        return {"w.A": right.T @ right / (2 * count), "w.B": left.T @ left / n}
+    names = {"linear": "w", "convolution": "conv.weight", "transposed": "back.weight"}
+    name = names.get(model.layer, "v")
+    straight = model.layer in ("linear", "convolution")
+    left, right = (b, a) if straight else (a, b)
+    return {f"{name}.A": right.T @ right / count, f"{name}.B": left.T @ left / n}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layer", ["linear", "inputs first", "convolution", "transposed", "tied"])
+def test_padding_does_not_count(layer: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model = Padded(layer).to(dtype)
+    y = torch.tensor([0, 1, 1, 0, 1])
+    x, mask = padded(0.0)
+    expected = by_hand(copy.deepcopy(model).double(), x, mask.double(), y)
+    for padding in (0.0, 100.0):
+        x, mask = padded(padding)
+        with gradscope.Scope(model, "cross_entropy", backend="hooks") as scope:
+            found = scope.expectation("kfac", (x.to(dtype), mask.to(dtype)), y)
+        for key, value in expected.items():
+            close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}
+            torch.testing.assert_close(found[key].double(), value, **close)
+
+
+@pytest.mark.parametrize("chain", ["kfac", "kfac:positions=sum", "kfac:bias=column", "ekfac"])
+@pytest.mark.parametrize("layer", ["linear", "convolution", "tied"])
+def test_batches_padded_to_other_lengths(layer: str, chain: str) -> None:
+    torch.manual_seed(1)
+    model, y = Padded(layer).double(), torch.tensor([0, 1, 1, 0, 1])
+    x, mask = (t.double() for t in padded(7.0))
+    whole = gradscope.expectation(model, "cross_entropy", chain, (x, mask), y, backend="hooks")
+    bound, state = bind(chain), None
+    with gradscope.Scope(model, "cross_entropy", backend="hooks") as scope:
+        if bound.first_pass is not None:
+            first = scope.expectation("kfac:bias=column,full=512", (x, mask), y)
+            bound = bound.given(first)
+        for rows, t in ((slice(0, 3), 3), (slice(3, 4), 4), (slice(4, 5), 6)):
+            cut = tuple(v.double()[rows] for v in padded(-50.0, t))
+            state = bound.update(
+                state, scope.evaluate(Batch.of(cut, y[rows]), Request(factors=True)).gradients
+            )
+    assert state is not None
+    for key, value in bound.result(state).items():
+        if not key.endswith("vectors"):
+            torch.testing.assert_close(value, whole[key], rtol=1e-10, atol=1e-14)
+
+
+def test_the_column_of_a_bias_counts_real_positions() -> None:
+    torch.manual_seed(1)
+    model, y = Padded("convolution").double(), torch.tensor([0, 1, 1, 0, 1])
+    x, mask = (t.double() for t in padded(9.0))
+    with gradscope.Scope(model, "cross_entropy", backend="hooks") as scope:
+        found = scope.expectation("kfac:bias=column", (x, mask), y)["conv.weight.A"]
+    rows = torch.cat([x, torch.ones(5, 6, 1)], -1)[mask.bool()]
+    torch.testing.assert_close(found, rows.T @ rows / len(rows))
+
+
+def test_ignored_tokens_do_not_count() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).double()
+    tokens = torch.randint(9, (4, 6))
+    labels = tokens.masked_fill(torch.arange(6) >= torch.tensor([[6], [4], [1], [2]]), -100)
+    real = labels[:, 1:] != -100  # of the third sample none
+    a = model[0](tokens)[:, :-1][real].detach()
+    for labelled in ("data", "sampled"):
+        with gradscope.Scope(model, "causal_lm", backend="hooks", labels=labelled) as scope:
+            found = scope.expectation("kfac", tokens, labels)["1.weight.A"]
+        torch.testing.assert_close(found, a.T @ a / len(a))
+
+
+def test_rows_of_tokens_count_where_their_loss_does() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        values = F.cross_entropy(outputs.mT, targets.clamp(min=0), reduction="none")
+        return values * (targets >= 0)
+
+    x, y = torch.randn(3, 5, 3).double(), torch.randint(2, (3, 5))
+    y[0, 3:] = y[1, 1:] = -1
+    with gradscope.Scope(model, loss, backend="hooks", rows="token") as scope:
+        found = scope.expectation("kfac", x, y)["0.weight.A"]
+    seen = x[y >= 0]
+    torch.testing.assert_close(found, seen.T @ seen / len(seen))
+
+
+def test_ragged_rows_count_one_by_one() -> None:
+    torch.manual_seed(1)
+    left, right = torch.randn(7, 2).double(), torch.randn(7, 3).double()
+    left[[1, 5]] = 0
+    sample = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    for turned, pair, shape in ((False, (left, right), (2, 3)), (True, (right, left), (3, 2))):
+        block = segmented((*pair, sample, torch.zeros_like(sample)), (4, 1), shape, turned)
+        blocks = block, block.transpose(0, 1), block.select(torch.arange(4).flip(0))
+        for made, flipped in zip(blocks, (turned, not turned, turned), strict=True):
+            found = reducer("kfac").result(reducer("kfac").start(Gradients({"w": made})))
+            rows = {"A": left, "B": right} if flipped else {"A": right, "B": left}
+            kept = [0, 2, 3, 4, 6]
+            torch.testing.assert_close(found["w.A"], rows["A"][kept].T @ rows["A"][kept] / 5)
+            torch.testing.assert_close(found["w.B"], rows["B"][kept].T @ rows["B"][kept] / 4)
+
+
+def test_no_position_counts() -> None:
+    """Activations that are not finite where no gradient arrives reach no factor."""
+    right = torch.full((3, 2, 4), torch.nan)
+    grads = Gradients({"w": OuterBlock.matrix(torch.zeros(3, 2, 5), right)})
+    found = reducer("kfac").result(reducer("kfac").start(grads))
+    assert not found["w.A"].any() and not found["w.B"].any()
+
+
+def test_groups_count_by_themselves() -> None:
+    torch.manual_seed(1)
+    left, right = torch.randn(3, 2, 4, 5).double(), torch.randn(3, 2, 4, 6).double()
+    left[:, 0, 2:] = 0
+    found = reducer("kfac").result(
+        reducer("kfac").start(Gradients({"w": OuterBlock(left, right, (10, 6))}))
+    )["w.A"]
+    for group, rows in enumerate((right[:, 0, :2].reshape(6, 6), right[:, 1].reshape(12, 6))):
+        torch.testing.assert_close(found[group], rows.T @ rows / len(rows))

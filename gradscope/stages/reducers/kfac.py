@@ -6,6 +6,10 @@ Martens and Grosse 2015 (arXiv:1503.05671) take E[b bᵀ] ⊗ E[a aᵀ] for E[ve
 several positions, and these taken as independent, it is E[Σₜ b bᵀ] ⊗ E[(1/T) Σₜ a aᵀ] (Grosse and
 Martens 2016, arXiv:1602.01407; "expand" in Eschenhagen et al. 2023, arXiv:2311.00636).
 
+A position counts if its output gradient has an entry that is not exactly 0. Others (padding, tokens
+whose loss is ignored, units that are all off) add nothing to any gradient, whatever their
+activation is: they are in neither moment, and T is the number of positions that count.
+
 A bias whose gradient is Σₜ b belongs to the same layer: with (a, 1) in the place of a, both are one
 block (Grosse and Martens 2016, section 2).
 
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from gradscope.blocks import (
     Block,
+    ConvolutionBlock,
     DenseBlock,
     Gradients,
     Layer,
@@ -73,7 +78,9 @@ def kfac(
     E[|g|²], instead. Factors are known to the backend `hooks`. A transform before scales one
     factor or destroys both: nothing should come before.
 
-    With `positions=mean`, A = (1/NT) Σᵢₜ a aᵀ; with `sum`, A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
+    With `positions=mean`, A = (1/T) Σᵢₜ a aᵀ; with `sum`, A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
+    The sums are over positions whose output gradient is not 0 in every entry, T in all samples
+    together: padding and ignored tokens do not count. N is the number of samples.
 
     With `bias=column` a bias whose gradient is Σₜ b in every sample is the last column of its
     weight: the activations are (a, 1), A is (c + 1, c + 1), and the bias has nothing of its own.
@@ -105,7 +112,8 @@ def kfac(
         found: dict[str, Tensor] = {}
         for name, (a, b, _) in layers.items():
             if name not in inside:
-                found[f"{name}.A"] = a / (every[name]["t"] if positions == "mean" else n)
+                by = every[name]["counted"].clamp(min=1) if positions == "mean" else n
+                found[f"{name}.A"] = a / by.reshape(-1, 1, 1).squeeze(0)
                 found[f"{name}.B"] = b / n
         squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
         return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
@@ -130,15 +138,19 @@ def _as_row(block: Block) -> Block:
 
 
 def _sums(block: Block, bias: Block | None) -> Part:
-    """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ and the number of positions, a few samples at a time.
+    """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ over the positions that count, and their number () or (k,).
 
-    With a bias, of (a, 1) and of (b, 1); and of how many samples it is not Σₜ b, and not Σₜ a.
+    It takes a few samples at a time. With a bias, of (a, 1) and of (b, 1); and of how many samples
+    it is not Σₜ b, and not Σₜ a.
     """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum()}
     found: Part = {}
     for rows in slices(block.n, (block.factored_size or 1) * 16, TILE_BYTES):
         part = block.select(rows)
+        if isinstance(part, ConvolutionBlock):
+            part = part.outer
+        assert isinstance(part, OuterBlock | SegmentBlock)
         factors = part.factors()
         assert factors is not None  # of an outer product
         left, right = factors.tensors.values()
@@ -146,28 +158,35 @@ def _sums(block: Block, bias: Block | None) -> Part:
         if bias is not None:
             own = bias.select(rows)
             more["apart"] = torch.stack([~belongs(own, side) for side in (left, right)]).sum(1)
+        counted = part.counted()
         if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
-            left, right = part.left[None, None], part.right[None, None]
-        count = float(left.shape[0] * left.shape[2])
-        more["t"] = torch.tensor(count, dtype=double(block.device), device=block.device)
+            left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
+        more["counted"] = counted.sum((0, 2)).to(double(block.device))
         for key, side in (("a", right), ("b", left)):
-            moments = _moments(side, ones=bias is not None)  # with one group (f, f), else (k, f, f)
-            more[key] = moments[0] if len(moments) == 1 else moments
+            more[key] = _moments(side, counted, ones=bias is not None)
+        if counted.shape[1] == 1:  # of one group: (f, f) and ()
+            more |= {key: more[key].squeeze(0) for key in ("a", "b", "counted")}
         found = {key: found[key] + value for key, value in more.items()} if found else more
-    return {key: found[key] for key in ("a", "b", "t", "apart") if key in found}
+    return {key: found[key] for key in ("a", "b", "counted", "apart") if key in found}
 
 
-def _moments(factor: Tensor, *, ones: bool) -> Tensor:
-    """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64; if asked, that of (f, 1)."""
+def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
+    """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64; if asked, that of (f, 1).
+
+    The sum is over the positions that are `counted` (n, k, t).
+    """
     n, k, t, f = factor.shape
     dtype = wider(factor.dtype, factor.device)
     rows = torch.empty(k, n, t, f, dtype=dtype, device=factor.device)
     rows = rows.copy_(factor.transpose(0, 1)).flatten(1, 2)  # copied once
+    inside = counted.transpose(0, 1).flatten(1).unsqueeze(2)  # (k, n·t, 1)
+    if not bool(inside.all()):
+        rows.masked_fill_(~inside, 0)
     found = rows.mT @ rows.conj()
     if not ones:
         return found
     sums = rows.sum(1, keepdim=True)  # (k, 1, f)
-    below = torch.cat([sums.conj(), sums.new_full((k, 1, 1), n * t)], 2)
+    below = torch.cat([sums.conj(), inside.sum(1, keepdim=True).to(sums)], 2)
     return torch.cat([torch.cat([found, sums.mT], 2), below], 1)
 
 
