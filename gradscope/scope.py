@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 
 from gradscope.backends.base import ROWS, Request
 from gradscope.blocks import Evaluation, Gradients
-from gradscope.core.batch import Batch, Tokens
+from gradscope.core.batch import Batch, Tokens, is_empty
 from gradscope.core.problem import Problem, RowKind
 from gradscope.core.ranks import Ranks
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
-from gradscope.engine.fold import fold, over_ranks, settled
+from gradscope.engine.fold import fold, over_ranks, settled, state_of_none
 from gradscope.engine.judge import require_norms
 from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
 from gradscope.engine.sharded import require_divisible
@@ -158,6 +159,8 @@ class Scope(Held):
     ) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}, each row the gradient of one sample's own loss.
 
+        An empty batch (n = 0) has the rows (0, *shape); the model is not run on it.
+
         Args:
             inputs: A tensor, tuple or dict, sample axis first.
             targets: Likewise, or None.
@@ -181,8 +184,11 @@ class Scope(Held):
             inputs: A tensor, tuple or dict, sample axis first.
             targets: Likewise, or None.
         """
-        rows = [self.session.rows_of(part) for part in self.parts(Batch.of(inputs, targets))]
+        batch = Batch.of(inputs, targets, empty=True)
+        rows = [self.session.rows_of(part) for part in self.parts(batch)]
         found = [row for row in rows if isinstance(row, Tokens)]
+        if not found and self.session.settings.rows == "token":
+            return batch.index, batch.index.clone()  # of no sample
         if not found:
             raise SpecError("rows of samples have no positions", remedy='Use Scope(rows="token").')
         return torch.cat([row.samples for row in found]), torch.cat([row.position for row in found])
@@ -192,7 +198,7 @@ class Scope(Held):
         session = self.session
         gradients = session.evaluate(batch, Request(out=out)).gradients
         rows = gradients.dense(out)
-        if session.settings.verify != "never" and session.proved:
+        if not is_empty(batch) and session.settings.verify != "never" and session.proved:
             try:
                 require_norms(session.backend, rows, gradients)
             except CertificateError as error:
@@ -217,7 +223,8 @@ class Scope(Held):
             index: (n,), which samples these are; see `per_sample_gradients`.
 
         Returns:
-            (n,) over all parameters together, or {name: (n,)} with `per="parameter"`.
+            (n,) over all parameters together, or {name: (n,)} with `per="parameter"`; (0,) of an
+            empty batch.
         """
         if per not in ("sample", "parameter"):
             raise SpecError(f"per is sample or parameter, not {per!r}")
@@ -248,7 +255,9 @@ class Scope(Held):
     ) -> dict[str, Tensor]:
         """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
 
-        Samples without a finite gradient are left out, with a `NonFiniteWarning`.
+        Samples without a finite gradient are left out, with a `NonFiniteWarning`. Of an empty batch
+        sums are zero (`clip:max_norm=1 | sum | noise:std=1` is the noise alone), and means are
+        refused.
 
         Args:
             chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer means `mean`.
@@ -293,13 +302,19 @@ class Scope(Held):
         self, chains: Sequence[Chain], whole: Batch
     ) -> tuple[list[dict[str, Tensor]], int]:
         """Return each chain's result, and how many samples of this process were left out."""
+        if not len(whole) and self.problem.ranks is None:
+            states = [state_of_none(self.problem, chain) for chain in chains]
+            return [c.taken_result(state) for c, state in zip(chains, states, strict=True)], 0
         parts = self.parts(whole)
         chains = settled(self.session, chains, lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
         folded = fold(self.session, parts, chains, count=count)
+        ranks = self.problem.ranks
         found: list[dict[str, Tensor]] = []
         for k, chain in enumerate(chains):
             state = over_ranks(self.problem, chain, folded.states.pop(0))
+            if state is None and ranks is not None and not sum(ranks.of_all(len(whole))):
+                state = state_of_none(self.problem, chain)
             if state is None:
                 raise SpecError("no sample has a finite gradient, so there is no expectation")
             for key, dtype in folded.dtypes[k].items():
@@ -324,13 +339,12 @@ class Scope(Held):
             what: What is asked; it has to be the same on every process.
             ranks: These processes; if None, those that the model is divided over.
         """
-        ranks = ranks or self.problem.sharding
+        ranks, empty = ranks or self.problem.sharding, self.problem.sharding is None
         if ranks is None:
-            return Batch.of(inputs, targets, index)
+            return Batch.of(inputs, targets, index, empty=empty)
         self.session.bound_anew()
-        return ranks.numbered(
-            lambda: Batch.of(inputs, targets, index), what, given=index is not None
-        )
+        make = partial(Batch.of, inputs, targets, index, empty=empty)
+        return ranks.numbered(make, what, given=index is not None)
 
     def close(self) -> None:
         """Let go of what the backend holds; the scope can be used again afterwards."""
@@ -353,6 +367,8 @@ class Scope(Held):
     def parts(self, batch: Batch) -> list[Batch]:
         """Return a batch in the parts in which it is worked through."""
         session = self.session
+        if is_empty(batch):
+            return [batch]
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
         parts = [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]

@@ -524,6 +524,15 @@ def parallel(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
         right = gradscope.expectation(model, "cross_entropy", chain, x, y, backend="loop")
         found[chain] = gap(scope.expectation(chain, x[own], y[own]), right, "module.")
+    mine, nobody = slice(0, 0) if dist.get_rank() else own, slice(0, 0)
+    first = own.start if dist.get_rank() else own.stop
+    for chain in ("clip:max_norm=1 | mean", "center | square | mean"):  # rank 0's samples alone
+        right = gradscope.expectation(model, "cross_entropy", chain, x[:first], y[:first])
+        some = gap(scope.expectation(chain, x[mine], y[mine]), right, "module.")
+        found["one without"] = max(some, found.get("one without", 0.0))
+    sums = scope.expectation("clip:max_norm=1 | sum", x[nobody], y[nobody])
+    found["none"] = max(float(value.abs().max()) for value in sums.values())
+    found["mean of none"] = told(lambda: scope.expectation("mean", x[nobody], y[nobody]))
     found["late"] = late(copy.deepcopy(model), x[own], y[own])
     return found
 

@@ -161,6 +161,10 @@ def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     for chain in (*CHAINS, "center | clip:max_norm=0.3 | mean", "quantile:q=0.5"):
         assert first[chain] < 1e-9, chain
         assert second[chain] == first[chain]
+    for own in (first, second):
+        assert own["one without"] < 1e-9
+        assert own["none"] == 0
+        assert "holds no sample" in own["mean of none"]
     assert second["late"].startswith("CertificateError: ")  # and is not begun again by itself
     assert first["late"].startswith("RefusedError: process 1 could not go on")
 

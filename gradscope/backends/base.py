@@ -12,7 +12,7 @@ It is exact, or it raises a `RefusedError` that names the layer and the remedy.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -154,6 +154,15 @@ def chunks(problem: Problem, batch: Batch, size: int) -> Sequence[Tensor]:
 def dense_evaluation(losses: Tensor, values: Mapping[str, Tensor]) -> Evaluation:
     """Return losses (n,) and dense gradients (n, *shape) as an evaluation."""
     return Evaluation(losses, Gradients({name: DenseBlock(g) for name, g in values.items()}))
+
+
+def no_samples(problem: Problem) -> Evaluation:
+    """Return the evaluation of an empty batch: losses (0,) and gradients (0, *shape)."""
+    values = {k: p.detach().new_zeros(0, *p.shape) for k, p in problem.parameters.items()}
+    losses = torch.zeros(0, dtype=problem.dtype.to_real(), device=problem.device)
+    evaluation = dense_evaluation(losses, values)
+    index = torch.zeros(0, dtype=torch.int64)
+    return replace(evaluation, gradients=Gradients(evaluation.gradients, index))
 
 
 def require_unhooked(backend: str, problem: Problem) -> None:

@@ -234,7 +234,7 @@ class Block(ABC):
         second = torch.zeros_like(first.real if dtype.is_complex else first)
         for part, tile in self.tiles():
             values = precise(tile)
-            length = values[0].numel() * values.element_size()
+            length = values[:1].numel() * values.element_size()
             if values.device.type != "cpu" or values.is_complex() or length < _LONG_ROW:
                 first += summed(values, part, weights)
                 second += summed(squares(values), part, for_squares)
@@ -304,7 +304,8 @@ class Block(ABC):
     def _parts(self, size: int) -> Iterator[slice]:
         """Yield samples whose dense form has at most `size` bytes, or one sample."""
         row = max(1, prod(self.shape) * self.dtype.itemsize)
-        count = -(-self.n // max(1, size // row))  # parts of nearly one size, all alike to plan
+        # parts of nearly one size, all alike to plan; one of no sample where there is none
+        count = max(1, -(-self.n // max(1, size // row)))
         for k in range(count):
             yield slice(self.n * k // count, self.n * (k + 1) // count)
 

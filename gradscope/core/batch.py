@@ -88,11 +88,18 @@ class Batch:
     index: Tensor  # (n,) int64, the position of each sample in its data set
 
     @classmethod
-    def of(cls, inputs: Any, targets: Any = None, index: Tensor | None = None) -> "Batch":
-        """Check that all tensors agree on n and wrap them."""
+    def of(
+        cls,
+        inputs: Any,
+        targets: Any = None,
+        index: Tensor | None = None,
+        *,
+        empty: bool = False,
+    ) -> "Batch":
+        """Check that all tensors agree on n and wrap them; n = 0 is allowed if `empty`."""
         inputs, targets = map_tensors(strided, (inputs, targets))
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
-        if not sizes or sizes[0] == 0:
+        if not sizes or (set(sizes) == {0} and not empty):
             raise DatasetError("the batch holds no sample", remedy="Give tensors (n, ...), n ≥ 1.")
         if len(set(sizes)) > 1:
             shapes = [tuple(t.shape) for t in tensors((inputs, targets))]
@@ -115,6 +122,8 @@ class Batch:
     @property
     def told(self) -> str:
         """Which samples these are, in words."""
+        if not len(self):
+            return "no sample"
         first, last = int(self.index.min()), int(self.index.max())
         return f"sample {first}" if first == last else f"samples {first} to {last}"
 
@@ -227,6 +236,11 @@ class Tokens(Batch):
 def whole_of(batch: Batch) -> Batch:
     """Return the samples that a batch is of: itself, unless its rows are tokens."""
     return batch.whole if isinstance(batch, Tokens) else batch
+
+
+def is_empty(batch: Batch) -> bool:
+    """Whether there is no sample; tokens are always of some samples, even if none counts."""
+    return not len(batch) and not isinstance(batch, Tokens)
 
 
 def samples_of(batch: Batch) -> Tensor:

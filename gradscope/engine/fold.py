@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.base import Request
-from gradscope.blocks import Evaluation, Gradients
-from gradscope.core.batch import Batch
+from gradscope.blocks import DenseBlock, Evaluation, Gradients
+from gradscope.core.batch import Batch, is_empty
 from gradscope.core.problem import Problem
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.session import Session
-from gradscope.errors import CertificateError, NonFiniteError, SpecError
+from gradscope.errors import CertificateError, DatasetError, NonFiniteError, SpecError
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import chosen, over_labels, samples
 from gradscope.stages.reducers.base import (
@@ -26,6 +26,7 @@ from gradscope.stages.reducers.base import (
     depends_on_split,
     taken_over,
 )
+from gradscope.stages.transforms.base import NeedsProblem
 
 Sink = Callable[[Batch, Evaluation], None]
 Usable = tuple[Gradients, Problem, Batch]
@@ -55,7 +56,7 @@ def fold(
 
     Args:
         session: Evaluates.
-        batches: Of samples, one after the other.
+        batches: Of samples, one after the other; one without samples is left out.
         chains: With reducers.
         sink: Is given each batch with its evaluation, before it is reduced.
         request: What is asked of each batch, by the sink too; if None, what the chains ask.
@@ -70,6 +71,8 @@ def fold(
     found = Folded([None] * len(chains), dtypes=[{}] * len(chains))
     own: set[int] = set()  # states that nobody else holds, to which batches are added in place
     for k, batch in enumerate(batches):
+        if is_empty(batch):
+            continue  # it changes no state
         _take_over(chains, found.states, own)
         number = None if ordinal is None else ordinal + k
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
@@ -176,6 +179,30 @@ def settled(
     notes = (chain.reducer.note for chain in ready if chain.reducer is not None)
     session.notes += [note for note in notes if note and note not in session.notes]
     return ready
+
+
+def state_of_none(problem: Problem, chain: Chain) -> State:
+    """Return a chain's state of no sample: zeros, where its reducer takes sums over samples.
+
+    Raises:
+        DatasetError: Its result is not defined then, such as a mean.
+    """
+    reducer = chain.reducer
+    assert reducer is not None
+    evaluates = any(isinstance(step, NeedsProblem) for step in chain.before)
+    if reducer.additive and chain.first_pass is None and not evaluates:
+        own = {name: p.detach() for name, p in problem.parameters.items()}
+        zeros = {name: DenseBlock(p.new_zeros(1, *p.shape)) for name, p in own.items()}
+        rows = chain.rows(Gradients(zeros, torch.zeros(1, dtype=torch.int64)))
+        start = reducer.start(rows.asked(reducer.powers))
+        state = {key: torch.zeros_like(value) for key, value in start.items()}
+        if all(bool(value.isfinite().all()) for value in reducer.result({**state}).values()):
+            return state
+    raise DatasetError(
+        f"the batch holds no sample, and {chain.text!r} has no value without samples",
+        remedy="Use the reducer sum, which is 0 then, and divide by the expected number of "
+        "samples; or leave such batches out.",
+    )
 
 
 def over_ranks(problem: Problem, chain: Chain, state: State | None) -> State | None:

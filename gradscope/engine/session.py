@@ -15,11 +15,12 @@ from gradscope.backends.base import (
     Request,
     backend_of,
     candidates,
+    no_samples,
     refusing,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
-from gradscope.core.batch import Batch, Tokens, require_counted, tensors
+from gradscope.core.batch import Batch, Tokens, is_empty, require_counted, tensors
 from gradscope.core.locate import stopped
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind
@@ -241,9 +242,9 @@ class Session:
     def rows_of(self, batch: Batch) -> Batch:
         """Return samples as the rows that are asked for: themselves, or their tokens that count.
 
-        That takes a forward pass, unless the loss lets every position count.
+        That takes a forward pass, unless the loss lets every position count, or there is no sample.
         """
-        if self.settings.rows == "sample" or isinstance(batch, Tokens):
+        if self.settings.rows == "sample" or isinstance(batch, Tokens) or is_empty(batch):
             return batch
         shapes = tuple((t.shape[1:], t.dtype) for t in tensors((batch.inputs, batch.targets)))
         t = self._positions.get(shapes)
@@ -275,8 +276,10 @@ class Session:
             RefusedError: No candidate backend has an exact, proved answer.
         """
         batch = self.rows_of(batch)
-        require_counted(len(batch))
         now = self.bound_anew()
+        if is_empty(batch) and self.lockstep is None:
+            return no_samples(self.problem)  # which proves nothing
+        require_counted(len(batch))
         if self.lockstep is not None:
             return self.lockstep.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
         batch = self.labels.of(batch).detached()

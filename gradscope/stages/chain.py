@@ -123,9 +123,11 @@ class Chain:
     ) -> State:
         """Add a batch of raw gradients to the reducer's state (None: nothing seen yet).
 
-        Sums are in float64, as they are stored.
+        Sums are in float64, as they are stored. A batch without samples changes no state.
         """
         assert self.reducer is not None
+        if state is not None and not gradients.n:
+            return state
         rows = self.rows(gradients, problem, batch).asked(self.reducer.powers)
         start = self.reducer.start(rows)
         return carried_state(start if state is None else self.reducer.merge(state, start))

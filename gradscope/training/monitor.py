@@ -289,6 +289,8 @@ class Monitor(Held):
 
     def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
         trained, batch = self._trained(begun), self._samples(of)
+        if self.scope.problem.any(not len(batch)):
+            return  # Poisson sampling has drawn nobody: the next multiple of `every` is measured
         given, batch = len(batch), self._sized(batch, trained)
         if not self._allowed(trained, self._expected(trained)):
             return  # for all processes
@@ -346,8 +348,8 @@ class Monitor(Held):
             raise SpecError(
                 "there is nothing to measure", remedy="Give `step` a batch, or a probe."
             )
-        batch = Batch.of(inputs, targets)
-        if self._probe is None:
+        batch = Batch.of(inputs, targets, empty=self._probe is None)
+        if self._probe is None and len(batch):
             self._training.batch = len(batch)
         return batch.select(slice(0, self.samples)).to(self.scope.problem.device, None)
 
