@@ -42,6 +42,12 @@ class Predictive(NamedTuple):
     targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
 
 
+class Gaussian(NamedTuple):
+    """Labels y ~ N(μ, std²) of every entry by itself, the outputs being μ: a squared error's."""
+
+    std: float
+
+
 class BoundLoss:
     """A loss, and what is known of it: `(outputs, targets) -> (n,)`, or a model loss.
 
@@ -56,7 +62,7 @@ class BoundLoss:
         self,
         function: Loss,
         options: dict[str, Any] | None = None,
-        predictive: Predictive | None = None,
+        predictive: Predictive | Gaussian | None = None,
         *,
         of_model: bool = False,
     ) -> None:

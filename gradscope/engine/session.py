@@ -41,6 +41,7 @@ from gradscope.errors import (
 )
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import of_tokens, resolve
+from gradscope.stages.positions import by_position
 from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
@@ -187,6 +188,8 @@ class Session:
             rows=asked.rows,
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
+        if asked.labels == "exact":
+            self.problem = replace(self.problem, loss=by_position(self.problem.loss))
         self._compiled = None
         settled = (asked.backend, asked.verify, asked.coupling, asked.randomness, asked.rows)
         against = not_compiled(*settled)
@@ -283,6 +286,7 @@ class Session:
         if self.lockstep is not None:
             return self.lockstep.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
         batch = self.labels.of(batch).detached()
+        self._note(self.labels.note)
         if self.predictions is not None:
             self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal

@@ -39,7 +39,7 @@ from gradscope.run.outcome import (
 )
 from gradscope.run.overlap import BatchSize, ahead
 from gradscope.stages.chain import Chain, bind
-from gradscope.stages.labels import mean
+from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.reducers.base import State, add_in_place, carried_state, taken_over
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
@@ -357,7 +357,9 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
         None if chain.reducer is not None else chain.rows(gradients, job.scope.problem, shown)
         for chain in chains
     )
-    norms = {name: mean(value.sqrt(), shown) for name, value in gradients.squared_norms.items()}
+    norms = {
+        name: mean_norm(value.sqrt(), shown) for name, value in gradients.squared_norms.items()
+    }
     return Rows(samples_of(job, batch, evaluation), norms, tuple(rows))
 
 
@@ -377,8 +379,8 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str
     shown = session.labels.of(batch)  # the table keeps the data's own targets
     table = {
         "index": batch.index,
-        "loss": mean(evaluation.losses, shown),
-        "norm": mean(evaluation.gradients.norms, shown),
+        "loss": mean_loss(evaluation.losses, shown),
+        "norm": mean_norm(evaluation.gradients.norms, shown),
         "finite": finite_samples(evaluation).reshape(len(batch), -1).all(1),
     }
     targets = batch.targets

@@ -29,7 +29,7 @@ from gradscope.run.execute import keeps_states, rows_of
 from gradscope.run.job import Job, file_plan, held_densely
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.chain import Chain, bind
-from gradscope.stages.labels import mean
+from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.losses import options
 from gradscope.storage import Layout, file_bytes
 
@@ -166,12 +166,13 @@ def inspect(job: Job) -> Inspection:
     assert certificate is not None  # the first batch was proved
     batch = job.load(0, min(cost.batch_size, len(job.rows)))
     evaluation = job.scope.evaluate(batch, job.request())
+    labelled = job.scope.labels.of(batch)
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
     predicted = job.scope.predicted(batch, evaluation)
     other = predicted["prediction"] != batch.targets.flatten() if "margin" in predicted else None
 
     def spread(values: Tensor) -> tuple[float, float, float]:
-        kept = mean(values.detach(), job.scope.labels.of(batch))[finite].double()
+        kept = values.detach()[finite].double()
         if not len(kept):
             return nan, nan, nan
         return float(kept.min()), float(kept.median()), float(kept.max())
@@ -193,8 +194,8 @@ def inspect(job: Job) -> Inspection:
         loss={"name": job.spec.loss.stage.name, **options(problem.loss)},
         first=FirstBatch(
             samples=len(batch),
-            loss=spread(evaluation.losses),
-            norm=spread(evaluation.gradients.norms),
+            loss=spread(mean_loss(evaluation.losses, labelled)),
+            norm=spread(mean_norm(evaluation.gradients.norms, labelled)),
             nonfinite=int((~finite).sum()),
             wrong=None if other is None else float(other.double().mean()),
         ),

@@ -7,26 +7,29 @@
   `square | mean` is the diagonal of the exact Fisher. A sample costs as many gradients as there
   are classes. An expectation over labels goes through T(g) only in a linear reducer: mean, sum, or
   none (Kunstner et al. 2019, arXiv:1905.12558; Martens 2020, arXiv:1412.1193).
+  Of several independent positions, and of a squared error, the expectations of what is linear or
+  quadratic in g are known from one gradient for each position and class (`positions`).
 
 The weights p are no function of the parameters here: no gradient goes through them.
 """
 
 import hashlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradscope.blocks import ExpectedBlock, Gradients
-from gradscope.core.batch import Batch, output
-from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
+from gradscope.core.batch import Batch, map_tensors, output
+from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive, Problem
 from gradscope.core.texts import count
 from gradscope.errors import ModelError, SpecError
+from gradscope.stages import positions
 from gradscope.stages.chain import Chain
 from gradscope.stages.losses import losses, options
 from gradscope.stages.reducers.base import reducers
@@ -35,13 +38,25 @@ from gradscope.stages.transforms.base import NeedsProblem, Transform, transforms
 Mode = Literal["data", "sampled", "exact"]
 
 LINEAR = ("mean", "sum", "second_moment")  # second_moment is square | mean
+_HOMOGENEOUS = {"adam", "dot", "identity", "precondition", "project", "scale"}  # linear in g
+
+
+class Split(NamedTuple):
+    """What the rows of a sample weigh where they are not its labels, but positions of these."""
+
+    linear: Tensor  # (samples, c), in an expectation of what is linear in g
+    losses: Tensor  # (samples, c), in that of the loss
+    labels: str  # why not all labels are gone through
 
 
 @dataclass(frozen=True)
 class Expanded(Batch):
     """Each sample once a class, the classes of a sample next to each other."""
 
-    weights: Tensor  # (samples, c), the probabilities of the classes
+    # (samples, c), the probabilities of the classes; if they are split, the weights of what is
+    # quadratic in g
+    weights: Tensor
+    split: Split | None = None
 
 
 class Labels:
@@ -60,6 +75,7 @@ class Labels:
                 remedy="Use labels sampled.",
             )
         self.mode: Mode = mode
+        self.note = ""  # what is to be said of the norms
         self._problem, self._seed = problem, seed
         self._last: tuple[Batch, Batch] | None = None
         self._outputs: Tensor | None = None  # of the last one
@@ -88,7 +104,8 @@ class Labels:
         before, reducer = chain.before, chain.reducer
         if _linear_reducer(chain) == "second_moment":
             before, reducer = (*before, transforms.get("square")()), reducers.get("mean")()
-        return replace(chain, before=(*before, NeedsProblem(_expectation)), reducer=reducer)
+        last = NeedsProblem(partial(_expectation, chain.text, _degree(chain)))
+        return replace(chain, before=(*before, last), reducer=reducer)
 
     def each(self, batch: Batch) -> int:
         """Return how many gradients a sample costs."""
@@ -108,35 +125,53 @@ class Labels:
 
         Its own targets say at most which entries are ignored.
         """
-        found = _predictive(self._problem.loss)
-        assert found is not None  # `require` has let the loss through
-        settings = options(self._problem.loss)
+        loss = self._problem.loss
+        assert isinstance(loss, BoundLoss)  # `require` has let it through
+        found, n = loss.predictive, len(batch)
         seen: list[Any] = []
 
         def keep(answer: Any, targets: Any) -> Tensor:
-            seen.append(output(answer))
-            return torch.zeros(len(batch))
+            seen.append(map_tensors(Tensor.detach, answer))
+            return torch.zeros(n)
 
         replace(self._problem, loss=keep).losses(batch)
-        p = _probabilities(found, seen[0], len(batch)).detach().cpu()
-        self._outputs = outputs = seen[0].detach()
+        outputs = output(seen[0])
+        if isinstance(found, Gaussian):
+            self._outputs = outputs = _checked(outputs, n)
+            if self.mode == "sampled":
+                noise = _normal(outputs.shape[1:], batch.index, self._seed).to(outputs)
+                return replace(batch, targets=outputs + found.std * noise)
+            entries = positions.required(positions.residuals(loss, outputs), loss)
+            return self._split(batch, entries, "the labels of a squared error are infinitely many")
+        assert found is not None
+        p = _probabilities(found, outputs, n).cpu()
+        self._outputs = outputs
         if self.mode == "sampled":
             drawn = _drawn(p, batch.index, self._seed).to(outputs.device)
-            return replace(batch, targets=found.targets(drawn, batch.targets, settings))
-        *positions, classes = p.shape[1:]
-        if prod(positions) != 1:
-            raise SpecError(
-                f"exact labels need one class a sample; here there are {prod(positions)} "
-                f"positions, so {classes}^{prod(positions)} labels",
-                where="labels exact",
-                remedy="Use labels sampled.",
-            )
-        n = len(batch)
-        many = batch.select(torch.arange(n).repeat_interleave(classes))
+            return replace(batch, targets=found.targets(drawn, batch.targets, options(loss)))
+        *places, classes = p.shape[1:]
+        if prod(places) != 1:
+            rows = positions.classes(loss, found, seen[0], p, batch.targets)
+            many = f"{prod(places)} positions have {classes}^{prod(places)} labels"
+            return self._split(batch, positions.required(rows, loss), many)
+        many_labels = batch.select(torch.arange(n).repeat_interleave(classes))
         every = torch.arange(classes, device=outputs.device).repeat(n)
-        every = every.reshape(n * classes, *positions)
-        targets = found.targets(every, many.targets, settings)
-        return Expanded(many.inputs, targets, many.index, p.reshape(n, classes).to(outputs.device))
+        every = every.reshape(n * classes, *places)
+        targets = found.targets(every, many_labels.targets, options(loss))
+        weights = p.reshape(n, classes).to(outputs.device)
+        return Expanded(many_labels.inputs, targets, many_labels.index, weights)
+
+    def _split(self, batch: Batch, rows: positions.Rows, labels: str) -> Expanded:
+        """Return the batch once a row of each sample."""
+        self.note = (
+            f"labels exact: {labels}; what is linear or quadratic in the gradient has its "
+            "expectation from one gradient for each position and class, and norms of samples are "
+            "√E‖g‖²"
+        )
+        n, r = rows.squares.shape
+        many = batch.select(torch.arange(n).repeat_interleave(r))
+        split = Split(rows.linear, rows.losses, labels)
+        return Expanded(many.inputs, rows.targets, many.index, rows.squares, split)
 
 
 def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
@@ -156,12 +191,27 @@ def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
             _linear_reducer(chain)
 
 
-def mean(values: Tensor, batch: Batch) -> Tensor:
-    """Return the expectation (samples,) of values (n,) over a batch's labels."""
+def mean_loss(losses: Tensor, batch: Batch) -> Tensor:
+    """Return the expectation (samples,) of losses (n,) over a batch's labels."""
     if not isinstance(batch, Expanded):
-        return values
-    weights = batch.weights.to(values.dtype)
-    return (values.reshape(weights.shape) * weights).sum(1)
+        return losses
+    return _weighted(losses, batch.weights if batch.split is None else batch.split.losses)
+
+
+def mean_norm(norms: Tensor, batch: Batch) -> Tensor:
+    """Return the expectation (samples,) of norms (n,) over a batch's labels.
+
+    Where the rows are positions of labels it is √E‖g‖², which they tell.
+    """
+    if not isinstance(batch, Expanded):
+        return norms
+    if batch.split is not None:
+        return _weighted(norms.square(), batch.weights).sqrt()
+    return _weighted(norms, batch.weights)
+
+
+def _weighted(values: Tensor, weights: Tensor) -> Tensor:
+    return (values.reshape(weights.shape) * weights.to(values.dtype)).sum(1)
 
 
 def samples(batch: Batch) -> int:
@@ -183,25 +233,36 @@ def chosen(batch: Batch, mask: Tensor) -> Batch:
     if not isinstance(batch, Expanded):
         return part
     kept = mask.reshape(-1, batch.weights.shape[1])[:, 0].to(batch.weights.device)
-    return Expanded(part.inputs, part.targets, part.index, batch.weights[kept])
+    split = batch.split
+    if split is not None:
+        split = Split(split.linear[kept], split.losses[kept], split.labels)
+    return Expanded(part.inputs, part.targets, part.index, batch.weights[kept], split)
 
 
-def _predictive(loss: Loss) -> Predictive | None:
+def _predictive(loss: Loss) -> Predictive | Gaussian | None:
     return loss.predictive if isinstance(loss, BoundLoss) else None
 
 
-def _probabilities(found: Predictive, outputs: Any, n: int) -> Tensor:
-    """Return what the outputs of n samples say of labels (n, *positions, c)."""
+def _checked(outputs: Any, n: int) -> Tensor:
+    """Return the outputs of n samples, from which labels are drawn."""
     of_samples = isinstance(outputs, Tensor) and outputs.shape[:1] == (n,)
     if of_samples and outputs.is_floating_point():
-        with suppress(IndexError):  # there is no axis of classes
-            return found.probabilities(outputs)
+        found: Tensor = outputs
+        return found
     told = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
     raise ModelError(
         f"no labels can be drawn from what the model returns for {count(n, 'sample')}: {told}",
         where="labels",
-        remedy="It must be logits as the loss takes them, the sample axis first.",
+        remedy="It must be outputs as the loss takes them, the sample axis first.",
     )
+
+
+def _probabilities(found: Predictive, outputs: Any, n: int) -> Tensor:
+    """Return what the outputs of n samples say of labels (n, *positions, c)."""
+    try:
+        return found.probabilities(_checked(outputs, n))
+    except IndexError:  # there is no axis of classes
+        return _checked(outputs, -1)
 
 
 def _drawn(probabilities: Tensor, index: Tensor, seed: int) -> Tensor:
@@ -209,21 +270,37 @@ def _drawn(probabilities: Tensor, index: Tensor, seed: int) -> Tensor:
 
     The random numbers belong to a sample, whatever batch it is in.
     """
-    rows = []
-    for i in index:
-        digest = hashlib.sha256(f"labels {seed} {int(i)}".encode()).digest()
-        key = np.frombuffer(digest[:16], dtype=np.uint64)
-        rows.append(
-            np.random.Generator(np.random.Philox(key=key)).random(probabilities.shape[1:-1])
-        )
+    rows = [generator.random(probabilities.shape[1:-1]) for generator in _generators(index, seed)]
     below = probabilities.cumsum(-1)
     wanted = torch.from_numpy(np.stack(rows)).unsqueeze(-1) * below[..., -1:]
     return (below <= wanted).sum(-1).clamp(max=probabilities.shape[-1] - 1)
 
 
-def _expectation(problem: Problem, batch: Batch) -> Transform:
+def _normal(shape: tuple[int, ...], index: Tensor, seed: int) -> Tensor:
+    """Return standard normal numbers (n, *shape) in float64, each sample's its own."""
+    rows = [np.asarray(g.standard_normal(shape)) for g in _generators(index, seed)]
+    return torch.from_numpy(np.stack(rows))
+
+
+def _generators(index: Tensor, seed: int) -> Iterator[np.random.Generator]:
+    """Yield the random numbers of each sample."""
+    for i in index:
+        digest = hashlib.sha256(f"labels {seed} {int(i)}".encode()).digest()
+        yield np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64)))
+
+
+def _expectation(text: str, degree: int | None, problem: Problem, batch: Batch) -> Transform:
     assert isinstance(batch, Expanded)
-    weights = batch.weights
+    weights, split = batch.weights, batch.split
+    if split is not None:
+        if degree is None:
+            raise SpecError(
+                f"{split.labels}, and the chain is neither linear nor quadratic in the gradient",
+                where=f"labels exact: {text}",
+                remedy="Such chains are second_moment, square | mean and norm | second_moment, "
+                f"after {', '.join(sorted(_HOMOGENEOUS))} at most. Or use labels sampled.",
+            )
+        weights = split.linear if degree == 1 else weights
 
     def apply(gradients: Gradients) -> Gradients:
         blocks = {name: ExpectedBlock(block, weights) for name, block in gradients.items()}
@@ -231,6 +308,19 @@ def _expectation(problem: Problem, batch: Batch) -> Transform:
         return Gradients(blocks, None if index is None else index[:: weights.shape[1]])
 
     return apply
+
+
+def _degree(chain: Chain) -> int | None:
+    """Return 1 where a chain's rows are linear in g, 2 where they are quadratic, else None."""
+    before = list(chain.stages[: len(chain.before)])
+    names = [stage.name for stage in before]
+    squared = _linear_reducer(chain) == "second_moment"
+    if names[-1:] == ["square"] and not squared:
+        names, before, squared = names[:-1], before[:-1], True
+    if squared and names[-1:] == ["norm"] and float(before[-1].arguments.get("p", 2)) == 2:
+        names, before = names[:-1], before[:-1]
+    steps = any(stage.arguments.get("form") == "step" for stage in before)  # of adam
+    return None if steps or not set(names) <= _HOMOGENEOUS else 2 if squared else 1
 
 
 def _linear_reducer(chain: Chain) -> str | None:

@@ -24,7 +24,7 @@ from gradscope.config import parse_loss
 from gradscope.core.batch import output
 from gradscope.core.grammar import Stage, entries, signature
 from gradscope.core.precision import doubled
-from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
+from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
 from gradscope.errors import ModelError, SpecError
 
@@ -47,7 +47,7 @@ _LAST = (
 losses: Registry[Loss] = Registry("loss")
 
 
-def loss(name: str, predictive: Predictive | None = None) -> Callable[[Loss], BoundLoss]:
+def loss(name: str, predictive: Predictive | Gaussian | None = None) -> Callable[[Loss], BoundLoss]:
     """Register a loss under a name; `predictive` is the distribution over labels it stands for.
 
     Of a model's answer that is no tensor it is given the logits, or the only tensor there is.
@@ -103,7 +103,7 @@ def of_tokens(loss: Loss) -> Loss:
     Raises:
         SpecError: A mean over positions is asked for.
     """
-    if not isinstance(loss, BoundLoss) or not _reduces(loss):
+    if not isinstance(loss, BoundLoss) or not reduces(loss):
         return loss
     if loss.options.get("per_sample") == "mean":
         raise SpecError(
@@ -115,7 +115,7 @@ def of_tokens(loss: Loss) -> Loss:
     return BoundLoss(loss.function, kept, loss.predictive, of_model=loss.of_model)
 
 
-def _reduces(loss: Loss) -> bool:
+def reduces(loss: Loss) -> bool:
     """Whether a loss sums or averages over positions, as it is told."""
     try:
         return bool(inspect.signature(loss).parameters["per_sample"].annotation == Normaliser)
@@ -374,7 +374,7 @@ def bce_with_logits(
     return _entrywise(fn, outputs, targets, per_sample, pos_weight=factors)
 
 
-@loss("mse")
+@loss("mse", Gaussian(std=0.5**0.5))
 def mse(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
     """Squared error, outputs and targets of one shape (n, ...)."""
     return _entrywise(F.mse_loss, outputs, targets, per_sample)

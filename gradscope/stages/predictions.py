@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.core.problem import BoundLoss, Loss, Problem
+from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
 from gradscope.core.rounding import same
 from gradscope.core.shortage import is_outer
 from gradscope.stages.labels import Labels
@@ -39,7 +39,7 @@ def predicted(loss: Loss, outputs: Any, targets: Any) -> Columns:
         return {}
     outputs = outputs.detach()  # what is kept holds no graph
     n, found = len(targets), loss.predictive if isinstance(loss, BoundLoss) else None
-    if found is None:
+    if not isinstance(found, Predictive):
         return {"prediction": outputs.flatten()} if outputs.numel() == n else {}
     p = found.probabilities(outputs)
     if prod(p.shape[1:-1]) != 1:

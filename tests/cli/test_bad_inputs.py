@@ -230,7 +230,7 @@ def test_forms_and_names_are_told_at_once(forked: Forked, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--labels exact --loss mse", "labels"),
+        ("--labels exact --loss l1", "labels"),
         ("--coupling own-loss --backend hooks", "own-loss"),
         ("-t clip:max_nrm=1|mean", "Did you mean 'max_norm'?"),
         ("--device cuda:99", "there is no device 'cuda:99'"),

@@ -192,7 +192,7 @@ def test_a_sample_that_is_not_finite_is_left_out_with_all_its_labels():
 @pytest.mark.parametrize(
     ("loss", "options", "words"),
     [
-        ("mse", {"labels": "sampled"}, "bce_with_logits, causal_lm, cross_entropy, nll"),
+        ("l1", {"labels": "sampled"}, "bce_with_logits, causal_lm, cross_entropy, mse, nll"),
         (lambda o, t: o.sum(1), {"labels": "exact"}, "no distribution"),
         ("cross_entropy", {"labels": "drawn"}, "exact"),
         ("cross_entropy", {"labels": "exact", "coupling": "own-loss"}, "sampled"),
@@ -242,7 +242,7 @@ def test_exact_labels_have_no_rows_of_their_own():
     maps = nn.Sequential(nn.Linear(D, C * 2), nn.Unflatten(1, (C, 2))).double()
     with pytest.raises(SpecError, match=r"3\^2"):
         gradscope.expectation(
-            maps, "cross_entropy", "mean", inputs, targets[:, None].expand(-1, 2), labels="exact"
+            maps, "cross_entropy", "abs", inputs, targets[:, None].expand(-1, 2), labels="exact"
         )
 
 

@@ -1,0 +1,204 @@
+"""All labels of several independent positions, by one gradient for each position and class.
+
+Given its outputs, a model says of each position t by itself how probable each label c is, p_tc, and
+the loss is a sum over positions, L = w Σₜ ℓₜ, w = 1 or one over their number. Then, without the
+C^T labels of the whole sample,
+
+    E[g] = ḡ = w Σ_tc p_tc ∇ℓₜ(c),
+    E[g gᵀ] = Σ_tc p_tc g̃_tc g̃_tcᵀ + ḡ ḡᵀ,  g̃_tc = w (∇ℓₜ(c) − Σ_k p_tk ∇ℓₜ(k)).
+
+The scores of independent positions are uncorrelated (Martens 2020, arXiv:1412.1193, section 8):
+where ℓₜ is the negative log-likelihood of p itself, both expectations of ∇ℓₜ are zero, and T·C
+gradients are enough. With class weights or label smoothing they are not zero, and are taken off.
+
+A squared error stands for labels y ~ N(μ, ½) of every entry. Its gradient is −2w (y − μ) ∇μ, so one
+gradient for each entry, of a residual of one standard deviation, has the second moment of all.
+"""
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscope.core.batch import map_tensors, output
+from gradscope.core.precision import doubled
+from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive
+from gradscope.errors import SpecError
+from gradscope.stages.losses import options, reduces
+
+_SCORE = 1e-9  # in float64: a mean gradient below this share of its terms is rounding
+_SAME = 1e-3  # share of a loss by which the sum over its positions may be off it
+
+
+class AtPosition(NamedTuple):
+    """Targets of rows (m,) of which each is the loss of one position."""
+
+    targets: Any  # with the row's class at every position
+    position: Tensor  # (m,) int64, which position t counts
+    scale: Tensor  # (m,), w
+
+
+class Centred(NamedTuple):
+    """The same, without the expectation over labels; at position T the expectation of all."""
+
+    targets: Any
+    position: Tensor
+    scale: Tensor
+
+
+class Residual(NamedTuple):
+    """Targets of rows (m,) that are one standard deviation off the output in one entry."""
+
+    position: Tensor  # (m,) int64, which entry
+    scale: Tensor  # (m,), w
+
+
+class Rows(NamedTuple):
+    """What a sample's labels are written out as: r rows for each of n samples."""
+
+    targets: AtPosition | Centred | Residual  # of n·r rows
+    squares: Tensor  # (n, r), weights of what is quadratic in g
+    linear: Tensor  # (n, r), of what is linear in g
+    losses: Tensor  # (n, r), of losses
+
+
+def by_position(loss: Loss) -> Loss:
+    """Return a loss that can be asked for one position at a time, by targets of this module."""
+    if not isinstance(loss, BoundLoss) or loss.predictive is None or loss.of_model:
+        return loss
+    plain, found = loss.function, loss.predictive
+
+    @wraps(plain)
+    def function(answer: Any, targets: Any, **how: Any) -> Tensor:
+        if not isinstance(targets, AtPosition | Centred | Residual):
+            return plain(answer, targets, **how)
+        if isinstance(targets, Residual):
+            assert isinstance(found, Gaussian)
+            values = _residual(loss, output(answer), found.std)
+        else:
+            assert isinstance(found, Predictive)
+            values, _ = entries(loss, answer, targets.targets)
+            if isinstance(targets, Centred):
+                expected = sum(_expected(loss, found, answer, targets.targets))
+                assert isinstance(expected, Tensor)
+                values = torch.cat([values - expected, expected.sum(1, keepdim=True)], 1)
+        picked = values.gather(1, targets.position.unsqueeze(1)).squeeze(1)
+        return picked * targets.scale.to(picked.dtype)
+
+    return BoundLoss(function, loss.options, found)
+
+
+def entries(loss: BoundLoss, answer: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a loss of each position (n, T), and which of them count (n, T) bool or None (all)."""
+    found: Any = loss.function(answer, targets, **(loss.options | {"per_sample": "none"}))
+    values, counted = found if isinstance(found, tuple) else (found, None)
+    return (values.unsqueeze(1) if values.dim() == 1 else values), counted
+
+
+def classes(
+    loss: BoundLoss, found: Predictive, answer: Any, p: Tensor, targets: Any
+) -> Rows | None:
+    """Return the rows of all classes at all positions that count; None if positions stay joined.
+
+    Args:
+        loss: Has a predictive distribution.
+        found: That distribution.
+        answer: The model's, of n samples.
+        p: The probabilities (n, *positions, c).
+        targets: The data's own, which say what is ignored.
+    """
+    if not reduces(loss) or loss.of_model:
+        return None
+    outputs, shape, settings = output(answer), p.shape[1:-1], options(loss)
+    p = p.reshape(len(p), -1, p.shape[-1]).to(outputs.device)
+    with torch.no_grad():
+        labels = torch.zeros(len(p), *shape, dtype=torch.int64, device=outputs.device)
+        first = found.targets(labels, targets, settings)
+        values, counted = entries(loss, answer, first)
+        if values.shape != p.shape[:2]:
+            return None
+        counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+        scale = _scale(settings, counted)
+        off = (values * scale.unsqueeze(1)).sum(1) - loss(answer, first)
+        if bool((off.abs() > _SAME * (values.abs() * scale.unsqueeze(1)).sum(1)).any()):
+            return None
+    kept = counted.any(0).nonzero().flatten()  # positions that count in some sample
+    kept = kept if len(kept) else kept.new_zeros(1)
+    probable = torch.where(counted.unsqueeze(2), p, 0)[:, kept].flatten(1)  # (n, t·c)
+    score = _is_score(loss, found, outputs, targets)
+    (n, r), c = probable.shape, p.shape[2]
+    place = kept.repeat_interleave(c)
+    label = torch.arange(c, device=kept.device).repeat(len(kept))
+    if not score:  # and a last row, of the expectation
+        place = torch.cat([place, place.new_tensor([p.shape[1]])])
+        label = torch.cat([label, label.new_zeros(1)])
+        r += 1
+    every = label.repeat(n).reshape(n * r, *[1] * len(shape)).expand(n * r, *shape)
+    own = map_tensors(lambda t: t.repeat_interleave(r, 0) if t.dim() else t, targets)
+    where = place.repeat(n), scale.repeat_interleave(r)
+    made = found.targets(every, own, settings)
+    if score:
+        return Rows(AtPosition(made, *where), probable, probable, probable)
+    last = torch.zeros(n, r, dtype=probable.dtype, device=probable.device)
+    last[:, -1] = 1
+    return Rows(Centred(made, *where), torch.cat([probable, last[:, -1:]], 1), last, last)
+
+
+def residuals(loss: BoundLoss, outputs: Tensor) -> Rows | None:
+    """Return the rows of a squared error: one for each entry of the outputs (n, ...)."""
+    if not reduces(loss) or loss.of_model:
+        return None
+    n, count = len(outputs), outputs[0].numel()
+    ones = torch.ones(n, count, dtype=torch.float64, device=outputs.device)
+    scale = _scale(options(loss), ones).repeat_interleave(count)
+    place = torch.arange(count, device=outputs.device).repeat(n)
+    return Rows(Residual(place, scale), ones, torch.zeros_like(ones), ones)
+
+
+def _scale(settings: dict[str, Any], counted: Tensor) -> Tensor:
+    """Return what a sample's sum over positions is multiplied by (n,), of those counted (n, T)."""
+    count = counted.sum(1).clamp(min=1).double()
+    return 1 / count if settings["per_sample"] == "mean" else torch.ones_like(count)
+
+
+def _expected(loss: BoundLoss, found: Predictive, answer: Any, targets: Any) -> Iterator[Tensor]:
+    """Yield p_tk ℓₜ(k) (n, T) for each class k; no gradient goes through p."""
+    p, settings = found.probabilities(output(answer).detach()), options(loss)
+    shape = p.shape[:-1]
+    for k in range(p.shape[-1]):
+        labels = torch.full(shape, k, dtype=torch.int64, device=p.device)
+        values, _ = entries(loss, answer, found.targets(labels, targets, settings))
+        yield values * p[..., k].reshape(values.shape).to(values.dtype)
+
+
+def _is_score(loss: BoundLoss, found: Predictive, outputs: Tensor, targets: Any) -> bool:
+    """Whether Σ_c p_tc ∇ℓₜ(c) = 0 at the outputs, as of a negative log-likelihood."""
+    with torch.enable_grad():
+        at = doubled(outputs.detach()).requires_grad_()
+        total, size = torch.zeros_like(at), torch.zeros_like(at)
+        for term in _expected(loss, found, at, targets):
+            (slope,) = torch.autograd.grad(term.sum(), at, materialize_grads=True)
+            total, size = total + slope, size + slope.abs()
+    return bool((total.abs() <= _SCORE * size.amax()).all())
+
+
+def _residual(loss: BoundLoss, outputs: Tensor, std: float) -> Tensor:
+    """Return the losses of entries (n, T) that are one standard deviation off, to the last bit."""
+    moved = outputs - outputs.detach()  # zeros, whatever the outputs' size
+    return entries(loss, moved, torch.full_like(moved, std))[0]
+
+
+def required(rows: Rows | None, loss: BoundLoss) -> Rows:
+    """Return rows, or refuse a loss whose positions cannot be told apart."""
+    if rows is None:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise SpecError(
+            f"the positions of the loss {name!r} cannot be told apart, so exact labels would need "
+            "all combinations of their classes",
+            where="labels exact",
+            remedy="Let the loss have an option `per_sample: Normaliser` that "
+            "`gradscope.extend.per_sample_loss` is given; or use labels sampled.",
+        )
+    return rows
