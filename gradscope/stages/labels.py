@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import ExpectedBlock, Gradients
-from gradscope.core.batch import Batch, map_tensors, output
+from gradscope.core.batch import Batch, map_tensors, output, tensors
 from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive, Problem
 from gradscope.core.texts import count
 from gradscope.errors import ModelError, SpecError
@@ -132,10 +132,11 @@ class Labels:
 
         def keep(answer: Any, targets: Any) -> Tensor:
             seen.append(map_tensors(Tensor.detach, answer))
-            return torch.zeros(n)
+            return torch.zeros(next((len(t) for t in tensors((targets, answer)) if t.dim()), n))
 
-        replace(self._problem, loss=keep).losses(batch)
-        outputs = output(seen[0])
+        replace(self._problem, loss=keep).losses(batch)  # random numbers may need passes before it
+        answer = seen[-1]
+        outputs = output(answer)
         if isinstance(found, Gaussian):
             self._outputs = outputs = _checked(outputs, n)
             if self.mode == "sampled":
@@ -151,7 +152,7 @@ class Labels:
             return replace(batch, targets=found.targets(drawn, batch.targets, options(loss)))
         *places, classes = p.shape[1:]
         if prod(places) != 1:
-            rows = positions.classes(loss, found, seen[0], p, batch.targets)
+            rows = positions.classes(loss, found, answer, p, batch.targets)
             many = f"{prod(places)} positions have {classes}^{prod(places)} labels"
             return self._split(batch, positions.required(rows, loss), many)
         many_labels = batch.select(torch.arange(n).repeat_interleave(classes))

@@ -360,3 +360,25 @@ def test_a_file_has_expectations_over_labels(tmp_path: Any) -> None:
         rows = np.concatenate([a[:].reshape(N, -1) for a in file.chains[1].values()], 1)
         np.testing.assert_allclose(rows, squares.numpy(), rtol=1e-9, atol=1e-15)
     assert any("√E‖g‖²" in note for note in job.scope.notes)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("labels", ["sampled", "exact"])
+def test_labels_of_models_that_draw_random_numbers(loss: str, labels: str) -> None:
+    """Every label of a sample meets the same dropout, as its own batch of one does."""
+    shape = (C,) if loss == "cross_entropy" else (2,)
+    model = nn.Sequential(Mixing(*shape), nn.Dropout(0.5)).double().train()
+    y = torch.zeros(N, dtype=torch.int64) if loss == "cross_entropy" else None
+    with gradscope.Scope(model, loss, labels=labels, randomness="fixed") as scope:  # type: ignore[arg-type]
+        whole = scope.expectation("square | sum", inputs(), y)
+        parts = [
+            scope.expectation(
+                "square | sum",
+                inputs()[i : i + 1],
+                None if y is None else y[:1],
+                index=torch.tensor([i]),
+            )
+            for i in range(N)
+        ]
+    for name, value in whole.items():
+        torch.testing.assert_close(value, torch.stack([part[name] for part in parts]).sum(0))
