@@ -7,8 +7,8 @@
   `square | mean` is the diagonal of the exact Fisher. A sample costs as many gradients as there
   are classes. An expectation over labels goes through T(g) only in a linear reducer: mean, sum, or
   none (Kunstner et al. 2019, arXiv:1905.12558; Martens 2020, arXiv:1412.1193).
-  Of several independent positions, and of a squared error, the expectations of what is linear or
-  quadratic in g are known from one gradient for each position and class (`positions`).
+  A sample of several positions needs one gradient for each position and class, for what is linear
+  or quadratic in g. So does a squared error (`positions`).
 
 The weights p are no function of the parameters here: no gradient goes through them.
 """
@@ -75,7 +75,7 @@ class Labels:
                 remedy="Use labels sampled.",
             )
         self.mode: Mode = mode
-        self.note = ""  # what is to be said of the norms
+        self.note = ""  # says how norms are defined where that is special
         self._problem, self._seed = problem, seed
         self._last: tuple[Batch, Batch] | None = None
         self._outputs: Tensor | None = None  # of the last one
@@ -298,8 +298,8 @@ def _expectation(text: str, degree: int | None, problem: Problem, batch: Batch) 
             raise SpecError(
                 f"{split.labels}, and the chain is neither linear nor quadratic in the gradient",
                 where=f"labels exact: {text}",
-                remedy="Such chains are second_moment, square | mean and norm | second_moment, "
-                f"after {', '.join(sorted(_HOMOGENEOUS))} at most. Or use labels sampled.",
+                remedy="Use second_moment, square | mean or norm | second_moment, after no stages "
+                f"but {', '.join(sorted(_HOMOGENEOUS))}; or use labels sampled.",
             )
         weights = split.linear if degree == 1 else weights
 

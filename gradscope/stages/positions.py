@@ -1,15 +1,15 @@
 """All labels of several independent positions, by one gradient for each position and class.
 
-Given its outputs, a model says of each position t by itself how probable each label c is, p_tc, and
-the loss is a sum over positions, L = w Σₜ ℓₜ, w = 1 or one over their number. Then, without the
-C^T labels of the whole sample,
+A model's outputs give each position t its own distribution over labels c, p_tc. The positions are
+independent, and the loss is a sum over them, L = w Σₜ ℓₜ, where w is 1 or one over their number.
+The C^T labels of the whole sample are then not needed:
 
     E[g] = ḡ = w Σ_tc p_tc ∇ℓₜ(c),
     E[g gᵀ] = Σ_tc p_tc g̃_tc g̃_tcᵀ + ḡ ḡᵀ,  g̃_tc = w (∇ℓₜ(c) − Σ_k p_tk ∇ℓₜ(k)).
 
-The scores of independent positions are uncorrelated (Martens 2020, arXiv:1412.1193, section 8):
-where ℓₜ is the negative log-likelihood of p itself, both expectations of ∇ℓₜ are zero, and T·C
-gradients are enough. With class weights or label smoothing they are not zero, and are taken off.
+The scores of independent positions are uncorrelated (Martens 2020, arXiv:1412.1193, section 8).
+Where ℓₜ is the negative log-likelihood of p, the expectation of ∇ℓₜ is zero, and T·C gradients are
+enough. With class weights or label smoothing it is not zero. It is then subtracted.
 
 A squared error stands for labels y ~ N(μ, ½) of every entry. Its gradient is −2w (y − μ) ∇μ, so one
 gradient for each entry, of a residual of one standard deviation, has the second moment of all.
@@ -49,7 +49,7 @@ class Centred(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Targets of rows (m,) that are one standard deviation off the output in one entry."""
+    """Targets of rows (m,), each one standard deviation from the output in one entry."""
 
     position: Tensor  # (m,) int64, which entry
     scale: Tensor  # (m,), w
@@ -100,7 +100,7 @@ def entries(loss: BoundLoss, answer: Any, targets: Any) -> tuple[Tensor, Tensor 
 def classes(
     loss: BoundLoss, found: Predictive, answer: Any, p: Tensor, targets: Any
 ) -> Rows | None:
-    """Return the rows of all classes at all positions that count; None if positions stay joined.
+    """Return the rows of all classes at all positions that count, None for a loss of whole samples.
 
     Args:
         loss: Has a predictive distribution.
@@ -185,18 +185,18 @@ def _is_score(loss: BoundLoss, found: Predictive, outputs: Tensor, targets: Any)
 
 
 def _residual(loss: BoundLoss, outputs: Tensor, std: float) -> Tensor:
-    """Return the losses of entries (n, T) that are one standard deviation off, to the last bit."""
-    moved = outputs - outputs.detach()  # zeros, whatever the outputs' size
+    """Return the losses (n, T) of targets one standard deviation from each entry, unrounded."""
+    moved = outputs - outputs.detach()  # zeros: a sum with large outputs would be rounded
     return entries(loss, moved, torch.full_like(moved, std))[0]
 
 
 def required(rows: Rows | None, loss: BoundLoss) -> Rows:
-    """Return rows, or refuse a loss whose positions cannot be told apart."""
+    """Return the rows, or refuse a loss that does not return a number for each position."""
     if rows is None:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise SpecError(
-            f"the positions of the loss {name!r} cannot be told apart, so exact labels would need "
-            "all combinations of their classes",
+            f"the loss {name!r} returns no number for each position, so exact labels would need "
+            "every combination of classes",
             where="labels exact",
             remedy="Let the loss have an option `per_sample: Normaliser` that "
             "`gradscope.extend.per_sample_loss` is given; or use labels sampled.",

@@ -289,7 +289,7 @@ def test_a_sample_that_is_not_finite() -> None:
 
 
 def test_losses_of_ones_own() -> None:
-    """With `per_sample` positions are told apart; without they stay joined, and are refused."""
+    """A loss with the option `per_sample` is answered, a loss without it is refused."""
 
     predictive = Predictive(lambda o: o.movedim(1, -1).softmax(-1), lambda drawn, *_: drawn)
 
@@ -311,7 +311,9 @@ def test_losses_of_ones_own() -> None:
             for loss in ("told_apart", "cross_entropy")
         )
         torch.testing.assert_close(own, right)
-        with pytest.raises(SpecError, match="positions of the loss 'joined' cannot be told apart"):
+        with pytest.raises(
+            SpecError, match="the loss 'joined' returns no number for each position"
+        ):
             gradscope.expectation(model, "joined", "second_moment", inputs(), y, labels="exact")
     finally:
         for name in ("told_apart", "joined"):

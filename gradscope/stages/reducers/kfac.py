@@ -6,9 +6,9 @@ Martens and Grosse 2015 (arXiv:1503.05671) take E[b bᵀ] ⊗ E[a aᵀ] for E[ve
 several positions, and these taken as independent, it is E[Σₜ b bᵀ] ⊗ E[(1/T) Σₜ a aᵀ] (Grosse and
 Martens 2016, arXiv:1602.01407; "expand" in Eschenhagen et al. 2023, arXiv:2311.00636).
 
-A position counts if its output gradient has an entry that is not exactly 0. Others (padding, tokens
-whose loss is ignored, units that are all off) add nothing to any gradient, whatever their
-activation is: they are in neither moment, and T is the number of positions that count.
+A position counts if its output gradient has an entry that is not exactly 0. Padding, ignored tokens
+and units that are all off add nothing to any gradient. Their activations are in neither moment, and
+T is the number of positions that count.
 
 A bias whose gradient is Σₜ b belongs to the same layer: with (a, 1) in the place of a, both are one
 block (Grosse and Martens 2016, section 2).
