@@ -23,6 +23,8 @@ class Gradients(Mapping[str, Block]):
         index: (n,) int64, each sample's position in its data set, by which anything random is
             drawn; None for an aggregate, which is no sample.
         powers: The sums over samples that will be asked for: 1 for Σ gᵢ, 2 for Σ |gᵢ|².
+        weights: (samples, r) if each sample has r rows, one after the other: what Σ g gᵀ over
+            them weighs each by. None if each row is a sample.
     """
 
     def __init__(
@@ -30,9 +32,10 @@ class Gradients(Mapping[str, Block]):
         blocks: Mapping[str, Block],
         index: Tensor | None = None,
         powers: frozenset[int] = frozenset(),
+        weights: Tensor | None = None,
     ) -> None:
         self._blocks = dict(blocks)
-        self.index = index
+        self.index, self.weights = index, weights
         self._powers = powers
         self._sums: dict[tuple[str, int], Tensor] = {}
         self._squared: dict[str, Tensor] | None = None
@@ -107,7 +110,13 @@ class Gradients(Mapping[str, Block]):
 
     def asked(self, powers: frozenset[int]) -> "Gradients":
         """Return the same gradients, told which sums over samples will be asked for."""
-        return Gradients(self._blocks, self.index, powers)
+        return Gradients(self._blocks, self.index, powers, self.weights)
+
+    def weighted(self, weights: Tensor) -> "Gradients":
+        """Return the same gradients as rows of samples, with `weights` (samples, r)."""
+        found = Gradients(self._blocks, self.index, self._powers, weights)
+        found._squared = self._squared
+        return found
 
     def map(self, fn: Callable[[Block], Block]) -> "Gradients":
         """Apply `fn` to each parameter's block."""

@@ -18,7 +18,7 @@ from gradscope.engine.certificate import finite_samples
 from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, DatasetError, NonFiniteError, SpecError
 from gradscope.stages.chain import Chain
-from gradscope.stages.labels import chosen, over_labels, samples
+from gradscope.stages.labels import Expanded, chosen, over_labels, samples
 from gradscope.stages.reducers.base import (
     State,
     add_in_place,
@@ -220,11 +220,14 @@ def over_ranks(problem: Problem, chain: Chain, state: State | None) -> State | N
 def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:
     """Return what chains reduce of a batch: the samples with a finite gradient, or None."""
     labelled, asked = session.labels.of(batch), session.settings.nonfinite
+    gradients = evaluation.gradients
+    if isinstance(labelled, Expanded):
+        gradients = gradients.weighted(labelled.weights)
     if asked == "keep":
-        return evaluation.gradients, session.problem, labelled
+        return gradients, session.problem, labelled
     finite = over_labels(finite_samples(evaluation), labelled)
     if bool(finite.all()):
-        return evaluation.gradients, session.problem, labelled
+        return gradients, session.problem, labelled
     if asked == "fail":
         worst = int((~finite).nonzero()[0])
         raise NonFiniteError(
@@ -234,7 +237,10 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
         )
     if not bool(finite.any()):
         return None
-    return evaluation.gradients.select(finite), session.problem, chosen(labelled, finite.cpu())
+    kept, part = gradients.select(finite), chosen(labelled, finite.cpu())
+    if isinstance(part, Expanded):
+        kept = kept.weighted(part.weights)
+    return kept, session.problem, part
 
 
 def request_of(

@@ -14,7 +14,7 @@ The weights p are no function of the parameters here: no gradient goes through t
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -32,12 +32,13 @@ from gradscope.errors import ModelError, SpecError
 from gradscope.stages import positions
 from gradscope.stages.chain import Chain
 from gradscope.stages.losses import losses, options
-from gradscope.stages.reducers.base import reducers
+from gradscope.stages.reducers.base import State, reducers
 from gradscope.stages.transforms.base import NeedsProblem, Transform, transforms
 
 Mode = Literal["data", "sampled", "exact"]
 
 LINEAR = ("mean", "sum", "second_moment")  # second_moment is square | mean
+QUADRATIC = ("kfac", "ekfac")  # read raw gradients and their weights
 _HOMOGENEOUS = {"adam", "dot", "identity", "precondition", "project", "scale"}  # linear in g
 
 
@@ -101,11 +102,30 @@ class Labels:
         """
         if self.mode != "exact":
             return chain
-        before, reducer = chain.before, chain.reducer
-        if _linear_reducer(chain) == "second_moment":
+        before, reducer, name = chain.before, chain.reducer, _linear_reducer(chain)
+        if name == "kfac":
+            assert reducer is not None
+            start = partial(self._of_same_positions, reducer.start)
+            return replace(chain, reducer=reducer._replace(start=start))
+        if name in QUADRATIC:
+            return chain
+        if name == "second_moment":
             before, reducer = (*before, transforms.get("square")()), reducers.get("mean")()
         last = NeedsProblem(partial(_expectation, chain.text, _degree(chain)))
         return replace(chain, before=(*before, last), reducer=reducer)
+
+    def _of_same_positions(self, start: Callable[[Gradients], State], rows: Gradients) -> State:
+        """Start `kfac`, or refuse rows of a sample that are from different positions of it."""
+        labelled = None if self._last is None else self._last[1]
+        split = labelled.split if isinstance(labelled, Expanded) else None
+        if split is not None and isinstance(labelled, Expanded) and labelled.weights.shape[1] > 1:
+            raise SpecError(
+                f"{split.labels}, and Kronecker factors with exact labels need one position a "
+                "sample",
+                where="labels exact: kfac",
+                remedy="Use labels sampled.",
+            )
+        return start(rows)
 
     def each(self, batch: Batch) -> int:
         """Return how many gradients a sample costs."""
@@ -325,15 +345,16 @@ def _degree(chain: Chain) -> int | None:
 
 
 def _linear_reducer(chain: Chain) -> str | None:
-    """Return the name of a chain's reducer, if it has one, and refuse one not linear in T(g)."""
+    """Return the name of a chain's reducer, if it has one, and refuse one of another kind."""
     if chain.reducer is None:
         return None
     stage = next((stage for stage in chain.stages if stage.name in reducers), None)
     name = stage.name if stage is not None else "a reducer of your own"
-    if name not in LINEAR:
+    if name not in (*LINEAR, *QUADRATIC):
         raise SpecError(
             f"{name!r} has no expectation over labels: it is not linear in T(g)",
             where=f"labels exact: {chain.text}",
-            remedy=f"Reducers that go with exact labels: {', '.join(LINEAR)}, or none.",
+            remedy=f"Reducers that go with exact labels: {', '.join((*LINEAR, *QUADRATIC))}, "
+            "or none.",
         )
     return name

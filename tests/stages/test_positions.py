@@ -384,3 +384,118 @@ def test_labels_of_models_that_draw_random_numbers(loss: str, labels: str) -> No
         ]
     for name, value in whole.items():
         torch.testing.assert_close(value, torch.stack([part[name] for part in parts]).sum(0))
+
+
+class Pooled(nn.Module):
+    """A model (n, 3, 4) -> (n, 3) of a layer on positions, of which a sample has one label."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, C)
+        self.inputs_first = nn.Parameter(torch.randn(4, 4))
+        self.convolution = nn.Conv1d(4, 4, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., :1] > -1  # some positions do not count
+        match self.kind:
+            case "linear":
+                x = self.first(x)
+            case "inputs first":
+                x = x @ self.inputs_first
+            case "convolution":
+                x = self.convolution(x.mT).mT[:, 1:]
+            case "tied":
+                x = (x @ self.inputs_first).tanh() @ self.inputs_first.t()
+        found: Tensor = self.last((x.tanh() * mask).sum(1))
+        return found
+
+
+def each_label(
+    model: nn.Module, loss: str, x: Tensor, chain: str
+) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Return what a chain gives of each sample by itself with each label, and its probability."""
+    found, p = [], model(x).detach().softmax(1)
+    with gradscope.Scope(model, loss, backend="hooks", verify="never") as scope:
+        for i, c in product(range(len(x)), range(C)):
+            made = scope.expectation(chain, x[i : i + 1], torch.tensor([c]))
+            found.append((made, p[i, c] / len(x)))
+    return found
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", 'cross_entropy:weight="0.2,1,3"'])
+@pytest.mark.parametrize("kind", ["linear", "inputs first", "convolution", "tied"])
+def test_kronecker_factors(kind: str, loss: str) -> None:
+    """B is E[Σₜ b bᵀ] over all labels; A and T are of the positions that count in any of them."""
+    model, x = Pooled(kind).double(), torch.randn(4, T, 4).double()
+    y = torch.zeros(4, dtype=torch.int64)
+    for chain in ("kfac:positions=sum", "kfac:positions=sum,bias=column,full=9"):
+        with gradscope.Scope(model, loss, labels="exact") as scope:
+            found = scope.expectation(chain, x, y)
+            halves = [scope.expectation(chain, x[k], y[k]) for k in (slice(0, 1), slice(1, 4))]
+        right = each_label(model, loss, x, chain)
+        for key, value in found.items():
+            mean = torch.stack([own[key] * weight for own, weight in right]).sum(0)
+            torch.testing.assert_close(value, mean, rtol=1e-9, atol=1e-13)
+            both = (halves[0][key] + 3 * halves[1][key]) / 4
+            torch.testing.assert_close(both, value, rtol=1e-9, atol=1e-13)
+    pooled = gradscope.expectation(model, loss, "kfac", x, y, labels="exact")
+    name = {"linear": "first.weight.A", "convolution": "convolution.weight.A"}.get(kind)
+    if name is not None:
+        whole = gradscope.expectation(model, loss, "kfac:positions=sum", x, y, labels="exact")
+        counted = (x[..., 0] > -1).sum() / 4
+        torch.testing.assert_close(pooled[name] * counted, whole[name])
+
+
+def test_eigenvalues_of_the_exact_fisher() -> None:
+    model, x = Pooled("linear").double(), torch.randn(4, T, 4).double()
+    y = torch.zeros(4, dtype=torch.int64)
+    found = gradscope.expectation(model, "cross_entropy", "ekfac", x, y, labels="exact")
+    a, b = (found[f"first.weight.{side}.vectors"] for side in "AB")
+    p, total = model(x).detach().softmax(1), torch.zeros(4, 5).double()
+    for i, c in product(range(4), range(C)):
+        value = nn.functional.cross_entropy(model(x[i : i + 1]), torch.tensor([c]))
+        grads = torch.autograd.grad(value, [model.first.weight, model.first.bias])
+        matrix = torch.cat([grads[0], grads[1][:, None]], 1)
+        total += p[i, c] / 4 * (b.T @ matrix @ a).square()
+    torch.testing.assert_close(found["first.weight.eigenvalues"], total, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("chain", ["kfac", "ekfac"])
+def test_factors_of_several_positions_are_refused(chain: str) -> None:
+    """A row of each position and class does not say which positions of a layer are the same."""
+    model = nn.Sequential(nn.Linear(4, C), nn.Flatten(), nn.Unflatten(1, (T, C))).double()
+    x = torch.ones(N, T, 4).double()  # alike, so that their activations do not say so either
+
+    with pytest.raises(SpecError, match=r"3\^3.* need one position a sample"):
+        gradscope.expectation(
+            nn.Sequential(model, Swapped()),
+            "cross_entropy",
+            chain,
+            x,
+            classes(False),
+            labels="exact",
+        )
+
+
+class Swapped(nn.Module):
+    def forward(self, o: Tensor) -> Tensor:
+        return o.mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_factors_of_one_position(dtype: torch.dtype) -> None:
+    """B = E[diag p − p pᵀ], and of a squared error of one output 2."""
+    layer, x = nn.Linear(4, C).to(dtype), inputs().to(dtype)
+    y, p = torch.zeros(N, dtype=torch.int64), layer(x).detach().softmax(1)
+    found = gradscope.expectation(layer, "cross_entropy", "kfac", x, y, labels="exact")
+    right = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
+    a = x.T @ x / N
+    close = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {}
+    torch.testing.assert_close(found["weight.B"].to(dtype), right, **close)
+    torch.testing.assert_close(found["weight.A"].to(dtype), a, **close)
+    one = nn.Linear(4, 1).to(dtype)
+    squared = gradscope.expectation(one, "mse", "kfac", x, None, labels="exact")
+    torch.testing.assert_close(squared["weight.B"].to(dtype), torch.full((1, 1), 2.0, dtype=dtype))
+    torch.testing.assert_close(squared["weight.A"].to(dtype), a, **close)

@@ -37,7 +37,7 @@ from gradscope.blocks import (
     layer_of,
     wide,
 )
-from gradscope.blocks.base import precise
+from gradscope.blocks.base import as_rows, precise, times
 from gradscope.core.grammar import Stage
 from gradscope.core.memory import slices
 from gradscope.core.precision import double, wider
@@ -74,6 +74,8 @@ def kfac(
     convolutions, `x @ W`). With G groups they are (G, r, r) and (G, c, c). With complex factors
     they are E[b bᴴ] and E[a aᴴ].
 
+    With exact labels B = (1/N) Σᵢₜ E[b bᵀ], the expectation over all of a sample's labels.
+
     Parameters whose gradients have no factors (biases, norms, tables) have NAME.diagonal (*shape),
     E[|g|²], instead. Factors are known to the backend `hooks`. A transform before scales one
     factor or destroys both: nothing should come before.
@@ -101,9 +103,10 @@ def kfac(
         for name, block in gradients.items():
             own = gradients.get(bias_of(name) or "") if bias == "column" else None
             if block.kind is None and 0 < prod(block.shape) <= full:
-                block, own = _as_row(block), None
-            every[name] = _sums(block, own)
-        return joined(count(gradients), every)
+                every[name] = _as_row(block, gradients.weights)
+            else:
+                every[name] = _sums(block, own, gradients.weights)
+        return joined(_samples(gradients), every)
 
     def result(state: State) -> dict[str, Tensor]:
         n, every = state["n"], parts(state)
@@ -131,22 +134,42 @@ def _merged(a: State, b: State) -> State:
     return added(a, b)
 
 
-def _as_row(block: Block) -> Block:
-    """Return gradients as outer products of 1 and all of their numbers."""
-    rows = block.dense().reshape(block.n, 1, 1, -1)
-    return OuterBlock(rows.new_ones(block.n, 1, 1, 1), rows, block.shape)
+def _samples(gradients: Gradients) -> Tensor:
+    """Return the number of samples (), of which each may have several rows."""
+    rows = count(gradients)
+    return rows if gradients.weights is None else rows / gradients.weights.shape[1]
 
 
-def _sums(block: Block, bias: Block | None) -> Part:
+def _flat(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.flatten()
+
+
+def _as_row(block: Block, weights: Tensor | None) -> Part:
+    """Return the sums of a layer whose one row is all numbers of a parameter: Σ g gᴴ, and N."""
+    found = None
+    flat = _flat(weights)
+    for rows, tile in wide(block).tiles():
+        values = as_rows(times(tile, None if flat is None else flat[rows].sqrt()))
+        product = values.mT @ values.conj()
+        found = product if found is None else found + product
+    assert found is not None
+    n = found.real.new_tensor(float(block.n if weights is None else len(weights)))
+    return {"a": found, "b": n.reshape(1, 1).to(found.dtype), "counted": n}
+
+
+def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Part:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ over the positions that count, and their number () or (k,).
 
     It takes a few samples at a time. With a bias, of (a, 1) and of (b, 1); and of how many samples
-    it is not Σₜ b, and not Σₜ a.
+    it is not Σₜ b, and not Σₜ a. With weights (samples, r), b is that of each row, and a that of
+    the sample, at the positions that count in a row of it.
     """
     if block.kind != "outer":
-        return {"squares": wide(block).squared_sum()}
+        return {"squares": wide(block).squared_sum(_flat(weights))}
     found: Part = {}
-    for rows in slices(block.n, (block.factored_size or 1) * 16, TILE_BYTES):
+    r = 1 if weights is None else weights.shape[1]
+    for some in slices(block.n // r, r * (block.factored_size or 1) * 16, TILE_BYTES):
+        rows = slice(some.start * r, some.stop * r)
         part = block.select(rows)
         if isinstance(part, ConvolutionBlock):
             part = part.outer
@@ -154,20 +177,65 @@ def _sums(block: Block, bias: Block | None) -> Part:
         factors = part.factors()
         assert factors is not None  # of an outer product
         left, right = factors.tensors.values()
-        more: Part = {}
+        column = bias is not None
+        if weights is None:
+            more = _of_rows(part, left, right, ones=column)
+        else:
+            more = _of_labels(part, left, right, weights[some], ones=column)
         if bias is not None:
             own = bias.select(rows)
             more["apart"] = torch.stack([~belongs(own, side) for side in (left, right)]).sum(1)
-        counted = part.counted()
-        if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
-            left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
-        more["counted"] = counted.sum((0, 2)).to(double(block.device))
-        for key, side in (("a", right), ("b", left)):
-            more[key] = _moments(side, counted, ones=bias is not None)
-        if counted.shape[1] == 1:  # of one group: (f, f) and ()
+        if more["counted"].numel() == 1:  # of one group: (f, f) and ()
             more |= {key: more[key].squeeze(0) for key in ("a", "b", "counted")}
         found = {key: found[key] + value for key, value in more.items()} if found else more
     return {key: found[key] for key in ("a", "b", "counted", "apart") if key in found}
+
+
+def _of_rows(part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool) -> Part:
+    """Return the sums of rows that are samples, of any number of groups."""
+    counted = part.counted()
+    if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
+        left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
+    found = {"counted": counted.sum((0, 2)).to(double(part.device))}
+    return found | {k: _moments(f, counted, ones=ones) for k, f in (("a", right), ("b", left))}
+
+
+def _of_labels(
+    part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, *, ones: bool
+) -> Part:
+    """Return the sums of samples with several rows each, of any number of groups."""
+    (n, r), turned = weights.shape, part.turned
+    if isinstance(part, SegmentBlock):
+        raise _other_positions()
+    counted = part.counted()
+    counted = counted & (weights.flatten() > 0).reshape(-1, 1, 1)
+    once = counted.reshape(n, r, *counted.shape[1:]).any(1)  # (n, k, t)
+    by = weights.flatten().sqrt()
+    found: Part = {"counted": once.sum((0, 2)).to(double(part.device))}
+    for flag in (False, True) if isinstance(turned, Tensor) else (turned,):
+        here = turned == flag  # (t,), or at all positions
+        gradient, activation = (right, left) if flag else (left, right)
+        own, input_ = ("a", "b") if flag else ("b", "a")
+        same = (activation == activation[::r].repeat_interleave(r, 0)).all(-1)
+        if not bool((same | ~(counted & here)).all()):
+            raise _other_positions()
+        rows = times(gradient.to(wider(gradient.dtype, gradient.device)), by)
+        first = activation[::r]
+        sums = {
+            own: _moments(rows, counted & here, ones=ones),
+            input_: _moments(first, once & here, ones=ones),
+        }
+        found |= {k: v + found[k] if k in found else v for k, v in sums.items()}
+    return found
+
+
+def _other_positions() -> UnsupportedError:
+    return UnsupportedError(
+        "the labels of a sample reach different positions of a layer, so its factors have no "
+        "common A",
+        where="labels exact: kfac",
+        remedy="Use labels sampled.",
+    )
 
 
 def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
@@ -328,8 +396,8 @@ def _within(
                 moments = _in_basis(gradients, layers[name], bases[name])
                 every[name] = {"moments": moments, "basis": marks[name].to(block.device)}
             elif name not in inside and known is None:
-                every[name] = {"squares": wide(block).squared_sum()}
-        return joined(count(gradients), every)
+                every[name] = {"squares": wide(block).squared_sum(_flat(gradients.weights))}
+        return joined(_samples(gradients), every)
 
     def merge(a: State, b: State) -> State:
         _require_bases(a, marks)
@@ -392,9 +460,13 @@ def _in_basis(gradients: Gradients, layer: Layer, basis: Basis) -> Tensor:
     by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
     size = (factored if by_factors else k * r * c) * dtype.itemsize
     found = torch.zeros(layer.sizes, dtype=double(weight.device), device=weight.device)
+    weights = _flat(gradients.weights)
     for rows in slices(gradients.n, size, TILE_BYTES):
         block = _rotated(gradients.select(rows), layer, basis, by_factors)
-        found += power_sum(Gradients({layer.weight: block}), layer.weight, 2)
+        if weights is None:
+            found += power_sum(Gradients({layer.weight: block}), layer.weight, 2)
+        else:
+            found += wide(block).squared_sum(weights[rows])
     return found
 
 
