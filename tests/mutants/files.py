@@ -18,8 +18,8 @@ rows(
 )
 rows(
     "norms shifted by a row: a column of norms begins with the last sample of the batch",
-    "{name: mean(value.sqrt(), shown) for",
-    "{name: mean(value.sqrt(), shown).roll(1, 0) for",
+    "name: mean_norm(value.sqrt(), shown) for",
+    "name: mean_norm(value.sqrt(), shown).roll(1, 0) for",
 )
 rows(
     "a row written twice: the first row of every batch is stored twice, and the last one not",
