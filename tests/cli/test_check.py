@@ -95,3 +95,53 @@ def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_fi
     assert "under 'state_dict'" in notes
     assert document["first_batch"]["nonfinite"] == 1
     assert document["certificate"]["verified"] is True
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ("", ["id", "keep", "spare", "table", "z"]),
+        ('id = "id"\nselect = "keep"\n', ["spare", "table", "z"]),
+        ('columns = { inputs = ["table[0:2]", "z*"] }\n', ["id", "keep", "spare", "x"]),
+        ('targets = ["y", "spare"]\nid = "id"\nselect = "keep"\n', ["table", "z"]),
+    ],
+)
+def test_an_array_that_is_used_nowhere_is_said(
+    gradscope: Gradscope, tmp_path: Path, more: str, names: list[str]
+) -> None:
+    """Under options, too, an array may be used; `check` answers in any case."""
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(3, 2)\n"
+        "def loss(o, t): return (o if isinstance(t, tuple) else o * t[:, None]).square().sum(1)\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    n = 6
+    draw = np.random.default_rng(0)
+    arrays = {k: draw.standard_normal((n, 3)).astype("float32") for k in ("x", "table")}
+    arrays |= {k: draw.standard_normal(n).astype("float32") for k in ("y", "z", "spare")}
+    arrays |= {"id": np.arange(n), "keep": np.arange(n) > 1}
+    np.savez(tmp_path / "d.npz", **arrays)
+    inputs = "inputs" if "columns" in more else "x"
+    text = f'path = "d.npz"\ninputs = ["{inputs}"]\n{more}'
+    text += "" if "targets" in more else 'targets = ["y"]\n'
+    (tmp_path / "d.toml").write_text(text)
+    words = ["check", tmp_path / "w.pt", tmp_path / "d.toml", "--json"]
+    words += ["--model", f"{tmp_path}/model.py:build", "--loss", f"{tmp_path}/model.py:loss"]
+    done = gradscope(*words)
+    assert done.code == 0, done.err
+    told = done.err.partition(" used nowhere")[0].partition("d.npz: the arrays ")[2]
+    assert sorted(told.removesuffix(" are").split(", ")) == names
+
+
+def test_an_array_of_a_data_set_of_ones_own_that_is_used_nowhere(
+    gradscope: Gradscope, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\ndef build(): return nn.Linear(3, 2)\n"
+        "def data(): return [dict(inputs=torch.ones(3), targets=torch.ones(2), mask=torch.ones(2))"
+        " for _ in range(4)]\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    words = ["check", tmp_path / "w.pt", f"{tmp_path}/mine.py:data", "--loss", "mse"]
+    done = gradscope(*words, "--model", f"{tmp_path}/mine.py:build")
+    assert done.code == 0 and "the array mask is used nowhere" in done.err

@@ -34,7 +34,7 @@ from gradscope.sources.data.columns import (
     translated,
 )
 from gradscope.sources.data.images import image_files, open_image_folder
-from gradscope.sources.data.recipes import Convert, composed, converter, encoded, headings
+from gradscope.sources.data.recipes import Convert, composed, converter, encoded, headings, used
 from gradscope.sources.formats import (
     HEAD,
     dataset_readers,
@@ -75,6 +75,13 @@ class FileSamples:
     def code(self) -> dict[str, str]:
         """No code of the user's makes them."""
         return {}
+
+    @property
+    def unused(self) -> list[str]:
+        """The names of the user's arrays that the spec does not use."""
+        found = used((*self.spec.files, *self.names), self.spec)
+        made = self.format == "images"  # its arrays are made here
+        return [] if made else [name for name in self.names if name not in found]
 
     def stored(self, name: str) -> dict[str, Any]:
         """Return what a description says of an array as it is stored."""
