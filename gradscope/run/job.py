@@ -315,8 +315,14 @@ def _digests(
 
 def _built(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
     """Return a model with its weights, where the run is to be."""
-    loaded = load_model(spec.model, spec.checkpoint)
-    return loaded, _placed(loaded.model, spec.compute.device, spec.compute.dtype)
+    loaded = load_model(spec.model, spec.checkpoint, dtype=_dtype(spec))
+    return loaded, _placed(loaded.model, spec.compute.device, _dtype(spec))
+
+
+def _dtype(spec: RunSpec) -> torch.dtype | None:
+    """Return what the model is to compute in, None for what it is built in."""
+    found = spec.compute.dtype
+    return None if found is None else getattr(torch, found)
 
 
 def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
@@ -327,9 +333,9 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
     for turn in range(ranks.size):
         with ranks.together():
             if turn == ranks.rank:
-                loaded = load_model(spec.model, spec.checkpoint, lean=True)
+                loaded = load_model(spec.model, spec.checkpoint, lean=True, dtype=_dtype(spec))
                 model = divided(loaded.model, device.type)
-                mine.append((loaded, _placed(model, None, spec.compute.dtype)))
+                mine.append((loaded, _placed(model, None, _dtype(spec))))
     return mine[0]
 
 
@@ -417,11 +423,11 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     return found
 
 
-def _placed(model: nn.Module, device: str | None, dtype: str | None) -> nn.Module:
+def _placed(model: nn.Module, device: str | None, dtype: torch.dtype | None) -> nn.Module:
     """Move and cast the model."""
     require_usable(torch.device(device or "cpu"))
     model = model.to(device=device)
-    return model if dtype is None else cast(model, getattr(torch, dtype))
+    return model if dtype is None else cast(model, dtype)
 
 
 def require_usable(device: torch.device) -> None:

@@ -145,3 +145,19 @@ def test_an_array_of_a_data_set_of_ones_own_that_is_used_nowhere(
     words = ["check", tmp_path / "w.pt", f"{tmp_path}/mine.py:data", "--loss", "mse"]
     done = gradscope(*words, "--model", f"{tmp_path}/mine.py:build")
     assert done.code == 0 and "the array mask is used nowhere" in done.err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_dtype_that_data_are_cast_to_is_said(
+    gradscope: Gradscope, tmp_path: Path, dtype: str
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+    )
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    np.savez(tmp_path / "d.npz", inputs=np.ones((6, 4)), targets=np.arange(6) % 3)
+    words = ["check", tmp_path / "w.pt", tmp_path / "d.npz", "--loss", "cross_entropy"]
+    done = gradscope(*words, "--model", f"{tmp_path}/model.py:build", "--dtype", dtype)
+    assert ("inputs: float64 cast to float32, 4 a sample" in done.out) == (dtype == "float32")
+    assert "targets: int64, one number a sample" in done.out
+    assert "more digits" not in done.out  # of the weights, which are float32

@@ -195,3 +195,26 @@ def test_without_transformers_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"torch-gradscope\[hf\]"):
         held(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, None])
+def test_weights_of_more_digits_than_the_config_says(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """With --dtype float64 they keep them; else a note says that they are rounded."""
+    saved(tmp_path, "bert")
+    draw = torch.Generator().manual_seed(0)
+
+    def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            k: torch.randn(v.shape, generator=draw, dtype=torch.float64) for k, v in state.items()
+        }
+
+    rewritten(tmp_path, changed)
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    spec = CheckpointSpec(path=tmp_path)
+    found = load_model(ModelSpec(factory="checkpoint"), spec, dtype=dtype)
+    for name, p in found.model.named_parameters():
+        assert torch.equal(p, state[name].to(dtype or torch.float32))
+    told = [note for note in found.notes if "more digits than the model" in note]
+    assert len(told) == (dtype is None)
