@@ -89,6 +89,7 @@ def _whole(
         ignore=checkpoint.ignore or (),
         unsafe_pickle=checkpoint.unsafe_pickle,
         assign=assign,
+        asked=dtype,
     )
 
 

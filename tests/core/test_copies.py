@@ -289,6 +289,26 @@ def test_a_loss_that_holds_the_model(of_model: bool) -> None:
     assert copy.of_model == of_model
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_peer_is_given_a_loss_over_its_own_copy(dtype: torch.dtype) -> None:
+    def alone(model: nn.Module, loss: Any, inputs: Tensor, targets: Tensor) -> Any:
+        named, rows = dict(model.named_parameters()), []
+        for i in range(len(inputs)):
+            value = loss(model(inputs[i : i + 1]), targets[i : i + 1]).sum()
+            rows.append(torch.autograd.grad(value, list(named.values())))
+        return {k: torch.stack(g) for k, g in zip(named, zip(*rows, strict=True), strict=True)}
+
+    net, batch = built("closure", dtype), data(dtype)
+
+    def decayed(outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss(outputs, targets) + net.up.weight.square().sum()
+
+    found = gradscope.compare(
+        net, decayed, batch.inputs, batch.targets, backends=["hooks"], against={"peer": alone}
+    )
+    assert {row.backend: row.status for row in found.rows} == {"hooks": "agrees", "peer": "agrees"}
+
+
 HELD: list[Net] = []
 
 

@@ -133,6 +133,7 @@ def test_weights_keep_the_digits_of_the_dtype_that_is_computed_in(
         assert torch.equal(value, right) and value.dtype == right.dtype
     notes = [note for note in found.notes if note.startswith(DIGITS)]
     assert len(notes) == (wanted != torch.float64)
+    assert found.notes == tuple(notes)
     assert all("--dtype float64 keeps all digits." in note for note in notes)
 
 
@@ -157,3 +158,15 @@ def test_a_whole_model_keeps_its_digits(tmp_path: Path, dtype: torch.dtype) -> N
     found = load_model(ModelSpec(factory="checkpoint"), weights, dtype=dtype)
     assert torch.equal(found.model.weight, model.weight.to(dtype))
     assert any(note.startswith(DIGITS) for note in found.notes) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, None])
+def test_a_cast_that_was_asked_for_and_keeps_all_digits_is_not_noted(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    path, state = precise(tmp_path)
+    torch.save({k: v if k == "calls" else v.half() for k, v in state.items()}, path)
+    spec = ModelSpec(factory=f"{tmp_path}/net.py:build")
+    found = load_model(spec, CheckpointSpec(path=path), dtype=dtype)
+    assert torch.equal(found.model.scale, state["scale"].half().to(dtype or torch.float32))
+    assert any("float16 -> float32" in note for note in found.notes) == (dtype is None)

@@ -38,11 +38,18 @@ class Fit:
     notes: tuple[str, ...]
 
 
-def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str]) -> Fit:
+def fitted(
+    model: nn.Module,
+    content: Any,
+    key: str | None,
+    ignore: Sequence[str],
+    asked: torch.dtype | None = None,
+) -> Fit:
     """Return the state dict in what a checkpoint holds, if all of it fits the model.
 
     `key` says where it is, otherwise it is the only one with the model's names; `ignore` are globs
-    of names that are left out where the model has no such name.
+    of names that are left out where the model has no such name. A cast to the dtype that was
+    `asked` for is noted only if it rounds.
     """
     with user_file("the model's own state_dict"):
         expected: StateDict = model.state_dict()
@@ -61,7 +68,8 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     _check_names(values, expected, key)
     changes = _check_tensors(values, expected)
     lost = [change for change in changes if change.rounds]
-    casts = [str(change) for change in changes if not change.rounds]
+    kept_digits = [change for change in changes if not change.rounds]
+    casts = [str(change) for change in kept_digits if change.loaded != asked]
     cast = {
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
