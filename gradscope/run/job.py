@@ -32,7 +32,7 @@ from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
 from gradscope.core.locate import first_line
 from gradscope.core.precision import cast, dtype_name
-from gradscope.core.problem import Loss, Problem
+from gradscope.core.problem import Loss, Problem, is_model_loss
 from gradscope.core.ranks import Ranks, divided
 from gradscope.core.shortage import is_shortage
 from gradscope.engine.fold import request_of
@@ -43,7 +43,7 @@ from gradscope.sources import code
 from gradscope.sources.code import load_function
 from gradscope.sources.data import Dataset, open_dataset
 from gradscope.sources.formats import sha256
-from gradscope.sources.models import LoadedModel, load_model
+from gradscope.sources.models import LoadedModel, load_model, require_order
 from gradscope.sources.opened import Previews
 from gradscope.sources.weights import CheckpointReport
 from gradscope.stages import labels
@@ -256,6 +256,8 @@ def prepare(spec: RunSpec) -> Job:
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     loaded, model = _in_turn(spec) if together else _built(spec)
     dataset = open_dataset(spec.dataset)
+    if not is_model_loss(loss):  # which calls the model itself
+        require_order(loaded.model, spec.dataset.inputs)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
     if asked.rows == "token":

@@ -1,7 +1,7 @@
 """A model with its weights: of the user's factory, or the one that the checkpoint itself holds."""
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from gradscope.core.locate import first_line
 from gradscope.core.precision import cast
 from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError, ModelError
+from gradscope.errors import CheckpointError, ModelError, SpecError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
 from gradscope.sources.formats import located, sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
@@ -201,6 +201,34 @@ def _require_trainable(model: Any, where: str) -> None:
     else:
         return
     raise ModelError(what, where=where, remedy=remedy)
+
+
+def require_order(model: nn.Module, inputs: Sequence[str] | Mapping[str, str]) -> None:
+    """Refuse arrays in another order than the arguments of `forward` that have their names.
+
+    Args:
+        model: Any module.
+        inputs: Names of arrays, which are passed by position; or {keyword: name}.
+
+    Raises:
+        SpecError: An array is passed to an argument, and another argument has its name.
+    """
+    if isinstance(inputs, Mapping):
+        return
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken: list[str] = []
+    with suppress(TypeError, ValueError):  # some callables have no signature
+        every = inspect.signature(model.forward).parameters.values()
+        taken = [p.name for p in every if p.kind in by_position]
+    for name, argument in zip(inputs, taken, strict=False):
+        if name != argument and name in taken:
+            pairs = ", ".join(f'{k} = "{k}"' if k in taken else f'... = "{k}"' for k in inputs)
+            raise SpecError(
+                f"the array {name!r} would be the model's argument {argument!r}, and it has an "
+                f"argument {name!r}",
+                where="dataset: inputs",
+                remedy=f"Name the arguments: inputs = {{ {pairs} }}.",
+            )
 
 
 def notes_on(model: nn.Module) -> tuple[str, ...]:

@@ -161,3 +161,37 @@ def test_the_dtype_that_data_are_cast_to_is_said(
     assert ("inputs: float64 cast to float32, 4 a sample" in done.out) == (dtype == "float32")
     assert "targets: int64, one number a sample" in done.out
     assert "more digits" not in done.out  # of the weights, which are float32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "refused"),
+    [
+        ('["x", "mask"]', False),
+        ('["mask", "x"]', True),
+        ('["spare", "x"]', True),
+        ('["mask"]', True),
+        ('["spare", "mask"]', False),
+        ('{ mask = "mask", x = "x" }', False),
+        ('{ mask = "x", x = "mask" }', False),
+    ],
+)
+def test_arrays_in_another_order_than_the_arguments_of_their_names(
+    gradscope: Gradscope, tmp_path: Path, inputs: str, refused: bool
+) -> None:
+    """The shapes fit in any order; names say which array is which argument."""
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear):\n"
+        "    def forward(self, x, mask=None):\n"
+        "        return super().forward(x if mask is None else x * mask.sigmoid())\n"
+        "def build(): return Net(4, 3)\n"
+    )
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    draw = np.random.default_rng(0)
+    arrays = {k: draw.standard_normal((6, 4)).astype("float32") for k in ("mask", "x", "spare")}
+    np.savez(tmp_path / "d.npz", **arrays, y=np.arange(6) % 3)
+    (tmp_path / "d.toml").write_text(f'path = "d.npz"\ninputs = {inputs}\ntargets = ["y"]\n')
+    words = ["check", tmp_path / "w.pt", tmp_path / "d.toml", "--loss", "cross_entropy"]
+    done = gradscope(*words, "--model", f"{tmp_path}/model.py:build")
+    assert done.code == (2 if refused else 0), done.err
+    assert ("would be the model's argument" in done.err) == refused
+    assert ("Name the arguments: inputs = {" in done.err) == refused

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.config import CheckpointSpec, ModelSpec
-from gradscope.errors import CheckpointError, InputError, ModelError
+from gradscope.errors import CheckpointError, InputError, ModelError, SpecError
 from gradscope.sources.formats import sha256
-from gradscope.sources.models import LoadedModel, load_model
+from gradscope.sources.models import LoadedModel, load_model, require_order
 from tests import oracle
 
 GPT2 = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
@@ -218,3 +218,12 @@ def test_weights_of_more_digits_than_the_config_says(
         assert torch.equal(p, state[name].to(dtype or torch.float32))
     told = [note for note in found.notes if "more digits than the model" in note]
     assert len(told) == (dtype is None)
+
+
+def test_arrays_in_another_order_than_the_arguments_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "bert")
+    model = held(tmp_path).model
+    require_order(model, ["input_ids", "attention_mask"])
+    require_order(model, {"attention_mask": "attention_mask", "input_ids": "input_ids"})
+    with pytest.raises(SpecError, match="'token_type_ids' would be the model's argument 'atten"):
+        require_order(model, ["input_ids", "token_type_ids"])

@@ -6,6 +6,7 @@ ones. A model that answers with logits gives these alone, so that losses by name
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def built(
         if what:  # not every weight came from the checkpoint
             raise CheckpointError(what, remedy=remedy)
 
+    @wraps(kind.forward)  # for its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = kind.forward(self, *args, **kwargs)
         return getattr(answer, "logits", answer)
