@@ -170,3 +170,24 @@ def test_a_cast_that_was_asked_for_and_keeps_all_digits_is_not_noted(
     found = load_model(spec, CheckpointSpec(path=path), dtype=dtype)
     assert torch.equal(found.model.scale, state["scale"].half().to(dtype or torch.float32))
     assert any("float16 -> float32" in note for note in found.notes) == (dtype is None)
+
+
+@pytest.mark.parametrize("stored", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
+def test_complex_weights_keep_their_digits(
+    tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | None
+) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))\n"
+        "build = Net\n"
+    )
+    value = torch.randn(3, generator=torch.Generator().manual_seed(0), dtype=torch.complex128)
+    torch.save({"w": value.to(stored)}, tmp_path / "w.pt")
+    spec = ModelSpec(factory=f"{tmp_path}/net.py:build")
+    found = load_model(spec, CheckpointSpec(path=tmp_path / "w.pt"), dtype=dtype)
+    wanted = torch.complex128 if dtype == torch.float64 else torch.complex64
+    assert torch.equal(found.model.w, value.to(stored).to(wanted))
+    lost = stored == torch.complex128 and wanted == torch.complex64
+    assert any("--dtype float64 keeps all digits" in note for note in found.notes) == lost

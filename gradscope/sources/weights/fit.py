@@ -69,7 +69,7 @@ def fitted(
     changes = _check_tensors(values, expected)
     lost = [change for change in changes if change.rounds]
     kept_digits = [change for change in changes if not change.rounds]
-    casts = [str(change) for change in kept_digits if change.loaded != asked]
+    casts = [str(change) for change in kept_digits if change.loaded.to_real() != asked]
     cast = {
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -111,7 +111,7 @@ def rounding_note(lost: Sequence[Change]) -> str:
     """Return a sentence on a checkpoint that has more digits than the model, "" if it has not."""
     if not lost:
         return ""
-    widest = min((change.stored for change in lost), key=lambda dtype: torch.finfo(dtype).eps)
+    widest = min((c.stored.to_real() for c in lost), key=lambda dtype: torch.finfo(dtype).eps)
     return (
         "The checkpoint has more digits than the model: its weights are rounded "
         f"({listed(map(str, lost), 3)}). --dtype {dtype_name(widest)} keeps all digits."
@@ -120,16 +120,21 @@ def rounding_note(lost: Sequence[Change]) -> str:
 
 def changed_dtypes(state: Mapping[str, Any], model: nn.Module) -> list[Change]:
     """Return what is rounded of weights that were loaded by another library, by dtype alone."""
-    stored = {v.dtype for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()}
-    loaded = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    most = max(loaded, key=lambda dtype: -torch.finfo(dtype).eps, default=torch.float64)
+    stored = {v.dtype.to_real() for v in state.values() if isinstance(v, Tensor) and _inexact(v)}
+    loaded = {p.dtype.to_real() for p in model.parameters() if _inexact(p)}
+    most = min(loaded, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
     every = [Change("", dtype, most) for dtype in stored]
     return [change for change in every if change.rounds]
 
 
+def _inexact(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 def _require_range(cast: StateDict, lost: Sequence[Change]) -> None:
     """Refuse finite values that are too large for the model's dtype."""
-    bad = {change.name: int((~torch.isfinite(cast[change.name])).sum()) for change in lost}
+    values = {c.name: cast[c.name] for c in lost if cast[c.name].itemsize > 1}
+    bad = {name: int((~torch.isfinite(value)).sum()) for name, value in values.items()}
     wrong = [f"{k} ({n} of {cast[k].numel()})" for k, n in bad.items() if n]
     if wrong:
         dtype = dtype_name(next(cast[k].dtype for k, n in bad.items() if n))
@@ -364,7 +369,8 @@ def _check_tensors(values: StateDict, expected: StateDict) -> list[Change]:
             wrong.append(f"{name}: {tuple(got.shape)} here, {tuple(want.shape)} in the model")
         elif got.dtype != want.dtype:
             change = Change(name, got.dtype, want.dtype)
-            if got.is_floating_point() and want.is_floating_point():
+            both = got.is_complex() if want.is_complex() else got.is_floating_point()
+            if both and (want.is_complex() or want.is_floating_point()):
                 casts.append(change)
             else:
                 wrong.append(str(change))
