@@ -11,7 +11,7 @@ import typer
 from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import HELD, RunSpec
-from gradscope.core import stops
+from gradscope.core import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.core.registry import Registry
@@ -83,7 +83,9 @@ def init(
     found = draft(checkpoint, dataset, output.parent, model=model, loss=loss)
     written(output, lambda file: file.write(found.text.encode()))
     told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
+    told["unused"] = found.unused
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
+    rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
     following = shlex.join(["gradscope", "check", "--config", str(output)])
     rows += [("written", str(output)), ("next", following)]
     document = {"schema": "gradscope.init", "version": 1, **told}
@@ -99,7 +101,10 @@ def check(*, spec: RunSpec, json: options.Json = False, verbose: options.Verbose
     from gradscope.run import inspect, prepare
 
     stops.unwinding()
-    found = inspect(prepare(spec))
+    job = prepare(spec)
+    if job.dataset.unused:
+        typer.echo(job.dataset.unused, file=streams.err())
+    found = inspect(job)
     options.show(found, render_inspection, json=json, verbose=verbose)
     if found.first.nonfinite:
         raise typer.Exit(options.NONFINITE)

@@ -269,27 +269,27 @@ def _other_row(
     if isinstance(other, Mapping):
         return _compared(label, other, setting)
     device = setting.problem.device
-    model = setting.exact.converted(None).model  # what it does to its copy stays there
+    copy = setting.exact.converted(None)  # what it does to its copy stays there
 
-    def called(model: nn.Module, batch: Batch) -> Any:
+    def called(problem: Problem, batch: Batch) -> Any:
         with torch.enable_grad(), forked(device):
             own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
-            return other(model, setting.problem.loss, *own)
+            return other(problem.model, problem.loss, *own)
 
     try:
         with double_precision():
-            found = called(model, setting.wide)
+            found = called(copy, setting.wide)
     except BaseException as error:  # sys.exit is as good as an error
         if is_stop(error):
             raise
-        return _stopped(label, error, model)
+        return _stopped(label, error, copy.model)
     if not isinstance(found, Mapping):
         reason = f"it returned {type(found).__name__}, not a dict {{name: (n, *shape)}}"
         return BackendRow(label, "failed", reason)
     row = _compared(label, found, setting)
     if row.status == "failed":
         return row
-    spare = setting.problem.converted(None).model
+    spare = setting.problem.converted(None)
     try:
         seconds, peak = measure(lambda: called(spare, setting.batch), device)
     except BaseException as error:

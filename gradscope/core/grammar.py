@@ -79,13 +79,15 @@ class Stage:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that arguments name: `with=FILE.h5:CHAIN`, and `state=FILE` of `adam`."""
+        """The files that arguments name: `with=FILE.h5:CHAIN`; `state=` and `names=` of `adam`."""
         found = {}
         if "with" in self.arguments:
             place, h5, _ = self.arguments["with"].rpartition(".h5:")  # a chain may hold colons
             found["with"] = Path(f"{place}{h5[:-1]}")
         if self.name == "adam" and "state" in self.arguments:
             found["state"] = Path(self.arguments["state"])
+            if self.arguments.get("names", "model") != "model":  # the order of the model
+                found["names"] = Path(self.arguments["names"])
         return found
 
     def error(self, what: str, remedy: str | None = None) -> SpecError:

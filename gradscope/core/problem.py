@@ -5,7 +5,6 @@ The model is the user's own object. Nothing is attached to it; buffers that a fo
 every evaluation starts from the same state and the model is left as it was found.
 """
 
-import copy
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,14 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
+from gradscope.core.copies import copied, reached
 from gradscope.core.locate import user_code
 from gradscope.core.precision import cast, double
 from gradscope.core.randomness import Fixed, forked, switched_off
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
+from gradscope.core.reach import reachable
 from gradscope.core.shortage import is_outer
 from gradscope.core.state import State
 from gradscope.core.stops import require_time
-from gradscope.errors import RefusedError, SpecError, UnsupportedError
+from gradscope.core.texts import listed
+from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 
 T = TypeVar("T")
 Loss = Callable[..., Tensor]
@@ -135,6 +137,7 @@ class Problem:
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
     # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
     rows: RowKind = "sample"
+    original: "Problem | None" = None  # of which this one has a copy of the model
     of_model: bool = field(init=False)  # known once: compilers cannot ask the registry
 
     def __post_init__(self) -> None:
@@ -236,8 +239,15 @@ class Problem:
         return fixed.over(self.model, whole_of(batch), evaluate, losses, apart=apart)
 
     def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
-        with self._guarded(batch, graph=graph):
-            return self._checked(self._raw(batch, self.seen), batch)
+        try:
+            with self._guarded(batch, graph=graph):
+                losses = self._checked(self._raw(batch, self.seen), batch)
+        except ModelError as error:  # such as of another dtype than the copy
+            if names := self._held():
+                raise _shared(names) from error
+            raise
+        self._require_own(losses)
+        return losses
 
     def _of_samples(self, batch: Batch) -> Tensor:
         losses = self._evaluated(batch)
@@ -304,7 +314,9 @@ class Problem:
         try:
             with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
                 leaves = dtype == torch.float64 and double(self.device) != dtype
-                model = copy.deepcopy(self.model, _hosted(self.model) if leaves else None)
+                model, copies = copied(self.model, _hosted(self.model) if leaves else {})
+        except RefusedError:
+            raise
         except Exception as error:  # deepcopy runs the user's code
             if is_outer(error):
                 raise
@@ -317,10 +329,37 @@ class Problem:
             p.grad = None
         if dtype is not None:
             model = cast(model, dtype)
+            registered = set(model.modules())
+            for module in copies.modules:
+                if module not in registered:  # such as one in a list
+                    cast(module, dtype)
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
-        state = State(model, self.function, self.state.fixed)
-        return replace(self, model=model, parameters=parameters, state=state)
+        loss = copies.of(self.loss)
+        loss = model_loss(loss) if self.of_model and not is_model_loss(loss) else loss
+        made = replace(self, model=model, loss=loss, parameters=parameters, original=self)
+        return replace(made, state=State(model, made.function, self.state.fixed))
+
+    def _require_own(self, losses: Tensor) -> None:
+        """Refuse losses of a copied model that are computed with the original's parameters."""
+        if self.original is None or not losses.requires_grad:
+            return
+        others = {id(p): name for name, p in self.original.model.named_parameters()}
+        names = sorted({others[id(leaf)] for leaf in reached(losses) if id(leaf) in others})
+        if names:
+            raise _shared(names)
+
+    def _held(self) -> list[str]:
+        """Return which modules and parameters of the original a copied model still leads to."""
+        if self.original is None:
+            return []
+        model = self.original.model
+        every = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+        others = {id(part): name for name, part in every}
+        own = (*self.model.parameters(), *self.model.buffers())
+        tables = (table for _, table in reachable([(self.model, "the model")], own))
+        found = {id(value) for table in tables for value in table.read().values()}
+        return sorted(others[k] or "the model" for k in found & others.keys())
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:
@@ -450,6 +489,15 @@ def _require_ordinary(name: str, p: Tensor) -> None:
     else:
         return
     raise UnsupportedError(what, where=f"parameter {name!r}", remedy=remedy)
+
+
+def _shared(names: list[str]) -> RefusedError:
+    return RefusedError(
+        f"a copy of the model, made for a cross-check, computes with {listed(names)} of the model "
+        "itself, which a global variable or a class holds",
+        where=names[0],
+        remedy="Let modules be attributes of the module that calls them, and reach them by self.",
+    )
 
 
 def _hosted(model: nn.Module) -> dict[int, Any]:

@@ -145,6 +145,8 @@ def settled(
         batches: Starts a pass over the data.
         left: How many batches are to come in all, if that is known.
     """
+    for chain in chains:
+        chain.prepare(session.problem)
     untried = [c for c in chains if c.reducer is not None and c.text not in session.tried]
     for chain in untried if session.settings.verify != "never" else ():
         assert chain.reducer is not None

@@ -1,8 +1,8 @@
 """What the commands say when they are done: compare, compute, its plan, check, merge, export."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -256,7 +256,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         ("", f"{checkpoint['format']}, {count(checkpoint['tensors'], 'tensor')}"),
         ("data", str(data["path"])),
         ("", f"{data['format']}, {count(data['samples'], 'sample')}"),
-        *(("", f"{k}: {a['dtype']}, {_sizes(a['sample'])} a sample") for k, a in arrays.items()),
+        *(("", f"{k}: {_described(a, model['dtype'])}") for k, a in arrays.items()),
         ("loss", ", ".join([loss["name"], *options])),
     ]
     print_facts(console, rows)
@@ -277,6 +277,13 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
     ]
     print_facts(console, rows)
     render_plan(found.plan, console, verbose)
+
+
+def _described(array: Mapping[str, Any], computed: str) -> str:
+    """Return the dtype of an array, and the one that a model casts it to, and a sample's shape."""
+    dtype: str = array["dtype"]
+    cast = "float" in dtype and "float" in computed and dtype != computed
+    return f"{dtype}{f' cast to {computed}' if cast else ''}, {_sizes(array['sample'])} a sample"
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
 from gradscope.core.locate import first_line
 from gradscope.core.precision import cast, dtype_name
-from gradscope.core.problem import Loss, Problem
+from gradscope.core.problem import Loss, Problem, is_model_loss
 from gradscope.core.ranks import Ranks, divided
 from gradscope.core.shortage import is_shortage
 from gradscope.engine.fold import request_of
@@ -43,7 +43,7 @@ from gradscope.sources import code
 from gradscope.sources.code import load_function
 from gradscope.sources.data import Dataset, open_dataset
 from gradscope.sources.formats import sha256
-from gradscope.sources.models import LoadedModel, load_model
+from gradscope.sources.models import LoadedModel, load_model, require_order
 from gradscope.sources.opened import Previews
 from gradscope.sources.weights import CheckpointReport
 from gradscope.stages import labels
@@ -256,6 +256,8 @@ def prepare(spec: RunSpec) -> Job:
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     loaded, model = _in_turn(spec) if together else _built(spec)
     dataset = open_dataset(spec.dataset)
+    if not is_model_loss(loss):  # which calls the model itself
+        require_order(loaded.model, spec.dataset.inputs)
     whole = dataset.rows(asked.samples)
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
     if asked.rows == "token":
@@ -315,8 +317,14 @@ def _digests(
 
 def _built(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
     """Return a model with its weights, where the run is to be."""
-    loaded = load_model(spec.model, spec.checkpoint)
-    return loaded, _placed(loaded.model, spec.compute.device, spec.compute.dtype)
+    loaded = load_model(spec.model, spec.checkpoint, dtype=_dtype(spec))
+    return loaded, _placed(loaded.model, spec.compute.device, _dtype(spec))
+
+
+def _dtype(spec: RunSpec) -> torch.dtype | None:
+    """Return what the model is to compute in, None for what it is built in."""
+    found = spec.compute.dtype
+    return None if found is None else getattr(torch, found)
 
 
 def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
@@ -327,9 +335,9 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
     for turn in range(ranks.size):
         with ranks.together():
             if turn == ranks.rank:
-                loaded = load_model(spec.model, spec.checkpoint, lean=True)
+                loaded = load_model(spec.model, spec.checkpoint, lean=True, dtype=_dtype(spec))
                 model = divided(loaded.model, device.type)
-                mine.append((loaded, _placed(model, None, spec.compute.dtype)))
+                mine.append((loaded, _placed(model, None, _dtype(spec))))
     return mine[0]
 
 
@@ -417,11 +425,11 @@ def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
     return found
 
 
-def _placed(model: nn.Module, device: str | None, dtype: str | None) -> nn.Module:
+def _placed(model: nn.Module, device: str | None, dtype: torch.dtype | None) -> nn.Module:
     """Move and cast the model."""
     require_usable(torch.device(device or "cpu"))
     model = model.to(device=device)
-    return model if dtype is None else cast(model, getattr(torch, dtype))
+    return model if dtype is None else cast(model, dtype)
 
 
 def require_usable(device: torch.device) -> None:

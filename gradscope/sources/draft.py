@@ -7,7 +7,7 @@ import ast
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from gradscope.config import HELD, function_of
 from gradscope.core.precision import dtype_name
-from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError
+from gradscope.core.texts import count, listed
+from gradscope.errors import CheckpointError, DatasetError
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
+from gradscope.sources.data.recipes import MASK
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
@@ -30,6 +31,8 @@ _READ = 10_000  # targets that are read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
+# keywords of the masks of what is padded
+_PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
 
 _TEMPLATE = """\
@@ -72,6 +75,7 @@ class Draft:
     guessed: dict[str, str] = field(default_factory=dict)  # {key: "value: why"}
     # keys that could not be guessed; their values are examples
     missing: list[str] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)  # {array that is left out: why}
 
 
 def draft(
@@ -97,7 +101,8 @@ def draft(
         dataset_lines = [f"{'spec' if spec else 'path'} = {quoted(reference)}"]
         result.missing += [] if loss else ["loss.name"]
     else:
-        dataset_lines, found, why = _dataset(result, data, folder)
+        held = model == HELD if model else _description(checkpoint) is not None
+        dataset_lines, found, why = _dataset(result, data, folder, keywords=held)
         if loss is None:
             result.guessed["loss.name"] = f"{found}: {why}"
     loss_lines = [] if loss else [f"# guessed: {_comment(why)}"]
@@ -121,7 +126,7 @@ def _model(
     """Return the lines on the factory: the one given, config.json's, or a function of a file."""
     if model is not None:
         return [f"factory = {quoted(_anchored(model, folder))}"]
-    held = next((name for name in (CONFIG, ADAPTER) if (checkpoint / name).exists()), None)
+    held = _description(checkpoint)
     if held is not None:
         value, why = HELD, f"the folder's {held} describes it"
     else:
@@ -140,6 +145,11 @@ def _model(
         why = "the name of a function in a file beside it"
     result.guessed["model.factory"] = f"{value}: {why}"
     return [f"# guessed: {_comment(why)}", f"factory = {quoted(value)}"]
+
+
+def _description(checkpoint: Path) -> str | None:
+    """Return the name of the file that describes the model of a checkpoint folder, if any."""
+    return next((name for name in (CONFIG, ADAPTER) if (checkpoint / name).exists()), None)
 
 
 def _functions(file: Path) -> list[str]:
@@ -195,8 +205,13 @@ class _DataArray:
         return f"{self.dtype}{'' if self.dtype == 'text' else shape} x {self.length:,}"
 
 
-def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, str]:
-    """Return what is known of a data file, a loss that takes its targets, and why."""
+def _dataset(
+    result: Draft, data: Path, folder: Path, *, keywords: bool
+) -> tuple[list[str], str, str]:
+    """Return what is known of a data file, a loss that takes its targets, and why.
+
+    With `keywords`, the model takes each input by its name.
+    """
     kind, opened = open_arrays(data)
     arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names}
     held = listed(f"{name} {array}" for name, array in arrays.items())
@@ -206,11 +221,20 @@ def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, s
         result.guessed[f"dataset.{key}"] = f"{_value(value)}: {why}"
         lines.append(f"{key} = {_value(value)}  # guessed: {_comment(why)}")
 
-    inputs, targets, why = _columns(arrays)
-    padded = [k for k in inputs if arrays[k].sample is None and arrays[k].dtype != "text"]
-    masked = isinstance(inputs, dict) and padded == ["input_ids"]
+    inputs, targets, why = _columns(arrays, keywords=keywords)
+    result.unused = _unused(arrays, {*inputs, *targets})
     if isinstance(inputs, dict):
-        guess("inputs", {**inputs, "attention_mask": "input_ids_mask"} if masked else inputs, why)
+        _require_inputs(data, arrays, result.unused)
+    if result.unused and kind != "images":
+        told = listed(f"{name} ({reason})" for name, reason in result.unused.items())
+        lines.insert(1, f"# not used: {_comment(told)}")
+    padded = [k for k in inputs if arrays[k].sample is None and arrays[k].dtype != "text"]
+    masks = {}
+    if isinstance(inputs, dict):
+        known = _PADDING if keywords else {"input_ids": "attention_mask"}
+        free = [k for k in known if k in padded and known[k] not in inputs]
+        masks = {known[k]: f"{k}{MASK}" for k in free}
+        guess("inputs", {**inputs, **masks}, why)
     elif len(inputs) > 1 and all(arrays[k].sample == () for k in inputs):
         guess("columns", {"table": inputs}, "numbers that stand side by side")
         guess("inputs", ["table"], why)
@@ -220,12 +244,7 @@ def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, s
     if padded:
         of = "of different lengths; NAME_mask says which entries are their own"
         guess("pad", dict.fromkeys(padded, 0), of)
-    pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
-    if pixels:
-        kinds = listed(sorted({arrays[k].dtype for k in pixels}))
-        guess("dtype", dict.fromkeys(pixels, "float32"), f"inputs are {kinds}")
-        scales = _value(dict.fromkeys(pixels, 1 / 255))
-        lines.append(f"# scale = {scales}  # times this, as the model was trained")
+    lines += _pixels(arrays, inputs, guess)
     texts = opened.load(targets[0]) if targets else None
     if isinstance(texts, TextColumn):
         first = sorted(set(texts.read(0, min(texts.n, _READ))))
@@ -233,7 +252,57 @@ def _dataset(result: Draft, data: Path, folder: Path) -> tuple[list[str], str, s
     if not targets:
         return lines, "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
     found, why = _loss(arrays[targets[0]], tokens="input_ids" in inputs)
-    return lines, f"{found}:mask=input_ids_mask" if masked and found == "causal_lm" else found, why
+    masked = "attention_mask" in masks and found == "causal_lm"
+    return lines, f"{found}:mask=input_ids{MASK}" if masked else found, why
+
+
+def _unused(arrays: Mapping[str, _DataArray], used: set[str]) -> dict[str, str]:
+    """Return {name: why} of the arrays that are left out."""
+    n = next(arrays[name].length for name in used)
+
+    def why(name: str, array: _DataArray) -> str:
+        if array.dtype == "text":
+            return "texts"
+        if array.length != n:
+            return f"{count(array.length, 'sample')}, not {n:,}"
+        return "its name says that it numbers samples"
+
+    return {name: why(name, array) for name, array in arrays.items() if name not in used}
+
+
+def _require_inputs(
+    data: Path, arrays: Mapping[str, _DataArray], unused: Mapping[str, str]
+) -> None:
+    """Refuse to leave out numbers that a model which takes keywords might take."""
+    dropped = [
+        f"{name} ({why})"
+        for name, why in unused.items()
+        if arrays[name].dtype != "text" and name.lower() not in _NO_INPUTS
+    ]
+    if dropped:
+        raise DatasetError(
+            f"the arrays cannot all be inputs: {listed(dropped)}",
+            where=str(data),
+            remedy="Give each array one entry a sample. Or write a dataset.toml with path, inputs "
+            "and targets, and give it as DATASET.",
+        )
+
+
+def _pixels(
+    arrays: Mapping[str, _DataArray],
+    inputs: Iterable[str],
+    guess: Callable[[str, Any, str], None],
+) -> list[str]:
+    """Guess that whole numbers which are pixels become float32; return a comment on their scale."""
+    pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
+    if isinstance(inputs, dict):  # a keyword's mask is no picture
+        pixels = [k for k in pixels if "mask" not in k]
+    if not pixels:
+        return []
+    kinds = listed(sorted({arrays[k].dtype for k in pixels}))
+    guess("dtype", dict.fromkeys(pixels, "float32"), f"inputs are {kinds}")
+    scales = _value(dict.fromkeys(pixels, 1 / 255))
+    return [f"# scale = {scales}  # times this, as the model was trained"]
 
 
 def _loss(target: _DataArray, *, tokens: bool) -> tuple[str, str]:
@@ -249,9 +318,12 @@ def _loss(target: _DataArray, *, tokens: bool) -> tuple[str, str]:
 
 
 def _columns(
-    arrays: Mapping[str, _DataArray],
+    arrays: Mapping[str, _DataArray], *, keywords: bool
 ) -> tuple[list[str] | dict[str, str], list[str], str]:
-    """Return which arrays are the inputs, a list or {keyword: name}, which the targets, and why."""
+    """Return which arrays are the inputs, a list or {keyword: name}, which the targets, and why.
+
+    Either all inputs have a keyword, the array's name, or no input has: no array is dropped.
+    """
     lengths = Counter(array.length for array in arrays.values())
     n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
     usable = [name for name, array in arrays.items() if array.length == n]
@@ -262,16 +334,18 @@ def _columns(
         inputs, targets = targets[:1] or usable[:1], targets[1:]
     if "input_ids" in inputs and not targets:
         targets = ["input_ids"]
-    known = {name: name for name in inputs if name in _KEYWORDS}
+    known = not _KEYWORDS.isdisjoint(inputs)
     if targets or known or len(rest) < 2:
-        return known or inputs, targets, "by their names"
-    if all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest):
+        why = "by their names"
+    elif all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest):
         *others, last = rest
         inputs = [k for k in others if arrays[k].dtype != "text"] or others
-        return inputs, [last], "of a table, the last column is the target"
-    if len(inputs) == 2:
-        return inputs[:1], inputs[1:], "of two arrays, the first and the second"
-    return inputs, targets, "by their names"
+        targets, why = [last], "of a table, the last column is the target"
+    elif len(inputs) == 2:
+        inputs, targets, why = inputs[:1], inputs[1:], "of two arrays, the first and the second"
+    else:
+        why = "by their names"
+    return {k: k for k in inputs} if keywords or known else inputs, targets, why
 
 
 def _value(value: Any) -> str:

@@ -1,7 +1,7 @@
 """A model with its weights: of the user's factory, or the one that the checkpoint itself holds."""
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +13,15 @@ from torch.nn.parameter import is_lazy
 
 from gradscope.config import HELD, CheckpointSpec, ModelSpec, is_folder
 from gradscope.core.locate import first_line
+from gradscope.core.precision import cast
 from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError, ModelError
+from gradscope.errors import CheckpointError, ModelError, SpecError
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
 from gradscope.sources.formats import located, sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
-from gradscope.sources.weights.fit import check_finite
+from gradscope.sources.weights.fit import changed_dtypes, check_finite, rounding_note
 from gradscope.sources.weights.hugging_face import CONFIG, built
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS
 
@@ -39,7 +40,13 @@ class LoadedModel:
     notes: tuple[str, ...]  # what the user may not expect
 
 
-def load_model(model: ModelSpec, checkpoint: CheckpointSpec, *, lean: bool = False) -> LoadedModel:
+def load_model(
+    model: ModelSpec,
+    checkpoint: CheckpointSpec,
+    *,
+    lean: bool = False,
+    dtype: torch.dtype | None = None,
+) -> LoadedModel:
     """Build a model and load its weights.
 
     Args:
@@ -47,29 +54,34 @@ def load_model(model: ModelSpec, checkpoint: CheckpointSpec, *, lean: bool = Fal
         checkpoint: Which weights.
         lean: The model will be divided: if the factory permits it, its parameters take no memory
             until then but that of the checkpoint, which safetensors leaves in the file.
+        dtype: What the model is cast to before its weights are loaded, which keep their digits.
 
     Raises:
         ModelError: The factory raised, or there is no trainable model.
         CheckpointError: The checkpoint cannot be read or does not fit.
     """
     if is_adapter(checkpoint.path):
-        made, report, digests = _adapted(model, checkpoint)
+        made, report, digests = _adapted(model, checkpoint, dtype)
     elif is_folder(Path(model.factory)):
         what = "CHECKPOINT is no adapter, whose base model a folder could be"
         raise ModelError(what, where=f"model {model.factory}", remedy=_FACTORY)
     elif model.factory == HELD:
-        made, report, digests = _held(model, checkpoint)
+        made, report, digests = _held(model, checkpoint, dtype)
     else:
-        made, report = (_lean if lean else _whole)(model, checkpoint)
+        made, report = (_lean if lean else _whole)(model, checkpoint, dtype)
         digests = code_digests(model.factory, "model factory")
     return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
 
 
 def _whole(
-    model: ModelSpec, checkpoint: CheckpointSpec, *, assign: bool = False
+    model: ModelSpec,
+    checkpoint: CheckpointSpec,
+    dtype: torch.dtype | None,
+    *,
+    assign: bool = False,
 ) -> tuple[nn.Module, CheckpointReport]:
     with parameters_on_meta() if assign else nullcontext():
-        made = build(model.factory, model.kwargs, model.mode)
+        made = _cast(build(model.factory, model.kwargs, model.mode), dtype)
     return made, load_into(
         made,
         checkpoint.path,
@@ -77,10 +89,17 @@ def _whole(
         ignore=checkpoint.ignore or (),
         unsafe_pickle=checkpoint.unsafe_pickle,
         assign=assign,
+        asked=dtype,
     )
 
 
-def _lean(model: ModelSpec, checkpoint: CheckpointSpec) -> tuple[nn.Module, CheckpointReport]:
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    return model if dtype is None else cast(model, dtype)
+
+
+def _lean(
+    model: ModelSpec, checkpoint: CheckpointSpec, dtype: torch.dtype | None
+) -> tuple[nn.Module, CheckpointReport]:
     """Build a model without its parameters' values; where that is not the same, as any other.
 
     It is not where the factory reads values, or draws random numbers for anything else: it would
@@ -89,7 +108,7 @@ def _lean(model: ModelSpec, checkpoint: CheckpointSpec) -> tuple[nn.Module, Chec
     before = torch.get_rng_state()
     try:
         with random_numbers_kept():
-            made, report = _whole(model, checkpoint, assign=True)
+            made, report = _whole(model, checkpoint, dtype, assign=True)
         if not torch.equal(before, torch.get_rng_state()):
             raise RuntimeError("it draws random numbers")
         kept = (t for m in made.modules() for t in (*vars(m).values(), *m._buffers.values()))
@@ -97,7 +116,7 @@ def _lean(model: ModelSpec, checkpoint: CheckpointSpec) -> tuple[nn.Module, Chec
             raise RuntimeError("it computes tensors from parameters")
     except Exception as error:  # if it is not for that, it happens again
         torch.set_rng_state(before)
-        made, report = _whole(model, checkpoint)
+        made, report = _whole(model, checkpoint, dtype)
         note = f"Each process has built the model whole, one by one: {first_line(error)}."
         report = replace(report, notes=(*report.notes, note))
     return made, report
@@ -184,6 +203,34 @@ def _require_trainable(model: Any, where: str) -> None:
     raise ModelError(what, where=where, remedy=remedy)
 
 
+def require_order(model: nn.Module, inputs: Sequence[str] | Mapping[str, str]) -> None:
+    """Refuse arrays in another order than the arguments of `forward` that have their names.
+
+    Args:
+        model: Any module.
+        inputs: Names of arrays, which are passed by position; or {keyword: name}.
+
+    Raises:
+        SpecError: An array is passed to an argument, and another argument has its name.
+    """
+    if isinstance(inputs, Mapping):
+        return
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken: list[str] = []
+    with suppress(TypeError, ValueError):  # some callables have no signature
+        every = inspect.signature(model.forward).parameters.values()
+        taken = [p.name for p in every if p.kind in by_position]
+    for name, argument in zip(inputs, taken, strict=False):
+        if name != argument and name in taken:
+            pairs = ", ".join(f'{k} = "{k}"' if k in taken else f'... = "{k}"' for k in inputs)
+            raise SpecError(
+                f"the array {name!r} would be the model's argument {argument!r}, and it has an "
+                f"argument {name!r}",
+                where="dataset: inputs",
+                remedy=f"Name the arguments: inputs = {{ {pairs} }}.",
+            )
+
+
 def notes_on(model: nn.Module) -> tuple[str, ...]:
     """Return what the user should know of a model: tied parameters, frozen ones."""
     names: dict[int, list[str]] = {}
@@ -202,7 +249,10 @@ def notes_on(model: nn.Module) -> tuple[str, ...]:
 
 
 def _held(
-    spec: ModelSpec, checkpoint: CheckpointSpec, brought: Collection[str] = ()
+    spec: ModelSpec,
+    checkpoint: CheckpointSpec,
+    dtype: torch.dtype | None,
+    brought: Collection[str] = (),
 ) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
     """Return the model that a checkpoint holds, or that the config.json beside it describes."""
     value, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
@@ -213,12 +263,17 @@ def _held(
             if not isinstance(value, Mapping):
                 kind = type(value).__name__
                 raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_FACTORY)
-            model, notes = built(config.parent, value, spec.kwargs, brought)
+            model, notes = built(config.parent, value, spec.kwargs, brought, dtype)
+            model = _cast(model, dtype)
+            notes += _rounding(value, model)
             report = replace(report, notes=report.notes + notes, files=(*report.files, config))
             digests = {CONFIG: sha256(config)}
         else:
             _require_whole(report.path)
             model = _module(value, checkpoint.key)
+            stored = model.state_dict()
+            model = _cast(model, dtype)
+            report = replace(report, notes=report.notes + _rounding(stored, model))
             digests = class_digests(type(module).__module__ for module in model.modules())
             if spec.kwargs:
                 what = "there is no factory that takes the arguments"
@@ -240,8 +295,13 @@ def _held(
     return model, replace(report, tensors=len(state)), digests
 
 
+def _rounding(state: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
+    note = rounding_note(changed_dtypes(state, model))
+    return (note,) if note else ()
+
+
 def _adapted(
-    spec: ModelSpec, checkpoint: CheckpointSpec
+    spec: ModelSpec, checkpoint: CheckpointSpec, dtype: torch.dtype | None
 ) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
     """Return a base model with an adapter: its folder's or a factory's, the adapter's weights."""
     state, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
@@ -251,16 +311,17 @@ def _adapted(
         names = state if isinstance(state, Mapping) else ()
         brought = [str(name).removeprefix("base_model.model.") for name in names]
         below = checkpoint.model_copy(update={"path": place})
-        base, under, digests = _held(spec, below, brought)
+        base, under, digests = _held(spec, below, dtype, brought)
         notes = (f"The base model is that of {place.name}.", *under.notes)
         both = [(each.path.name, each.sha256) for each in (report, under)]
         report = replace(report, files=files + under.files, sha256=sha256_of_list(both))
     else:
-        base, notes = build(spec.factory, spec.kwargs, spec.mode), ()
+        base, notes = _cast(build(spec.factory, spec.kwargs, spec.mode), dtype), ()
         digests = code_digests(spec.factory, "model factory")
         report = replace(report, files=files)
     with located(report.path):
         model, told = adapted(base, folder, state)
+        told += () if any("more digits" in note for note in notes) else _rounding(state, model)
         _require_trainable(model, str(report.path))
     model.train(spec.mode == "train")
     digests = {ADAPTER: sha256(folder / ADAPTER), **digests}

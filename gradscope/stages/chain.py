@@ -31,6 +31,7 @@ from gradscope.stages.reducers.base import (
     taken_result,
 )
 from gradscope.stages.transforms.base import (
+    KnowsModel,
     NeedsMean,
     NeedsProblem,
     ReadsNorms,
@@ -104,6 +105,12 @@ class Chain:
         return replace(
             self, reducer=earlier.given(earlier.rehearsed(found) if rehearsed else found)
         )
+
+    def prepare(self, problem: Problem) -> None:
+        """Give the model's parameters to the transforms that look at them."""
+        for step in (*self.before, *self.after):
+            if isinstance(step, KnowsModel):
+                step.know({k: tuple(p.shape) for k, p in problem.model.named_parameters()})
 
     def rows(
         self, gradients: Gradients, problem: Problem | None = None, batch: Batch | None = None

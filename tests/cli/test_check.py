@@ -95,3 +95,103 @@ def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_fi
     assert "under 'state_dict'" in notes
     assert document["first_batch"]["nonfinite"] == 1
     assert document["certificate"]["verified"] is True
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ("", ["id", "keep", "spare", "table", "z"]),
+        ('id = "id"\nselect = "keep"\n', ["spare", "table", "z"]),
+        ('columns = { inputs = ["table[0:2]", "z*"] }\n', ["id", "keep", "spare", "x"]),
+        ('targets = ["y", "spare"]\nid = "id"\nselect = "keep"\n', ["table", "z"]),
+    ],
+)
+def test_an_array_that_is_used_nowhere_is_said(
+    gradscope: Gradscope, tmp_path: Path, more: str, names: list[str]
+) -> None:
+    """Under options, too, an array may be used; `check` answers in any case."""
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(3, 2)\n"
+        "def loss(o, t): return (o if isinstance(t, tuple) else o * t[:, None]).square().sum(1)\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    n = 6
+    draw = np.random.default_rng(0)
+    arrays = {k: draw.standard_normal((n, 3)).astype("float32") for k in ("x", "table")}
+    arrays |= {k: draw.standard_normal(n).astype("float32") for k in ("y", "z", "spare")}
+    arrays |= {"id": np.arange(n), "keep": np.arange(n) > 1}
+    np.savez(tmp_path / "d.npz", **arrays)
+    inputs = "inputs" if "columns" in more else "x"
+    text = f'path = "d.npz"\ninputs = ["{inputs}"]\n{more}'
+    text += "" if "targets" in more else 'targets = ["y"]\n'
+    (tmp_path / "d.toml").write_text(text)
+    words = ["check", tmp_path / "w.pt", tmp_path / "d.toml", "--json"]
+    words += ["--model", f"{tmp_path}/model.py:build", "--loss", f"{tmp_path}/model.py:loss"]
+    done = gradscope(*words)
+    assert done.code == 0, done.err
+    told = done.err.partition(" used nowhere")[0].partition("d.npz: the arrays ")[2]
+    assert sorted(told.removesuffix(" are").split(", ")) == names
+
+
+def test_an_array_of_a_data_set_of_ones_own_that_is_used_nowhere(
+    gradscope: Gradscope, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\ndef build(): return nn.Linear(3, 2)\n"
+        "def data(): return [dict(inputs=torch.ones(3), targets=torch.ones(2), mask=torch.ones(2))"
+        " for _ in range(4)]\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    words = ["check", tmp_path / "w.pt", f"{tmp_path}/mine.py:data", "--loss", "mse"]
+    done = gradscope(*words, "--model", f"{tmp_path}/mine.py:build")
+    assert done.code == 0 and "the array mask is used nowhere" in done.err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_dtype_that_data_are_cast_to_is_said(
+    gradscope: Gradscope, tmp_path: Path, dtype: str
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
+    )
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    np.savez(tmp_path / "d.npz", inputs=np.ones((6, 4)), targets=np.arange(6) % 3)
+    words = ["check", tmp_path / "w.pt", tmp_path / "d.npz", "--loss", "cross_entropy"]
+    done = gradscope(*words, "--model", f"{tmp_path}/model.py:build", "--dtype", dtype)
+    assert ("inputs: float64 cast to float32, 4 a sample" in done.out) == (dtype == "float32")
+    assert "targets: int64, one number a sample" in done.out
+    assert "more digits" not in done.out  # of the weights, which are float32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "refused"),
+    [
+        ('["x", "mask"]', False),
+        ('["mask", "x"]', True),
+        ('["spare", "x"]', True),
+        ('["mask"]', True),
+        ('["spare", "mask"]', False),
+        ('{ mask = "mask", x = "x" }', False),
+        ('{ mask = "x", x = "mask" }', False),
+    ],
+)
+def test_arrays_in_another_order_than_the_arguments_of_their_names(
+    gradscope: Gradscope, tmp_path: Path, inputs: str, refused: bool
+) -> None:
+    """The shapes fit in any order; names say which array is which argument."""
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear):\n"
+        "    def forward(self, x, mask=None):\n"
+        "        return super().forward(x if mask is None else x * mask.sigmoid())\n"
+        "def build(): return Net(4, 3)\n"
+    )
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "w.pt")
+    draw = np.random.default_rng(0)
+    arrays = {k: draw.standard_normal((6, 4)).astype("float32") for k in ("mask", "x", "spare")}
+    np.savez(tmp_path / "d.npz", **arrays, y=np.arange(6) % 3)
+    (tmp_path / "d.toml").write_text(f'path = "d.npz"\ninputs = {inputs}\ntargets = ["y"]\n')
+    words = ["check", tmp_path / "w.pt", tmp_path / "d.toml", "--loss", "cross_entropy"]
+    done = gradscope(*words, "--model", f"{tmp_path}/model.py:build")
+    assert done.code == (2 if refused else 0), done.err
+    assert ("would be the model's argument" in done.err) == refused
+    assert ("Name the arguments: inputs = {" in done.err) == refused

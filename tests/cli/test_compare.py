@@ -2,8 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from gradscope.cli.before import registries
 from tests.cli.conftest import SAMPLES, Gradscope
@@ -104,3 +107,59 @@ def test_list_shows_every_name_with_a_summary(gradscope: Gradscope, kind: str) -
     assert all(shown.values())
     assert {name for each in registries()[kind] for name in each.names()} <= set(shown)
     assert all(name in gradscope("list", kind).out for name in shown)
+
+
+CLOSURE = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+        self.mlp = lambda x: self.down(torch.tanh(self.up(x)))
+    def forward(self, x):
+        return self.head(x + self.mlp(x))
+def build():
+    torch.manual_seed(0)
+    return Net()
+PARTS = {}
+class Global(Net):
+    def __init__(self):
+        super().__init__()
+        PARTS["down"], self.mlp = self.down, None
+    def forward(self, x):
+        return self.head(x + PARTS["down"](torch.tanh(self.up(x))))
+def through_a_global():
+    return Global()
+def zeros_for_the_mlp(model, loss, inputs, targets):
+    named = dict(model.named_parameters())
+    rows = {k: [] for k in named}
+    for i in range(len(inputs)):
+        value = loss(model(inputs[i : i + 1]), targets[i : i + 1]).sum()
+        for k, g in zip(named, torch.autograd.grad(value, [*named.values()], allow_unused=True)):
+            rows[k].append(torch.zeros_like(named[k]) if g is None else g * k.startswith("head"))
+    return {k: torch.stack(v) for k, v in rows.items()}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_model_that_holds_a_function_over_its_own_layers(
+    gradscope: Gradscope, tmp_path: Path, dtype: str
+) -> None:
+    """The float64 copy is the model: a peer that leaves layers out does not agree."""
+    net, scope = tmp_path / "net.py", dict[str, Any]()
+    net.write_text(CLOSURE)
+    exec(CLOSURE, scope)
+    torch.save(scope["build"]().state_dict(), tmp_path / "w.pt")
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((8, 6)).astype("float32"), draw.integers(3, size=8)
+    np.savez(tmp_path / "d.npz", inputs=x, targets=y)
+    files = [tmp_path / "w.pt", tmp_path / "d.npz", "--loss", "cross_entropy", "--dtype", dtype]
+    peer = ["--against", f"{net}:zeros_for_the_mlp", "--json"]
+    done = gradscope("compare", *files, "--model", f"{net}:build", *peer)
+    rows = {row["backend"]: row for row in json.loads(done.out)["rows"]}
+    assert done.code == 5 and rows[f"{net}:zeros_for_the_mlp"]["status"] == "disagrees"
+    assert [rows[k]["status"] for k in ("loop", "hooks", "vmap", "expand")] == ["agrees"] * 4
+    assert gradscope("check", *files, "--model", f"{net}:build").code == 0
+    held = gradscope("compare", *files, "--model", f"{net}:through_a_global", *peer)
+    assert held.code == 4 and "with down" in held.err and "by self" in held.err

@@ -208,6 +208,177 @@ def test_a_hugging_face_folder_is_its_own_model(gradscope: Gradscope, tmp_path: 
     assert load(run).model.factory == "checkpoint"
 
 
+IDS, MASK = np.arange(36).reshape(6, 6) % 11, np.ones((6, 6), int)
+WAVES = np.ones((6, 6), "float32")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("input_ids", "attention_mask", "decoder_input_ids"),
+        ("input_ids", "global_attention_mask"),
+        ("decoder_input_ids", "encoder_outputs"),
+        ("input_values",),
+        ("input_features", "decoder_input_ids", "decoder_attention_mask"),
+        ("pixel_values", "bool_masked_pos"),
+        ("x", "z"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "h5", "jsonl"])
+def test_every_array_is_a_keyword_of_a_checkpoint_that_is_its_own_model(
+    gradscope: Gradscope, tmp_path: Path, names: tuple[str, ...], kind: str
+) -> None:
+    folder, run, data = tmp_path / "bart", tmp_path / "run.toml", tmp_path / f"d.{kind}"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bart"}')
+    save_file({"weight": torch.ones(11, 4)}, folder / "model.safetensors")
+    arrays = {k: MASK if "mask" in k else IDS if "ids" in k else WAVES for k in names}
+    arrays |= {"bool_masked_pos": MASK > 0} if "bool_masked_pos" in names else {}
+    write(data, arrays | {"labels": IDS[:, 0]})
+    options = ["--model", "checkpoint"] if kind in ("npz", "jsonl") else []
+    done = gradscope("init", folder, data, *options, "-o", run, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["unused"] == {}
+    found = load(run).dataset
+    assert isinstance(found.inputs, dict) and found.targets == ("labels",)
+    padded = {f"{k}_mask" for k in names}  # lists of JSON may be of different lengths
+    assert {k: v for k, v in found.inputs.items() if v not in padded} == {k: k for k in names}
+    assert not found.dtype  # a mask is no picture
+
+
+def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)
+    elif path.suffix == ".safetensors":
+        save_file({k: torch.tensor(v) for k, v in arrays.items()}, path)
+    elif path.suffix == ".h5":
+        with h5py.File(path, "w") as file:
+            for name, values in arrays.items():
+                file[name] = values
+    else:
+        n = len(next(iter(arrays.values())))
+        rows = [{k: v[i].tolist() for k, v in arrays.items()} for i in range(n)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+
+
+SEQ2SEQ = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 3), nn.Linear(3, 4)
+    def forward(self, input_ids, attention_mask=None, decoder_input_ids=None, level=1.0):
+        x = self.embed(input_ids)
+        if attention_mask is not None:
+            x = x * attention_mask.unsqueeze(-1)
+        if decoder_input_ids is not None:
+            x = x + self.embed(decoder_input_ids)
+        return self.head(torch.tanh(x).sum(1)) * torch.as_tensor(level).reshape(-1, 1)
+def build():
+    torch.manual_seed(0)
+    return Net()
+"""
+
+
+@pytest.mark.parametrize("last", ["decoder_input_ids", "level"])
+def test_the_function_that_is_computed_takes_every_array(
+    gradscope: Gradscope, tmp_path: Path, last: str
+) -> None:
+    """Beside names that are known, others are inputs of the model, too."""
+    (tmp_path / "net.py").write_text(SEQ2SEQ)
+    scope: dict[str, Any] = {}
+    exec(SEQ2SEQ, scope)
+    net = scope["build"]()
+    torch.save(net.state_dict(), tmp_path / "w.pt")
+    own = {"decoder_input_ids": IDS[::-1].copy(), "level": np.arange(6, dtype="float32")}
+    mask = MASK.copy()
+    mask[:, 4:] = 0
+    arrays = {"input_ids": IDS, "attention_mask": mask, last: own[last], "label": IDS[:, 0] % 4}
+    np.savez(tmp_path / "d.npz", **arrays)
+    run, out = tmp_path / "run.toml", tmp_path / "o.h5"
+    options = ["--model", f"{tmp_path}/net.py:build", "-o", run]
+    assert gradscope("init", tmp_path / "w.pt", tmp_path / "d.npz", *options).code == 0
+    done = gradscope("check", "--config", run)
+    assert (done.code, done.err) == (0, "")
+    assert gradscope("compute", "--config", run, "-o", out).code == 0
+    net = net.double()
+    given = {k: torch.tensor(v) for k, v in arrays.items()}
+    y = given.pop("label")
+    with h5py.File(out) as file:
+        rows = file["chains/0/head.weight"][:]
+    for i in range(6):
+        one = {k: v[i : i + 1] for k, v in given.items()}
+        one = {k: v.double() if v.is_floating_point() else v for k, v in one.items()}
+        loss = nn.functional.cross_entropy(net(**one), y[i : i + 1])
+        (right,) = torch.autograd.grad(loss, [net.head.weight])
+        np.testing.assert_allclose(rows[i], right, rtol=1e-4, atol=1e-6)
+
+
+def test_masks_of_what_is_padded(gradscope: Gradscope, tmp_path: Path) -> None:
+    checkpoint, _ = project(tmp_path)
+    lines = [{"input_ids": [1] * k, "decoder_input_ids": [2] * (4 - k)} for k in (1, 2, 3)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = tmp_path / "run.toml"
+    assert gradscope("init", checkpoint, tmp_path / "d.jsonl", "-o", run).code == 0
+    assert load(run).dataset.inputs == {
+        "input_ids": "input_ids",
+        "decoder_input_ids": "decoder_input_ids",
+        "attention_mask": "input_ids_mask",
+    }
+    folder = tmp_path / "bart"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bart"}')
+    save_file({"weight": torch.ones(11, 4)}, folder / "model.safetensors")
+    assert gradscope("init", folder, tmp_path / "d.jsonl", "-o", run, "--overwrite").code == 0
+    assert load(run).dataset.inputs == {
+        "input_ids": "input_ids",
+        "decoder_input_ids": "decoder_input_ids",
+        "attention_mask": "input_ids_mask",
+        "decoder_attention_mask": "decoder_input_ids_mask",
+    }
+    own = [line | {"attention_mask": [0] * len(line["input_ids"])} for line in lines]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, own)))
+    assert gradscope("init", checkpoint, tmp_path / "d.jsonl", "-o", run, "--overwrite").code == 0
+    assert load(run).dataset.inputs["attention_mask"] == "attention_mask"  # the data's own
+
+
+def test_what_is_left_out_is_said(gradscope: Gradscope, tmp_path: Path) -> None:
+    arrays = {"x": FLOATS, "y": np.arange(9), "id": np.arange(9), "mean": np.ones(4)}
+    checkpoint, data = project(tmp_path, **arrays, text=np.array(["a"] * 9))
+    run = tmp_path / "run.toml"
+    done = gradscope("init", checkpoint, data, "-o", run, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["unused"] == {
+        "id": "its name says that it numbers samples",
+        "mean": "4 samples, not 9",
+        "text": "texts",
+    }
+    line = next(line for line in run.read_text().splitlines() if "# not used" in line)
+    assert all(name in line for name in ("id", "mean", "text"))
+    done = gradscope("init", checkpoint, data, "-o", run, "--overwrite")
+    assert "not used" in done.out and "mean: 4 samples, not 9" in done.out
+
+
+def test_an_array_that_could_be_an_input_is_not_dropped(
+    gradscope: Gradscope, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.toml"
+    checkpoint, data = project(tmp_path, y=np.arange(9), label=np.arange(9), target=FLOATS)
+    done = gradscope("init", checkpoint, data, "-o", run)
+    assert done.code == 0, done.err
+    spec = load(run).dataset
+    assert (spec.inputs, spec.targets) == (("y",), ("label", "target"))
+
+
+def test_keywords_of_other_lengths_are_not_dropped(gradscope: Gradscope, tmp_path: Path) -> None:
+    arrays = {"input_ids": IDS, "labels": IDS, "position_ids": IDS[:1], "id": np.arange(6)}
+    checkpoint, data = project(tmp_path, **arrays)
+    done = gradscope("init", checkpoint, data, "-o", tmp_path / "run.toml")
+    assert done.code == 3 and "position_ids (1 sample, not 6)" in done.err
+    assert "dataset.toml" in done.err and not (tmp_path / "run.toml").exists()
+
+
 def test_two_state_dicts_are_told(gradscope: Gradscope, tmp_path: Path) -> None:
     checkpoint, data = project(tmp_path)
     state = nn.Linear(4, 3).state_dict()

@@ -91,6 +91,10 @@ def test_files_named_in_chains_are_relative_to_the_run_file(tmp_path: Path) -> N
     (_, vector, _), (adam,) = parse(found), parse(anchored("adam:state=o.pt", tmp_path))
     assert vector.files == {"with": tmp_path / "out.h5"}
     assert adam.files == {"state": tmp_path / "o.pt"}
+    (adam,) = parse(anchored("adam:state=o.pt,names=n.json", tmp_path))
+    assert adam.files == {"state": tmp_path / "o.pt", "names": tmp_path / "n.json"}
+    (adam,) = parse(anchored("adam:state=o.pt,names=model", tmp_path))
+    assert adam.arguments["names"] == "model"
 
 
 def test_flags_win_and_their_paths_are_relative_to_the_working_directory(

@@ -200,7 +200,14 @@ def test_a_prefix_that_is_the_models_own_stays(tmp_path: Path) -> None:
 def test_floating_point_numbers_are_cast_and_told(tmp_path: Path) -> None:
     content = state() | {"0.weight": state()["0.weight"].double()}
     report = check(saved(tmp_path, content), state())
-    assert report.notes == ("Cast to the model's dtype: 0.weight: float64 -> float32.",)
+    assert report.notes == (
+        "The checkpoint has more digits than the model: its weights are rounded "
+        "(0.weight: float64 -> float32). --dtype float64 keeps all digits.",
+    )
+    content = state() | {"0.weight": state()["0.weight"].half()}
+    assert load_into(model(), saved(tmp_path, content)).notes == (
+        "Cast to the model's dtype: 0.weight: float16 -> float32.",
+    )
 
 
 class Tied(nn.Module):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.config import CheckpointSpec, ModelSpec
-from gradscope.errors import CheckpointError, InputError, ModelError
+from gradscope.errors import CheckpointError, InputError, ModelError, SpecError
 from gradscope.sources.formats import sha256
-from gradscope.sources.models import LoadedModel, load_model
+from gradscope.sources.models import LoadedModel, load_model, require_order
 from tests import oracle
 
 GPT2 = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
@@ -195,3 +195,35 @@ def test_without_transformers_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"torch-gradscope\[hf\]"):
         held(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, None])
+def test_weights_of_more_digits_than_the_config_says(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """With --dtype float64 they keep them; else a note says that they are rounded."""
+    saved(tmp_path, "bert")
+    draw = torch.Generator().manual_seed(0)
+
+    def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            k: torch.randn(v.shape, generator=draw, dtype=torch.float64) for k, v in state.items()
+        }
+
+    rewritten(tmp_path, changed)
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    spec = CheckpointSpec(path=tmp_path)
+    found = load_model(ModelSpec(factory="checkpoint"), spec, dtype=dtype)
+    for name, p in found.model.named_parameters():
+        assert torch.equal(p, state[name].to(dtype or torch.float32))
+    told = [note for note in found.notes if "more digits than the model" in note]
+    assert len(told) == (dtype is None)
+
+
+def test_arrays_in_another_order_than_the_arguments_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "bert")
+    model = held(tmp_path).model
+    require_order(model, ["input_ids", "attention_mask"])
+    require_order(model, {"attention_mask": "attention_mask", "input_ids": "input_ids"})
+    with pytest.raises(SpecError, match="'token_type_ids' would be the model's argument 'atten"):
+        require_order(model, ["input_ids", "token_type_ids"])

@@ -306,6 +306,51 @@ def test_image_folders(tmp_path: Path, mode: str) -> None:
     assert "9.png: the file is damaged" in failure(tmp_path / "images")
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        (("train-00000-of-00001", "test-00000-of-00001"), True),
+        (("train", "validation", "test"), True),
+        (("mnist_train_0", "mnist_test_0"), True),
+        (("part-0", "dev-0"), True),
+        (("train-00000-of-00002", "train-00001-of-00002"), False),
+        (("latest-0", "contest-1"), False),
+        (("part-0", "part-1"), False),
+    ],
+)
+def test_a_folder_of_several_data_sets_is_refused(
+    tmp_path: Path, kind: str, names: tuple[str, ...], refused: bool
+) -> None:
+    """Samples for training and samples for testing are not one data set."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for k, name in enumerate(names):
+        table = pa.table({"inputs": [float(k), 1.0], "targets": [0, 1]})
+        path = folder / f"{name}.{kind}"
+        if kind == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as sink:
+                sink.write_table(table)
+    if not refused:
+        assert len(opened(folder)) == 2 * len(names)
+        return
+    message = failure(folder)
+    assert "several data sets" in message and all(f"{name}.{kind}" in message for name in names)
+
+
+def test_folders_of_images_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            Image.new("L", (4, 4)).save(folder / "0.png")
+    message = failure(tmp_path / "images")
+    assert "test, train are no classes" in message
+    assert opened(tmp_path / "images" / "train").batch(range(2)).targets.tolist() == [0, 1]
+
+
 def test_images_in_a_table(tmp_path: Path) -> None:
     pixels = RANDOM.integers(0, 256, (3, 5, 4, 3)).astype(np.uint8)
     values = []

@@ -1,6 +1,7 @@
 """The transform `adam` against steps that torch.optim makes, and states that do not fit."""
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,214 @@ def chain_of(optimizer: torch.optim.Optimizer, folder: Path, **changes: Any) -> 
     state["param_groups"][0] |= changes
     torch.save(state, folder / "optimizer.pt")
     return f"adam:state={folder / 'optimizer.pt'}"
+
+
+def square() -> nn.Module:
+    """Two layers of equal shapes."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def parts(model: nn.Module, *names: str) -> list[dict[str, Any]]:
+    """One group for each name: a layer's, or of all weights or all biases."""
+    every = dict(model.named_parameters())
+    return [{"params": [(k, p) for k, p in every.items() if name in k]} for name in names]
+
+
+# what torch.optim.AdamW is given, in pairs of names and parameters
+ORDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "the model's": lambda m: [*m.named_parameters()],
+    "reversed": lambda m: [*m.named_parameters()][::-1],
+    "head first": lambda m: parts(m, "2.", "0."),
+    "layers": lambda m: parts(m, "0.", "2."),
+    "decay": lambda m: parts(m, "weight", "bias"),
+    "biases first": lambda m: parts(m, "bias", "weight"),
+    "reversed in its groups": lambda m: [
+        {"params": group["params"][::-1]} for group in parts(m, "weight", "bias")
+    ],
+    "frozen biases": lambda m: parts(m, "weight"),
+    "frozen biases in it": lambda m: [
+        (k, p.requires_grad_("weight" in k)) for k, p in m.named_parameters()
+    ],
+    "frozen layer": lambda m: parts(m, "2."),
+}
+IN_ORDER = {"the model's", "decay", "biases first", "frozen biases", "frozen biases in it"}
+
+
+def unnamed(given: list[Any]) -> list[Any]:
+    if isinstance(given[0], tuple):
+        return [p for _, p in given]
+    return [{"params": unnamed(group["params"])} for group in given]
+
+
+def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    names = {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    draw = torch.Generator().manual_seed(6)
+    for k in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 4, generator=draw, dtype=torch.float64) * (1 + k)
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The mean gradient divided by the root of the moments, each parameter's own."""
+    x, _ = data()
+    y = torch.zeros(len(x), 4, dtype=torch.float64)
+    loss = (model(x) - y).square().mean(1).mean()
+    owned = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    found = dict(zip(owned, torch.autograd.grad(loss, list(owned.values())), strict=True))
+    return {
+        k: g / ((optimizer.state[owned[k]]["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
+        for k, g in found.items()
+    }
+
+
+def ours(model: nn.Module, chain: str) -> dict[str, Tensor]:
+    x, _ = data()
+    y = torch.zeros(len(x), 4, dtype=torch.float64)
+    with gradscope.Scope(model, "mse") as scope:
+        return scope.expectation(f"{chain} | mean", x, y)
+
+
+def ordered(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, trained by an optimiser without names; what it never updated is frozen."""
+    model = square()
+    optimizer = torch.optim.AdamW(unnamed(ORDERS[name](model)), lr=LEARNING_RATE)
+    steps(model, optimizer)
+    for p in model.parameters():
+        p.requires_grad_(p in optimizer.state)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_equal_shapes_without_names_are_refused(name: str, tmp_path: Path) -> None:
+    model, optimizer = ordered(name)
+    chain = f"adam:state={saved(optimizer, tmp_path)}"
+    with pytest.raises(CheckpointError, match=r"'0.weight', '2.weight' are .*\(4, 4\)") as caught:
+        ours(model, chain)
+    assert all(w in str(caught.value) for w in ("names=FILE", "names=model", "named_parameters"))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_equal_shapes_with_names(name: str, tmp_path: Path) -> None:
+    """Names that torch saves, or a list of them, give each parameter its own moments."""
+    model = square()
+    optimizer = torch.optim.AdamW(ORDERS[name](model), lr=LEARNING_RATE)
+    steps(model, optimizer)
+    for p in model.parameters():
+        p.requires_grad_(p in optimizer.state)
+    torch.testing.assert_close(
+        ours(model, f"adam:state={saved(optimizer, tmp_path)}"), scaled(model, optimizer)
+    )
+    model, optimizer = ordered(name)
+    (tmp_path / "names.json").write_text(json.dumps(names_of(optimizer, model)))
+    chain = f"adam:state={saved(optimizer, tmp_path)},names={tmp_path / 'names.json'}"
+    torch.testing.assert_close(ours(model, chain), scaled(model, optimizer))
+
+
+@pytest.mark.parametrize("name", sorted(IN_ORDER | {"layers", "head first", "reversed"}))
+def test_the_order_of_the_model(name: str, tmp_path: Path) -> None:
+    """What the user says of the order is used where it leaves one assignment."""
+    model, optimizer = ordered(name)
+    chain = f"adam:state={saved(optimizer, tmp_path)},names=model"
+    if name not in IN_ORDER:
+        with pytest.raises(CheckpointError, match=r"of 2 groups|in the place of"):
+            ours(model, chain)
+    else:
+        torch.testing.assert_close(ours(model, chain), scaled(model, optimizer))
+
+
+def test_a_group_that_was_added_later(tmp_path: Path) -> None:
+    model = square()
+    optimizer = torch.optim.Adam(parts(model, "2."), lr=LEARNING_RATE)
+    steps(model, optimizer)
+    optimizer.add_param_group(parts(model, "0.")[0])
+    steps(model, optimizer)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["param_names"]
+    torch.save(state, tmp_path / "o.pt")
+    for ending in ("", ",names=model"):
+        with pytest.raises(CheckpointError, match=r"more than one way|of 2 groups"):
+            ours(model, f"adam:state={tmp_path / 'o.pt'}{ending}")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_different_shapes_need_no_names(turned: bool, tmp_path: Path) -> None:
+    """One assignment fits the shapes, whatever the order."""
+    build: Build = lambda m: torch.optim.Adam(  # noqa: E731
+        list(m.parameters())[:: -1 if turned else 1], lr=LEARNING_RATE
+    )
+    model, optimizer = trained(build)
+    found = rows(model, f"adam:state={saved(optimizer, tmp_path)}")
+    plain = rows(model, "mean")
+    for name, p in model.named_parameters():
+        root = np.sqrt(optimizer.state[p]["exp_avg_sq"].numpy() / (1 - 0.999**4))
+        np.testing.assert_allclose(found[name], plain[name] / (root + 1e-8), rtol=1e-12)
+
+
+def test_moments_of_a_parameter_that_is_not_selected(tmp_path: Path) -> None:
+    """A shape that fits a selected parameter fits the frozen one as well."""
+    model, optimizer = ordered("frozen layer")
+    path = saved(optimizer, tmp_path)
+    for p in model.parameters():
+        p.requires_grad_(not p.requires_grad)
+    x, y = data()
+    for chain in (f"adam:state={path} | mean", f"mean | adam:state={path}"):
+        with pytest.raises(CheckpointError, match="more than one way"):
+            gradscope.expectation(model, "mse", chain, x, torch.zeros(len(y), 4).double())
+
+
+def test_states_with_names_for_keys(tmp_path: Path) -> None:
+    """State dicts of FSDP have names in the place of numbers."""
+    model, optimizer = ordered("reversed")
+    state = optimizer.state_dict()
+    (group,), names = state["param_groups"], names_of(optimizer, model)
+    keyed = {names[k]: v for k, v in state["state"].items()}
+    torch.save({"state": keyed, "param_groups": [group | {"params": names}]}, tmp_path / "o.pt")
+    found = ours(model, f"adam:state={tmp_path / 'o.pt'}")
+    torch.testing.assert_close(found, scaled(model, optimizer))
+
+
+def test_names_that_do_not_fit(tmp_path: Path) -> None:
+    model, optimizer = ordered("the model's")
+    path, names = saved(optimizer, tmp_path), tmp_path / "names.json"
+    four = names_of(optimizer, model)
+    for content, what in (
+        ("no", "not JSON"),
+        ("{}", "not a list of names"),
+        ("[1]", "not a list of names"),
+        (json.dumps(four[:3]), "3 names, .* has 4 parameters"),
+        (json.dumps([*four[:3], four[0]]), "'0.weight' names several"),
+        (json.dumps([*four[:3], "other"]), "'2.bias' is not in it"),
+        (json.dumps(four[::-1]), r"place of '0.weight' are of shape \(4,\)"),
+    ):
+        names.write_text(content)
+        with pytest.raises(CheckpointError, match=what):
+            ours(model, f"adam:state={path},names={names}")
+    with pytest.raises(CheckpointError, match=r"missing\.json"):
+        ours(model, f"adam:state={path},names={tmp_path / 'missing.json'}")
+    torch.save(trained(BUILDS["names"])[1].state_dict(), path)
+    for given in (names, "model"):
+        names.write_text(json.dumps(four))
+        with pytest.raises(CheckpointError, match="has names already"):
+            ours(model, f"adam:state={path},names={given}")
+
+
+def test_two_parameters_of_one_name(tmp_path: Path) -> None:
+    """An optimiser of two models may have a name twice."""
+    model, other = square(), square()
+    every = [{"params": [*m.named_parameters()]} for m in (model, other)]
+    optimizer = torch.optim.Adam(every, lr=LEARNING_RATE)
+    for m in (model, other):
+        steps(m, optimizer)
+    with pytest.raises(CheckpointError, match=r"'0\.weight', .* names several"):
+        ours(model, f"adam:state={saved(optimizer, tmp_path)}")
 
 
 def test_states_that_do_not_fit(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
-from gradscope.core.texts import count
+from gradscope.core.texts import count, listed
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import NumberColumn
 from gradscope.sources.data.files import FileSamples, open_files
@@ -39,6 +39,15 @@ class Dataset:
     def notes(self) -> tuple[str, ...]:
         """What was noticed when the data were opened."""
         return self.samples.notes
+
+    @property
+    def unused(self) -> str:
+        """A sentence on the arrays that no option of the spec uses, "" if all are used."""
+        names = self.samples.unused
+        what = f"{self.spec.path}: the array {listed(names)} is used nowhere"
+        if len(names) > 1:
+            what = f"{self.spec.path}: the arrays {listed(names)} are used nowhere"
+        return f"{what}; [dataset] inputs and targets say what is used" if names else ""
 
     @property
     def sha256(self) -> str:

@@ -1,6 +1,7 @@
 """The samples of data files: which file holds what, and rows of it as tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,7 +35,7 @@ from gradscope.sources.data.columns import (
     translated,
 )
 from gradscope.sources.data.images import image_files, open_image_folder
-from gradscope.sources.data.recipes import Convert, composed, converter, encoded, headings
+from gradscope.sources.data.recipes import Convert, composed, converter, encoded, headings, used
 from gradscope.sources.formats import (
     HEAD,
     dataset_readers,
@@ -46,6 +47,7 @@ from gradscope.sources.formats import (
 )
 
 _COPIES = 4  # of a sample at a time: stored, converted, the model's own, and what comes of it
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
 
@@ -75,6 +77,13 @@ class FileSamples:
     def code(self) -> dict[str, str]:
         """No code of the user's makes them."""
         return {}
+
+    @property
+    def unused(self) -> list[str]:
+        """The names of the user's arrays that the spec does not use."""
+        found = used((*self.spec.files, *self.names), self.spec)
+        made = self.format == "images"  # its arrays are made here
+        return [] if made else [name for name in self.names if name not in found]
 
     def stored(self, name: str) -> dict[str, Any]:
         """Return what a description says of an array as it is stored."""
@@ -174,19 +183,47 @@ def _open_folder(path: Path) -> tuple[str, StoredArrays]:
     if (path / "state.json").is_file():
         return "arrow", open_saved_dataset(path)
     shards = {suffix: sorted(path.glob(f"*.{suffix}")) for suffix in ("parquet", "arrow")}
+    _require_one_split(shards["parquet"] or shards["arrow"])
     if shards["parquet"]:
         return "parquet", open_parquet_files(shards["parquet"])
     if shards["arrow"]:
         return "arrow", open_arrow_files(shards["arrow"])
     if any(path.glob("*.npy")):
         return "npy", open_npy_folder(path)
-    if image_files(path):
+    if images := image_files(path):
+        _require_classes({file.relative_to(path).parts[0] for file in images})
         return "images", open_image_folder(path)
     raise DatasetError(
         "this directory holds no data that can be read",
         remedy="Give a file in it; or a folder of class folders with images, of .npy, .parquet or "
         ".arrow files, or one that Hugging Face's save_to_disk wrote.",
     )
+
+
+def _splits(name: str) -> set[str]:
+    """Return the words of a file's or a folder's name that mean a part of a data set."""
+    return _SPLITS & set(re.split(r"[\W_\d]+", name.lower()))
+
+
+def _require_one_split(files: Sequence[Path]) -> None:
+    """Refuse a folder with files for training and files for testing, as one data set."""
+    words = {file.name: " ".join(sorted(_splits(file.stem))) for file in files}
+    firsts = {word: name for name, word in reversed(words.items())}
+    if len(firsts) > 1:
+        raise DatasetError(
+            f"by their names, the files in this folder are of several data sets: "
+            f"{listed(sorted(firsts.values()))}",
+            remedy="Give one of the files, or a folder with the files of one data set alone.",
+        )
+
+
+def _require_classes(folders: Collection[str]) -> None:
+    """Refuse folders such as train and test, which would be taken for classes."""
+    if len(folders) > 1 and all(_splits(name) for name in folders):
+        raise DatasetError(
+            f"the folders {listed(sorted(folders))} are no classes: each is a data set by its name",
+            remedy="Give one of the folders, with a folder for each class in it.",
+        )
 
 
 def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:

@@ -55,7 +55,9 @@ class PythonSamples:
             self._n = self._length()
         self._iterator: tuple[int, Iterator[Any]] | None = None
         self._seen: dict[tuple[int, ...], str] = {}
-        self._first = _digest(self._batch(self._samples(range(1))))
+        first = self._batch(self._samples(range(1)))
+        self._first = _digest(first)
+        self.unused = [name for name in first if name not in spec.arrays]
         self.code = code_digests(spec.factory, "data set")
         facts = [self.code, spec.kwargs, self._n, self._first]
         self.sha256 = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

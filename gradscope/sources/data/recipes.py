@@ -96,6 +96,21 @@ def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[s
     return found
 
 
+def used(names: Sequence[str], spec: DatasetSpec) -> set[str]:
+    """Return which of a file's arrays something in the spec uses."""
+    found: set[str] = set()
+    for name in (*spec.arrays, spec.id, spec.select):
+        if not isinstance(name, str):
+            continue
+        source = name.removesuffix(MASK)
+        recipe = spec.columns.get(name, name if name in names else spec.columns.get(source, source))
+        for text in [recipe] if isinstance(recipe, str) else recipe:
+            cut = _CUT.fullmatch(text)
+            part = text not in names and cut and cut["name"] in names
+            found.update([cut["name"]] if cut and part else _matched(names, text))
+    return found
+
+
 def _matched(names: Sequence[str], text: str) -> Sequence[str]:
     """Return the names that a name, a glob or a range means."""
     cut = _CUT.fullmatch(text)

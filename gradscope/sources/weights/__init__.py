@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradscope.errors import CheckpointError
@@ -67,6 +68,7 @@ def load_into(
     ignore: Sequence[str] = (),
     unsafe_pickle: bool = False,
     assign: bool = False,
+    asked: torch.dtype | None = None,
 ) -> CheckpointReport:
     """Load a checkpoint into a model: every tensor of both must fit, or nothing is loaded.
 
@@ -77,13 +79,14 @@ def load_into(
         ignore: Globs of names that are left out where the model has no such name.
         unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
         assign: The checkpoint's tensors become the model's, whose parameters may be on "meta".
+        asked: The dtype that the model was cast to; a cast to it is noted only if it rounds.
 
     Raises:
         CheckpointError: The file cannot be read or is refused, or it does not fit the model.
     """
     content, report = read(path, unsafe_pickle=unsafe_pickle)
     with located(report.path):
-        fit = fitted(model, content, key, ignore)
+        fit = fitted(model, content, key, ignore, asked)
         with user_file("the model's own load_state_dict"):
             tied = _tied(model) if assign else []
             model.load_state_dict(fit.state, strict=True, assign=assign)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError
@@ -37,11 +38,18 @@ class Fit:
     notes: tuple[str, ...]
 
 
-def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str]) -> Fit:
+def fitted(
+    model: nn.Module,
+    content: Any,
+    key: str | None,
+    ignore: Sequence[str],
+    asked: torch.dtype | None = None,
+) -> Fit:
     """Return the state dict in what a checkpoint holds, if all of it fits the model.
 
     `key` says where it is, otherwise it is the only one with the model's names; `ignore` are globs
-    of names that are left out where the model has no such name.
+    of names that are left out where the model has no such name. A cast to the dtype that was
+    `asked` for is noted only if it rounds.
     """
     with user_file("the model's own state_dict"):
         expected: StateDict = model.state_dict()
@@ -58,22 +66,82 @@ def fitted(model: nn.Module, content: Any, key: str | None, ignore: Sequence[str
     own = dict(model.named_parameters(remove_duplicate=False))
     values, tied = _with_tied(values, expected, own)
     _check_names(values, expected, key)
-    casts = _check_tensors(values, expected)
+    changes = _check_tensors(values, expected)
+    lost = [change for change in changes if change.rounds]
+    kept_digits = [change for change in changes if not change.rounds]
+    casts = [str(change) for change in kept_digits if change.loaded.to_real() != asked]
     cast = {
         name: value.to(expected[name].dtype) if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
-    check_finite(cast, expected, {*own})
+    check_finite(values, expected, {*own})
+    _require_range(cast, lost)
     notes = {
         f"The weights are those under {key!r} of the checkpoint.": key,
         f"Left out of the checkpoint, as not the model's: {listed(dropped)}.": dropped,
         f"The prefix {prefix!r} was taken off all names in the checkpoint.": prefix,
         f"By the same name but for what torch.compile adds: {listed(renamed)}.": renamed,
         f"Cast to the model's dtype: {listed(casts)}.": casts,
+        rounding_note(lost): lost,
         f"Not in the checkpoint, tied to others that are: {listed(tied)}.": tied,
     }
     told = tuple(note for note, done in notes.items() if done)
     return Fit(cast, key, prefix, len(cast) - len(tied), told)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The dtypes of a tensor in a checkpoint and in the model."""
+
+    name: str
+    stored: torch.dtype
+    loaded: torch.dtype
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the model has fewer digits."""
+        return torch.finfo(self.stored).eps < torch.finfo(self.loaded).eps
+
+    def __str__(self) -> str:
+        change = f"{dtype_name(self.stored)} -> {dtype_name(self.loaded)}"
+        return f"{self.name}: {change}" if self.name else change
+
+
+def rounding_note(lost: Sequence[Change]) -> str:
+    """Return a sentence on a checkpoint that has more digits than the model, "" if it has not."""
+    if not lost:
+        return ""
+    widest = min((c.stored.to_real() for c in lost), key=lambda dtype: torch.finfo(dtype).eps)
+    return (
+        "The checkpoint has more digits than the model: its weights are rounded "
+        f"({listed(map(str, lost), 3)}). --dtype {dtype_name(widest)} keeps all digits."
+    )
+
+
+def changed_dtypes(state: Mapping[str, Any], model: nn.Module) -> list[Change]:
+    """Return what is rounded of weights that were loaded by another library, by dtype alone."""
+    stored = {v.dtype.to_real() for v in state.values() if isinstance(v, Tensor) and _inexact(v)}
+    loaded = {p.dtype.to_real() for p in model.parameters() if _inexact(p)}
+    most = min(loaded, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+    every = [Change("", dtype, most) for dtype in stored]
+    return [change for change in every if change.rounds]
+
+
+def _inexact(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _require_range(cast: StateDict, lost: Sequence[Change]) -> None:
+    """Refuse finite values that are too large for the model's dtype."""
+    values = {c.name: cast[c.name] for c in lost if cast[c.name].itemsize > 1}
+    bad = {name: int((~torch.isfinite(value)).sum()) for name, value in values.items()}
+    wrong = [f"{k} ({n} of {cast[k].numel()})" for k, n in bad.items() if n]
+    if wrong:
+        dtype = dtype_name(next(cast[k].dtype for k, n in bad.items() if n))
+        raise CheckpointError(
+            f"{len(wrong)} tensors hold values that are too large for {dtype}: {listed(wrong)}",
+            remedy="Compute in a dtype of a larger range, such as --dtype float64.",
+        )
 
 
 def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -> None:
@@ -283,10 +351,10 @@ def _covers(values: StateDict, part: str, expected: StateDict) -> bool:
     return _stripped(named, expected)[1].keys() == expected.keys()
 
 
-def _check_tensors(values: StateDict, expected: StateDict) -> list[str]:
+def _check_tensors(values: StateDict, expected: StateDict) -> list[Change]:
     """Return what is to be cast: floating-point numbers to other floating-point numbers only."""
     wrong: list[str] = []
-    casts: list[str] = []
+    casts: list[Change] = []
     for name, want in expected.items():
         got = values[name]
         if not isinstance(want, Tensor):  # extra state, of whatever kind the module makes of it
@@ -300,9 +368,12 @@ def _check_tensors(values: StateDict, expected: StateDict) -> list[str]:
         elif got.shape != want.shape:
             wrong.append(f"{name}: {tuple(got.shape)} here, {tuple(want.shape)} in the model")
         elif got.dtype != want.dtype:
-            both = got.is_floating_point() and want.is_floating_point()
-            note = f"{name}: {got.dtype} -> {want.dtype}".replace("torch.", "")
-            (casts if both else wrong).append(note)
+            change = Change(name, got.dtype, want.dtype)
+            both = got.is_complex() if want.is_complex() else got.is_floating_point()
+            if both and (want.is_complex() or want.is_floating_point()):
+                casts.append(change)
+            else:
+                wrong.append(str(change))
     if wrong:
         what = f"{len(wrong)} of {len(expected)} tensors do not fit: {listed(wrong)}"
         remedy = f"{_CHECK} Only floating-point numbers are cast, to floating-point numbers."

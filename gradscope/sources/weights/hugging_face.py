@@ -6,9 +6,11 @@ ones. A model that answers with logits gives these alone, so that losses by name
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradscope.core.locate import first_line
@@ -16,6 +18,7 @@ from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
 from gradscope.sources.formats import located, need
+from gradscope.sources.weights.fit import changed_dtypes
 from gradscope.sources.weights.readers import table
 
 CONFIG = "config.json"
@@ -29,12 +32,14 @@ def built(
     state: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     brought: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model that a folder's config.json describes, with the weights `state`, and notes.
 
     Of `kwargs`, `architecture` is the class in transformers, where it is not the config's;
     `attn_implementation` says how attention is computed; others replace values of the config.
-    Weights `brought` by an adapter may be missing.
+    Weights `brought` by an adapter may be missing. If the config's dtype has fewer digits than the
+    weights, they are loaded in `dtype`.
     """
     with located(folder / CONFIG):
         content = _content(folder / CONFIG, kwargs)
@@ -51,14 +56,10 @@ def built(
             if hasattr(config, "use_cache") and "use_cache" not in kwargs:
                 config.use_cache = False
             kind = _class(transformers, content, kwargs)
-            model, told = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict=dict(state),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, in our own words
-                **{key: value for key, value in kwargs.items() if key == _ATTENTION},
-            )
+            own = {key: value for key, value in kwargs.items() if key == _ATTENTION}
+            model, told = _loaded(kind, config, state, own)
+            if dtype is not None and changed_dtypes(state, model):
+                model, told = _loaded(kind, config, state, own | {"dtype": dtype})
         missing = sorted(set(told["missing_keys"]).difference(brought))
         wrong = sorted(
             f"{name}: {tuple(here)} here, {tuple(there)} in the model"
@@ -75,15 +76,31 @@ def built(
         if what:  # not every weight came from the checkpoint
             raise CheckpointError(what, remedy=remedy)
 
+    @wraps(kind.forward)  # for its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = kind.forward(self, *args, **kwargs)
         return getattr(answer, "logits", answer)
 
-    own = {"forward": forward, "__module__": kind.__module__}
-    model.__class__ = type(kind.__name__, (kind,), own)
+    methods = {"forward": forward, "__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (kind,), methods)
     unused = sorted(told["unexpected_keys"])
     note = f"The model does not use these of the checkpoint: {listed(unused)}."
     return model, (note,) if unused else ()
+
+
+def _loaded(
+    kind: Any, config: Any, state: Mapping[str, Any], more: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model with its weights, and what transformers says of them."""
+    model, told = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(state),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told by the caller, in our own words
+        **more,
+    )
+    return model, told
 
 
 def _content(path: Path, kwargs: Mapping[str, Any]) -> dict[str, Any]:

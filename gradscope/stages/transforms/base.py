@@ -76,6 +76,21 @@ class ReadsNorms:
         return self.apply(gradients)
 
 
+@dataclass(frozen=True)
+class KnowsModel:
+    """A transform that is given all parameters {name: shape} of the model before the first batch.
+
+    An aggregate that is stored may be transformed without its model.
+    """
+
+    apply: Transform
+    know: Callable[[Mapping[str, tuple[int, ...]]], None]
+
+    def __call__(self, gradients: Gradients) -> Gradients:
+        """Apply the transform."""
+        return self.apply(gradients)
+
+
 Step = Transform | NeedsMean | NeedsProblem
 
 

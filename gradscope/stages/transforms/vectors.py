@@ -21,6 +21,7 @@ from gradscope.core.precision import doubled
 from gradscope.errors import SpecError
 from gradscope.sources.weights.optimizer import Moments, read_optimizer
 from gradscope.stages.transforms.base import (
+    KnowsModel,
     NeedsMean,
     Transform,
     TransformScope,
@@ -174,7 +175,9 @@ def _require_second_moment(name: str, value: Tensor) -> None:
 
 
 @transform("adam", TransformScope.ELEMENTWISE)
-def adam(state: str, form: Literal["scaled", "step"] = "scaled") -> Transform:
+def adam(
+    state: str, form: Literal["scaled", "step"] = "scaled", names: str | None = None
+) -> Transform:
     """T(g) = g / (√v̂ + ε), v̂ the second moments of the Adam or AdamW that trained the model.
 
     `state` is a file of torch.optim's state_dict. With t steps made, v̂ = v / (1 - β₂ᵗ), and ε, β₁,
@@ -185,14 +188,16 @@ def adam(state: str, form: Literal["scaled", "step"] = "scaled") -> Transform:
     v' = β₂v + (1 - β₂)g², as LESS takes it (Xia et al. 2024, arXiv:2402.04333, section 2). Learning
     rate and weight decay are left out. With `amsgrad` v is the largest so far in both.
 
-    Parameters are told by name where the state has names, else by their order.
+    Moments are found by name where the state has names, else by shape where one assignment alone
+    fits the shapes. `names` is a JSON file with the names in the optimiser's order, or `model`:
+    each of the optimiser's groups is in the order of model.parameters().
     """
-    stored = read_optimizer(Path(state))
+    stored, model = read_optimizer(Path(state), names), dict[str, tuple[int, ...]]()
     bound: dict[str, Callable[[Block], Block]] = {}
 
     def apply(gradients: Gradients) -> Gradients:
         if not bound:
-            found = stored.of({name: block.shape for name, block in gradients.items()})
+            found = stored.of({name: block.shape for name, block in gradients.items()}, model)
             bound.update({name: made(name, own, gradients[name]) for name, own in found.items()})
         return gradients.of({k: bound[k](block) for k, block in widened(gradients).items()})
 
@@ -204,7 +209,7 @@ def adam(state: str, form: Literal["scaled", "step"] = "scaled") -> Transform:
         divisor = moments.root.to(block.device) + moments.eps
         return partial(PreconditionedBlock, diagonal=torch.where(divisor == 0, 0, 1 / divisor))
 
-    return apply
+    return KnowsModel(apply, model.update)
 
 
 @dataclass(frozen=True, eq=False)
