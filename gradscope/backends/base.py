@@ -54,6 +54,14 @@ class Request:
     factors: bool = False  # what structure the gradients have is to be kept, of single samples too
 
 
+# a word of an exception's message: what it means, and what helps
+Reasons = Mapping[str, tuple[str, str]]
+
+OF_TEXT = (
+    "the model uses the text of a tensor (str or repr) as a value",
+    "Use the number, int(x) or x.item(), or backend loop.",
+)
+
 ROWS = Request()
 PROVED = Request(proved=True)
 
@@ -170,3 +178,17 @@ def require_unhooked(backend: str, problem: Problem) -> None:
 def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextManager[None]:
     """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer."""
     return unsupported(f"the {backend} backend cannot run this model", model, remedy)
+
+
+@contextmanager
+def explained(backend: str, reasons: Reasons) -> Iterator[None]:
+    """Say what an exception means that speaks of the tensors inside a backend."""
+    try:
+        yield
+    except UnsupportedError as error:
+        text = str(error.__cause__ or "")
+        for word, (reason, remedy) in reasons.items():
+            if word in text:
+                error.what = f"the {backend} backend cannot run this model: {reason}"
+                error.remedy = remedy
+        raise

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.base import (
     CHUNK_BYTES,
+    OF_TEXT,
     ROWS,
     Evaluate,
     LossesAndRows,
@@ -28,6 +29,7 @@ from gradscope.backends.base import (
     backends,
     chunks,
     dense_evaluation,
+    explained,
     in_parts,
     refusing,
     require_unhooked,
@@ -68,15 +70,16 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         require_unhooked("vmap", problem)
         values = {k: p.detach() for k, p in problem.parameters.items()}
         parts = chunks(problem, batch, chunk)
-        try:
-            with refusing("vmap", problem.model, _REMEDY), problem.state.kept(), untouched():
-                answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
-        except UnsupportedError as error:
-            problem.losses(batch)  # a model that fails by itself is not for us to refuse
-            if error.__cause__ is not None:
-                text = str(error.__cause__)
-                error.remedy = next((v for k, v in _REMEDIES.items() if k in text), _REMEDY)
-            raise
+        with explained("vmap", {"bdim=": OF_TEXT}):
+            try:
+                with refusing("vmap", problem.model, _REMEDY), problem.state.kept(), untouched():
+                    answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
+            except UnsupportedError as error:
+                problem.losses(batch)  # a model that fails by itself is not for us to refuse
+                if error.__cause__ is not None:
+                    text = str(error.__cause__)
+                    error.remedy = next((v for k, v in _REMEDIES.items() if k in text), _REMEDY)
+                raise
         return dense_evaluation(*answer)
 
     yield evaluate
