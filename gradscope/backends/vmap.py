@@ -45,7 +45,7 @@ _REMEDIES = {  # a word of torch's message, and what helps
     "inplace randomness": "It fills a tensor that all samples share with random numbers: make it "
     "by torch.rand, randn or bernoulli, or use hooks, expand or loop.",
     "randomness": "The model draws random numbers: put it in eval mode, set dropout to 0, or fix "
-    "them for each sample: --randomness fixed.",
+    'them for each sample: randomness="fixed".',
     ".item()": "The model branches on the data or reads a number of them; hooks and loop can.",
     "dynamic shape": "A mask or nonzero gives every sample another shape; hooks and loop can.",
     "nplace": "Write it out of place, or use hooks or loop.",

@@ -105,7 +105,7 @@ def stopped(error: BaseException, where: str | None = None) -> ModelError | None
         f"the device has stopped, and computes no more in this process: {first_line(error)}",
         where=where,
         remedy="Most often an index is out of range: a class label, or a number that a table is "
-        "looked up by. On the CPU (--device cpu) the error names the sample.",
+        'looked up by. On the CPU (model.cpu(), device="cpu" of a run) the error names the sample.',
     )
 
 

@@ -383,7 +383,7 @@ class Problem:
                 "divided by a constant."
                 if scalar
                 else "Reduce over all axes but the first, the sample axis. For a row for each "
-                "position of (n, t), use --rows token."
+                'position of (n, t), use rows="token".'
             ),
         )
 

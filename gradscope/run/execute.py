@@ -315,7 +315,7 @@ class Run:
                 raise NonFiniteError(
                     f"{counts[k]:,} of its numbers are not finite, though the gradients are",
                     where=f"chain {chain.text!r}",
-                    remedy="Scale the gradients first, or use nonfinite skip to have them told.",
+                    remedy='Scale the gradients first, or use nonfinite="skip" to have them told.',
                 )
 
     def _proof(self) -> Mapping[str, Any] | None:

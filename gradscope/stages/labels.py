@@ -57,7 +57,7 @@ class Labels:
                 "exact labels repeat each sample for every class, which changes what coupled "
                 "samples see of each other",
                 where="labels exact",
-                remedy="Use labels sampled.",
+                remedy='Use labels="sampled".',
             )
         self.mode: Mode = mode
         self._problem, self._seed = problem, seed
@@ -100,7 +100,7 @@ class Labels:
             raise SpecError(
                 "with exact labels a sample has one gradient for each class",
                 where="labels exact",
-                remedy='Ask for an expectation such as "square | mean", or use labels sampled.',
+                remedy='Ask for an expectation such as "square | mean", or use labels="sampled".',
             )
 
     def _labelled(self, batch: Batch) -> Batch:
@@ -129,7 +129,7 @@ class Labels:
                 f"exact labels need one class a sample; here there are {prod(positions)} "
                 f"positions, so {classes}^{prod(positions)} labels",
                 where="labels exact",
-                remedy="Use labels sampled.",
+                remedy='Use labels="sampled".',
             )
         n = len(batch)
         many = batch.select(torch.arange(n).repeat_interleave(classes))
@@ -149,7 +149,7 @@ def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
         raise SpecError(
             f"the loss {name!r} defines no distribution that labels could be drawn from",
             where=f"labels {mode}",
-            remedy=f"Losses that do: {', '.join(known)}. Or use labels data.",
+            remedy=f'Losses that do: {", ".join(known)}. Or use labels="data".',
         )
     if mode == "exact":
         for chain in chains:
