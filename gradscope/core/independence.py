@@ -43,14 +43,14 @@ T = TypeVar("T")
 _COUPLED_REMEDY = (
     'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through everybody\'s '
     "statistics, or (b) the share of sample i in the gradient of the total loss.\n"
-    "For (a) use --coupling own-loss. Mode eval, or --coupling frozen, puts normalisation layers "
+    'For (a) use coupling="own-loss". Mode eval, or coupling="frozen", puts normalisation layers '
     "on their running statistics; GroupNorm and LayerNorm never couple."
 )
 
 _TOKENS_REMEDY = (  # they have no own-loss gradients
-    "Mode eval, or --coupling frozen, puts normalisation layers on their running statistics; "
-    "GroupNorm and LayerNorm never couple. Whole samples (--rows sample) can have the gradients of "
-    "their own losses in the batch, by --coupling own-loss."
+    'Mode eval, or coupling="frozen", puts normalisation layers on their running statistics; '
+    'GroupNorm and LayerNorm never couple. Whole samples (rows="sample") can have the gradients of '
+    'their own losses in the batch, by coupling="own-loss".'
 )
 
 _IN_LOSS = "the loss, or the code after the last layer"
@@ -381,7 +381,7 @@ def _random_remedy(model: nn.Module) -> str:
             "an array of the data, an input or a target more."
         )
     fixed = "numbers of each sample's own, by seed and position in the data."
-    return f"{first} Or use --randomness fixed: {fixed}"
+    return f'{first} Or use randomness="fixed": {fixed}'
 
 
 def _twice(
