@@ -23,9 +23,11 @@ from torch import Tensor
 from gradscope.config import parse_loss
 from gradscope.core.batch import output
 from gradscope.core.grammar import Stage, entries, signature
+from gradscope.core.locate import PACKED
 from gradscope.core.precision import doubled
 from gradscope.core.problem import BoundLoss, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
+from gradscope.core.texts import count
 from gradscope.errors import ModelError, SpecError
 
 Normaliser = Literal["mean", "sum"]
@@ -267,7 +269,11 @@ def _entrywise(
         raise SpecError(
             f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
             where="loss",
-            remedy="Reshape one of them: broadcasting would mix the samples.",
+            remedy=f"The model returned {count(len(outputs), 'row')} for "
+            f"{count(len(targets), 'sample')}: give view and reshape no fixed number of samples. "
+            f"{PACKED}"
+            if outputs.dim() and targets.dim() and len(outputs) != len(targets)
+            else "Reshape one of them: broadcasting would mix the samples.",
         )
     return per_sample_loss(fn(outputs, targets, reduction="none", **how), per_sample)
 
