@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of, with_samples
 from gradscope.core.draws import EVAL
+from gradscope.core.locate import alone_remedy
 from gradscope.core.precision import doubled
 from gradscope.core.problem import Problem, differentiable_inputs, slopes
 from gradscope.core.randomness import (
@@ -148,7 +149,8 @@ def _require_same(
             raise CoupledSamplesError(
                 f"the model runs on a batch but not on one sample alone: {error.what}",
                 where=error.where,
-                remedy=coupled_remedy(None, batch),
+                remedy=alone_remedy(error, problem.model, batch.select(rows))
+                or coupled_remedy(None, batch),
             ) from error
         here = together[rows.to(together.device)]
         if same(here, apart, together, problem.precision):

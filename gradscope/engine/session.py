@@ -22,7 +22,7 @@ from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
 from gradscope.core.locate import stopped
 from gradscope.core.precision import double
-from gradscope.core.problem import Problem, RowKind
+from gradscope.core.problem import Problem, RowKind, require_module
 from gradscope.core.randomness import Fixed, probe
 from gradscope.core.registry import suggestion
 from gradscope.core.releases import require, untested
@@ -136,9 +136,7 @@ class Session:
     def __init__(
         self, model: nn.Module, loss: str | Callable[..., Tensor], settings: Settings
     ) -> None:
-        if not isinstance(model, nn.Module):
-            what = f"a model is a torch.nn.Module, not {type(model).__name__}"
-            raise SpecError(what, where="model")
+        require_module(model)
         self.settings, self.backend = settings, settings.backend
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
