@@ -31,6 +31,7 @@ from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed
 from gradscope.engine.sharded import Lockstep
+from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
     CertificateError,
     CoupledSamplesError,
@@ -124,6 +125,7 @@ class Session:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
+        zeros: Those of them about gradients that are all zero.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
         lockstep: Evaluates a model that is divided over processes; None of any other.
@@ -141,6 +143,7 @@ class Session:
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
+        self.zeros: list[str] = []
         self.tried: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
         self.tuner = Tuner.remembering()
@@ -397,7 +400,10 @@ class Session:
                 seed=seed,
                 trains=self._trains,
             )
-        self.certificate = proof
+        first, self.certificate = self.certificate is None, proof
+        if first or (proof.proves and not self._trains):  # what was said before held no proof
+            before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
+            self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
             self._note_precision(computed_in(self.problem, batch))
