@@ -57,9 +57,13 @@ class Request:
 # a word of an exception's message: what it means, and what helps
 Reasons = Mapping[str, tuple[str, str]]
 
+ANOTHER = (
+    'Use backend="auto": it takes the first backend that runs this model and is proved. loop runs '
+    "every model that trains with a batch of one."
+)
 OF_TEXT = (
     "the model uses the text of a tensor (str or repr) as a value",
-    "Use the number, int(x) or x.item(), or backend loop.",
+    'Use the number, int(x) or x.item(), or backend="loop".',
 )
 
 ROWS = Request()
@@ -171,7 +175,7 @@ def require_unhooked(backend: str, problem: Problem) -> None:
             raise UnsupportedError(
                 f"the parameter has a hook on its gradient, which {backend} does not run",
                 where=f"parameter {name!r}",
-                remedy="Use backend loop, as auto does, or remove the hook.",
+                remedy='Use backend="loop", as auto does, or remove the hook.',
             )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends.base import (
+    ANOTHER,
     CHUNK_BYTES,
     OF_TEXT,
     ROWS,
@@ -36,7 +37,7 @@ from gradscope.backends.base import (
 from gradscope.backends.expand import axes, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
 from gradscope.backends.expand.mode import Interpreter, probe
-from gradscope.backends.expand.tensor import REMEDY, TEXT, Differ, Own, PerSample, SharedWrite
+from gradscope.backends.expand.tensor import TEXT, Differ, Own, PerSample, SharedWrite
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.problem import Problem, is_model_loss, model_loss
@@ -49,7 +50,7 @@ _REASONS = {
     TEXT: OF_TEXT,
     "data is not allocated": (
         "torch reads the memory of a tensor, which holds all samples",
-        "Use torch.stack instead of torch.tensor on a list of tensors, or backend loop.",
+        'Use torch.stack instead of torch.tensor on a list of tensors, or backend="loop".',
     ),
 }
 
@@ -81,7 +82,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require("the expand backend", probe)
         require_unhooked("expand", problem)
-        with explained("expand", _REASONS), refusing("expand", problem.model, REMEDY):
+        with explained("expand", _REASONS), refusing("expand", problem.model, ANOTHER):
             parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
             return dense_evaluation(*in_parts(problem, batch, parts, attempt))
 

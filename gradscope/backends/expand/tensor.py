@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from gradscope.backends.base import ANOTHER
 from gradscope.errors import UnsupportedError
 
-REMEDY = "Use the hooks or the loop backend for this model."
 TEXT = ", samples="  # part of a tensor's text
 
 
@@ -49,7 +49,7 @@ class Differ(BaseException):
         self.keys = keys
 
 
-def refuse(what: str, remedy: str = REMEDY) -> NoReturn:
+def refuse(what: str, remedy: str = ANOTHER) -> NoReturn:
     """Raise that this backend has no exact way."""
     raise UnsupportedError(f"the expand backend cannot run this model: {what}", remedy=remedy)
 
