@@ -20,6 +20,7 @@ from gradscope.backends.base import (
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, require_counted, tensors
+from gradscope.core.kernels import MISTAKEN
 from gradscope.core.locate import stopped
 from gradscope.core.precision import double
 from gradscope.core.problem import Problem, RowKind, require_module
@@ -303,6 +304,8 @@ class Session:
                 "a part is checkpointed (use_reentrant=True) whose inputs require no gradient: "
                 "training gives its parameters none, these are what use_reentrant=False gives"
             )
+        if self.problem.state.mistaken:
+            self._note(MISTAKEN)
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         self._told(batch, proof)
