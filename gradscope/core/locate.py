@@ -206,7 +206,7 @@ def shapes_of(batch: Batch) -> str:
 def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | None:
     """Return what to do where a model that runs on a batch does not run on some samples of it.
 
-    None where that is a statistic over the batch, of which a single sample has none.
+    Returns None where the model computes a statistic over the batch: a single sample has none.
     """
     if _ONE.search(error.what):
         return None

@@ -23,10 +23,10 @@ def unreached(problem: Problem, batch: Batch, names: Sequence[str]) -> tuple[str
 
 
 def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
-    """Return what is said of the parameters whose gradients are all zero in a proved batch.
+    """Return the notes about parameters whose gradients are all zero in a proved batch.
 
     Args:
-        problem: What was differentiated.
+        problem: The model and its loss.
         batch: The samples (or tokens) that were proved.
         proof: Its certificate, which names these parameters.
     """

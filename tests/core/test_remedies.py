@@ -132,6 +132,14 @@ def test_what_runs_on_the_batch_alone_is_not_told_of_normalisation(model, inputs
         assert word in caught.value.remedy
 
 
+def test_a_comparison_says_the_same():
+    given = torch.randn(3, 5, 4), torch.tensor([5, 3, 4])
+    with pytest.raises(CoupledSamplesError, match="on one sample alone") as caught:
+        gradscope.compare(Padded().eval(), "mse", given, Y)
+    assert "longest sample" in caught.value.remedy
+    assert "normalisation" not in caught.value.remedy
+
+
 def test_batch_statistics_are_still_told_of_normalisation():
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     with pytest.raises(CoupledSamplesError) as caught:
