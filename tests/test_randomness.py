@@ -558,7 +558,7 @@ def test_without_it_randomness_is_refused_and_the_way_out_named() -> None:
     model, x, y = built(CASES["dropout"])
     with pytest.raises(UnsupportedError) as caught:
         gradscope.norms(model, "cross_entropy", x, y)
-    assert "--randomness fixed" in str(caught.value) and "dropout" in str(caught.value)
+    assert 'randomness="fixed"' in str(caught.value) and "dropout" in str(caught.value)
 
 
 def test_who_draws_in_mode_eval_is_told_to_take_numbers_of_the_data() -> None:
@@ -566,7 +566,7 @@ def test_who_draws_in_mode_eval_is_told_to_take_numbers_of_the_data() -> None:
     model, x, y = built(between(lambda h: h + torch.randn_like(h)))
     with pytest.raises(UnsupportedError, match=r"draws numbers itself.*an array of the data") as e:
         gradscope.norms(model.eval(), "cross_entropy", x, y)
-    assert "--randomness fixed" in str(e.value) and "dropout" not in str(e.value)
+    assert 'randomness="fixed"' in str(e.value) and "dropout" not in str(e.value)
 
 
 @pytest.mark.parametrize("backend", ["auto", "loop"])

@@ -169,7 +169,7 @@ def _query(
         return of_scope("queries", *source)
     if _is_result(source):
         if samples is not None:
-            raise SpecError("a result file has its samples already", remedy="Leave --samples out.")
+            raise SpecError("a result file has its samples already", remedy="Leave `samples` out.")
         return FileSide(_file(source, stack), train.facts.measured)
     if run is None:
         raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))

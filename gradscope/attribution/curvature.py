@@ -180,7 +180,7 @@ def _damped(parts: Mapping[str, _Part], damping: float, drift: Drift | None = No
         if values.is_complex() or not bool(((values >= 0) & (values < inf)).all()):
             raise InputError(
                 f"the second moments of {own!r} are not all finite and ≥ 0",
-                remedy="Leave samples out whose gradients are not finite: --nonfinite skip.",
+                remedy='Leave samples out whose gradients are not finite: nonfinite="skip".',
             )
     if drift is not None:
         damping = _trusted(parts, damping, drift)
@@ -365,6 +365,6 @@ def damped_root(matrix: Tensor, damping: float) -> Tensor:
         raise SpecError(
             "the Fisher matrix with this damping cannot be inverted in float64",
             where=f"damping {damping:g}",
-            remedy="Give a larger --damping.",
+            remedy="Give a larger `damping`.",
         )
     return found

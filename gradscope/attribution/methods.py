@@ -257,8 +257,8 @@ def _gram(
             f"the Fisher matrix of {train.n:,} samples is inverted by their Gram matrix up to "
             f"{_LARGEST:,}",
             where=train.facts.name,
-            remedy="Project each parameter (-t project:dim=4096,kind=kronecker,per=parameter), or "
-            "use --curvature ekfac.",
+            remedy="Project each parameter (project:dim=4096,kind=kronecker,per=parameter), or "
+            'use curvature="ekfac".',
         )
     found = gram_of(train, precision(train, train.n), asked.room(train), groups, before)
     return max(1, int(train.table()["finite"].sum())), found
@@ -270,7 +270,7 @@ def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
         raise SpecError(
             f"{method} is a curvature of parameters, and the rows are {train.facts.chain!r}",
             where=train.facts.name,
-            remedy="Use rows of the chain identity (--chain), or --curvature fisher.",
+            remedy='Use rows of the chain identity (`chain`), or curvature="fisher".',
         )
     chain, made = _CURVATURES[method]
     damping = LEAST if asked.damping == "auto" else float(asked.damping)

@@ -211,7 +211,7 @@ class Retrainings:
             raise OutputError(
                 f"the folder holds other retrainings: {'; '.join(wrong)}",
                 where=str(self.folder),
-                remedy="Name another --folder, or start anew with --overwrite.",
+                remedy="Name another --folder, or start anew with overwrite=True.",
             )
 
     def _found(self) -> dict[str, Any] | None:

@@ -183,12 +183,12 @@ def cheaply(asked: Settings) -> Settings:
     if not asked.refine:
         return asked
     if asked.refine < 0:
-        raise SpecError(f"found {asked.refine}", where="--refine", remedy="Accepted: 1 or more.")
+        raise SpecError(f"found {asked.refine}", where="`refine`", remedy="Accepted: 1 or more.")
     if asked.curvature not in ("auto", *EXACT):
         raise SpecError(
             f"{asked.curvature} needs the gradients of all training samples, not of a few",
-            where="--refine",
-            remedy=f"Use --curvature {', '.join(EXACT)}; or leave --refine out.",
+            where="`refine`",
+            remedy=f"Use one of `curvature` {', '.join(EXACT)}; or leave `refine` out.",
         )
     return replace(asked, curvature="identity" if asked.curvature == "identity" else "auto")
 
@@ -203,7 +203,7 @@ class Refining:
     def __init__(self, pairs: Sequence[Pair], asked: Settings) -> None:
         n = pairs[0].train.n
         if n > _PLACES:
-            raise SpecError(f"places of {n:,} samples are not kept", where="--refine")
+            raise SpecError(f"places of {n:,} samples are not kept", where="`refine`")
         method: Any = "ekfac" if asked.curvature == "auto" else asked.curvature
         self._asked = replace(asked, curvature=method)
         self._each = [_Exact(pair, self._asked) for pair in pairs]
@@ -279,13 +279,13 @@ def _opened(side: Side) -> Job:
         raise SpecError(
             "its rows are full gradients: all their scores are exact",
             where=facts.name,
-            remedy="Leave --refine out, or score rows of a projection (-t project:...).",
+            remedy="Leave `refine` out, or score rows of a projection (project:...).",
         )
     if [stage.name for stage in parse(facts.chain)] != ["project"]:
         raise SpecError(
             f"its rows are {facts.chain!r}: they stand for full gradients only where projected",
             where=facts.name,
-            remedy="Leave --refine out, or score rows of a projection alone (-t project:...).",
+            remedy="Leave `refine` out, or score rows of a projection alone (project:...).",
         )
     if facts.spec is None:
         raise SpecError("there is no run to compute full gradients by", where=facts.name)

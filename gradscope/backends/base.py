@@ -54,6 +54,18 @@ class Request:
     factors: bool = False  # what structure the gradients have is to be kept, of single samples too
 
 
+# a word of an exception's message: what it means, and what helps
+Reasons = Mapping[str, tuple[str, str]]
+
+ANOTHER = (
+    'Use backend="auto": it takes the first backend that runs this model and is proved. loop runs '
+    "every model that trains with a batch of one."
+)
+OF_TEXT = (
+    "the model uses the text of a tensor (str or repr) as a value",
+    'Use the number, int(x) or x.item(), or backend="loop".',
+)
+
 ROWS = Request()
 PROVED = Request(proved=True)
 
@@ -172,10 +184,24 @@ def require_unhooked(backend: str, problem: Problem) -> None:
             raise UnsupportedError(
                 f"the parameter has a hook on its gradient, which {backend} does not run",
                 where=f"parameter {name!r}",
-                remedy="Use backend loop, as auto does, or remove the hook.",
+                remedy='Use backend="loop", as auto does, or remove the hook.',
             )
 
 
 def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextManager[None]:
     """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer."""
     return unsupported(f"the {backend} backend cannot run this model", model, remedy)
+
+
+@contextmanager
+def explained(backend: str, reasons: Reasons) -> Iterator[None]:
+    """Say what an exception means that speaks of the tensors inside a backend."""
+    try:
+        yield
+    except UnsupportedError as error:
+        text = str(error.__cause__ or "")
+        for word, (reason, remedy) in reasons.items():
+            if word in text:
+                error.what = f"the {backend} backend cannot run this model: {reason}"
+                error.remedy = remedy
+        raise

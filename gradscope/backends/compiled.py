@@ -403,7 +403,7 @@ class Compiled:
             self.forget()
             raise CertificateError(
                 f"the compiled program is off by {off:.1e}",
-                remedy="Leave --compile out.",
+                remedy="Leave `compile` out.",
             )
 
     def _pays(self, batch: Batch, request: Request) -> bool:

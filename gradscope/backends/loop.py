@@ -128,7 +128,7 @@ def own_loss(problem: Problem) -> Iterator[Evaluate]:
 @contextmanager
 def own_loss_at_once(problem: Problem) -> Iterator[Evaluate]:
     """One joint forward pass, all losses pulled back in batched vector-Jacobian products."""
-    remedy = "Use backend loop: one ordinary backward pass a sample."
+    remedy = 'Use backend="loop": one ordinary backward pass a sample.'
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("vmap", problem)

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.base import (
+    ANOTHER,
     CHUNK_BYTES,
+    OF_TEXT,
     ROWS,
     Evaluate,
     LossesAndRows,
@@ -28,6 +30,7 @@ from gradscope.backends.base import (
     backends,
     chunks,
     dense_evaluation,
+    explained,
     in_parts,
     refusing,
     require_unhooked,
@@ -41,22 +44,25 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 _REMEDIES = {  # a word of torch's message, and what helps
     "inplace randomness": "It fills a tensor that all samples share with random numbers: make it "
-    "by torch.rand, randn or bernoulli, or use hooks, expand or loop.",
+    'by torch.rand, randn or bernoulli, or use backend="auto".',
     "randomness": "The model draws random numbers: put it in eval mode, set dropout to 0, or fix "
-    "them for each sample: --randomness fixed.",
-    ".item()": "The model branches on the data or reads a number of them; hooks and loop can.",
-    "dynamic shape": "A mask or nonzero gives every sample another shape; hooks and loop can.",
-    "nplace": "Write it out of place, or use hooks or loop.",
-    "saved tensor hooks": "Switch checkpointing off, or use hooks or loop.",
-    "_NoopSaveInputs": "Switch checkpointing off, or use hooks or loop.",  # torch 2.8
+    'them for each sample: randomness="fixed".',
+    ".item()": "The model branches on the data or reads a number of them. "
+    'Use backend="expand" or backend="auto".',
+    "dynamic shape": "A mask or nonzero gives every sample another shape. "
+    'Use backend="expand" or backend="auto".',
+    "nplace": 'Write it out of place, or use backend="auto".',
+    "saved tensor hooks": 'Switch checkpointing off, or use backend="auto".',
+    "_NoopSaveInputs": 'Switch checkpointing off, or use backend="auto".',  # torch 2.8
     "it does not have vmap support": "Give the autograd.Function generate_vmap_rule = True, "
-    "or use hooks or loop.",
+    'or use backend="auto".',
+    "differently shaped": "masked_select gives every sample another shape. "
+    'Use backend="expand" or backend="auto".',
     "atch norm": "Put BatchNorm in eval mode: in train mode it couples the samples of a batch.",
     "value per channel": "Put BatchNorm in eval mode: in train mode it couples the samples of a "
     "batch, and a batch of one has no variance.",
     "packed": "Give padded sequences and mask the loss.",
 }
-_REMEDY = "Use the backend hooks, or loop, which runs everything that trains with a batch of one."
 
 
 @backends.register("vmap")
@@ -68,15 +74,16 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         require_unhooked("vmap", problem)
         values = {k: p.detach() for k, p in problem.parameters.items()}
         parts = chunks(problem, batch, chunk)
-        try:
-            with refusing("vmap", problem.model, _REMEDY), problem.state.kept(), untouched():
-                answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
-        except UnsupportedError as error:
-            problem.losses(batch)  # a model that fails by itself is not for us to refuse
-            if error.__cause__ is not None:
-                text = str(error.__cause__)
-                error.remedy = next((v for k, v in _REMEDIES.items() if k in text), _REMEDY)
-            raise
+        with explained("vmap", {"bdim=": OF_TEXT}):
+            try:
+                with refusing("vmap", problem.model, ANOTHER), problem.state.kept(), untouched():
+                    answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
+            except UnsupportedError as error:
+                problem.losses(batch)  # a model that fails by itself is not for us to refuse
+                if error.__cause__ is not None:
+                    text = str(error.__cause__)
+                    error.remedy = next((v for k, v in _REMEDIES.items() if k in text), ANOTHER)
+                raise
         return dense_evaluation(*answer)
 
     yield evaluate

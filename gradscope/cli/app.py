@@ -6,13 +6,14 @@ without torch.
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
+from gradscope.cli import options
 from gradscope.cli.attribute import attribute, validate
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
@@ -38,7 +39,7 @@ class Command(TyperCommand):
             except typer.Exit:
                 raise
             except BaseException as error:
-                raise typer.Exit(_code(error)) from error
+                raise typer.Exit(_code(error, options.flags_of(self))) from error
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Name what may be given; a hidden argument has no name."""
@@ -97,14 +98,19 @@ def _show_stop(stop: Stopped) -> int:
     return 128 + stop.number
 
 
-def _code(error: BaseException) -> int:
-    """Tell what was raised, and return the exit code; what is a bug of ours is raised again."""
+def _code(error: BaseException, flags: Mapping[str, str]) -> int:
+    """Tell what was raised, and return the exit code; what is a bug of ours is raised again.
+
+    Args:
+        error: What a command raised.
+        flags: The command's flags by their names in Python, for the message.
+    """
     stop = Stopped(signal.SIGINT) if stops.is_stop(error) else None
     stop = stops.stop_behind(error) or stop
     if stop is not None:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):
-        return show_error(error)
+        return show_error(options.told(error, flags))
     found: GradscopeError | None = None
     with suppress(ImportError):  # another torch may lack what these import
         from gradscope.core.releases import lost, untested
@@ -117,7 +123,7 @@ def _code(error: BaseException) -> int:
         found = found or blamed(error)
     if found is None:
         raise error
-    return show_error(found)
+    return show_error(options.told(found, flags))
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def compute(
 
 
 def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
-    from gradscope.report import track
+    from gradscope.report import console, track
     from gradscope.run import start
 
     run: Run | None = None
@@ -95,10 +95,14 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
         if not quiet:
             for note in run.notes:
                 typer.echo(note, file=streams.err())
-        total = len(job.rows) - run.writer.completed
-        unit = f"{job.spec.compute.rows}s"
-        for batch in track(run.remaining(), total, unit=unit, quiet=quiet):
+        total, screen = len(job.rows) - run.writer.completed, console(stderr=True)
+        unit, told = f"{job.spec.compute.rows}s", set[str]()
+        for batch in track(run.remaining(), total, unit=unit, quiet=quiet, console=screen):
             run.add(batch)
+            for note in () if quiet else [*run.zeros]:
+                if note not in told:
+                    screen.print(note, soft_wrap=True)
+                    told.add(note)
             stops.once_more()
         return run.finish()
 

@@ -1,10 +1,13 @@
 """The options of commands: those that set something in the run spec, and those of many commands."""
 
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
 from pathlib import Path
+from re import Match
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -14,6 +17,8 @@ from gradscope.core import streams
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
 
+_CODE = '\n  File "'  # where lines of a traceback begin
+_OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?P<bare>[a-z_]+)`')
 NONFINITE = 7  # the exit code of a command that is done, where something is not finite
 
 
@@ -97,6 +102,48 @@ def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
     if "loss" in overrides:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
     return resolve(config, overrides, _wrong_names)
+
+
+def told(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:
+    """Let an error name options as the command line has them, and return it; see `as_flags`."""
+    error.where = error.where and as_flags(error.where, flags)
+    if error.remedy:
+        own, file, code = error.remedy.partition(_CODE)  # the user's code stays as it is
+        error.remedy = as_flags(own, flags) + file + code
+    return error
+
+
+def as_flags(text: str, flags: Mapping[str, str]) -> str:
+    """Return a message with options as flags: `coupling="own-loss"` is --coupling own-loss.
+
+    Messages name options as Python has them: `name="value"`, `name=True`, or the name in backticks.
+    A setting that the command has no flag for is named by its key in the run file.
+
+    Args:
+        text: The message.
+        flags: The command's flags by their names in Python.
+    """
+    keys = {s.parameter: (s.section, s.key) for s in settings() if s.parameter}
+
+    def shown(match: Match[str]) -> str:
+        name, value = match["name"] or match["bare"], match["value"]
+        if name in flags:
+            given = "" if value in (None, "True") else shlex.quote(value.strip('"'))
+            return f"{flags[name]} {given}".rstrip()
+        if name in keys and match["name"]:
+            held = value.lower() if value == "True" else value
+            section, key = keys[name]
+            return f"{key} = {held} under [{section}] of a run file"
+        return match[0]
+
+    return _OPTION.sub(shown, text)
+
+
+def flags_of(command: Any) -> dict[str, str]:
+    """Return the long flags of a command of click's by their names in Python."""
+    given = (param for param in command.params if param.param_type_name == "option")
+    long = ((param.name, [o for o in param.opts if o.startswith("--")]) for param in given)
+    return {name: names[0] for name, names in long if names}
 
 
 def _is_list(setting: Setting) -> bool:

@@ -18,6 +18,7 @@ from gradscope.backends.base import backends
 from gradscope.blocks.base import as_rows
 from gradscope.core.batch import Batch
 from gradscope.core.independence import coupled_remedy
+from gradscope.core.locate import alone_remedy
 from gradscope.core.problem import Problem
 from gradscope.core.rounding import same
 from gradscope.errors import CoupledSamplesError, ModelError
@@ -387,7 +388,8 @@ class Oracle:
             raise CoupledSamplesError(
                 f"on one sample alone {error.what}",
                 where=error.where,
-                remedy=coupled_remedy(None, batch),
+                remedy=alone_remedy(error, problem.model, batch.one(0))
+                or coupled_remedy(None, batch),
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])

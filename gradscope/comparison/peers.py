@@ -35,7 +35,7 @@ def peer(name: str, rows: RowKind = "sample") -> Implementation:
         raise SpecError(
             f"{found.package} has a row for each sample, and none for a token",
             where=f"against {name}",
-            remedy="Compare it with --rows sample.",
+            remedy='Compare it with rows="sample".',
         )
     if find_spec(found.module) is None:
         raise SpecError(
@@ -99,7 +99,7 @@ def _train_layers(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> No
     if not torch.allclose(before, after, equal_nan=True):
         raise UnsupportedError(
             "it works in train mode only, where this model has other losses than in eval mode",
-            remedy="Compare a model without dropout and batch statistics, or with --mode train.",
+            remedy="Compare a model without dropout and batch statistics, or one in mode train.",
         )
 
 

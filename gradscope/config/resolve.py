@@ -60,6 +60,13 @@ class _Layer:
 Origin = dict[tuple[str, ...], _Layer]
 
 
+_REQUIRED = ("model", "checkpoint", "dataset", "loss")
+_BEGIN = (
+    "To begin, `gradscope init CHECKPOINT DATASET` writes a run file, run.toml: complete it, and "
+    "give --config run.toml."
+)
+
+
 def resolve(
     config: Path | None,
     overrides: Mapping[str, Any],
@@ -85,7 +92,7 @@ def resolve(
         where = origin["compute", "memory"].place(("compute", "memory"))
         what = "memory is there to choose the batch size, and batch_size is given too"
         opposed.append(SpecError(what, where=where, remedy="Give one of them."))
-    for section in ("model", "checkpoint", "dataset", "loss"):
+    for section in _REQUIRED:
         merged.setdefault(section, {})  # so that the missing key is named, not only its table
     places = {
         parts: None if layer is layers[-1] else layer.place(parts)  # the last is the command line
@@ -104,7 +111,10 @@ def resolve(
             problems += also(salvaged)
     problems += opposed
     if problems:
-        raise combined(problems)
+        error = combined(problems)
+        if config is None and not all(merged[section] for section in _REQUIRED):
+            error.remedy = f"{error.remedy}\n{_BEGIN}"
+        raise error
     return spec
 
 

@@ -9,27 +9,118 @@ returns (n, t) keeps the positions of a sample apart. ∂L_it/∂θ is defined f
 through all that position t depends on.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from gradscope.core.precision import doubled, on_host
 from gradscope.errors import DatasetError, SpecError
 
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+
+
+Rebuild = Callable[[list[Any]], Any]  # makes a container anew, of other values
+
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `fn` to every tensor in nested tuples, lists and dicts; leave the rest as it is."""
+    """Apply `fn` to every tensor in nested containers; leave the rest as it is.
+
+    Containers keep their types, and no constructor of a user's class runs: tuples, lists and dicts
+    and what is derived from them (named tuples, `PackedSequence`, transformers' outputs), other
+    mappings, dataclasses, and what is registered with torch's pytree.
+    """
     if isinstance(tree, Tensor):
         return fn(tree)
-    if isinstance(tree, dict):
+    kind = type(tree)
+    if kind is dict:
         return {key: map_tensors(fn, value) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)):  # torch.compile of 2.8 traces no A | B
-        items = [map_tensors(fn, value) for value in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return tree
+    if kind is tuple or kind is list:
+        return kind([map_tensors(fn, value) for value in tree])
+    opened = None if kind in _PLAIN else _opened(tree)
+    if opened is None:
+        return tree
+    values, rebuild = opened
+    found = [map_tensors(fn, value) for value in values]
+    return tree if all(map(is_, values, found)) else rebuild(found)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return every tensor in nested containers, in order; see `map_tensors`."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [t for value in _values(tree) for t in tensors(value)]
+
+
+def _values(tree: Any) -> Iterable[Any]:
+    """Return what a container holds: nothing where it is no container."""
+    kind = type(tree)
+    if kind is dict:
+        return tree.values()  # type: ignore[no-any-return]
+    if kind is tuple or kind is list:
+        return tree  # type: ignore[no-any-return]
+    opened = None if kind in _PLAIN else _opened(tree)
+    return () if opened is None else opened[0]
+
+
+def _opened(tree: Any) -> tuple[list[Any], Rebuild] | None:
+    """Return what a container holds and how to make it anew, None of what is no container."""
+    kind = type(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a constructor may check its arguments
+        return [*tree], partial(_with_attributes, tree, tree._make)
+    if kind in pytree.SUPPORTED_NODES and not isinstance(tree, dict):
+        node = pytree.SUPPORTED_NODES[kind]
+        values, context = node.flatten_fn(tree)
+        return [*values], lambda own: node.unflatten_fn(own, context)
+    if isinstance(tree, tuple):
+        make = kind if hasattr(tree, "n_sequence_fields") else partial(tuple.__new__, kind)
+        return [*tree], partial(_with_attributes, tree, make)
+    if isinstance(tree, list):
+        return [*tree], partial(_copied, tree, [*range(len(tree))])
+    if isinstance(tree, Mapping):
+        return [*tree.values()], partial(_copied, tree, [*tree])
+    if is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
+        return [getattr(tree, name) for name in names], partial(_filled, tree, names)
+    return None
+
+
+def _with_attributes(tree: Any, make: Rebuild, values: list[Any]) -> Any:
+    """Return a container of a user's class with other values, and with the attributes it had."""
+    made = make(values)
+    if hasattr(tree, "__dict__"):
+        made.__dict__.update(tree.__dict__)
+    return made
+
+
+def _copied(tree: Any, keys: list[Any], values: list[Any]) -> Any:
+    """Return a copy of a list or mapping with other values; a plain one if it is immutable."""
+    kind: Any = type(tree)
+    new = partial(_with_attributes, tree, lambda _: kind.__new__(kind))
+    for duplicate in (copy, new):  # the copy of some classes calls the constructor
+        with suppress(TypeError):
+            made = duplicate(tree)
+            for key, value in zip(keys, values, strict=True):
+                made[key] = value
+            return made
+    return values if isinstance(tree, list) else dict(zip(keys, values, strict=True))
+
+
+def _filled(tree: Any, names: list[str], values: list[Any]) -> Any:
+    """Return a copy of a dataclass with other values in its fields, also if it is frozen."""
+    made = copy(tree)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def strided(t: Tensor) -> Tensor:
@@ -48,11 +139,18 @@ def strided(t: Tensor) -> Tensor:
         return t.clone() if t.is_inference() else t
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    """Return every tensor in nested tuples, lists and dicts, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found
+def _require_padded(tree: Any) -> None:
+    """Refuse packed sequences, whose rows are positions of many samples."""
+    if isinstance(tree, PackedSequence):
+        steps, entries = tree.batch_sizes, tuple(tree.data.shape)
+        raise DatasetError(
+            f"a PackedSequence of {int(steps[0])} sequences among inputs and targets has no sample "
+            f"axis: its data {entries} hold all positions of all sequences",
+            remedy="Give padded sequences (n, t, ...) and their lengths (n,) as inputs, and call "
+            "pack_padded_sequence in forward.",
+        )
+    for value in () if isinstance(tree, Tensor) else _values(tree):
+        _require_padded(value)
 
 
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
@@ -97,6 +195,9 @@ class Batch:
         empty: bool = False,
     ) -> "Batch":
         """Check that all tensors agree on n and wrap them; n = 0 is allowed if `empty`."""
+        if isinstance(inputs, UserDict):  # a tokenizer's answer
+            inputs = dict(inputs)
+        _require_padded((inputs, targets))
         inputs, targets = map_tensors(strided, (inputs, targets))
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
         if not sizes or (set(sizes) == {0} and not empty):

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of, with_samples
 from gradscope.core.draws import EVAL
+from gradscope.core.locate import alone_remedy
 from gradscope.core.precision import doubled
 from gradscope.core.problem import Problem, differentiable_inputs, slopes
 from gradscope.core.randomness import (
@@ -43,14 +44,14 @@ T = TypeVar("T")
 _COUPLED_REMEDY = (
     'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through everybody\'s '
     "statistics, or (b) the share of sample i in the gradient of the total loss.\n"
-    "For (a) use --coupling own-loss. Mode eval, or --coupling frozen, puts normalisation layers "
+    'For (a) use coupling="own-loss". Mode eval, or coupling="frozen", puts normalisation layers '
     "on their running statistics; GroupNorm and LayerNorm never couple."
 )
 
 _TOKENS_REMEDY = (  # they have no own-loss gradients
-    "Mode eval, or --coupling frozen, puts normalisation layers on their running statistics; "
-    "GroupNorm and LayerNorm never couple. Whole samples (--rows sample) can have the gradients of "
-    "their own losses in the batch, by --coupling own-loss."
+    'Mode eval, or coupling="frozen", puts normalisation layers on their running statistics; '
+    'GroupNorm and LayerNorm never couple. Whole samples (rows="sample") can have the gradients of '
+    'their own losses in the batch, by coupling="own-loss".'
 )
 
 _IN_LOSS = "the loss, or the code after the last layer"
@@ -148,7 +149,8 @@ def _require_same(
             raise CoupledSamplesError(
                 f"the model runs on a batch but not on one sample alone: {error.what}",
                 where=error.where,
-                remedy=coupled_remedy(None, batch),
+                remedy=alone_remedy(error, problem.model, batch.select(rows))
+                or coupled_remedy(None, batch),
             ) from error
         here = together[rows.to(together.device)]
         if same(here, apart, together, problem.precision):
@@ -381,7 +383,7 @@ def _random_remedy(model: nn.Module) -> str:
             "an array of the data, an input or a target more."
         )
     fixed = "numbers of each sample's own, by seed and position in the data."
-    return f"{first} Or use --randomness fixed: {fixed}"
+    return f'{first} Or use randomness="fixed": {fixed}'
 
 
 def _twice(

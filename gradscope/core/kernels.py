@@ -10,30 +10,80 @@ Grouped products, which mixtures of experts call, exist up to float32 only.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+MISTAKEN = (
+    "torch's batch normalisation on a CPU reads the gradient of a single sample in another layout "
+    "here and returns a wrong gradient without an error: a loop of your own over batches of one "
+    "differs from these rows, for which the gradient was laid out first (gradient.contiguous())"
+)
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _channels_normalised(own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return what `own` makes of its input (n, c, ...), which takes gradients row by row."""
+def _channels_normalised(
+    own: Callable[..., Tensor], mistaken: Callable[[], object], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Return what `own` makes of its input (n, c, ...), which takes gradients row by row.
+
+    `mistaken` is called where torch alone would have returned a wrong gradient.
+    """
     name = "input"
     x: Tensor = kwargs[name] if name in kwargs else args[0]
     if type(x) not in _PLAIN or x.dim() < 4 or x.device.type != "cpu" or _transformed():
         return own(*args, **kwargs)
+    given, layout = x, _Layout.of(x)
     if not x.is_contiguous():
         if x.stride() == _channels_last(x):  # a layout with a name, which is not mistaken
             return own(*args, **kwargs)
-        x = x.contiguous()
+        x = given.contiguous()
     rest = {key: value for key, value in kwargs.items() if key != name}
     out = own(x, *args[1:], **rest)
+
+    def laid_out(gradient: Tensor) -> Tensor:
+        if layout.taken_for(_Layout.of(gradient)) and takes_layouts_for_others():
+            mistaken()
+        return gradient.contiguous()
+
     if out.requires_grad:
-        out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        out.register_hook(laid_out)  # type: ignore[no-untyped-call]
     return out
+
+
+class _Layout(NamedTuple):
+    """How torch's kernel reads the memory of a tensor (n, c, ...)."""
+
+    row_by_row: bool
+    channels_last: bool
+    named: torch.memory_format  # the layout that torch names it by
+
+    @classmethod
+    def of(cls, t: Tensor) -> "_Layout":
+        last = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+        row_by_row = t.is_contiguous()
+        behind = t.dim() in (4, 5) and t.is_contiguous(memory_format=last)
+        named = behind and not row_by_row and t.stride(0) >= t[0].numel()
+        return cls(row_by_row, behind, last if named else torch.contiguous_format)
+
+    def taken_for(self, other: "_Layout") -> bool:
+        """Whether the kernel reads an input of this layout as if it had the gradient's `other`."""
+        both = all(one.row_by_row or one.channels_last for one in (self, other))
+        return both and self.row_by_row != other.row_by_row and self.named == other.named
+
+
+@cache
+def takes_layouts_for_others() -> bool:
+    """Whether this torch's kernel takes the gradient of one sample for another layout."""
+    x = torch.arange(12.0).reshape(1, 3, 2, 2)
+    gradient = torch.arange(12.0).reshape(1, 4, 3).transpose(1, 2).view(1, 3, 2, 2)
+    statistics = torch.ones(3), torch.zeros(3), torch.ones(3), None, None
+    _, found, _ = torch.ops.aten.native_batch_norm_backward(
+        gradient, x, *statistics, False, 0.0, [False, True, False]
+    )
+    return not torch.allclose(found, (x * gradient).sum((0, 2, 3)))
 
 
 def _channels_last(x: Tensor) -> tuple[int, ...]:
@@ -79,15 +129,21 @@ _OWN: dict[str, Callable[..., Tensor]] = {
     for name in ("batch_norm", "instance_norm", "_grouped_mm")
     if hasattr(torch, name)  # the last is not in every release
 }
-_MENDED = {
-    name: partial(_grouped_mm if name == "_grouped_mm" else _channels_normalised, own)
-    for name, own in _OWN.items()
-}
 
 
-def mended() -> AbstractContextManager[None]:
-    """Let the body's forward passes call these kernels where they are right."""
-    return _in_place(_MENDED)
+def mended(mistaken: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+    """Let the body's forward passes call these kernels where they are right.
+
+    `mistaken` is called in a backward pass where torch alone would return a wrong gradient.
+    """
+    return _in_place(
+        {
+            name: partial(_grouped_mm, own)
+            if name == "_grouped_mm"
+            else partial(_channels_normalised, own, mistaken)
+            for name, own in _OWN.items()
+        }
+    )
 
 
 def as_torch_has_them() -> AbstractContextManager[None]:

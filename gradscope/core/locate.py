@@ -16,6 +16,7 @@ from gradscope.core.batch import Batch, tensors, whole_of
 from gradscope.core.randomness import Unplanned
 from gradscope.core.shortage import is_lost, is_outer
 from gradscope.core.stops import is_stop
+from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 
 _OURS = Path(__file__).parents[1]
@@ -29,6 +30,9 @@ _TARGET = re.compile(r"expected target dtype to be Long")
 _COUNT = re.compile(r"positional arguments? but|required positional|unexpected keyword argument")
 _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
+_SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
+_FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # of exported programs
+_ONE = re.compile(r"more than 1 value per channel")
 _DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type|not implemented for")
 
 
@@ -105,7 +109,7 @@ def stopped(error: BaseException, where: str | None = None) -> ModelError | None
         f"the device has stopped, and computes no more in this process: {first_line(error)}",
         where=where,
         remedy="Most often an index is out of range: a class label, or a number that a table is "
-        "looked up by. On the CPU (--device cpu) the error names the sample.",
+        'looked up by. On the CPU (model.cpu(), device="cpu" of a run) the error names the sample.',
     )
 
 
@@ -176,11 +180,58 @@ def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[
         raise found from error
 
 
+_EXPORTED = (
+    "The program was exported for a fixed number of samples. Export it with a dynamic batch axis: "
+    "torch.export.export(model, args, dynamic_shapes=[{0: torch.export.Dim('n')}, ...]), one entry "
+    "an input."
+)
+PACKED = (
+    "Inputs that hold the positions of all samples on one axis (packed sequences, offsets, graphs) "
+    "have no sample axis: pad them to (n, t, ...), and pack them in forward."
+)
+
+
+def shapes_of(batch: Batch) -> str:
+    """Return "3 samples: inputs (3, 4) float32; targets (3,) int64"."""
+    samples = whole_of(batch)
+
+    def listed(tree: object) -> str:
+        found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(tree))
+        return ", ".join(found) or "none"
+
+    inputs, targets = listed(samples.inputs), listed(samples.targets)
+    return f"{count(len(samples), 'sample')}: inputs {inputs}; targets {targets}"
+
+
+def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | None:
+    """Return what to do where a model that runs on a batch does not run on some samples of it.
+
+    Returns None where the model computes a statistic over the batch: a single sample has none.
+    """
+    if _ONE.search(error.what):
+        return None
+    if _FIXED.search(error.what):
+        return _EXPORTED
+    if isinstance(model, torch.jit.ScriptModule):
+        return (
+            "A traced program keeps the number of samples that it was traced with: give the model "
+            "itself, or torch.jit.script of it."
+        )
+    return (
+        f"It was called with {shapes_of(batch)}. Let it take any number of samples: make masks and "
+        "paddings as long as the inputs (x.shape[1]), not as the longest sample of the batch, and "
+        f"give view and reshape no fixed number of samples. {PACKED}"
+    )
+
+
 def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     """Return which sample an error of the model or its loss is about, if known, and a remedy."""
     general = "Check that the data fit the model: shapes, dtypes and the order of inputs."
     if batch is None:
         return None, general
+    general = f"It was called with {shapes_of(batch)}. {general}"
+    if _SIZES.search(str(error)):
+        general = f"{general} {PACKED}"
     text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]
     if label := _LABEL.search(text):
         remedy = "Class labels go from 0 to one less than the model's outputs; -100 is ignored."
@@ -200,6 +251,8 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
             "are; several targets are one tuple. A loss (model, inputs, targets) is marked with "
             "@gradscope.model_loss."
         )
+    if _FIXED.search(text):
+        return None, _EXPORTED
     if _DEVICES.search(text):
         return None, (
             "Inputs, targets, the model and the tensors that it makes must be on one device: "

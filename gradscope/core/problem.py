@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
 from gradscope.core.copies import copied, reached
-from gradscope.core.locate import user_code
+from gradscope.core.locate import PACKED, shapes_of, user_code
 from gradscope.core.precision import cast, double
 from gradscope.core.randomness import Fixed, forked, switched_off
 from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
@@ -152,10 +152,7 @@ class Problem:
         """Select the trainable parameters whose names match one of the globs `parameters`."""
         trainable = {k: p for k, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise SpecError(
-                "the model has no trainable parameter",
-                remedy="Set requires_grad on the parameters whose gradients you want.",
-            )
+            raise _untrainable(model)
         globs = [parameters] if isinstance(parameters, str) else parameters or ["*"]
         for glob in globs:
             if not fnmatch.filter(trainable, glob):
@@ -418,6 +415,7 @@ class Problem:
             )
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))
         scalar = isinstance(losses, Tensor) and losses.dim() == 0
+        rows = isinstance(losses, Tensor) and losses.dim() == 1
         raise SpecError(
             f"the loss {name!r} must return one number a sample, shape ({n},); it returned {found}",
             where="loss",
@@ -427,8 +425,10 @@ class Problem:
                 "the first. A mean over all tokens of a batch: each sample's sum over its tokens, "
                 "divided by a constant."
                 if scalar
+                else f"Model and loss were given {shapes_of(batch)}. {PACKED}"
+                if rows
                 else "Reduce over all axes but the first, the sample axis. For a row for each "
-                "position of (n, t), use --rows token."
+                'position of (n, t), use rows="token".'
             ),
         )
 
@@ -464,6 +464,58 @@ class Problem:
             for module, buffers in owners:
                 for key, value in buffers.items():  # a TorchScript module's table has no update
                     module._buffers[key] = value
+
+
+def require_module(model: Any) -> None:
+    """Raise `SpecError` of a model that is no module, and say how it is made one."""
+    if isinstance(model, nn.Module):
+        return
+    kind = type(model).__name__
+    remedy = "Wrap it in an nn.Module that holds its tensors as parameters."
+    if isinstance(model, torch.export.ExportedProgram):
+        remedy = "Give program.module(), exported with a dynamic batch axis."
+    raise SpecError(
+        f"a model is a torch.nn.Module, not {kind}",
+        where="model",
+        remedy=remedy,
+    )
+
+
+_FROM_FLOATS = "Give the model as it was before, with weights in floating point"
+
+
+def _untrainable(model: nn.Module) -> SpecError:
+    """Return the error of a model without a trainable parameter, and what was made of them."""
+    fixed = dict(model.named_parameters())
+    whole = {k: p for k, p in fixed.items() if not (p.is_floating_point() or p.is_complex())}
+    layers = ((k, m) for k, m in model.named_modules() if "quantized" in type(m).__module__)
+    quantized = next((f"layer {k!r} ({type(m).__name__})" for k, m in layers), None)
+    what = "the model has no trainable parameter"
+    if len(whole) < len(fixed):
+        names = listed(k for k in fixed if k not in whole)
+        return SpecError(
+            f"{what}: none of {names} requires a gradient",
+            remedy="Set requires_grad on the parameters whose gradients you want.",
+        )
+    if whole or quantized:
+        where, dtype = quantized, "quantized"
+        if whole:
+            name, p = next(iter(whole.items()))
+            where, dtype = f"parameter {name!r}", str(p.dtype).removeprefix("torch.")
+        return SpecError(
+            f"{what}: its weights are {dtype}, and whole numbers have no gradient",
+            where=where,
+            remedy=f"{_FROM_FLOATS}; or add layers that are (an adapter such as LoRA).",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        return SpecError(
+            f"{what}: torch.jit.freeze makes constants of the weights",
+            remedy=f"{_FROM_FLOATS}: torch.jit.script or torch.jit.trace of it, without freeze.",
+        )
+    return SpecError(
+        "the model has no parameter",
+        remedy="Register what is to be differentiated by as nn.Parameter.",
+    )
 
 
 def _require_ordinary(name: str, p: Tensor) -> None:

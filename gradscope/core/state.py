@@ -95,12 +95,13 @@ class State:
 
     `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a
     forward pass has asked torch's generators for others, `untrained` whether a part of it is
-    checkpointed in such a way that training gives its parameters no gradient.
+    checkpointed in such a way that training gives its parameters no gradient, `mistaken` whether
+    torch alone would have taken a gradient for another (see `gradscope.core.kernels`).
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: Fixed | None = None) -> None:
         self._model, self._loss, self.fixed = model, loss, fixed
-        self.drew = self.untrained = False
+        self.drew = self.untrained = self.mistaken = False
         self.latest = ""
         # tables, each with its keys that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
@@ -173,12 +174,15 @@ class State:
                 apply=self._checkpointed
             )
             checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
-            with _eager(), step_by_step(), mended():
+            with _eager(), step_by_step(), mended(self._took_for_another):
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
             checkpointing._checkpoint_without_reentrant_generator = part
             self._end_parts()
+
+    def _took_for_another(self) -> None:
+        self.mistaken = True
 
     def _begun(self, part: Callable[..., _Part], *args: Any, **kwargs: Any) -> _Part:
         made = part(*args, **kwargs)

@@ -235,7 +235,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
         raise NonFiniteError(
             "its gradient is not finite",
             where=labelled.one(worst).told,
-            remedy="Use nonfinite skip to leave such samples out, or keep to keep them.",
+            remedy='Use nonfinite="skip" to leave such samples out, or nonfinite="keep".',
         )
     if not bool(finite.any()):
         return None

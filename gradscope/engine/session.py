@@ -21,9 +21,10 @@ from gradscope.backends.base import (
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, is_empty, require_counted, tensors
+from gradscope.core.kernels import MISTAKEN
 from gradscope.core.locate import stopped
 from gradscope.core.precision import double
-from gradscope.core.problem import Problem, RowKind
+from gradscope.core.problem import Problem, RowKind, require_module
 from gradscope.core.randomness import Fixed, probe
 from gradscope.core.registry import suggestion
 from gradscope.core.releases import require, untested
@@ -32,6 +33,7 @@ from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed
 from gradscope.engine.sharded import Lockstep
+from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
     CertificateError,
     CoupledSamplesError,
@@ -126,6 +128,7 @@ class Session:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
+        zeros: Those of them about gradients that are all zero.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
         lockstep: Evaluates a model that is divided over processes; None of any other.
@@ -138,13 +141,12 @@ class Session:
     def __init__(
         self, model: nn.Module, loss: str | Callable[..., Tensor], settings: Settings
     ) -> None:
-        if not isinstance(model, nn.Module):
-            what = f"a model is a torch.nn.Module, not {type(model).__name__}"
-            raise SpecError(what, where="model")
+        require_module(model)
         self.settings, self.backend = settings, settings.backend
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
+        self.zeros: list[str] = []
         self.tried: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
         self.tuner = Tuner.remembering()
@@ -309,6 +311,8 @@ class Session:
                 "a part is checkpointed (use_reentrant=True) whose inputs require no gradient: "
                 "training gives its parameters none, these are what use_reentrant=False gives"
             )
+        if self.problem.state.mistaken:
+            self._note(MISTAKEN)
         blocks = evaluation.gradients.values()
         self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         self._told(batch, proof)
@@ -406,7 +410,10 @@ class Session:
                 seed=seed,
                 trains=self._trains,
             )
-        self.certificate = proof
+        first, self.certificate = self.certificate is None, proof
+        if first or (proof.proves and not self._trains):  # what was said before held no proof
+            before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
+            self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
             self._note_precision(computed_in(self.problem, batch))

@@ -84,7 +84,7 @@ def plot_stats(result: Shown, path: str | Path) -> None:
         )
     pictures = result.overview().pictures
     if not pictures:
-        raise SpecError("there is nothing to draw", where=str(path), remedy="Leave out --plot.")
+        raise SpecError("there is nothing to draw", where=str(path), remedy="Leave out `plot`.")
     drawn = figure(pictures)
     written(target, lambda file: save(drawn, file, target.suffix.lower()[1:]))
 

@@ -103,6 +103,11 @@ class Run:
     returns: int = 0  # how often it went back to what was proved, to go on with another backend
     _own: set[str] = field(default_factory=set)  # states that nobody else holds
 
+    @property
+    def zeros(self) -> list[str]:
+        """What is to be said of gradients that are all zero."""
+        return self.job.scope.zeros
+
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not computed yet."""
         while self.done < len(self.job.rows):
@@ -315,7 +320,7 @@ class Run:
                 raise NonFiniteError(
                     f"{counts[k]:,} of its numbers are not finite, though the gradients are",
                     where=f"chain {chain.text!r}",
-                    remedy="Scale the gradients first, or use nonfinite skip to have them told.",
+                    remedy='Scale the gradients first, or use nonfinite="skip" to have them told.',
                 )
 
     def _proof(self) -> Mapping[str, Any] | None:

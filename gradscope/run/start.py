@@ -129,7 +129,7 @@ def _recheck(
                 f"began, and has {has} now: model, loss or data have changed",
                 where=str(path),
                 remedy="Go on with the code and the data that the run began with, or start again "
-                "with --overwrite.",
+                "with overwrite=True.",
             )
 
 

@@ -73,7 +73,7 @@ class Labels:
                 "exact labels repeat each sample for every class, which changes what coupled "
                 "samples see of each other",
                 where="labels exact",
-                remedy="Use labels sampled.",
+                remedy='Use labels="sampled".',
             )
         self.mode: Mode = mode
         self.note = ""  # says how norms are defined where that is special
@@ -123,7 +123,7 @@ class Labels:
                 f"{split.labels}, and Kronecker factors with exact labels need one position a "
                 "sample",
                 where="labels exact: kfac",
-                remedy="Use labels sampled.",
+                remedy='Use labels="sampled".',
             )
         return start(rows)
 
@@ -137,7 +137,7 @@ class Labels:
             raise SpecError(
                 "with exact labels a sample has one gradient for each class",
                 where="labels exact",
-                remedy='Ask for an expectation such as "square | mean", or use labels sampled.',
+                remedy='Ask for an expectation such as "square | mean", or use labels="sampled".',
             )
 
     def _labelled(self, batch: Batch) -> Batch:
@@ -205,7 +205,7 @@ def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
         raise SpecError(
             f"the loss {name!r} defines no distribution that labels could be drawn from",
             where=f"labels {mode}",
-            remedy=f"Losses that do: {', '.join(known)}. Or use labels data.",
+            remedy=f'Losses that do: {", ".join(known)}. Or use labels="data".',
         )
     if mode == "exact":
         for chain in chains:

@@ -23,9 +23,11 @@ from torch import Tensor
 from gradscope.config import parse_loss
 from gradscope.core.batch import output
 from gradscope.core.grammar import Stage, entries, signature
+from gradscope.core.locate import PACKED
 from gradscope.core.precision import doubled
 from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
+from gradscope.core.texts import count
 from gradscope.errors import ModelError, SpecError
 
 Normaliser = Literal["mean", "sum"]
@@ -37,10 +39,9 @@ _WORDS = {"reduction": "per_sample"}  # torch's word for it
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
 _LAST = (
-    " Here they seem to be on the last axis, as transformers has them for tokens: a loss of your "
-    "own moves them, F.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction='none'), "
-    "and takes the mean over axis 1, of the positions that count. causal_lm holds each position "
-    "against the next token."
+    " Here the classes seem to be on the last axis, as transformers has them for tokens: use the "
+    "loss token_cross_entropy, for logits (n, ..., c) and classes (n, ...); or causal_lm, which "
+    "compares each position with the next token."
 )
 
 
@@ -268,7 +269,11 @@ def _entrywise(
         raise SpecError(
             f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
             where="loss",
-            remedy="Reshape one of them: broadcasting would mix the samples.",
+            remedy=f"The model returned {count(len(outputs), 'row')} for "
+            f"{count(len(targets), 'sample')}: give view and reshape no fixed number of samples. "
+            f"{PACKED}"
+            if outputs.dim() and targets.dim() and len(outputs) != len(targets)
+            else "Reshape one of them: broadcasting would mix the samples.",
         )
     return per_sample_loss(fn(outputs, targets, reduction="none", **how), per_sample)
 
@@ -299,6 +304,7 @@ def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
 
 
 _CLASSES = Predictive(lambda outputs: doubled(outputs).movedim(1, -1).softmax(-1), _as_classes)
+_LAST_AXIS = Predictive(lambda outputs: doubled(outputs).softmax(-1), _as_classes)
 _TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1, :]).softmax(-1), _as_tokens)
 _BITS = Predictive(_two_classes, _as_floats)
 
@@ -329,6 +335,44 @@ def cross_entropy(
     )
     counted = None if targets.is_floating_point() else targets != ignore_index
     return per_sample_loss(values, per_sample, counted)
+
+
+@loss("token_cross_entropy", _LAST_AXIS)
+def token_cross_entropy(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: Fraction = NO_SMOOTHING,
+    weight: tuple[float, ...] | None = None,
+    ignore_index: int = IGNORED,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Cross-entropy of logits (n, t, c) with the classes (n, t) of the same positions, no shift.
+
+    Of an encoder with a decoder, a masked language model, or a class a token: transformers has the
+    classes on the last axis. There may be more position axes, (n, ..., c) with (n, ...), or none.
+    The options are those of `cross_entropy`: positions of the class `ignore_index` count for
+    nothing. `causal_lm` compares each position with the next token instead.
+    """
+    _require_tensors(outputs, targets)
+    classes = targets.dtype in (torch.int64, torch.uint8)
+    if outputs.dim() < 2 or targets.shape != outputs.shape[:-1] or not classes:
+        raise _misfit(
+            "targets are no classes of these outputs",
+            outputs,
+            targets,
+            "Outputs must be (n, t, c), c classes on the last axis, and targets the classes "
+            '(n, t) as int64: a dataset spec says dtype = { NAME = "int64" }. With classes on the '
+            "second axis, (n, c, ...), use the loss cross_entropy.",
+        )
+    return cross_entropy(
+        outputs.movedim(-1, 1),
+        targets,
+        label_smoothing=label_smoothing,
+        weight=weight,
+        ignore_index=ignore_index,
+        per_sample=per_sample,
+    )
 
 
 @loss("nll", _CLASSES)

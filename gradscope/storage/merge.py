@@ -290,7 +290,7 @@ def open_joiner(
                 raise OutputError(
                     "an unfinished file of a stopped run is there",
                     where=str(paths.part),
-                    remedy="Choose another name, or give --overwrite to give it up.",
+                    remedy="Choose another name, or give overwrite=True to give it up.",
                 )
             paths.progress.unlink(missing_ok=True)  # an unfinished merge has nothing worth keeping
         joiner = Joiner(paths, descriptor, parts, virtual)

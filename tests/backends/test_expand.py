@@ -212,3 +212,48 @@ def test_rows_outside_of_an_embedding_are_not_another_samples():
     x[3, 1] = 0
     with pytest.raises(UnsupportedError, match="IndexError"):
         run("expand", Setup(model, smooth, x, inputs(6, 2, 3)))
+
+
+def _each(choose):
+    """A forward pass that treats the rows x (n, 4) one by one: `choose(net, row)` returns a row."""
+    return lambda net, x: torch.stack([choose(net, row) for row in x])
+
+
+def _expert(name):
+    return _each(lambda net, row: getattr(net, name(row.argmax()))(row))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        _expert(lambda k: f"expert_{k}"),
+        _expert(lambda k: f"expert_{k:d}"),
+        _expert(lambda k: "expert_{}".format(k)),  # noqa: UP032
+        _expert(lambda k: "expert_%d" % k),  # noqa: UP031
+        _expert(lambda k: "expert_" + str(int(k))),
+        _expert(lambda k: {0: "expert_3", 1: "expert_2"}.get(k.item(), "expert_0")),
+        _expert(lambda k: ["expert_1", "expert_0", "expert_3", "expert_2"][k]),
+        _expert(lambda k: "expert_0" if k in (0, 3) else "expert_1"),
+        _each(lambda net, row: net.expert_0(row) * float(f"{row.detach().sum():.3f}")),
+        _each(lambda net, row: net.expert_0(row) * torch.from_dlpack(row.detach()).sum()),
+        _each(lambda net, row: (f"{row}", repr(row), {row: 1}, net.expert_0(row))[-1]),
+    ],
+)
+def test_a_number_in_a_text_a_key_or_an_index_is_each_samples_own(forward):
+    experts = {f"expert_{k}": nn.Linear(4, 3) for k in range(4)}
+    agrees(Net(forward, **experts), inputs(6, 4), targets=inputs(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (_each(lambda net, row: net.a(row) * {"tensor(1)": 1}[str(row.argmax())]), "text of a"),
+        (_each(lambda net, row: net.a(row) * torch.tensor([row[0], row[1]])[0]), "memory of a"),
+    ],
+)
+def test_refusals_do_not_speak_of_the_tensors_of_the_backend(forward, reason):
+    setup = Setup(Net(forward, a=nn.Linear(4, 3)), smooth, torch.ones(6, 4), torch.randn(6, 3))
+    with pytest.raises(UnsupportedError, match=reason) as caught:
+        run("expand", setup)
+    assert "PerSample" not in str(caught.value)
+    assert 'backend="loop"' in caught.value.remedy

@@ -397,7 +397,7 @@ def test_coupled_samples_are_refused_and_named() -> None:
     for backend in BACKENDS:
         with pytest.raises(CoupledSamplesError, match="BatchNorm1d") as caught:
             Scope(model, squares, backend=backend, rows="token").norms(*data("linear"))
-        assert "Whole samples (--rows sample)" in str(caught.value)
+        assert 'Whole samples (rows="sample")' in str(caught.value)
     Scope(model, squares, rows="token", coupling="frozen").norms(*data("linear"))  # as advised
     whole = Scope(model, lambda o, y: squares(o, y).sum(1), coupling="own-loss", backend="loop")
     whole.norms(*data("linear"))
@@ -440,7 +440,7 @@ def test_what_is_not_of_tokens_is_refused() -> None:
             Scope(model, lambda o, y, wrong=wrong: wrong(squares(o, y)), rows="token").norms(x, y)
     with pytest.raises(SpecError, match="one number a sample") as caught:
         Scope(model, squares).norms(x, y)
-    assert "--rows token" in str(caught.value)
+    assert 'rows="token"' in str(caught.value)
     with pytest.raises(SpecError, match="booleans"):
         Scope(model, lambda o, y: (squares(o, y), y[..., 0]), rows="token").norms(x, y)
     with pytest.raises(SpecError, match="no position"):

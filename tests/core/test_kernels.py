@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import gradscope
-from gradscope.core.kernels import mended
+from gradscope.core.kernels import mended, takes_layouts_for_others
 from tests.backends.hooks.test_experts import GROUPED
 
 
@@ -75,6 +75,48 @@ def test_normalised_channels_whatever_the_layout(kind: type, head: str, width: i
                 for name, gradient in wanted.items():
                     torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-10)
     assert torch.batch_norm is own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [8, 4])
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        *((nn.BatchNorm2d, head) for head in ("mean", "first", "layer")),
+        *((nn.InstanceNorm2d, head) for head in ("first", "layer")),
+    ],
+)
+def test_it_is_said_where_a_loop_of_torch_alone_is_wrong(kind, head, width, dtype) -> None:
+    """And nowhere else."""
+    torch.manual_seed(0)
+    model = Pixels(kind(6, affine=True), head).to(dtype).eval()
+    nn.init.uniform_(model.norm.weight, 0.5, 2.0)
+    x, y = torch.randn(3, 2, 7, width, dtype=dtype), torch.arange(3) % 3
+    wanted = right(model, x, y)
+    losses = [F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(3)]
+    rows = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    pairs = zip(wanted.values(), map(torch.stack, zip(*rows, strict=True)), strict=True)
+    wrong = any(bool((a - b).norm() > 1e-3 * a.norm().clamp_min(1e-3)) for a, b in pairs)
+    for backend in ("auto", "hooks", "loop"):
+        with gradscope.Scope(model, "cross_entropy", backend=backend) as scope:
+            found = scope.per_sample_gradients(x, y)
+            said = [note for note in scope.notes if "batch normalisation on a CPU" in note]
+        assert len(said) == wrong
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_whether_torch_alone_is_wrong_is_known() -> None:
+    """Positions by their channels, of a batch of one."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 3, 3, dtype=torch.float64)
+    gradient = torch.randn(1, 9, 4, dtype=torch.float64).transpose(1, 2).unflatten(2, (3, 3))
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    statistics = torch.zeros(4).double(), torch.ones(4).double()
+    out = F.batch_norm(x, *statistics, weight, torch.zeros(4).double())
+    (found,) = torch.autograd.grad(out, weight, gradient)
+    wanted = (x * gradient).sum((0, 2, 3)) / (1 + 1e-5) ** 0.5
+    assert takes_layouts_for_others() == (not torch.allclose(found, wanted, rtol=1e-2))
 
 
 @pytest.mark.skipif(not GROUPED, reason="this torch has no grouped products on the CPU")

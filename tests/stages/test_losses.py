@@ -48,11 +48,13 @@ WEIGHT = (0.5, 2.0, 1.0, 3.0)
 W = torch.tensor(WEIGHT, dtype=torch.float64)
 LOGITS, CLASSES = draw(N, C), whole(C, N)
 MAPS, GRID = draw(N, C, T), whole(C, N, T)
+LAST = MAPS.transpose(1, 2)
 SHARES = draw(N, C, seed=9).softmax(1)
 WIDE, ANY = draw(N, T, 2), draw(N, T, 2, seed=6)
 COUNTS = whole(6, N, T, 2).double()
 BITS = whole(2, N, T, 2).double()
 WEIGHTED = 'weight="0.5,2,1,3"'
+SMOOTH = f"{WEIGHTED},per_sample=sum,label_smoothing=0.3"
 
 
 CE, BCE = F.cross_entropy, F.binary_cross_entropy_with_logits
@@ -72,6 +74,12 @@ TABLE = [
     (f"cross_entropy:label_smoothing=0.3,{WEIGHTED}", LOGITS, SHARES, SMOOTHED),
     ("cross_entropy:ignore_index=2,per_sample=sum", MAPS, GRID,
      partial(CE, ignore_index=2, reduction="sum")),
+    ("token_cross_entropy", LAST, GRID, lambda o, t: CE(o.transpose(1, 2), t)),
+    ("token_cross_entropy", LOGITS, CLASSES, CE),
+    (f"token_cross_entropy:{SMOOTH},ignore_index=2", LAST, GRID,
+     lambda o, t: CE(o[0], t[0], W, ignore_index=2, label_smoothing=0.3, reduction="sum")),
+    ("token_cross_entropy", draw(N, T, 2, C), whole(C, N, T, 2),
+     lambda o, t: CE(o.flatten(0, 2), t.flatten())),
     ("nll", MAPS.log_softmax(1), GRID, F.nll_loss),
     (f"nll:{WEIGHTED}", LOGITS, CLASSES, partial(F.nll_loss, weight=W, reduction="sum")),
     ("mse", WIDE, ANY, F.mse_loss),
@@ -358,20 +366,31 @@ def test_targets_that_are_no_classes(name, outputs, targets):
         resolve(name)(outputs, targets)
     for words in (str(tuple(outputs.shape)), str(tuple(targets.shape)), "Outputs must be"):
         assert words in str(caught.value)
-    assert ("transpose(1, 2)" in str(caught.value)) == (targets.shape == outputs.shape[:-1])
+    assert ("token_cross_entropy" in str(caught.value)) == (targets.shape == outputs.shape[:-1])
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_what_is_said_of_classes_on_the_last_axis_computes_them(counted):
-    """As models of transformers that name or restore tokens return them."""
+@pytest.mark.parametrize("answer", [lambda o: o, lambda o: SimpleNamespace(logits=o)])
+@pytest.mark.parametrize("name", ["cross_entropy", "nll"])
+def test_the_loss_that_is_named_for_classes_on_the_last_axis_takes_them(answer, name):
+    """Of a model that returns its logits, or transformers' answer with them."""
     logits, tokens = draw(3, 6, C, seed=8), whole(C, 3, 6)
-    tokens[0, :2] = -100 if counted else 0
+    tokens[0, :2] = -100
     with pytest.raises(ModelError) as caught:
-        resolve("cross_entropy")(logits, tokens)
-    said = re.search(r"F\.cross_entropy\(.*?'none'\)", str(caught.value))
-    values = eval(said[0], {"F": F, "outputs": SimpleNamespace(logits=logits), "targets": tokens})
-    right = resolve("cross_entropy")(logits.transpose(1, 2), tokens)
-    torch.testing.assert_close(values.sum(1) / (tokens != -100).sum(1), right)
+        resolve(name)(answer(logits), tokens)
+    said = re.search(r"use the loss (\w+), for", str(caught.value))
+    values = resolve(said[1])(answer(logits), tokens)
+    right = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none").sum(1)
+    torch.testing.assert_close(values, right / (tokens != -100).sum(1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [(MAPS, GRID), (LAST, GRID.int()), (LAST, GRID[:, 1:]), (LAST, GRID.double()), (ONE, CLASSES)],
+)
+def test_what_is_no_class_of_each_position(outputs, targets):
+    with pytest.raises(ModelError, match=r"on the last axis.*the classes \(n, t\)") as caught:
+        resolve("token_cross_entropy")(outputs, targets)
+    assert f"outputs are {tuple(outputs.shape)}" in str(caught.value)
 
 
 LINES, TEXTS = draw(2, 5, C, seed=3), torch.tensor([[1, 2], [3, 9]])  # 9 is no label of the four
@@ -427,11 +446,14 @@ def tokens():
 SEQUENCES = [
     ("causal_lm", tokens()[1], "vmap"),
     (f"causal_lm:per_sample=sum,label_smoothing=0.1,{WEIGHT}", tokens()[1], "expand"),
+    ("token_cross_entropy", tokens()[1], "vmap"),
     ("ctc", torch.tensor([[1, 2], [3, -1], [4, 5], [1, 1], [2, -1]]), "auto"),
 ]
 
 
-@pytest.mark.parametrize(("name", "targets", "other"), SEQUENCES, ids=["mean", "sum", "ctc"])
+@pytest.mark.parametrize(
+    ("name", "targets", "other"), SEQUENCES, ids=["mean", "sum", "tokens", "ctc"]
+)
 def test_losses_of_sequences_through_the_backends(name, targets, other):
     model, (inputs, _) = net(), tokens()
     _, right = per_sample_gradients(model, resolve(name), inputs, targets)

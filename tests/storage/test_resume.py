@@ -91,7 +91,7 @@ def test_an_existing_file_is_refused_before_anything_is_computed(tmp_path: Path)
     before = path.read_bytes()
     with pytest.raises(OutputError, match="exists already") as caught:
         write(path)
-    assert "--overwrite" in str(caught.value)
+    assert "overwrite=True" in str(caught.value)
     with pytest.raises(KeyboardInterrupt):
         write(path, overwrite=True, stop_at=64)
     assert path.read_bytes() == before
@@ -105,7 +105,7 @@ def test_an_unfinished_file_is_never_cleared_silently(tmp_path: Path) -> None:
         write(tmp_path / "o.h5", stop_at=32)
     with pytest.raises(OutputError, match="unfinished") as caught:
         write(tmp_path / "o.h5")
-    assert "--resume" in str(caught.value) and "--overwrite" in str(caught.value)
+    assert "--resume" in str(caught.value) and "overwrite=True" in str(caught.value)
     with open_writer(tmp_path / "o.h5", PLAN, overwrite=True) as writer:
         assert writer.completed == 0
 

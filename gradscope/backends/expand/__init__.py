@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends.base import (
+    ANOTHER,
     CHUNK_BYTES,
+    OF_TEXT,
     ROWS,
     Evaluate,
     LossesAndRows,
@@ -27,6 +29,7 @@ from gradscope.backends.base import (
     backends,
     chunks,
     dense_evaluation,
+    explained,
     in_parts,
     refusing,
     require_unhooked,
@@ -34,7 +37,7 @@ from gradscope.backends.base import (
 from gradscope.backends.expand import axes, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
 from gradscope.backends.expand.mode import Interpreter, probe
-from gradscope.backends.expand.tensor import REMEDY, Differ, Own, PerSample, SharedWrite
+from gradscope.backends.expand.tensor import TEXT, Differ, Own, PerSample, SharedWrite
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.core.problem import Problem, is_model_loss, model_loss
@@ -42,6 +45,14 @@ from gradscope.core.randomness import forked
 from gradscope.core.releases import require
 
 __all__ = ["expand", "rules"]
+
+_REASONS = {
+    TEXT: OF_TEXT,
+    "data is not allocated": (
+        "torch reads the memory of a tensor, which holds all samples",
+        'Use torch.stack instead of torch.tensor on a list of tensors, or backend="loop".',
+    ),
+}
 
 
 @backends.register("expand")
@@ -71,7 +82,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require("the expand backend", probe)
         require_unhooked("expand", problem)
-        with refusing("expand", problem.model, REMEDY):
+        with explained("expand", _REASONS), refusing("expand", problem.model, ANOTHER):
             parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
             return dense_evaluation(*in_parts(problem, batch, parts, attempt))
 

@@ -65,8 +65,8 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 refuse(
                     f"it draws random numbers ({facts.name}), which are not the same for each "
                     "sample",
-                    "Put the model in eval mode, fix the numbers for each sample (--randomness "
-                    "fixed), or draw them outside and pass them as inputs.",
+                    "Put the model in eval mode, fix the numbers for each sample "
+                    '(randomness="fixed"), or draw them outside and pass them as inputs.',
                 )
             return result
         except UnsupportedError as error:

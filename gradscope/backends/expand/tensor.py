@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from gradscope.backends.base import ANOTHER
 from gradscope.errors import UnsupportedError
 
-REMEDY = "Use the hooks or the loop backend for this model."
+TEXT = ", samples="  # part of a tensor's text
 
 
 class Own(IntEnum):
@@ -48,7 +49,7 @@ class Differ(BaseException):
         self.keys = keys
 
 
-def refuse(what: str, remedy: str = REMEDY) -> NoReturn:
+def refuse(what: str, remedy: str = ANOTHER) -> NoReturn:
     """Raise that this backend has no exact way."""
     raise UnsupportedError(f"the expand backend cannot run this model: {what}", remedy=remedy)
 
@@ -132,8 +133,31 @@ class PerSample(Tensor):
         """Return an array, where all samples have the same."""
         return self.common().numpy(force=force)
 
+    def __format__(self, spec: str) -> str:
+        """Return what `format` makes of a plain tensor, where all samples have the same value.
+
+        A tensor without axes is formatted as its number, f"expert_{index}".
+        """
+        if self.dim():
+            return object.__format__(self, spec)
+        return format(self.common().item(), spec)
+
+    def __dlpack__(self, **how: Any) -> Any:
+        """Return the memory of the value that all samples have, for other libraries.
+
+        Raises:
+            BufferError: The tensor requires a gradient.
+        """
+        if self.requires_grad:
+            raise BufferError("a tensor that requires a gradient is not exported: detach it")
+        return self.common().__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        """Return the device of that memory."""
+        return self.raw.__dlpack_device__()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PerSample({tuple(self.shape)}, samples={self.raw.shape[0]})"
+        return f"PerSample({tuple(self.shape)}{TEXT}{self.raw.shape[0]})"
 
 
 class Common(Tensor):

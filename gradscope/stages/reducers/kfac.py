@@ -353,7 +353,7 @@ def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tenso
         raise InputError(
             f"the Kronecker factors of {name!r} are not finite, so they have no eigenvectors",
             where=source or None,
-            remedy="Leave samples out whose gradients are not finite: --nonfinite skip.",
+            remedy='Leave samples out whose gradients are not finite: nonfinite="skip".',
         )
     matrices = factor.unsqueeze(0) if factor.dim() == 2 else factor
     return matrices if as_they_are else torch.linalg.eigh(matrices)[1]
@@ -427,7 +427,7 @@ def _require_bases(state: State, marks: Mapping[str, Tensor]) -> None:
         if int(mark) != int(marks[name]):
             raise UnsupportedError(
                 f"{name}: the eigenvectors are not those that earlier samples were held against",
-                remedy="Begin again (--overwrite), or give the bases: ekfac:with=FILE.h5:CHAIN.",
+                remedy="Begin again (overwrite=True), or give the bases: ekfac:with=FILE.h5:CHAIN.",
             )
 
 

@@ -305,7 +305,9 @@ def require_free(
 ) -> None:
     """Refuse to replace a file that is there, unless that is wanted and it is of the same kind."""
     if not overwrite and path.exists():
-        raise OutputError(what, where=str(path), remedy="Choose another name, or give --overwrite.")
+        raise OutputError(
+            what, where=str(path), remedy="Choose another name, or give overwrite=True."
+        )
     _require_kind(path, kind, known)
 
 

@@ -118,7 +118,7 @@ class Entry:
             raise OutputError(
                 "the record of what is complete is damaged, or of another version of gradscope",
                 where=str(path),
-                remedy="Start again with --overwrite, or put back a copy of it.",
+                remedy="Start again with overwrite=True, or put back a copy of it.",
             ) from error
         states: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in header["owners"]}
         for owner, key in header["keys"]:
@@ -214,7 +214,7 @@ def recover(
         raise OutputError(
             "an unfinished file of a stopped run is there",
             where=str(paths.part),
-            remedy="Give --resume to go on with it, or --overwrite to start again.",
+            remedy="Give --resume to go on with it, or overwrite=True to start again.",
         )
     found = Entry.load(paths.progress) if unfinished and resume else None
     if overwrite and found is not None and found.identity != plan.identity:
@@ -252,8 +252,8 @@ def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
         raise OutputError(
             f"the unfinished file is damaged: {places} changed after they were written",
             where=str(part),
-            remedy="Look after the disk. Then start again with --overwrite, or put back a copy of "
-            f"{part.name} and {part.name}.progress, and give --resume.",
+            remedy="Look after the disk. Then start again with overwrite=True, or put back a copy "
+            f"of {part.name} and {part.name}.progress, and give --resume.",
         )
 
 
@@ -264,5 +264,5 @@ def require_same(found: Any, wanted: Any, path: Path) -> None:
         raise OutputError(
             "this is another run: " + "; ".join(different),
             where=str(path),
-            remedy="Repeat the first run's options to resume it, or give --overwrite.",
+            remedy="Repeat the first run's options to resume it, or give overwrite=True.",
         )

@@ -300,12 +300,12 @@ def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> 
         raise OutputError(
             f"a file of another kind is in the way: {error.what}",
             where=str(paths.final),
-            remedy="Choose another name, or give --overwrite.",
+            remedy="Choose another name, or give overwrite=True.",
         ) from error
     if found != plan.identity:
         entry = Entry.load(paths.progress) if paths.part.exists() and not overwrite else None
         if overwrite or (entry and entry.replaces and entry.identity == plan.identity):
-            return False  # this run was begun with --overwrite, and stopped
+            return False  # this run was begun with overwrite, and stopped
         require_same(found, plan.identity, paths.final)
     if not paths.part.exists():
         paths.progress.unlink(missing_ok=True)  # left by a kill right after the file took its place

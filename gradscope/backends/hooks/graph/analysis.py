@@ -29,7 +29,10 @@ from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 
-OTHERS = "Use the vmap or loop backend, or let auto choose."
+OTHERS = (
+    'Use backend="auto": it takes the first backend that runs this model and is proved. Of what '
+    "hooks refuses, expand runs most."
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""Notes about gradients that are zero: parameters that no loss reaches, and those that one does."""
+
+from collections.abc import Sequence
+
+import torch
+
+from gradscope.core.batch import Batch, whole_of
+from gradscope.core.problem import Problem
+from gradscope.core.texts import listed
+from gradscope.engine.certificate import Certificate
+
+NOTHING = "nothing is proved: every gradient is zero"
+
+
+def unreached(problem: Problem, batch: Batch, names: Sequence[str]) -> tuple[str, ...]:
+    """Return which parameters of these names no loss of a batch has a graph to."""
+    losses = problem.losses(batch)
+    if not names or not losses.requires_grad:
+        return tuple(names)
+    inputs = [problem.parameters[name] for name in names]
+    found = torch.autograd.grad(losses.sum(), inputs, retain_graph=True, allow_unused=True)
+    return tuple(name for name, gradient in zip(names, found, strict=True) if gradient is None)
+
+
+def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
+    """Return the notes about parameters whose gradients are all zero in a proved batch.
+
+    Args:
+        problem: The model and its loss.
+        batch: The samples (or tokens) that were proved.
+        proof: Its certificate, which names these parameters.
+    """
+    lost = unreached(problem, batch, proof.unused) if proof.unused else ()
+    still = [name for name in proof.unused if name not in lost]
+    told = whole_of(batch).told
+    notes = [] if proof.proves else [f"{NOTHING} ({told})"]
+    if lost:
+        notes.append(
+            f"no loss of {told} reaches {listed(lost)}: the gradient is zero. If it is to be "
+            "trained, look for detach, for a value that is kept from a forward pass under "
+            "torch.no_grad, and for a branch that none of these samples takes"
+        )
+    if still and proof.proves:
+        notes.append(
+            f"the losses of {told} reach {listed(still)}, and each gradient there is exactly zero"
+        )
+    return notes

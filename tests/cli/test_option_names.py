@@ -1,0 +1,146 @@
+"""Messages name options as Python has them; the command line shows them as its flags."""
+
+import ast
+import re
+from pathlib import Path
+from typing import get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.main import get_command
+
+import gradscope as library
+from gradscope.cli import options
+from gradscope.cli.app import app
+from gradscope.config import settings
+from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
+
+HERE = Path(library.__file__).parent
+# reached from Python: there a flag would be a word from elsewhere
+FROM_PYTHON = ("backends", "blocks", "comparison", "core", "engine", "stages")
+FLAGS = {name: options.flags_of(command) for name, command in get_command(app).commands.items()}
+NAMED = re.compile(r'(?<![\w.:,])([a-z_]+)=("[^"]*"|True)|`([a-z_]+)`')
+
+
+def messages():
+    """Every string of the program that is no docstring, with its file and line."""
+    for path in sorted(HERE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        docs = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if text and id(node) not in docs:
+                yield path.relative_to(HERE), node.lineno, node.value
+
+
+def test_what_python_can_raise_names_no_flag():
+    found = [
+        (str(path), line, text)
+        for path, line, text in messages()
+        if path.parts[0] in FROM_PYTHON and re.search(r"(?<!-)--[a-z]", text)
+    ]
+    assert found == []
+
+
+SAID = sorted(
+    {
+        match.group()
+        for path, _, text in messages()
+        if path.parts[0] not in ("cli", "config", "report")
+        for match in NAMED.finditer(text)
+        if (match[1] or match[3]) in FLAGS["compute"] | FLAGS["attribute"]
+    }
+)
+
+
+def test_there_are_messages_that_name_options():
+    assert {'coupling="own-loss"', 'randomness="fixed"', "overwrite=True", "`damping`"} < {*SAID}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_each_option_that_a_message_names_is_one_and_takes_the_value(said):
+    name, value, bare = NAMED.fullmatch(said).groups()
+    command = "compute" if (name or bare) in FLAGS["compute"] else "attribute"
+    shown = options.as_flags(f"Use {said}.", FLAGS[command])
+    flag, _, given = shown.removeprefix("Use ").removesuffix(".").partition(" ")
+    assert flag == FLAGS[command][name or bare]
+    assert given == ("" if value in (None, "True") else value.strip('"'))
+    setting = next((s for s in settings() if s.parameter == name), None)
+    if setting is not None and "Literal" in str(get_origin(setting.type)):
+        assert given in get_args(setting.type)
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "shown"),
+    [
+        ("compute", 'use coupling="own-loss". Or', "use --coupling own-loss. Or"),
+        ("compute", '(randomness="fixed")', "(--randomness fixed)"),
+        ("compute", "Leave `compile` out.", "Leave --compile out."),
+        ("compute", 'loss="cross_entropy:weight=a b"', "--loss 'cross_entropy:weight=a b'"),
+        ("check", 'coupling="frozen"', 'coupling = "frozen" under [compute] of a run file'),
+        ("attribute", "give overwrite=True.", "give --overwrite."),
+        ("compute", "project:dim=64,seed=True", "project:dim=64,seed=True"),
+        ("compute", 'Scope.rows="token", `nothing`', 'Scope.rows="token", `nothing`'),
+        ("check", 'loss="mse"', "--loss mse"),
+        ("export", 'loss="mse"', 'name = "mse" under [loss] of a run file'),
+        ("list", 'weight_norm(name="weight")', 'weight_norm(name="weight")'),
+    ],
+)
+def test_options_as_flags(command, text, shown):
+    assert options.as_flags(text, FLAGS[command]) == shown
+
+
+def test_the_code_of_the_user_stays_as_it_is():
+    code = '\nIt came from:\n  File "m.py", line 1, in f\n    interpolate(x, mode="train")'
+    error = GradscopeError("what", where="`rows`", remedy=f'Use rows="token".{code}')
+    told = options.told(error, FLAGS["compute"])
+    assert str(told) == f"--rows: what\nUse --rows token.{code}"
+
+
+COUPLED = nn.BatchNorm1d(3)
+MODEL = "import torch\ndef build():\n    return torch.nn.BatchNorm1d(3)\n"
+
+
+def test_the_same_refusal_in_python_and_on_the_command_line(tmp_path, gradscope, monkeypatch):
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(CoupledSamplesError) as caught:
+        library.norms(COUPLED, "mse", x, torch.zeros(6, 3))
+    assert 'use coupling="own-loss"' in caught.value.remedy
+    assert "--" not in str(caught.value)
+    assert len(library.norms(COUPLED, "mse", x, torch.zeros(6, 3), coupling="own-loss")) == 6
+    monkeypatch.chdir(tmp_path)
+    torch.save(COUPLED.state_dict(), "w.pt")
+    np.savez("d.npz", inputs=x.numpy(), targets=np.zeros((6, 3), np.float32))
+    Path("m.py").write_text(MODEL)
+    words = ["w.pt", "d.npz", "--model", "m.py:build", "--loss", "mse", "--mode", "train"]
+    refused = gradscope("compute", *words, "-o", "o.h5")
+    assert refused.code == 4
+    assert "use --coupling own-loss" in refused.err
+    assert 'coupling="' not in refused.err
+    refused = gradscope("check", *words)
+    assert 'use coupling = "own-loss" under [compute] of a run file' in refused.err
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"rows": "token"}, CoupledSamplesError, 'by coupling="own-loss"'),
+        ({"model": nn.Dropout()}, UnsupportedError, 'Or use randomness="fixed"'),
+        ({"loss": "mse", "labels": "exact"}, SpecError, 'Or use labels="data"'),
+    ],
+)
+def test_refusals_in_python_name_keywords(given, error, said):
+    model = nn.Sequential(nn.Linear(3, 3), given.pop("model", nn.BatchNorm1d(4)))
+    x, loss = torch.randn(6, 4, 3), given.pop("loss", lambda o, t: (o - t).square().sum(2))
+    if given.get("rows") != "token" and callable(loss):
+        loss = "mse"
+    with pytest.raises(error) as caught:
+        library.norms(model, loss, x, torch.zeros(6, 4, 3), **given)
+    assert said in caught.value.remedy
+    assert "--" not in str(caught.value)
