@@ -160,6 +160,8 @@ class OuterBlock(TensorBlock):
         if not self.sums_squares:
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
+        if not bool((left.sum() + right.sum()).isfinite()):  # the products may be, nevertheless
+            return super().squared_sum(weights)
         return contracted(times(left, weights), right).reshape(self.shape)
 
     def sums(
@@ -247,7 +249,8 @@ class OuterBlock(TensorBlock):
         if self.sizes[1] > 1:
             return super().gram()
         left, right = (precise(f)[:, :, 0].transpose(0, 1) for f in (self.left, self.right))
-        return ((left @ left.mH) * (right @ right.mH)).sum(0)
+        found = ((left @ left.mH) * (right @ right.mH)).sum(0)
+        return found if bool(found.isfinite().all()) else super().gram()
 
 
 def _single(
