@@ -7,6 +7,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from gradscope.backends.base import (
 from gradscope.backends.hooks import recurrent
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
-from gradscope.backends.hooks.graph.axes import Axis, Marks, OwnedAxis, row_axis
+from gradscope.backends.hooks.graph.axes import Axis, Marks, OwnedAxis, SpreadError, row_axis
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
+from gradscope.backends.hooks.isolation import isolating
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.backends.loop import one_graph, one_sample
@@ -67,9 +69,14 @@ def hooks(
         require("the hooks backend", internals.probe)
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
-            if len(batch) > 1:
-                return program.evaluate(batch, proved=request.proved)
-            return program.evaluate_one(batch, factors=request.factors)
+            if len(batch) == 1:
+                return program.evaluate_one(batch, factors=request.factors)
+            return isolating(
+                problem,
+                batch,
+                partial(program.evaluate, proved=request.proved),
+                partial(program.evaluate_one, factors=True),
+            )
 
     yield evaluate
 
@@ -119,7 +126,8 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
         if not note:  # what one batch shows is known from then on
             try:
                 with refusing("hooks", problem.model, OTHERS):
-                    return program.evaluate_rows(batch, proved=request.proved)
+                    together = partial(program.evaluate_rows, proved=request.proved)
+                    return isolating(problem, batch, together, partial(one_graph, problem))
             except UnsupportedError as error:
                 why = f"{error.what} ({error.where})"
                 note = f"each token takes a backward pass, {batch.positions} a sample: {why}"
@@ -157,7 +165,23 @@ class _Program:
             if new:
                 self.problem.any(False)  # where one process refuses, no other begins a pass
             gradients = self._gradients(self._parts(recorded, analysis), losses)
+        if sharding is None and self._mixed(analysis, losses.detach()):
+            raise SpreadError
         return Evaluation(losses.detach(), gradients, new=new)
+
+    def _mixed(self, analysis: Analysis, losses: Tensor) -> bool:
+        """Whether an operation may have multiplied by 0 what is not finite of another sample.
+
+        If no operation is seen to move samples, one without a derivative might: then no loss is
+        finite, although the parameters are.
+        """
+        finite = losses.isfinite()
+        if bool(finite.all()):
+            return False
+        if analysis.moves:
+            return True
+        sound = all(bool(p.isfinite().all()) for p in self.problem.parameters.values())
+        return sound and not bool(finite.any())
 
     def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
@@ -172,8 +196,9 @@ class _Program:
             with suppress(UnsupportedError):
                 analysis = self._of_single(recorded, twice)
         if recorded is not None and analysis is not None:
-            both = self._gradients(self._parts(recorded, analysis), recorded.losses)
-            return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
+            with suppress(SpreadError):  # nothing tells the two copies apart
+                both = self._gradients(self._parts(recorded, analysis, alike=True), recorded.losses)
+                return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
         return dense_evaluation(loss[None], {name: g[None] for name, g in gradients.items()})
 
@@ -279,11 +304,17 @@ class _Program:
         return analysis
 
     def _parts(
-        self, recorded: Trace, analysis: Analysis, rows: Tensor | None = None
+        self,
+        recorded: Trace,
+        analysis: Analysis,
+        rows: Tensor | None = None,
+        *,
+        alike: bool = False,
     ) -> dict[str, list[Block]]:
         """Contract the gradients at the frontier and pull the blocks back to the parameters.
 
-        With `rows` (n, t), those of tokens, -1 where there is none.
+        With `rows` (n, t), those of tokens, -1 where there is none. The samples are `alike` where
+        they are copies of a single one.
         """
         nodes = sorted({edge.node for edge in analysis.frontier})
         outputs = {k: [(k, j) for j in range(len(recorded.shapes[k]))] for k in nodes}
@@ -311,6 +342,7 @@ class _Program:
                 gradients=tuple(at[k] for k in own),
                 axes=tuple(axes.get(k) for k in own),
                 shared=shared,
+                alike=alike,
             )
 
         parts: dict[str, list[Block]] = {}

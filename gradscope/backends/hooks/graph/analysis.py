@@ -59,6 +59,11 @@ class Analysis:
     # how each output that grows with the batch does, None where several axes do
     sizes: dict[Output, Growth | None]
 
+    @property
+    def moves(self) -> bool:
+        """Whether an operation moves samples, so that it may read more than one of them."""
+        return any(way is Way.MOVES for way in self.ways.values())
+
     def fits(self, other: Trace) -> bool:
         """Whether another forward pass is this program, up to the number of samples."""
         if not other.same_program(self.program):

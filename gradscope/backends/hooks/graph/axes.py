@@ -18,6 +18,11 @@ from gradscope.blocks.base import precise
 _EVEN = 1.25  # padded entries for each that is one
 _AXES = 3  # that positions may lie along, and one more
 
+
+class SpreadError(Exception):
+    """Numbers that are not finite may have spread from one sample of the batch to others."""
+
+
 Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
 
 
@@ -235,11 +240,14 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         marks: The weights w.
 
     Raises:
+        SpreadError: An entry is not finite: no weight shows in it.
         ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
     once, often = _entries(gradient, axis), [_entries(t, axis) for t in weighted]
     size = once.abs().amax(1)
     sizes = [t.abs().amax(1) for t in often]
+    if not bool(torch.stack([size, *sizes]).isfinite().all()):
+        raise SpreadError
     ratios = [torch.where(size == 0, 1, t / size).to(marks.values.dtype) for t in sizes]
     owner = marks.owners(ratios)
     eps = max(torch.finfo(gradient.dtype).eps, marks.eps)
