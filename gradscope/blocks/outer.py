@@ -220,7 +220,8 @@ class OuterBlock(TensorBlock):
             left, right = self.left[:, group], self.right[:, group]
             start = group * r * c
             if t == 1:
-                yield from _single(left[:, 0], right[:, 0], start, max(1, TILE_BYTES // (4 * row)))
+                step = max(1, TILE_BYTES // max(1, 4 * row))
+                yield from _single(left[:, 0], right[:, 0], start, step)
                 continue
             for rows in slices(r, row, TILE_BYTES):
                 entries = slice(start + rows.start * c, start + rows.stop * c)

@@ -244,8 +244,7 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
         ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
     once, often = _entries(gradient, axis), [_entries(t, axis) for t in weighted]
-    size = once.abs().amax(1)
-    sizes = [t.abs().amax(1) for t in often]
+    size, sizes = _largest(once), [_largest(t) for t in often]
     if not bool(torch.stack([size, *sizes]).isfinite().all()):
         raise SpreadError
     ratios = [torch.where(size == 0, 1, t / size).to(marks.values.dtype) for t in sizes]
@@ -255,7 +254,7 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
     for entries, weights in zip(often, marks.weights, strict=True):
         factor = weights[owner].to(size)
         own = factor.to(once.dtype).unsqueeze(1)
-        gap = torch.addcmul(entries, own, once, value=-1).abs().amax(1)
+        gap = _largest(torch.addcmul(entries, own, once, value=-1))
         torn |= ~(gap <= eps**0.5 * size * factor)
     # what samples share may cancel with all weights 1, and with others does not
     most = torch.stack([size, *(t / marks.values[-1].to(t.dtype) for t in sizes)]).amax(0)
@@ -268,6 +267,11 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
 def _entries(values: Tensor, axis: int) -> Tensor:
     """Return a matrix with one row for each entry of the axis."""
     return values.movedim(axis, 0).unsqueeze(-1).flatten(1)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest magnitude in each row of a matrix (m, entries), 0 where it is empty."""
+    return rows.abs().amax(1) if rows.shape[1] else rows.abs().sum(1)
 
 
 def row_axis(
