@@ -169,8 +169,11 @@ def test_values_without_entries(name):
 @pytest.mark.parametrize("chain", ["project:dim=2 | mean", "ekfac", "kfac", "gram", "std", "max"])
 def test_chains_over_parameters_without_entries(chain):
     """What is asked of all parameters together is that of the others."""
-    forward, shapes = EMPTY["linear_without_inputs"]
-    model, x = Net(forward, ((D,), *shapes)), torch.rand(N, D, dtype=torch.float64)
+
+    def forward(x: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(x[:, :0], w, b) + F.linear(x, v)
+
+    model, x = Net(forward, ((2, D), (2, 0), (2,))), torch.rand(N, D, dtype=torch.float64)
     with Scope(model, loss, backend="hooks") as scope:
         found = scope.expectation(chain, x, ones(N))
     assert all(bool(value.isfinite().all()) for value in found.values())
