@@ -71,12 +71,9 @@ def hooks(
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) == 1:
                 return program.evaluate_one(batch, factors=request.factors)
-            return isolating(
-                problem,
-                batch,
-                partial(program.evaluate, proved=request.proved),
-                partial(program.evaluate_one, factors=True),
-            )
+            together = partial(program.evaluate, proved=request.proved)
+            alone = partial(program.evaluate_one, factors=True)
+            return isolating(problem, batch, together, alone)
 
     yield evaluate
 
