@@ -26,7 +26,8 @@ from gradscope.backends.base import (
 from gradscope.backends.hooks import recurrent
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
-from gradscope.backends.hooks.graph.axes import Axis, Marks, OwnedAxis, row_axis
+from gradscope.backends.hooks.graph.axes import Axis, Marks, row_axis
+from gradscope.backends.hooks.graph.ownership import analyse_owners
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules
@@ -34,14 +35,15 @@ from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
-from gradscope.core.problem import Problem, differentiable_inputs, unfused
+from gradscope.core.problem import Problem, differentiable_inputs, double_precision, unfused
 from gradscope.core.releases import require
 from gradscope.core.texts import listed
-from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 
 __all__ = ["hooks"]
 
 _REMEMBERED = 256  # programs: sequences of so many lengths, for example
+_SHIFT = 0.01  # of a parameter's size, by which losses must stay independent
 _SMALL, _SMALLER = 3, 2  # samples of forward passes that show the sample axes
 
 
@@ -51,6 +53,8 @@ def block_of(kind: str, site: Site) -> Block:
     one = site.gradients[0] is not None and site.axes[0] is not None
     # all other rules are of operations with one output
     usable = one or kind in (recurrent.KIND, *recurrent.CELLS)
+    if site.lies_along_several:
+        usable = one and kind.removesuffix("Backward0") in _BY_ENTRY
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block
 
@@ -78,7 +82,8 @@ def hooks(
 # the second go by axes that lie side by side as well.
 _MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
 _NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
-_APART = ("Convolution", "Embedding", "Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
+_BY_ENTRY = ("Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
+_APART = ("Convolution", "Embedding", *_BY_ENTRY)
 
 
 def row_block(kind: str, site: Site) -> Block:
@@ -87,9 +92,8 @@ def row_block(kind: str, site: Site) -> Block:
     Raises:
         UnsupportedError: No rule keeps a sample's positions apart here.
     """
-    shared = any(isinstance(axis, OwnedAxis) and axis.others for axis in site.axes)
     name = kind.removesuffix("Backward0")
-    usable = name in _APART or (name in _MERGED and not shared)
+    usable = name in _APART or (name in _MERGED and not site.lies_along_several)
     if name == "Embedding":  # by how often the whole sample looks a row up
         usable = not site.saved("scale_grad_by_freq")
     rule = (
@@ -127,6 +131,16 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
             return replace(one_graph(problem, batch), note=note)
 
     yield evaluate
+
+
+def move_parameters(problem: Problem) -> None:
+    """Change each parameter by a hundredth of its size, at random; zeros become hundredths."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in problem.parameters.values():
+            noise = torch.randn(p.shape, generator=draw, dtype=p.real.dtype).to(p)
+            size = float(p.abs().square().mean().sqrt()) if p.numel() else 0.0
+            p.add_(noise, alpha=_SHIFT * (size or 1.0))
 
 
 class _Program:
@@ -252,7 +266,36 @@ class _Program:
         if not self.problem.any(found is None) and found is not None:
             return found
         other = self._record(batch.resized(2 * len(batch)))[1]
-        return self._analysed(recorded, batch, other)
+        try:
+            return self._analysed(recorded, batch, other)
+        except UnsupportedError as error:
+            if self.problem.sharding is not None or recorded.asked is not None:
+                raise
+            return self._by_owners(recorded, batch, error)
+
+    def _by_owners(self, recorded: Trace, batch: Batch, error: UnsupportedError) -> Analysis:
+        """Find out about a program by the gradients of its batch alone.
+
+        Comparing batches of two sizes shows what samples compute together. This does not: a value
+        that all of them use may depend on them. So it is for losses that are the same in other
+        company in float64, also for parameters that are a little different.
+        """
+        try:
+            wide, cast = self.problem.converted(torch.float64), batch.in_double_precision()
+            with double_precision():
+                require_independent(wide, cast)
+                move_parameters(wide)
+                if not bool(wide.losses(cast).isfinite().all()):
+                    raise error
+                require_independent(wide, cast)
+        except CoupledSamplesError:
+            raise
+        except (ModelError, RefusedError):
+            raise error from None
+        named = {id(p) for p in self.problem.parameters.values()}
+        analysis = analyse_owners(recorded, named, seed=self.evaluations)
+        self.known = [*self.known[-_REMEMBERED:], analysis]
+        return analysis
 
     def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
         """Find out about a program by one sample and its copies: for such batches alone."""
@@ -320,7 +363,7 @@ class _Program:
                 arrived = [
                     (edge.source, self._contracted(recorded, edge, at_edge))
                     for edge, at_edge in sites
-                    if any(g is not None for g in at_edge.gradients)
+                    if any(g is not None and g.numel() for g in at_edge.gradients)
                 ]
                 for name, blocks in pull_back(recorded, arrived, self.problem.parameters).items():
                     parts.setdefault(name, []).extend(blocks)
@@ -353,7 +396,8 @@ class _Program:
     ) -> dict[Output, Axis]:
         """Return which tokens own the entries at the frontier, by marks on the positions."""
         late = sorted(axes, key=lambda k: -internals.moment(recorded.nodes[k[0]]))
-        wanted = {k: gradient for k in late if (gradient := at.get(k)) is not None}
+        given = {k: gradient for k in late if (gradient := at.get(k)) is not None}
+        wanted = {k: gradient for k, gradient in given.items() if gradient.numel()}
         marks = Marks.of(recorded.losses.detach()[0], self.evaluations, recorded.dtypes)
         passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
         own: dict[Output, Axis] = {}

@@ -59,6 +59,11 @@ class Site:
         assert axis is not None
         return axis
 
+    @property
+    def lies_along_several(self) -> bool:
+        """Whether entries have owners along several axes together."""
+        return any(isinstance(axis, OwnedAxis) and axis.others for axis in self.axes)
+
     def saved(self, name: str) -> Any:
         """Return what the operation saved under `name`."""
         return internals.saved(self.node, name)

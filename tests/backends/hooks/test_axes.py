@@ -9,12 +9,14 @@ import torch
 from gradscope.backends.hooks.graph import axes as module
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
+    Combinations,
     Marks,
     OwnedAxis,
     SampleAxis,
     growth,
     layouts,
     owned,
+    owned_exactly,
     row_axis,
     support,
 )
@@ -100,7 +102,7 @@ def test_owners_are_read_off_marked_gradients(axis: int, dtype: torch.dtype, n: 
     pair = (values, marked(values, owner, marks))
     if axis == 1:
         pair = (values.T, [t.T for t in pair[1]])
-    assert owned(*pair, axis, marks).owner.tolist() == owner.tolist()
+    assert owned(*pair, (axis,), marks).owner.tolist() == owner.tolist()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_an_entry_of_two_samples_has_no_owner(share: float, dtype: torch.dtype) 
         for weighted, w in zip(every, marks.weights, strict=True):
             weighted[2] = 0.3 * ((1 - share) * w[2] + share * w[4])
         try:
-            owned(gradient, every, 0, marks)
+            owned(gradient, every, (0,), marks)
         except ValueError as error:
             assert "several samples" in str(error)
             seen += 1
@@ -133,7 +135,9 @@ def test_a_number_of_two_samples_passes_by_chance_seldom(n: int) -> None:
         marks, both = Marks.of(torch.zeros(n), seed), torch.randperm(n, generator=generator)[:2]
         assert len(marks.weights) == 1
         with suppress(ValueError):
-            owned(torch.full((1, 1), 2.0), [marks.weights[:, both].sum(1, keepdim=True)], 0, marks)
+            owned(
+                torch.full((1, 1), 2.0), [marks.weights[:, both].sum(1, keepdim=True)], (0,), marks
+            )
             taken += 1
     assert taken < 38
 
@@ -142,7 +146,41 @@ def test_what_cancels_belongs_to_both() -> None:
     marks = Marks.of(torch.zeros(2), seed=0)
     (weighted,) = (torch.stack([w, (w[0] - w[1]).expand(2)]) for w in marks.weights)
     with pytest.raises(ValueError, match="several samples"):
-        owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], 0, marks)
+        owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], (0,), marks)
+
+
+def in_passes(values: torch.Tensor, parts: dict[int, float], some: Combinations) -> list[Any]:
+    """The gradients of each pass, of values to which so much of several samples adds."""
+    shares = [sum(share * w[k] for k, share in parts.items()) for w in some.weights]
+    return [values * share for share in shares]
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_passes_with_some_samples_show_owners_exactly(n: int, dtype: torch.dtype) -> None:
+    """Whatever rounding does to the numbers, and down to the smallest there are."""
+    generator = torch.Generator().manual_seed(n)
+    owner = torch.randint(-1, n, (2 * n,), generator=generator)
+    some = Combinations.of(torch.zeros(n, dtype=dtype), seed=1)
+    size = torch.rand(2 * n, 3, generator=generator).to(dtype) + 0.5
+    size[::2] = torch.finfo(dtype).smallest_normal / 4
+    passes = []
+    for w in some.weights:
+        noise = 1 + 0.4 * torch.rand(2 * n, 3, generator=generator).to(dtype)
+        passes.append(size * noise * (w[owner.clamp_min(0)] * (owner >= 0)).unsqueeze(1))
+    assert owned_exactly(passes, (0,), some).owner.tolist() == owner.tolist()
+    assert owned_exactly([t.T for t in passes], (1,), some).owner.tolist() == owner.tolist()
+
+
+@pytest.mark.parametrize("n", [2, 5, 30])
+@pytest.mark.parametrize("share", [1.0, 1e-3, 1e-6, -1.0])
+@pytest.mark.parametrize("size", [1.0, 1e-8, 1e-30])
+def test_a_little_of_another_sample_is_seen_at_any_size(n: int, share: float, size: float) -> None:
+    some = Combinations.of(torch.zeros(n), seed=1)
+    for other in range(1, n):
+        passes = in_passes(torch.full((4, 2), size), {0: 1.0, other: share}, some)
+        with pytest.raises(ValueError, match="several samples"):
+            owned_exactly(passes, (0,), some)
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])

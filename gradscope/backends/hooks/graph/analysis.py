@@ -15,6 +15,7 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
     Axis,
+    Combinations,
     Growth,
     Marks,
     OwnedAxis,
@@ -22,6 +23,7 @@ from gradscope.backends.hooks.graph.axes import (
     growth,
     layouts,
     owned,
+    owned_exactly,
     support,
 )
 from gradscope.backends.hooks.graph.movement import Followed, Known, Owners, Way, ways
@@ -48,9 +50,9 @@ class Analysis:
     program: RecordedProgram  # what was analysed
     # the sample axis of each output, at the frontier or where samples move, that has them in order
     axes: dict[Output, SampleAxis]
-    # the axis of each output at the frontier whose owners each batch must tell: masked, sorted
+    # the axes of each output at the frontier whose owners each batch must tell: masked, sorted
     # or packed rows, or rows without a gradient so far
-    open: dict[Output, int]
+    open: dict[Output, tuple[int, ...]]
     # the nodes on samples, the losses' first, and how samples go through each of their inputs
     order: tuple[int, ...]
     ways: dict[tuple[int, int], Way]
@@ -88,8 +90,9 @@ class Analysis:
         A layout that was found on other samples holds only where nothing moves samples after it.
         Elsewhere the batch's own indices tell whose entries are whose. Where they do not, it is
         found by one more backward pass (few, in half): with each loss weighted by a mark of its
-        own, a gradient shows the mark of its owner. Where the layers are divided over processes,
-        `agree` says whether any of them needs such passes: then all make them, and whole ones.
+        own, a gradient shows the mark of its owner. Where rounding hides the mark, passes with some
+        of the losses show it. Where the layers are divided over processes, `agree` says whether any
+        of them needs such passes: then all make them, and whole ones.
 
         Raises:
             UnsupportedError: An entry belongs to no single sample.
@@ -98,36 +101,60 @@ class Analysis:
         if any(way is not Way.STAYS for way in self.ways.values()):
             known = Followed(batch, self.order, self.ways, self.sizes, self.axes).owners()
         found: dict[Output, Axis] = {}
-        unknown: dict[Output, int] = {}
+        unknown: dict[Output, tuple[int, ...]] = {}
         for output in at:
             axis, owners = self.axes.get(output), known.get(output, Known.IN_ORDER)
             if isinstance(owners, Tensor):
-                found[output] = OwnedAxis(self._axis(output), owners)
+                found[output] = OwnedAxis(self._axes(output)[0], owners)
             elif axis is not None and owners is Known.IN_ORDER:
                 found[output] = axis
             elif output in self.axes or output in self.open:
-                unknown[output] = self._axis(output)
-        wanted = {k: gradient for k in unknown if (gradient := at.get(k)) is not None}
+                unknown[output] = self._axes(output)
+        wanted = {
+            k: gradient for k in unknown if (gradient := at.get(k)) is not None and gradient.numel()
+        }
         if not (bool(wanted) if agree is None else agree(bool(wanted))):
             return found
         marks = Marks.of(batch.losses.detach(), seed, batch.dtypes)
         asked = [*(wanted if agree is None else at)]
-        alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
-        passes = [batch.gradients(asked, weights.view(alike)) for weights in marks.weights]
+        passes = _passes(batch, asked, marks.weights)
+        unclear = {}
         for output, once in wanted.items():
-            often = (weighted[output] for weighted in passes)
-            # no gradient at all is one of zeros
-            weighted = [torch.zeros_like(once) if t is None else t for t in often]
             try:
-                found[output] = owned(once, weighted, unknown[output], marks)
+                found[output] = owned(once, passes(output, once), unknown[output], marks)
+            except ValueError:
+                unclear[output] = once
+        if not (bool(unclear) if agree is None else agree(bool(unclear))):
+            return found
+        some = Combinations.of(batch.losses.detach(), seed)
+        passes = _passes(batch, [*(unclear if agree is None else at)], some.weights)
+        for output, once in unclear.items():
+            try:
+                found[output] = owned_exactly(passes(output, once), unknown[output], some)
             except ValueError as error:
-                raise _refused(batch, output[0], str(error)) from error
+                raise refused(batch, output[0], str(error)) from error
         return found
 
-    def _axis(self, output: Output) -> int:
-        grows = self.sizes[output]
-        assert grows is not None  # where several axes grow, the program is refused
-        return grows[0]
+    def _axes(self, output: Output) -> tuple[int, ...]:
+        grows = self.sizes.get(output)
+        if grows is None:
+            return self.open[output]
+        return (grows[0],)
+
+
+def _passes(
+    batch: Trace, outputs: list[Output], weights: Tensor
+) -> Callable[[Output, Tensor], list[Tensor]]:
+    """Return what gives an output's gradients in backward passes with weights (passes, n)."""
+    alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
+    passes = [batch.gradients(outputs, row.view(alike)) for row in weights]
+
+    def of(output: Output, once: Tensor) -> list[Tensor]:
+        every = (found[output] for found in passes)
+        # no gradient at all is one of zeros
+        return [torch.zeros_like(once) if t is None else t for t in every]
+
+    return of
 
 
 def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
@@ -150,9 +177,10 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         for k, (shape, other) in enumerate(zip(shapes, second.shapes[node], strict=True))
     }
     sizes = {output: grows for output, grows in found.items() if grows != CONSTANT}
+    sizes |= _empty(first, sizes)
     on_samples = {node for node, _ in sizes}
     leaves = ((k, internals.leaf(node)) for k, node in enumerate(first.nodes))
-    wanted = _upstream_closed(first, [k for k, leaf in leaves if id(leaf) in parameters])
+    wanted = downstream(first, [k for k, leaf in leaves if id(leaf) in parameters])
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(on_samples)
@@ -170,9 +198,9 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         if v is not None and k[0] not in needed and (k[0] in at_moves or k in moved)
     }
     axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed}, also)
-    for node in sorted((_upstream_closed(first, on_samples) - on_samples) & wanted):
+    for node in sorted((downstream(first, on_samples) - on_samples) & wanted):
         what = "a value without a sample axis is computed from all samples of the batch"
-        raise _refused(first, node, what)
+        raise refused(first, node, what)
     return Analysis(
         program=RecordedProgram.of(first),
         axes=axes,
@@ -182,6 +210,31 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         frontier=frontier,
         sizes=sizes,
     )
+
+
+def _empty(trace: Trace, grown: Iterable[Output]) -> dict[Output, Growth]:
+    """Return the growth of outputs that have no entry in this batch: samples may have some later.
+
+    Where an operation without a sample axis uses such an output, it has to stay empty: with entries
+    in it, that operation would be computed from samples.
+    """
+    found: dict[Output, Growth] = {
+        (node, k): (shape.index(0), None)
+        for node, shapes in enumerate(trace.shapes)
+        for k, shape in enumerate(shapes)
+        if shape.count(0) == 1 and (node, k) not in grown
+    }
+    while True:
+        on_samples = {node for node, _ in (*grown, *found)}
+        fixed = {
+            source
+            for node, row in enumerate(trace.edges)
+            for source in row
+            if node not in on_samples and source in found
+        }
+        if not fixed:
+            return found
+        found = {output: grows for output, grows in found.items() if output not in fixed}
 
 
 def _other_program(first: Trace, second: Trace) -> UnsupportedError:
@@ -200,12 +253,16 @@ def _other_program(first: Trace, second: Trace) -> UnsupportedError:
     )
 
 
-def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
-    """Return all nodes that have a seed among themselves and what they were computed from."""
+def downstream(trace: Trace, seeds: Iterable[int]) -> set[int]:
+    """Return all nodes that have a seed among themselves and what they were computed from.
+
+    Nothing is computed from an output without entries.
+    """
     consumers: dict[int, list[int]] = {}
     for node, row in enumerate(trace.edges):
-        for source, _ in row:
-            consumers.setdefault(source, []).append(node)
+        for source, output in row:
+            if source >= 0 and 0 not in trace.shapes[source][output]:
+                consumers.setdefault(source, []).append(node)
     stack = [*seeds]
     closed = set(stack)
     while stack:
@@ -218,7 +275,7 @@ def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
 
 def _layouts(
     trace: Trace, sizes: dict[Output, Growth | None], also: Mapping[Output, Growth]
-) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
+) -> tuple[dict[Output, SampleAxis], dict[Output, tuple[int, ...]]]:
     """Find the outputs' layouts from the gradients of single losses with respect to them.
 
     Those that are certain come first, then the axes whose layout each batch must tell. What else is
@@ -228,11 +285,11 @@ def _layouts(
     for (node, k), grows in sizes.items():
         if grows is None:
             what = f"an output of shape {trace.shapes[node][k]} has no single sample axis"
-            raise _refused(trace, node, what)
+            raise refused(trace, node, what)
         growths[node, k] = grows
     growths.update(also)
     axes: dict[Output, SampleAxis] = {}
-    still_open: dict[Output, int] = {}
+    still_open: dict[Output, tuple[int, ...]] = {}
     samples = sorted({0, trace.n // 2, trace.n - 1}) if growths else []
     edges = [internals.edge(trace.nodes[node], k) for node, k in growths]
     gradients = {}
@@ -251,7 +308,7 @@ def _layouts(
         if len(fitting) == 1:
             axes[output] = fitting[0]
         else:
-            still_open[output] = axis
+            still_open[output] = (axis,)
     return axes, still_open
 
 
@@ -268,8 +325,9 @@ def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -
             "the loss of one sample has a gradient with respect to the values of another",
             where=f"operation {trace.kinds[output[0]]}",
         )
-    raise _refused(trace, output[0], "a value is made from several samples, or is used by them")
+    raise refused(trace, output[0], "a value is made from several samples, or is used by them")
 
 
-def _refused(trace: Trace, node: int, what: str) -> UnsupportedError:
+def refused(trace: Trace, node: int, what: str) -> UnsupportedError:
+    """Return the error that names an operation."""
     return UnsupportedError(what, where=f"operation {trace.kinds[node]}", remedy=OTHERS)

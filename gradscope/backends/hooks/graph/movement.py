@@ -237,7 +237,7 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     **_named(  # on the last two axes
         lambda p: p.in_place and p.axis < p.rank - 2,
         "Cdist LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr "
-        "LinalgSlogdet LinalgSvd Tril Triu",
+        "LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd TriangularSolve Tril Triu",
     ),
     **_named(  # over the last axes
         lambda p: p.in_place and p.axis < p.rank - len(p.saved("normalized_shape")),
@@ -335,16 +335,21 @@ class Followed:
         if owners is Known.IN_ORDER and way is Way.STAYS:
             return owners
         listed, sizes = self._listed(output, owners), (self.sizes[source], self.sizes[output])
-        if listed is None or sizes[0] is None or sizes[1] is None:
+        if sizes[0] is None or sizes[1] is None:
             return Known.NOTHING
         node = output[0]
+        given, made = self.batch.shapes[source[0]][source[1]], self.batch.shapes[node][output[1]]
+        if not prod(given) or not prod(made):  # no entry has a gradient from here
+            return torch.full((given[sizes[0][0]],), -1, device=self.batch.losses.device)
+        if listed is None:
+            return Known.NOTHING
         name = named(self.batch.kinds[node])
         step = Step(
             saved=partial(internals.saved, self.batch.nodes[node]),
             slot=slot,
-            shape=self.batch.shapes[source[0]][source[1]],
+            shape=given,
             axis=sizes[0][0],
-            out_shape=self.batch.shapes[node][output[1]],
+            out_shape=made,
             out_axis=sizes[1][0],
         )
         if way is Way.MOVES:
