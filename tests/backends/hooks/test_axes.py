@@ -15,8 +15,10 @@ from gradscope.backends.hooks.graph.axes import (
     SampleAxis,
     growth,
     layouts,
+    nonzero,
     owned,
     owned_exactly,
+    owned_singly,
     row_axis,
     support,
 )
@@ -168,8 +170,10 @@ def test_passes_with_some_samples_show_owners_exactly(n: int, dtype: torch.dtype
     for w in some.weights:
         noise = 1 + 0.4 * torch.rand(2 * n, 3, generator=generator).to(dtype)
         passes.append(size * noise * (w[owner.clamp_min(0)] * (owner >= 0)).unsqueeze(1))
-    assert owned_exactly(passes, (0,), some).owner.tolist() == owner.tolist()
-    assert owned_exactly([t.T for t in passes], (1,), some).owner.tolist() == owner.tolist()
+    seen = [nonzero(t, (0,)) for t in passes]
+    assert owned_exactly(seen, (0,), some).owner.tolist() == owner.tolist()
+    seen = [nonzero(t.T, (1,)) for t in passes]
+    assert owned_exactly(seen, (1,), some).owner.tolist() == owner.tolist()
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])
@@ -180,7 +184,21 @@ def test_a_little_of_another_sample_is_seen_at_any_size(n: int, share: float, si
     for other in range(1, n):
         passes = in_passes(torch.full((4, 2), size), {0: 1.0, other: share}, some)
         with pytest.raises(ValueError, match="several samples"):
-            owned_exactly(passes, (0,), some)
+            owned_exactly([nonzero(t, (0,)) for t in passes], (0,), some)
+
+
+def test_rounding_that_vanishes_in_some_passes_is_left_to_single_ones() -> None:
+    some = Combinations.of(torch.zeros(8), seed=1)
+    seen = list(some.chosen.T.clone())
+    seen[int(some.chosen[3].nonzero()[0])][3] = False
+    with pytest.raises(ValueError, match="several samples"):
+        owned_exactly(seen, (0,), some)
+    single = torch.eye(8, dtype=torch.bool)
+    single[5, 5] = False
+    assert owned_singly([*single], (0,)).owner.tolist() == [0, 1, 2, 3, 4, -1, 6, 7]
+    single[6, 2] = True
+    with pytest.raises(ValueError, match="several samples"):
+        owned_singly([*single], (0,))
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])

@@ -5,8 +5,9 @@ parameter-only, and the frontier between the two. From the gradients of single l
 merged axes, and whether samples are coupled. What is left open, each batch tells itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from gradscope.backends.hooks.graph.axes import (
     SampleAxis,
     growth,
     layouts,
+    nonzero,
     owned,
     owned_exactly,
+    owned_singly,
     support,
 )
 from gradscope.backends.hooks.graph.movement import Followed, Known, Owners, Way, ways
@@ -91,8 +94,9 @@ class Analysis:
         Elsewhere the batch's own indices tell whose entries are whose. Where they do not, it is
         found by one more backward pass (few, in half): with each loss weighted by a mark of its
         own, a gradient shows the mark of its owner. Where rounding hides the mark, passes with some
-        of the losses show it. Where the layers are divided over processes, `agree` says whether any
-        of them needs such passes: then all make them, and whole ones.
+        of the losses show the owner, or one pass for each loss. Where the layers are divided over
+        processes, `agree` says whether any of them needs such passes: then all make them, and whole
+        ones.
 
         Raises:
             UnsupportedError: An entry belongs to no single sample.
@@ -115,24 +119,27 @@ class Analysis:
         }
         if not (bool(wanted) if agree is None else agree(bool(wanted))):
             return found
-        marks = Marks.of(batch.losses.detach(), seed, batch.dtypes)
-        asked = [*(wanted if agree is None else at)]
-        passes = _passes(batch, asked, marks.weights)
-        unclear = {}
-        for output, once in wanted.items():
-            try:
-                found[output] = owned(once, passes(output, once), unknown[output], marks)
-            except ValueError:
-                unclear[output] = once
-        if not (bool(unclear) if agree is None else agree(bool(unclear))):
-            return found
-        some = Combinations.of(batch.losses.detach(), seed)
-        passes = _passes(batch, [*(unclear if agree is None else at)], some.weights)
-        for output, once in unclear.items():
-            try:
-                found[output] = owned_exactly(passes(output, once), unknown[output], some)
-            except ValueError as error:
-                raise refused(batch, output[0], str(error)) from error
+        error: UnsupportedError | None = None
+        for attempt in _attempts(batch, seed):
+            passes = _passes(batch, [*(wanted if agree is None else at)], attempt.weights)
+            kept: dict[Output, list[Tensor]] = {k: [] for k in wanted}
+            for gradients in passes:
+                for k, once in wanted.items():
+                    t = gradients[k]  # no gradient at all is one of zeros
+                    kept[k].append(
+                        attempt.keep(torch.zeros_like(once) if t is None else t, unknown[k])
+                    )
+            unclear = {}
+            for k, once in wanted.items():
+                try:
+                    found[k] = attempt.find(once, kept[k], unknown[k])
+                except ValueError as raised:
+                    unclear[k], error = once, refused(batch, k[0], str(raised))
+            wanted = unclear
+            if not (bool(wanted) if agree is None else agree(bool(wanted))):
+                return found
+        if error is not None and wanted:
+            raise error
         return found
 
     def _axes(self, output: Output) -> tuple[int, ...]:
@@ -142,19 +149,36 @@ class Analysis:
         return (grows[0],)
 
 
+class _Attempt(NamedTuple):
+    """A way to find the owners of entries by backward passes."""
+
+    weights: Tensor  # (passes, n), of the losses
+    # (gradient of a pass, axes) to what is kept of it
+    keep: Callable[[Tensor, tuple[int, ...]], Tensor]
+    # (gradient of Σᵢ Lᵢ, what was kept of each pass, axes) to owners; ValueError: it cannot tell
+    find: Callable[[Tensor, list[Tensor], tuple[int, ...]], OwnedAxis]
+
+
+def _attempts(batch: Trace, seed: int) -> Iterator[_Attempt]:
+    """Yield the ways to find owners, each slower than the one before and more certain."""
+    losses = batch.losses.detach()
+    marks = Marks.of(losses, seed, batch.dtypes)
+    yield _Attempt(
+        marks.weights, lambda t, axes: t, lambda once, t, axes: owned(once, t, axes, marks)
+    )
+    some = Combinations.of(losses, seed)
+    if len(some.weights) < batch.n:
+        yield _Attempt(some.weights, nonzero, lambda once, t, axes: owned_exactly(t, axes, some))
+    every = torch.eye(batch.n, dtype=losses.dtype, device=losses.device)
+    yield _Attempt(every, nonzero, lambda once, t, axes: owned_singly(t, axes))
+
+
 def _passes(
     batch: Trace, outputs: list[Output], weights: Tensor
-) -> Callable[[Output, Tensor], list[Tensor]]:
-    """Return what gives an output's gradients in backward passes with weights (passes, n)."""
+) -> Iterator[dict[Output, Tensor | None]]:
+    """Yield the gradients by outputs in backward passes with weights (passes, n)."""
     alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
-    passes = [batch.gradients(outputs, row.view(alike)) for row in weights]
-
-    def of(output: Output, once: Tensor) -> list[Tensor]:
-        every = (found[output] for found in passes)
-        # no gradient at all is one of zeros
-        return [torch.zeros_like(once) if t is None else t for t in every]
-
-    return of
+    return (batch.gradients(outputs, row.view(alike)) for row in weights)
 
 
 def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:

@@ -231,7 +231,8 @@ class Combinations:
     Each sample has a combination of passes of its own, all of the same size. A gradient to which no
     sample adds is exactly zero. So an entry is of one sample if it is nonzero in the passes of that
     sample and zero in all others: however small it is, and whatever rounding does to it. Two
-    samples together are in more passes than one.
+    samples together are in more passes than one. What is nothing but rounding may be zero in some
+    passes of its sample; then only a pass of each sample alone can tell.
     """
 
     weights: Tensor  # (passes, n), of each sample's loss: 0, or between 1 and 2
@@ -252,18 +253,27 @@ class Combinations:
         return cls(found, chosen.to(losses.device))
 
     def owners(self, passes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sample that owns each entry, -1 where there is none, and which are shared.
+        """Return the sample that owns each entry, and which entries several samples share.
+
+        The owner is -1 where there is none, and -2 where a pass of each sample alone has to tell.
 
         Args:
             passes: int32, those in which an entry is not zero: a binary number, lowest digit first.
         """
         numbers, order = binary(self.chosen.T).sort()
         at = torch.searchsorted(numbers, passes.contiguous()).clamp(max=len(numbers) - 1)
-        known = numbers[at] == passes
-        return torch.where(known, order[at], -1), ~known & (passes != 0)
+        owner = torch.where(numbers[at] == passes, order[at], -1)
+        left = (owner < 0) & (passes != 0)
+        if not bool(left.any()):
+            return owner, left
+        distinct, place = passes[left].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        within = ((distinct.unsqueeze(1) & ~numbers) == 0).any(1)[place]
+        owner[left] = torch.where(within, -2, -1)
+        return owner, left & (owner == -1)
 
 
 _NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
+_SEVERAL = "an entry's gradient comes from the losses of several samples"
 _DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
 
@@ -297,23 +307,40 @@ def owned(
     most = torch.stack([size, *(t / marks.values[-1].to(t.dtype) for t in sizes)]).amax(0)
     noise = most <= min(_NOISE * eps, eps**0.75) * most.amax() if len(most) else torn
     if bool((torn & ~noise).any()):
-        raise ValueError("an entry's gradient comes from the losses of several samples")
+        raise ValueError(_SEVERAL)
     return OwnedAxis(axes[0], torch.where((most == 0) | torn, -1, owner), axes[1:])
 
 
 def owned_exactly(
-    gradients: Sequence[Tensor], axes: tuple[int, ...], passes: Combinations
+    touched: Sequence[Tensor], axes: tuple[int, ...], passes: Combinations
 ) -> OwnedAxis:
-    """Find the owner of each entry of an axis, or several, by the gradient of each pass.
+    """Find the owner of each entry of an axis, or several, by where each pass is not zero.
+
+    Raises:
+        ValueError: An entry belongs to no single sample, or does not show whose it is.
+    """
+    owner, shared = passes.owners(binary(torch.stack([*touched])))
+    if bool((shared | (owner == -2)).any()):
+        raise ValueError(_SEVERAL)
+    return OwnedAxis(axes[0], owner, axes[1:])
+
+
+def owned_singly(touched: Sequence[Tensor], axes: tuple[int, ...]) -> OwnedAxis:
+    """Find the owner of each entry of an axis, or several, by where each sample's loss is not zero.
 
     Raises:
         ValueError: An entry belongs to no single sample.
     """
-    touched = torch.stack([(_entries(t, axes) != 0).any(1) for t in gradients])
-    owner, shared = passes.owners(binary(touched))
-    if bool(shared.any()):
-        raise ValueError("an entry's gradient comes from the losses of several samples")
-    return OwnedAxis(axes[0], owner, axes[1:])
+    nonzero = torch.stack([*touched]).to(torch.int32)
+    count, owner = nonzero.sum(0), nonzero.argmax(0)
+    if bool((count > 1).any()):
+        raise ValueError(_SEVERAL)
+    return OwnedAxis(axes[0], torch.where(count == 1, owner, -1), axes[1:])
+
+
+def nonzero(gradient: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return a mask over the entries of the axes (m,): where the gradient is not zero."""
+    return (_entries(gradient, axes) != 0).any(1)
 
 
 def binary(digits: Tensor) -> Tensor:
