@@ -24,6 +24,7 @@ from gradscope.backends.base import (
     token_backends,
 )
 from gradscope.backends.hooks import recurrent
+from gradscope.backends.hooks.evidence import are_apart
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
 from gradscope.backends.hooks.graph.axes import Axis, Marks, row_axis
@@ -35,15 +36,14 @@ from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
-from gradscope.core.problem import Problem, differentiable_inputs, double_precision, unfused
+from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.core.releases import require
 from gradscope.core.texts import listed
-from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
+from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 
 __all__ = ["hooks"]
 
 _REMEMBERED = 256  # programs: sequences of so many lengths, for example
-_SHIFT = 0.01  # of a parameter's size, by which losses must stay independent
 _SMALL, _SMALLER = 3, 2  # samples of forward passes that show the sample axes
 
 
@@ -131,16 +131,6 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
             return replace(one_graph(problem, batch), note=note)
 
     yield evaluate
-
-
-def move_parameters(problem: Problem) -> None:
-    """Change each parameter by a hundredth of its size, at random; zeros become hundredths."""
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in problem.parameters.values():
-            noise = torch.randn(p.shape, generator=draw, dtype=p.real.dtype).to(p)
-            size = float(p.abs().square().mean().sqrt()) if p.numel() else 0.0
-            p.add_(noise, alpha=_SHIFT * (size or 1.0))
 
 
 class _Program:
@@ -277,21 +267,10 @@ class _Program:
         """Find out about a program by the gradients of its batch alone.
 
         Comparing batches of two sizes shows what samples compute together. This does not: a value
-        that all of them use may depend on them. So it is for losses that are the same in other
-        company in float64, also for parameters that are a little different.
+        that all of them use may depend on them. So float64 has to show that it does not.
         """
-        try:
-            wide, cast = self.problem.converted(torch.float64), batch.in_double_precision()
-            with double_precision():
-                require_independent(wide, cast)
-                move_parameters(wide)
-                if not bool(wide.losses(cast).isfinite().all()):
-                    raise error
-                require_independent(wide, cast)
-        except CoupledSamplesError:
-            raise
-        except (ModelError, RefusedError):
-            raise error from None
+        if not are_apart(self.problem, batch, recorded.losses.detach()):
+            raise error
         named = {id(p) for p in self.problem.parameters.values()}
         analysis = analyse_owners(recorded, named, seed=self.evaluations)
         self.known = [*self.known[-_REMEMBERED:], analysis]

@@ -19,7 +19,6 @@ from gradscope.backends.hooks.graph.analysis import Analysis, FrontierEdge, down
 from gradscope.backends.hooks.graph.axes import Combinations
 from gradscope.backends.hooks.graph.movement import VIEWS, named
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
-from gradscope.errors import CoupledSamplesError
 
 _PLAIN = VIEWS | {"Alias", "Clone", "Permute", "T", "ToCopy", "Transpose"}
 _SHARED = "a value is made from several samples, or is used by them"
@@ -35,7 +34,6 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
 
     Raises:
         UnsupportedError: Samples cannot be told apart.
-        CoupledSamplesError: A loss depends on the inputs of other samples.
     """
     leaves = {
         k: leaf for k, node in enumerate(trace.nodes) if (leaf := internals.leaf(node)) is not None
@@ -107,10 +105,7 @@ def _numbers(
 def _require_own_inputs(trace: Trace, node: int, number: Tensor | None, some: Combinations) -> None:
     """Refuse if losses of several samples have a gradient by one sample's inputs."""
     if number is not None and bool(some.owners(number)[1].any()):
-        raise CoupledSamplesError(
-            "the loss of one sample has a gradient with respect to the values of another",
-            where=f"operation {trace.kinds[node]}",
-        )
+        raise refused(trace, node, "the losses of several samples have a gradient by one's inputs")
 
 
 def owned_axes(owners: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
