@@ -160,8 +160,13 @@ class _Program:
             analysis = self._analysis(recorded, batch) if new or known is None else known
             if new:
                 self.problem.any(False)  # where one process refuses, no other begins a pass
-            gradients = self._gradients(self._parts(recorded, analysis), losses)
-        return Evaluation(losses.detach(), gradients, new=new)
+            try:
+                parts = self._parts(recorded, analysis)
+            except UnsupportedError as error:  # a row that two samples use, for example
+                self.known = [other for other in self.known if other is not analysis]
+                parts = self._parts(recorded, self._by_owners(recorded, batch, error))
+                new = True
+        return Evaluation(losses.detach(), self._gradients(parts, losses), new=new)
 
     def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
@@ -259,8 +264,6 @@ class _Program:
         try:
             return self._analysed(recorded, batch, other)
         except UnsupportedError as error:
-            if self.problem.sharding is not None or recorded.asked is not None:
-                raise
             return self._by_owners(recorded, batch, error)
 
     def _by_owners(self, recorded: Trace, batch: Batch, error: UnsupportedError) -> Analysis:
@@ -269,7 +272,8 @@ class _Program:
         Comparing batches of two sizes shows what samples compute together. This does not: a value
         that all of them use may depend on them. So float64 has to show that it does not.
         """
-        if not are_apart(self.problem, batch, recorded.losses.detach()):
+        here = self.problem.sharding is None and recorded.asked is None
+        if not here or not are_apart(self.problem, batch, recorded.losses.detach()):
             raise error
         named = {id(p) for p in self.problem.parameters.values()}
         analysis = analyse_owners(recorded, named, seed=self.evaluations)

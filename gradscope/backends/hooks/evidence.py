@@ -49,13 +49,12 @@ def _same_gradients(problem: Problem, batch: Batch) -> bool:
     spread: list[Tensor] | None = None
     for parts in partitions:
         apart = _slopes(problem, batch, weights, parts)
-        gaps = [(one - other).norm() for one, other in zip(whole, apart, strict=True)]
-        if all(
-            float(gap) <= _EXACT * float(one.norm()) for gap, one in zip(gaps, whole, strict=True)
-        ):
-            continue
-        spread = _spread(problem, batch, weights, whole) if spread is None else spread
-        if not all(float(gap) <= _LUCK * float(t) for gap, t in zip(gaps, spread, strict=True)):
+        gaps = [float((one - other).norm()) for one, other in zip(whole, apart, strict=True)]
+        # written so that a NaN is left
+        left = [k for k, one in enumerate(whole) if not gaps[k] <= _EXACT * float(one.norm())]
+        if left and spread is None:
+            spread = _spread(problem, batch, weights, whole)
+        if not all(spread and gaps[k] <= _LUCK * float(spread[k]) for k in left):
             return False
     return True
 

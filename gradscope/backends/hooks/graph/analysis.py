@@ -222,13 +222,14 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         if v is not None and k[0] not in needed and (k[0] in at_moves or k in moved)
     }
     axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed}, also)
+    axes |= _layouts_by_use(first, [k for k in still_open if k[0] in needed], sizes, how)
     for node in sorted((downstream(first, on_samples) - on_samples) & wanted):
         what = "a value without a sample axis is computed from all samples of the batch"
         raise refused(first, node, what)
     return Analysis(
         program=RecordedProgram.of(first),
         axes=axes,
-        open=still_open,
+        open={k: axis for k, axis in still_open.items() if k not in axes},
         order=order,
         ways=how,
         frontier=frontier,
@@ -334,6 +335,66 @@ def _layouts(
         else:
             still_open[output] = (axis,)
     return axes, still_open
+
+
+def _layouts_by_use(
+    trace: Trace,
+    outputs: Iterable[Output],
+    sizes: Mapping[Output, Growth | None],
+    how: Mapping[tuple[int, int], Way],
+) -> dict[Output, SampleAxis]:
+    """Find layouts of outputs all of whose uses leave the samples in place.
+
+    The gradient of a loss may vanish by itself: by the bias of one InstanceNorm before another.
+    What reaches an entry shows all the same by a random gradient of one sample's results.
+    """
+    uses: dict[Output, list[tuple[int, int]]] = {k: [] for k in outputs}
+    for node, row in enumerate(trace.edges):
+        for slot, source in enumerate(row):
+            if source in uses:
+                uses[source].append((node, slot))
+    plain = {
+        output: users
+        for output, users in uses.items()
+        if users and all(how.get(k) is Way.STAYS and len(trace.shapes[k[0]]) == 1 for k in users)
+    }
+    grown = {
+        (node, 0): grows
+        for users in plain.values()
+        for node, _ in users
+        if (grows := sizes.get((node, 0))) is not None
+    }
+    known = _layouts(trace, {}, grown)[0]
+    found: dict[Output, SampleAxis] = {}
+    for output, users in plain.items():
+        grows = sizes[output]
+        if grows is None or grows[1] is None or any((k, 0) not in known for k, _ in users):
+            continue
+        each = [_reach(trace, use, known[use[0], 0], grows[0]) for use in users]
+        supports = {j: torch.stack([one[j] for one in each]).any(0) for j in each[0]}
+        fitting = layouts(grows[0], grows[1], trace.n, supports)
+        if len(fitting) == 1:
+            found[output] = fitting[0]
+    return found
+
+
+def _reach(trace: Trace, use: tuple[int, int], layout: SampleAxis, axis: int) -> dict[int, Tensor]:
+    """Return masks over an axis of an operation's input: what reaches the results of samples."""
+    node, slot = use
+    draw = torch.Generator().manual_seed(0)
+    given = torch.randn(trace.shapes[node][0], generator=draw)
+    given = given.to(trace.losses.device, internals.output_dtypes(trace.nodes[node])[0])
+    source, output = trace.edges[node][slot]
+    found = {}
+    for j in {0, trace.n // 2, trace.n - 1}:
+        pulled = internals.pull(trace.nodes[node], (layout.only(given, trace.n, j),))[slot]
+        shape = trace.shapes[source][output]
+        found[j] = (
+            torch.zeros(shape[axis], dtype=torch.bool)
+            if pulled is None
+            else support(pulled.sum_to_size(shape), axis)
+        )
+    return found
 
 
 def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:

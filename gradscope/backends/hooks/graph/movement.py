@@ -185,6 +185,11 @@ def _grouped(p: Passage) -> bool:
     return p.rank == p.out_rank == 2 and p.axis == p.out_axis == p.slot
 
 
+def _along_channels(p: Passage) -> bool:
+    """Weights and biases (n · c,) for values (1, n · c, ...), as in instance normalisation."""
+    return p.slot in (1, 2) and p.rank == 1 and p.out_axis == 1
+
+
 def _time_major(p: Passage) -> bool:
     """Recurrent layers, values (t, n, ·) and states (n, ·) or (layers, n, ·)."""
     return p.out_axis == 1 and p.axis == (0 if p.rank == 2 else 1)
@@ -233,7 +238,10 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     **_named(_sliced, "Slice Split SplitWithSizes UnsafeSplit"),
     **_named(_padded, "ConstantPadNd"),
     # statistics are taken over the samples, or are not: in either case all stay where they are
-    **_named(lambda p: p.in_place, "CudnnBatchNorm MiopenBatchNorm NativeBatchNorm"),
+    **_named(
+        lambda p: p.in_place or _along_channels(p),
+        "CudnnBatchNorm MiopenBatchNorm NativeBatchNorm",
+    ),
     **_named(  # on the last two axes
         lambda p: p.in_place and p.axis < p.rank - 2,
         "Cdist LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr "
