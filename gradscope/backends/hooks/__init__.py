@@ -35,7 +35,12 @@ from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
-from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
+from gradscope.core.independence import (
+    coupled_remedy,
+    mixing_layer,
+    require_independent,
+    require_unaffected,
+)
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.core.releases import require
 from gradscope.core.texts import listed
@@ -143,6 +148,7 @@ class _Program:
         self.doubled = False  # a single sample whose positions are asked for stands twice
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
+        self.apart = False  # whether float64 has shown that gradients do not mix samples
         self.evaluations = 0
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
@@ -270,11 +276,15 @@ class _Program:
         """Find out about a program by the gradients of its batch alone.
 
         Comparing batches of two sizes shows what samples compute together. This does not: a value
-        that all of them use may depend on them. So float64 has to show that it does not.
+        that all of them use may depend on them. So float64 has to show once that it does not;
+        of later programs, losses that other samples leave unchanged do.
         """
-        here = self.problem.sharding is None and recorded.asked is None
-        if not here or not are_apart(self.problem, batch, recorded.losses.detach()):
+        if self.problem.sharding is not None or recorded.asked is not None:
             raise error
+        show = require_unaffected if self.apart else are_apart
+        if not show(self.problem, batch, recorded.losses.detach()):
+            raise error
+        self.apart = True
         named = {id(p) for p in self.problem.parameters.values()}
         analysis = analyse_owners(recorded, named, seed=self.evaluations)
         self.known = [*self.known[-_REMEMBERED:], analysis]
