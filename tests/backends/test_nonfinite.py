@@ -363,7 +363,7 @@ def test_no_owner_is_read_from_numbers_that_are_not_finite():
     gradient = torch.tensor([[1.0], [2.0], [torch.inf]], dtype=torch.float64)
     weighted = [gradient * weights.unsqueeze(1) for weights in marks.weights]
     with pytest.raises(SpreadError):
-        owned(gradient, weighted, 0, marks)
+        owned(gradient, weighted, (0,), marks)
 
 
 def test_norms_and_squares_whose_factors_are_beyond_the_range():

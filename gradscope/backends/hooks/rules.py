@@ -9,7 +9,7 @@ products over whichever axis carries the samples. It is what linear layers, atte
 layers and einsum are recorded as.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.axes import Axis, OwnedAxis, SpreadError
+from gradscope.backends.hooks.graph.axes import Axis, OwnedAxis, SampleAxis, SpreadError
 from gradscope.blocks import (
     Block,
     ConvolutionBlock,
@@ -59,6 +59,19 @@ class Site:
         axis = self.axes[0]
         assert axis is not None
         return axis
+
+    @property
+    def lies_along_several(self) -> bool:
+        """Whether entries have owners along several axes together."""
+        return any(isinstance(axis, OwnedAxis) and axis.others for axis in self.axes)
+
+    @property
+    def present(self) -> Collection[int]:
+        """The samples that own an entry: a loop over samples gives an operation one of them."""
+        owners = [axis.owner for axis in self.axes if isinstance(axis, OwnedAxis)]
+        if not owners or any(isinstance(axis, SampleAxis) for axis in self.axes):
+            return range(self.n)
+        return set(torch.cat(owners).tolist())
 
     def saved(self, name: str) -> Any:
         """Return what the operation saved under `name`."""
@@ -101,8 +114,12 @@ def masked(site: Site) -> Block:
     Raises:
         SpreadError: A row is not finite. It may be another sample's doing, since 0 · NaN is NaN.
     """
-    rows = []
+    rows: list[Tensor | None] = []
+    present = site.present
     for sample in range(site.n):
+        if sample not in present:
+            rows.append(None)
+            continue
         only = tuple(
             g if g is None or axis is None else axis.only(g, site.n, sample)
             for g, axis in zip(site.gradients, site.axes, strict=True)
