@@ -23,6 +23,7 @@ from gradscope.blocks.derived import (
     SquaredBlock,
 )
 from gradscope.blocks.gradients import Evaluation, Gradients
+from gradscope.blocks.joined import JoinedBlock, joined
 from gradscope.blocks.layers import Layer, belongs, bias_of, layer_of
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock, SparseBlock
@@ -41,6 +42,7 @@ __all__ = [
     "ExpectedBlock",
     "Geometry",
     "Gradients",
+    "JoinedBlock",
     "KroneckerBlock",
     "Layer",
     "MappedBlock",
@@ -57,6 +59,7 @@ __all__ = [
     "belongs",
     "bias_of",
     "from_factors",
+    "joined",
     "layer_of",
     "segmented",
     "total",

@@ -190,7 +190,9 @@ class Block(ABC):
 
     def transpose(self, axis0: int, axis1: int) -> "Block":
         """Swap two axes of the parameter, counted without the sample axis."""
-        moved = [axis % max(len(self.shape), 1) + 1 for axis in (axis0, axis1)]
+        if not self.shape:
+            return self
+        moved = [axis % len(self.shape) + 1 for axis in (axis0, axis1)]
         return DenseBlock(self.dense().transpose(*moved))
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:

@@ -58,13 +58,30 @@ class Gradients(Mapping[str, Block]):
     def squared_norms(self) -> dict[str, Tensor]:
         """‖gᵢ‖² (n,) for each parameter, computed once."""
         if self._squared is None:
-            self._squared = {name: block.squared_norms() for name, block in self.items()}
+            found = {name: block.squared_norms() for name, block in self.items()}
+            self._squared = self._within_range(found)
         return self._squared
 
     @cached_property
     def norms(self) -> Tensor:
         """‖gᵢ‖ (n,) over all parameters together."""
         return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
+
+    def _within_range(self, squared: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take squared norms that are not finite from the dense rows.
+
+        The square of a factor may overflow where the gradient, a product of factors, does not.
+        """
+        if bool(torch.stack(list(squared.values())).isfinite().all()):
+            return squared
+        found = {}
+        for name, own in squared.items():
+            lost = ~own.isfinite()
+            found[name] = own
+            if bool(lost.any()) and self[name].held is None:
+                rows = Block.squared_norms(self[name].select(lost))
+                found[name] = own.masked_scatter(lost, rows.to(own.dtype))
+        return found
 
     @property
     def norms_known(self) -> bool:

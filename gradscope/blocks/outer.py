@@ -167,6 +167,8 @@ class OuterBlock(TensorBlock):
         if not self.sums_squares:
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
+        if not bool((left.sum() + right.sum()).isfinite()):  # the products may be, nevertheless
+            return super().squared_sum(weights)
         return contracted(times(left, weights), right).reshape(self.shape)
 
     def sums(
@@ -225,7 +227,8 @@ class OuterBlock(TensorBlock):
             left, right = self.left[:, group], self.right[:, group]
             start = group * r * c
             if t == 1:
-                yield from _single(left[:, 0], right[:, 0], start, max(1, TILE_BYTES // (4 * row)))
+                step = max(1, TILE_BYTES // max(1, 4 * row))
+                yield from _single(left[:, 0], right[:, 0], start, step)
                 continue
             for rows in slices(r, row, TILE_BYTES):
                 entries = slice(start + rows.start * c, start + rows.stop * c)
@@ -254,7 +257,8 @@ class OuterBlock(TensorBlock):
         if self.sizes[1] > 1:
             return super().gram()
         left, right = (precise(f)[:, :, 0].transpose(0, 1) for f in (self.left, self.right))
-        return ((left @ left.mH) * (right @ right.mH)).sum(0)
+        found = ((left @ left.mH) * (right @ right.mH)).sum(0)
+        return found if bool(found.isfinite().all()) else super().gram()
 
 
 def opposite(turned: bool | Tensor) -> bool | Tensor:

@@ -72,7 +72,9 @@ class ScatterBlock(TensorBlock):
     def add_to(self, out: Tensor) -> None:
         """Add the rows to `out` (n, v, d) where they belong."""
         if out.is_contiguous() and out.dtype == self.dtype:
-            out.view(-1, self.shape[1]).index_add_(0, self._flat, self.rows.flatten(0, 1))
+            out.view(self.n * self.size, self.shape[1]).index_add_(
+                0, self._flat, self.rows.flatten(0, 1)
+            )
         else:
             super().add_to(out)
 

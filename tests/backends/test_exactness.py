@@ -26,7 +26,6 @@ REFUSES = {
         "packed_sequences",
         "sparse_embedding",
     },
-    "hooks": {"control_flow_on_the_data"},
     "expand": {"laplacian_by_functional_transforms"},
 }
 ALIKE = {"loss_reaches_no_parameter", "coupled_contrastive_loss"}  # all samples are

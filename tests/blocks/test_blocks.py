@@ -29,6 +29,7 @@ from gradscope.blocks import (
     base,
     derived,
     from_factors,
+    joined,
     total,
 )
 from gradscope.blocks import outer as outer_module
@@ -139,6 +140,15 @@ def kept(*pairs: Pair) -> Pair:
     return TotalBlock(tuple(b for b, _ in pairs)), sum(d for _, d in pairs)
 
 
+def in_parts(*pairs: Pair) -> Pair:
+    """The first samples of each, the blocks' own sizes being what they are, in another order."""
+    place = torch.tensor([3, 0, 4, 2, 1])
+    cut = [slice(0, 3), slice(0, 2)]
+    blocks = [block.select(rows) for (block, _), rows in zip(pairs, cut, strict=True)]
+    values = torch.cat([values[rows] for (_, values), rows in zip(pairs, cut, strict=True)])
+    return joined(blocks, place), values[place]
+
+
 KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "dense": lambda t: dense(t, 4, 3),
     "dense scalar": lambda t: dense(t),
@@ -188,6 +198,12 @@ KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "sparse": sparse,
     "expected": expected,
     "expected square": lambda t: expected(t, squared),
+    "joined outers": lambda t: in_parts(outer(t), outer(t)),
+    "joined scatters": lambda t: in_parts(scatter(t), scatter(t)),
+    "joined, of two lengths": lambda t: in_parts(outer(t, t=2), outer(t, t=5)),
+    "joined, of two kinds": lambda t: in_parts(segments(t), dense(t, 4, 3)),
+    "joined totals": lambda t: in_parts(*(kept(outer(t), scatter(t)) for _ in range(2))),
+    "joined, total and outer": lambda t: in_parts(kept(outer(t), scatter(t)), outer(t)),
 }
 
 

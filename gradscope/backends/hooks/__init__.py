@@ -7,6 +7,7 @@ parameters alone; there each sample's contribution is kept apart, as a block.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,24 @@ from gradscope.backends.base import (
     token_backends,
 )
 from gradscope.backends.hooks import recurrent
+from gradscope.backends.hooks.evidence import are_apart
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
-from gradscope.backends.hooks.graph.axes import Axis, Marks, OwnedAxis, row_axis
+from gradscope.backends.hooks.graph.axes import Axis, Marks, SpreadError, row_axis
+from gradscope.backends.hooks.graph.ownership import analyse_owners
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
+from gradscope.backends.hooks.isolation import isolating
 from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
-from gradscope.core.independence import coupled_remedy, mixing_layer, require_independent
+from gradscope.core.independence import (
+    coupled_remedy,
+    mixing_layer,
+    require_independent,
+    require_unaffected,
+)
 from gradscope.core.problem import Problem, differentiable_inputs, unfused
 from gradscope.core.releases import require
 from gradscope.core.texts import listed
@@ -51,6 +60,8 @@ def block_of(kind: str, site: Site) -> Block:
     one = site.gradients[0] is not None and site.axes[0] is not None
     # all other rules are of operations with one output
     usable = one or kind in (recurrent.KIND, *recurrent.CELLS)
+    if site.lies_along_several:
+        usable = one and kind.removesuffix("Backward0") in _BY_ENTRY
     block = rule(site) if rule is not None and usable else None
     return masked(site) if block is None else block
 
@@ -67,9 +78,11 @@ def hooks(
         require("the hooks backend", internals.probe)
         require_unhooked("hooks", problem)
         with refusing("hooks", problem.model, OTHERS):
-            if len(batch) > 1:
-                return program.evaluate(batch, proved=request.proved)
-            return program.evaluate_one(batch, factors=request.factors)
+            if len(batch) == 1:
+                return program.evaluate_one(batch, factors=request.factors)
+            together = partial(program.evaluate, proved=request.proved)
+            alone = partial(program.evaluate_one, factors=True)
+            return isolating(problem, batch, together, alone)
 
     yield evaluate
 
@@ -78,7 +91,8 @@ def hooks(
 # the second go by axes that lie side by side as well.
 _MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
 _NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
-_APART = ("Convolution", "Embedding", "Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
+_BY_ENTRY = ("Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
+_APART = ("Convolution", "Embedding", *_BY_ENTRY)
 
 
 def row_block(kind: str, site: Site) -> Block:
@@ -87,9 +101,8 @@ def row_block(kind: str, site: Site) -> Block:
     Raises:
         UnsupportedError: No rule keeps a sample's positions apart here.
     """
-    shared = any(isinstance(axis, OwnedAxis) and axis.others for axis in site.axes)
     name = kind.removesuffix("Backward0")
-    usable = name in _APART or (name in _MERGED and not shared)
+    usable = name in _APART or (name in _MERGED and not site.lies_along_several)
     if name == "Embedding":  # by how often the whole sample looks a row up
         usable = not site.saved("scale_grad_by_freq")
     rule = (
@@ -119,7 +132,8 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
         if not note:  # what one batch shows is known from then on
             try:
                 with refusing("hooks", problem.model, OTHERS):
-                    return program.evaluate_rows(batch, proved=request.proved)
+                    together = partial(program.evaluate_rows, proved=request.proved)
+                    return isolating(problem, batch, together, partial(one_graph, problem))
             except UnsupportedError as error:
                 why = f"{error.what} ({error.where})"
                 note = f"each token takes a backward pass, {batch.positions} a sample: {why}"
@@ -139,6 +153,7 @@ class _Program:
         self.doubled = False  # a single sample whose positions are asked for stands twice
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
+        self.apart = False  # whether float64 has shown that gradients do not mix samples
         self.evaluations = 0
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
@@ -156,8 +171,29 @@ class _Program:
             analysis = self._analysis(recorded, batch) if new or known is None else known
             if new:
                 self.problem.any(False)  # where one process refuses, no other begins a pass
-            gradients = self._gradients(self._parts(recorded, analysis), losses)
-        return Evaluation(losses.detach(), gradients, new=new)
+            try:
+                parts = self._parts(recorded, analysis)
+            except UnsupportedError as error:  # a row that two samples use, for example
+                self.known = [other for other in self.known if other is not analysis]
+                parts = self._parts(recorded, self._by_owners(recorded, batch, error))
+                new = True
+        if sharding is None and self._mixed(analysis, losses.detach()):
+            raise SpreadError
+        return Evaluation(losses.detach(), self._gradients(parts, losses), new=new)
+
+    def _mixed(self, analysis: Analysis, losses: Tensor) -> bool:
+        """Whether an operation may have multiplied by 0 what is not finite of another sample.
+
+        If no operation is seen to move samples, one without a derivative might: then no loss is
+        finite, although the parameters are.
+        """
+        finite = losses.isfinite()
+        if bool(finite.all()):
+            return False
+        if analysis.moves:
+            return True
+        sound = all(bool(p.isfinite().all()) for p in self.problem.parameters.values())
+        return sound and not bool(finite.any())
 
     def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
         """Return the gradient of a single sample: nothing has to be told apart.
@@ -169,11 +205,12 @@ class _Program:
         _, recorded = self._record(twice) if self.known or factors else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is None and factors:
-            with suppress(UnsupportedError):
+            with suppress(UnsupportedError, SpreadError):
                 analysis = self._of_single(recorded, twice)
         if recorded is not None and analysis is not None:
-            both = self._gradients(self._parts(recorded, analysis), recorded.losses)
-            return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
+            with suppress(SpreadError):  # nothing tells the two copies apart
+                both = self._gradients(self._parts(recorded, analysis, alike=True), recorded.losses)
+                return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
         return dense_evaluation(loss[None], {name: g[None] for name, g in gradients.items()})
 
@@ -252,7 +289,30 @@ class _Program:
         if not self.problem.any(found is None) and found is not None:
             return found
         other = self._record(batch.resized(2 * len(batch)))[1]
-        return self._analysed(recorded, batch, other)
+        try:
+            return self._analysed(recorded, batch, other)
+        except UnsupportedError as error:
+            return self._by_owners(recorded, batch, error)
+
+    def _by_owners(self, recorded: Trace, batch: Batch, error: UnsupportedError) -> Analysis:
+        """Find out about a program by the gradients of its batch alone.
+
+        Comparing batches of two sizes shows what samples compute together. This does not: a value
+        that all of them use may depend on them. So float64 has to show once that it does not;
+        of later programs, losses that other samples leave unchanged do.
+        """
+        if self.problem.sharding is not None or recorded.asked is not None:
+            raise error
+        if not bool(recorded.losses.isfinite().all()):
+            raise SpreadError  # the samples that are finite show it
+        show = require_unaffected if self.apart else are_apart
+        if not show(self.problem, batch, recorded.losses.detach()):
+            raise error
+        self.apart = True
+        named = {id(p) for p in self.problem.parameters.values()}
+        analysis = analyse_owners(recorded, named, seed=self.evaluations)
+        self.known = [*self.known[-_REMEMBERED:], analysis]
+        return analysis
 
     def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
         """Find out about a program by one sample and its copies: for such batches alone."""
@@ -279,11 +339,17 @@ class _Program:
         return analysis
 
     def _parts(
-        self, recorded: Trace, analysis: Analysis, rows: Tensor | None = None
+        self,
+        recorded: Trace,
+        analysis: Analysis,
+        rows: Tensor | None = None,
+        *,
+        alike: bool = False,
     ) -> dict[str, list[Block]]:
         """Contract the gradients at the frontier and pull the blocks back to the parameters.
 
-        With `rows` (n, t), those of tokens, -1 where there is none.
+        With `rows` (n, t), those of tokens, -1 where there is none. The samples are `alike` where
+        they are copies of a single one.
         """
         nodes = sorted({edge.node for edge in analysis.frontier})
         outputs = {k: [(k, j) for j in range(len(recorded.shapes[k]))] for k in nodes}
@@ -311,6 +377,7 @@ class _Program:
                 gradients=tuple(at[k] for k in own),
                 axes=tuple(axes.get(k) for k in own),
                 shared=shared,
+                alike=alike,
             )
 
         parts: dict[str, list[Block]] = {}
@@ -320,7 +387,7 @@ class _Program:
                 arrived = [
                     (edge.source, self._contracted(recorded, edge, at_edge))
                     for edge, at_edge in sites
-                    if any(g is not None for g in at_edge.gradients)
+                    if any(g is not None and g.numel() for g in at_edge.gradients)
                 ]
                 for name, blocks in pull_back(recorded, arrived, self.problem.parameters).items():
                     parts.setdefault(name, []).extend(blocks)
@@ -353,7 +420,8 @@ class _Program:
     ) -> dict[Output, Axis]:
         """Return which tokens own the entries at the frontier, by marks on the positions."""
         late = sorted(axes, key=lambda k: -internals.moment(recorded.nodes[k[0]]))
-        wanted = {k: gradient for k in late if (gradient := at.get(k)) is not None}
+        given = {k: gradient for k in late if (gradient := at.get(k)) is not None}
+        wanted = {k: gradient for k, gradient in given.items() if gradient.numel()}
         marks = Marks.of(recorded.losses.detach()[0], self.evaluations, recorded.dtypes)
         passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
         own: dict[Output, Axis] = {}

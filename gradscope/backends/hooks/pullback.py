@@ -75,10 +75,12 @@ def _source_shape(trace: Trace, node: int) -> tuple[int, ...]:
 
 
 def _transposed(trace: Trace, node: int, block: Block) -> Block:
+    if len(block.shape) < 2:  # a number, or a vector, is its own transpose
+        return block
     if trace.kinds[node] == "TBackward0":
-        return block.transpose(0, 1) if len(block.shape) == 2 else block
+        return block.transpose(0, 1)
     axes = (internals.saved(trace.nodes[node], f"dim{k}") for k in (0, 1))
-    return block.transpose(*(axis % max(1, len(block.shape)) for axis in axes))
+    return block.transpose(*(axis % len(block.shape) for axis in axes))
 
 
 def _cast(trace: Trace, node: int, block: Block) -> Block:

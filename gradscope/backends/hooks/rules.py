@@ -9,7 +9,7 @@ products over whichever axis carries the samples. It is what linear layers, atte
 layers and einsum are recorded as.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.axes import Axis, OwnedAxis
+from gradscope.backends.hooks.graph.axes import Axis, OwnedAxis, SampleAxis, SpreadError
 from gradscope.blocks import (
     Block,
     ConvolutionBlock,
@@ -44,6 +44,7 @@ class Site:
     axes: tuple[Axis | None, ...]  # the sample axis of each output, or None
     # by node, what a rule computes once for all of the node's edges
     shared: dict[Node, Any] = field(default_factory=dict)
+    alike: bool = False  # all samples are copies of a single one
 
     @property
     def gradient(self) -> Tensor:
@@ -58,6 +59,19 @@ class Site:
         axis = self.axes[0]
         assert axis is not None
         return axis
+
+    @property
+    def lies_along_several(self) -> bool:
+        """Whether entries have owners along several axes together."""
+        return any(isinstance(axis, OwnedAxis) and axis.others for axis in self.axes)
+
+    @property
+    def present(self) -> Collection[int]:
+        """The samples that own an entry: a loop over samples gives an operation one of them."""
+        owners = [axis.owner for axis in self.axes if isinstance(axis, OwnedAxis)]
+        if not owners or any(isinstance(axis, SampleAxis) for axis in self.axes):
+            return range(self.n)
+        return set(torch.cat(owners).tolist())
 
     def saved(self, name: str) -> Any:
         """Return what the operation saved under `name`."""
@@ -96,9 +110,16 @@ def masked(site: Site) -> Block:
     """Any operation: its backward is linear in the output gradient, so mask all but one sample.
 
     Exact for every operation, at the price of one backward of the operation a sample.
+
+    Raises:
+        SpreadError: A row is not finite. It may be another sample's doing, since 0 · NaN is NaN.
     """
-    rows = []
+    rows: list[Tensor | None] = []
+    present = site.present
     for sample in range(site.n):
+        if sample not in present:
+            rows.append(None)
+            continue
         only = tuple(
             g if g is None or axis is None else axis.only(g, site.n, sample)
             for g, axis in zip(site.gradients, site.axes, strict=True)
@@ -108,9 +129,20 @@ def masked(site: Site) -> Block:
     values = torch.zeros(site.n, *site.shape, dtype=some.dtype, device=some.device)  # never sparse
     for sample, row in enumerate(rows):
         if row is not None:
-            # the engine, too, sums to the input's shape what an operation broadcast
-            values[sample] = (row.to_dense() if row.is_sparse else row).sum_to_size(site.shape)
-    return DenseBlock(values)
+            values[sample] = _own(site, row)
+    if site.n == 1 or bool(values.isfinite().all()):
+        return DenseBlock(values)
+    if not site.alike:
+        raise SpreadError
+    every = internals.pull(site.node, site.gradients)[site.slot]
+    assert every is not None  # some row is not finite
+    return DenseBlock((_own(site, every) / site.n).expand_as(values))
+
+
+def _own(site: Site, gradient: Tensor) -> Tensor:
+    """Return what an operation gives its input, in the input's shape, as the engine has it."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.sum_to_size(site.shape)  # where the operation broadcast it
 
 
 @node_rules.register("MmBackward0")

@@ -489,5 +489,5 @@ def _mark(basis: Basis) -> Tensor:
     bits = [torch.view_as_real(s) if s.is_complex() else s for s in basis]
     whole = {8: torch.int64, 4: torch.int32}
     sums = [t.contiguous().view(whole[t.dtype.itemsize]).flatten() for t in bits]
-    weights = [torch.arange(1, 2 * len(s), 2, device=s.device) for s in sums]
+    weights = [2 * torch.arange(len(s), device=s.device) + 1 for s in sums]
     return torch.stack([(s * w).sum() for s, w in zip(sums, weights, strict=True)]).sum()

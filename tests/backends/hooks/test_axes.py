@@ -9,12 +9,16 @@ import torch
 from gradscope.backends.hooks.graph import axes as module
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
+    Combinations,
     Marks,
     OwnedAxis,
     SampleAxis,
     growth,
     layouts,
+    nonzero,
     owned,
+    owned_exactly,
+    owned_singly,
     row_axis,
     support,
 )
@@ -100,7 +104,7 @@ def test_owners_are_read_off_marked_gradients(axis: int, dtype: torch.dtype, n: 
     pair = (values, marked(values, owner, marks))
     if axis == 1:
         pair = (values.T, [t.T for t in pair[1]])
-    assert owned(*pair, axis, marks).owner.tolist() == owner.tolist()
+    assert owned(*pair, (axis,), marks).owner.tolist() == owner.tolist()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_an_entry_of_two_samples_has_no_owner(share: float, dtype: torch.dtype) 
         for weighted, w in zip(every, marks.weights, strict=True):
             weighted[2] = 0.3 * ((1 - share) * w[2] + share * w[4])
         try:
-            owned(gradient, every, 0, marks)
+            owned(gradient, every, (0,), marks)
         except ValueError as error:
             assert "several samples" in str(error)
             seen += 1
@@ -133,7 +137,9 @@ def test_a_number_of_two_samples_passes_by_chance_seldom(n: int) -> None:
         marks, both = Marks.of(torch.zeros(n), seed), torch.randperm(n, generator=generator)[:2]
         assert len(marks.weights) == 1
         with suppress(ValueError):
-            owned(torch.full((1, 1), 2.0), [marks.weights[:, both].sum(1, keepdim=True)], 0, marks)
+            owned(
+                torch.full((1, 1), 2.0), [marks.weights[:, both].sum(1, keepdim=True)], (0,), marks
+            )
             taken += 1
     assert taken < 38
 
@@ -142,7 +148,57 @@ def test_what_cancels_belongs_to_both() -> None:
     marks = Marks.of(torch.zeros(2), seed=0)
     (weighted,) = (torch.stack([w, (w[0] - w[1]).expand(2)]) for w in marks.weights)
     with pytest.raises(ValueError, match="several samples"):
-        owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], 0, marks)
+        owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], (0,), marks)
+
+
+def in_passes(values: torch.Tensor, parts: dict[int, float], some: Combinations) -> list[Any]:
+    """The gradients of each pass, of values to which so much of several samples adds."""
+    shares = [sum(share * w[k] for k, share in parts.items()) for w in some.weights]
+    return [values * share for share in shares]
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_passes_with_some_samples_show_owners_exactly(n: int, dtype: torch.dtype) -> None:
+    """Whatever rounding does to the numbers, and down to the smallest there are."""
+    generator = torch.Generator().manual_seed(n)
+    owner = torch.randint(-1, n, (2 * n,), generator=generator)
+    some = Combinations.of(torch.zeros(n, dtype=dtype), seed=1)
+    size = torch.rand(2 * n, 3, generator=generator).to(dtype) + 0.5
+    size[::2] = torch.finfo(dtype).smallest_normal / 4
+    passes = []
+    for w in some.weights:
+        noise = 1 + 0.4 * torch.rand(2 * n, 3, generator=generator).to(dtype)
+        passes.append(size * noise * (w[owner.clamp_min(0)] * (owner >= 0)).unsqueeze(1))
+    seen = [nonzero(t, (0,)) for t in passes]
+    assert owned_exactly(seen, (0,), some).owner.tolist() == owner.tolist()
+    seen = [nonzero(t.T, (1,)) for t in passes]
+    assert owned_exactly(seen, (1,), some).owner.tolist() == owner.tolist()
+
+
+@pytest.mark.parametrize("n", [2, 5, 30])
+@pytest.mark.parametrize("share", [1.0, 1e-3, 1e-6, -1.0])
+@pytest.mark.parametrize("size", [1.0, 1e-8, 1e-30])
+def test_a_little_of_another_sample_is_seen_at_any_size(n: int, share: float, size: float) -> None:
+    some = Combinations.of(torch.zeros(n), seed=1)
+    for other in range(1, n):
+        passes = in_passes(torch.full((4, 2), size), {0: 1.0, other: share}, some)
+        with pytest.raises(ValueError, match="several samples"):
+            owned_exactly([nonzero(t, (0,)) for t in passes], (0,), some)
+
+
+def test_rounding_that_vanishes_in_some_passes_is_left_to_single_ones() -> None:
+    some = Combinations.of(torch.zeros(8), seed=1)
+    seen = list(some.chosen.T.clone())
+    seen[int(some.chosen[3].nonzero()[0])][3] = False
+    with pytest.raises(ValueError, match="several samples"):
+        owned_exactly(seen, (0,), some)
+    single = torch.eye(8, dtype=torch.bool)
+    single[5, 5] = False
+    assert owned_singly([*single], (0,)).owner.tolist() == [0, 1, 2, 3, 4, -1, 6, 7]
+    single[6, 2] = True
+    with pytest.raises(ValueError, match="several samples"):
+        owned_singly([*single], (0,))
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])

@@ -5,8 +5,9 @@ parameter-only, and the frontier between the two. From the gradients of single l
 merged axes, and whether samples are coupled. What is left open, each batch tells itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
     Axis,
+    Combinations,
     Growth,
     Marks,
     OwnedAxis,
     SampleAxis,
     growth,
     layouts,
+    nonzero,
     owned,
+    owned_exactly,
+    owned_singly,
     support,
 )
 from gradscope.backends.hooks.graph.movement import Followed, Known, Owners, Way, ways
@@ -51,9 +56,9 @@ class Analysis:
     program: RecordedProgram  # what was analysed
     # the sample axis of each output, at the frontier or where samples move, that has them in order
     axes: dict[Output, SampleAxis]
-    # the axis of each output at the frontier whose owners each batch must tell: masked, sorted
+    # the axes of each output at the frontier whose owners each batch must tell: masked, sorted
     # or packed rows, or rows without a gradient so far
-    open: dict[Output, int]
+    open: dict[Output, tuple[int, ...]]
     # the nodes on samples, the losses' first, and how samples go through each of their inputs
     order: tuple[int, ...]
     ways: dict[tuple[int, int], Way]
@@ -61,6 +66,11 @@ class Analysis:
     frontier: tuple[FrontierEdge, ...]
     # how each output that grows with the batch does, None where several axes do
     sizes: dict[Output, Growth | None]
+
+    @property
+    def moves(self) -> bool:
+        """Whether an operation moves samples, so that it may read more than one of them."""
+        return any(way is Way.MOVES for way in self.ways.values())
 
     def fits(self, other: Trace) -> bool:
         """Whether another forward pass is this program, up to the number of samples."""
@@ -91,8 +101,10 @@ class Analysis:
         A layout that was found on other samples holds only where nothing moves samples after it.
         Elsewhere the batch's own indices tell whose entries are whose. Where they do not, it is
         found by one more backward pass (few, in half): with each loss weighted by a mark of its
-        own, a gradient shows the mark of its owner. Where the layers are divided over processes,
-        `agree` says whether any of them needs such passes: then all make them, and whole ones.
+        own, a gradient shows the mark of its owner. Where rounding hides the mark, passes with some
+        of the losses show the owner, or one pass for each loss. Where the layers are divided over
+        processes, `agree` says whether any of them needs such passes: then all make them, and whole
+        ones.
 
         Raises:
             UnsupportedError: An entry belongs to no single sample.
@@ -101,36 +113,80 @@ class Analysis:
         if any(way is not Way.STAYS for way in self.ways.values()):
             known = Followed(batch, self.order, self.ways, self.sizes, self.axes).owners()
         found: dict[Output, Axis] = {}
-        unknown: dict[Output, int] = {}
+        unknown: dict[Output, tuple[int, ...]] = {}
         for output in at:
             axis, owners = self.axes.get(output), known.get(output, Known.IN_ORDER)
             if isinstance(owners, Tensor):
-                found[output] = OwnedAxis(self._axis(output), owners)
+                found[output] = OwnedAxis(self._axes(output)[0], owners)
             elif axis is not None and owners is Known.IN_ORDER:
                 found[output] = axis
             elif output in self.axes or output in self.open:
-                unknown[output] = self._axis(output)
-        wanted = {k: gradient for k in unknown if (gradient := at.get(k)) is not None}
+                unknown[output] = self._axes(output)
+        wanted = {
+            k: gradient for k in unknown if (gradient := at.get(k)) is not None and gradient.numel()
+        }
         if not (bool(wanted) if agree is None else agree(bool(wanted))):
             return found
-        marks = Marks.of(batch.losses.detach(), seed, batch.dtypes)
-        asked = [*(wanted if agree is None else at)]
-        alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
-        passes = [batch.gradients(asked, weights.view(alike)) for weights in marks.weights]
-        for output, once in wanted.items():
-            often = (weighted[output] for weighted in passes)
-            # no gradient at all is one of zeros
-            weighted = [torch.zeros_like(once) if t is None else t for t in often]
-            try:
-                found[output] = owned(once, weighted, unknown[output], marks)
-            except ValueError as error:
-                raise _refused(batch, output[0], str(error)) from error
+        error: UnsupportedError | None = None
+        for attempt in _attempts(batch, seed):
+            passes = _passes(batch, [*(wanted if agree is None else at)], attempt.weights)
+            kept: dict[Output, list[Tensor]] = {k: [] for k in wanted}
+            for gradients in passes:
+                for k, once in wanted.items():
+                    t = gradients[k]  # no gradient at all is one of zeros
+                    kept[k].append(
+                        attempt.keep(torch.zeros_like(once) if t is None else t, unknown[k])
+                    )
+            unclear = {}
+            for k, once in wanted.items():
+                try:
+                    found[k] = attempt.find(once, kept[k], unknown[k])
+                except ValueError as raised:
+                    unclear[k], error = once, refused(batch, k[0], str(raised))
+            wanted = unclear
+            if not (bool(wanted) if agree is None else agree(bool(wanted))):
+                return found
+        if error is not None and wanted:
+            raise error
         return found
 
-    def _axis(self, output: Output) -> int:
-        grows = self.sizes[output]
-        assert grows is not None  # where several axes grow, the program is refused
-        return grows[0]
+    def _axes(self, output: Output) -> tuple[int, ...]:
+        grows = self.sizes.get(output)
+        if grows is None:
+            return self.open[output]
+        return (grows[0],)
+
+
+class _Attempt(NamedTuple):
+    """A way to find the owners of entries by backward passes."""
+
+    weights: Tensor  # (passes, n), of the losses
+    # (gradient of a pass, axes) to what is kept of it
+    keep: Callable[[Tensor, tuple[int, ...]], Tensor]
+    # (gradient of Σᵢ Lᵢ, what was kept of each pass, axes) to owners; ValueError: it cannot tell
+    find: Callable[[Tensor, list[Tensor], tuple[int, ...]], OwnedAxis]
+
+
+def _attempts(batch: Trace, seed: int) -> Iterator[_Attempt]:
+    """Yield the ways to find owners, each slower than the one before and more certain."""
+    losses = batch.losses.detach()
+    marks = Marks.of(losses, seed, batch.dtypes)
+    yield _Attempt(
+        marks.weights, lambda t, axes: t, lambda once, t, axes: owned(once, t, axes, marks)
+    )
+    some = Combinations.of(losses, seed)
+    if len(some.weights) < batch.n:
+        yield _Attempt(some.weights, nonzero, lambda once, t, axes: owned_exactly(t, axes, some))
+    every = torch.eye(batch.n, dtype=losses.dtype, device=losses.device)
+    yield _Attempt(every, nonzero, lambda once, t, axes: owned_singly(t, axes))
+
+
+def _passes(
+    batch: Trace, outputs: list[Output], weights: Tensor
+) -> Iterator[dict[Output, Tensor | None]]:
+    """Yield the gradients by outputs in backward passes with weights (passes, n)."""
+    alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
+    return (batch.gradients(outputs, row.view(alike)) for row in weights)
 
 
 def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
@@ -153,9 +209,10 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         for k, (shape, other) in enumerate(zip(shapes, second.shapes[node], strict=True))
     }
     sizes = {output: grows for output, grows in found.items() if grows != CONSTANT}
+    sizes |= _empty(first, sizes)
     on_samples = {node for node, _ in sizes}
     leaves = ((k, internals.leaf(node)) for k, node in enumerate(first.nodes))
-    wanted = _upstream_closed(first, [k for k, leaf in leaves if id(leaf) in parameters])
+    wanted = downstream(first, [k for k, leaf in leaves if id(leaf) in parameters])
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(on_samples)
@@ -173,18 +230,44 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
         if v is not None and k[0] not in needed and (k[0] in at_moves or k in moved)
     }
     axes, still_open = _layouts(first, {k: v for k, v in sizes.items() if k[0] in needed}, also)
-    for node in sorted((_upstream_closed(first, on_samples) - on_samples) & wanted):
+    axes |= _layouts_by_use(first, [k for k in still_open if k[0] in needed], sizes, how)
+    for node in sorted((downstream(first, on_samples) - on_samples) & wanted):
         what = "a value without a sample axis is computed from all samples of the batch"
-        raise _refused(first, node, what)
+        raise refused(first, node, what)
     return Analysis(
         program=RecordedProgram.of(first),
         axes=axes,
-        open=still_open,
+        open={k: axis for k, axis in still_open.items() if k not in axes},
         order=order,
         ways=how,
         frontier=frontier,
         sizes=sizes,
     )
+
+
+def _empty(trace: Trace, grown: Iterable[Output]) -> dict[Output, Growth]:
+    """Return the growth of outputs that have no entry in this batch: samples may have some later.
+
+    Where an operation without a sample axis uses such an output, it has to stay empty: with entries
+    in it, that operation would be computed from samples.
+    """
+    found: dict[Output, Growth] = {
+        (node, k): (shape.index(0), None)
+        for node, shapes in enumerate(trace.shapes)
+        for k, shape in enumerate(shapes)
+        if shape.count(0) == 1 and (node, k) not in grown
+    }
+    while True:
+        on_samples = {node for node, _ in (*grown, *found)}
+        fixed = {
+            source
+            for node, row in enumerate(trace.edges)
+            for source in row
+            if node not in on_samples and source in found
+        }
+        if not fixed:
+            return found
+        found = {output: grows for output, grows in found.items() if output not in fixed}
 
 
 def _other_program(first: Trace, second: Trace) -> UnsupportedError:
@@ -203,12 +286,16 @@ def _other_program(first: Trace, second: Trace) -> UnsupportedError:
     )
 
 
-def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
-    """Return all nodes that have a seed among themselves and what they were computed from."""
+def downstream(trace: Trace, seeds: Iterable[int]) -> set[int]:
+    """Return all nodes that have a seed among themselves and what they were computed from.
+
+    Nothing is computed from an output without entries.
+    """
     consumers: dict[int, list[int]] = {}
     for node, row in enumerate(trace.edges):
-        for source, _ in row:
-            consumers.setdefault(source, []).append(node)
+        for source, output in row:
+            if source >= 0 and 0 not in trace.shapes[source][output]:
+                consumers.setdefault(source, []).append(node)
     stack = [*seeds]
     closed = set(stack)
     while stack:
@@ -221,7 +308,7 @@ def _upstream_closed(trace: Trace, seeds: Iterable[int]) -> set[int]:
 
 def _layouts(
     trace: Trace, sizes: dict[Output, Growth | None], also: Mapping[Output, Growth]
-) -> tuple[dict[Output, SampleAxis], dict[Output, int]]:
+) -> tuple[dict[Output, SampleAxis], dict[Output, tuple[int, ...]]]:
     """Find the outputs' layouts from the gradients of single losses with respect to them.
 
     Those that are certain come first, then the axes whose layout each batch must tell. What else is
@@ -231,11 +318,11 @@ def _layouts(
     for (node, k), grows in sizes.items():
         if grows is None:
             what = f"an output of shape {trace.shapes[node][k]} has no single sample axis"
-            raise _refused(trace, node, what)
+            raise refused(trace, node, what)
         growths[node, k] = grows
     growths.update(also)
     axes: dict[Output, SampleAxis] = {}
-    still_open: dict[Output, int] = {}
+    still_open: dict[Output, tuple[int, ...]] = {}
     samples = sorted({0, trace.n // 2, trace.n - 1}) if growths else []
     edges = [internals.edge(trace.nodes[node], k) for node, k in growths]
     gradients = {}
@@ -254,8 +341,68 @@ def _layouts(
         if len(fitting) == 1:
             axes[output] = fitting[0]
         else:
-            still_open[output] = axis
+            still_open[output] = (axis,)
     return axes, still_open
+
+
+def _layouts_by_use(
+    trace: Trace,
+    outputs: Iterable[Output],
+    sizes: Mapping[Output, Growth | None],
+    how: Mapping[tuple[int, int], Way],
+) -> dict[Output, SampleAxis]:
+    """Find layouts of outputs all of whose uses leave the samples in place.
+
+    The gradient of a loss may vanish by itself: by the bias of one InstanceNorm before another.
+    What reaches an entry shows all the same by a random gradient of one sample's results.
+    """
+    uses: dict[Output, list[tuple[int, int]]] = {k: [] for k in outputs}
+    for node, row in enumerate(trace.edges):
+        for slot, source in enumerate(row):
+            if source in uses:
+                uses[source].append((node, slot))
+    plain = {
+        output: users
+        for output, users in uses.items()
+        if users and all(how.get(k) is Way.STAYS and len(trace.shapes[k[0]]) == 1 for k in users)
+    }
+    grown = {
+        (node, 0): grows
+        for users in plain.values()
+        for node, _ in users
+        if (grows := sizes.get((node, 0))) is not None
+    }
+    known = _layouts(trace, {}, grown)[0]
+    found: dict[Output, SampleAxis] = {}
+    for output, users in plain.items():
+        grows = sizes[output]
+        if grows is None or grows[1] is None or any((k, 0) not in known for k, _ in users):
+            continue
+        each = [_reach(trace, use, known[use[0], 0], grows[0]) for use in users]
+        supports = {j: torch.stack([one[j] for one in each]).any(0) for j in each[0]}
+        fitting = layouts(grows[0], grows[1], trace.n, supports)
+        if len(fitting) == 1:
+            found[output] = fitting[0]
+    return found
+
+
+def _reach(trace: Trace, use: tuple[int, int], layout: SampleAxis, axis: int) -> dict[int, Tensor]:
+    """Return masks over an axis of an operation's input: what reaches the results of samples."""
+    node, slot = use
+    draw = torch.Generator().manual_seed(0)
+    given = torch.randn(trace.shapes[node][0], generator=draw)
+    given = given.to(trace.losses.device, internals.output_dtypes(trace.nodes[node])[0])
+    source, output = trace.edges[node][slot]
+    found = {}
+    for j in {0, trace.n // 2, trace.n - 1}:
+        pulled = internals.pull(trace.nodes[node], (layout.only(given, trace.n, j),))[slot]
+        shape = trace.shapes[source][output]
+        found[j] = (
+            torch.zeros(shape[axis], dtype=torch.bool)
+            if pulled is None
+            else support(pulled.sum_to_size(shape), axis)
+        )
+    return found
 
 
 def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:
@@ -271,8 +418,9 @@ def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -
             "the loss of one sample has a gradient with respect to the values of another",
             where=f"operation {trace.kinds[output[0]]}",
         )
-    raise _refused(trace, output[0], "a value is made from several samples, or is used by them")
+    raise refused(trace, output[0], "a value is made from several samples, or is used by them")
 
 
-def _refused(trace: Trace, node: int, what: str) -> UnsupportedError:
+def refused(trace: Trace, node: int, what: str) -> UnsupportedError:
+    """Return the error that names an operation."""
     return UnsupportedError(what, where=f"operation {trace.kinds[node]}", remedy=OTHERS)

@@ -7,8 +7,8 @@ are whose is found from the gradients of single losses, or of losses with weight
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import prod
+from itertools import combinations, islice
+from math import comb, prod
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from gradscope.blocks.base import precise
 
 _EVEN = 1.25  # padded entries for each that is one
 _AXES = 3  # that positions may lie along, and one more
+
+
+class SpreadError(Exception):
+    """Numbers that are not finite may have spread from one sample of the batch to others."""
+
 
 Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
 
@@ -96,6 +101,8 @@ class OwnedAxis:
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
         """Return `values` with zeros everywhere but at `sample`."""
+        if not values.dim():
+            return self.only(values[None], n, sample)[0]
         shape = [values.shape[k] for k in self.own] + [1] * (values.dim() - len(self.own))
         mine = (self.owner == sample).reshape(shape).movedim([*range(len(self.own))], self.own)
         return torch.where(mine, values, torch.zeros_like(values))
@@ -109,6 +116,7 @@ class OwnedAxis:
 
         A parameter with an entry for each position keeps them apart.
         """
+        values = values if values.dim() else values[None]
         padded = (1,) * (values.dim() - len(shape)) + shape
         axes = [k for k, size in enumerate(padded) if size == 1 and k not in self.own]
         rows = precise(together(values.sum(axes, keepdim=True) if axes else values, self.own))
@@ -168,7 +176,7 @@ def support(gradient: Tensor, axis: int) -> Tensor:
 
     A sample that is not finite makes the zeros of others NaN, which proves nothing.
     """
-    return _entries((gradient != 0) & ~gradient.isnan(), axis).any(1).cpu()
+    return _entries((gradient != 0) & ~gradient.isnan(), (axis,)).any(1).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,25 +229,78 @@ class Marks:
         return self.samples[torch.stack([d * base**k for k, d in enumerate(digits)]).sum(0)]
 
 
+@dataclass(frozen=True, eq=False)
+class Combinations:
+    """Passes in which some of the samples take part, so that a gradient tells whose it is exactly.
+
+    Each sample has a combination of passes of its own, all of the same size. A gradient to which no
+    sample adds is exactly zero. So an entry is of one sample if it is nonzero in the passes of that
+    sample and zero in all others: however small it is, and whatever rounding does to it. Two
+    samples together are in more passes than one. What is nothing but rounding may be zero in some
+    passes of its sample; then only a pass of each sample alone can tell.
+    """
+
+    weights: Tensor  # (passes, n), of each sample's loss: 0, or between 1 and 2
+    chosen: Tensor  # (n, passes) bool
+
+    @classmethod
+    def of(cls, losses: Tensor, seed: int) -> "Combinations":
+        """Return passes for losses (n,); weights of their own keep samples from cancelling."""
+        n, passes = len(losses), 1
+        while comb(passes, passes // 2) < n:
+            passes += 1
+        chosen = torch.zeros(n, passes, dtype=torch.bool)
+        for sample, own in enumerate(islice(combinations(range(passes), passes // 2), n)):
+            chosen[sample, list(own)] = True
+        generator = torch.Generator().manual_seed(seed)
+        weights = 1 + torch.rand(passes, n, generator=generator, dtype=torch.float64)
+        found = torch.where(chosen.T, weights, 0).to(losses.device, losses.dtype)
+        return cls(found, chosen.to(losses.device))
+
+    def owners(self, passes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sample that owns each entry, and which entries several samples share.
+
+        The owner is -1 where there is none, and -2 where a pass of each sample alone has to tell.
+
+        Args:
+            passes: int32, those in which an entry is not zero: a binary number, lowest digit first.
+        """
+        numbers, order = binary(self.chosen.T).sort()
+        at = torch.searchsorted(numbers, passes.contiguous()).clamp(max=len(numbers) - 1)
+        owner = torch.where(numbers[at] == passes, order[at], -1)
+        left = (owner < 0) & (passes != 0)
+        if not bool(left.any()):
+            return owner, left
+        distinct, place = passes[left].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        within = ((distinct.unsqueeze(1) & ~numbers) == 0).any(1)[place]
+        owner[left] = torch.where(within, -2, -1)
+        return owner, left & (owner == -1)
+
+
 _NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
+_SEVERAL = "an entry's gradient comes from the losses of several samples"
 _DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
 
-def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks) -> OwnedAxis:
-    """Find the owner of each entry of an axis.
+def owned(
+    gradient: Tensor, weighted: Sequence[Tensor], axes: tuple[int, ...], marks: Marks
+) -> OwnedAxis:
+    """Find the owner of each entry of an axis by marks, which rounding may hide.
 
     Args:
         gradient: Of Σᵢ Lᵢ.
         weighted: For each pass, that of Σᵢ wᵢ Lᵢ: wᵢ times as large at sample i's entries.
-        axis: The axis in question.
+        axes: The axis in question, or several that are taken together.
         marks: The weights w.
 
     Raises:
+        SpreadError: An entry is not finite: no weight shows in it.
         ValueError: An entry belongs to no single sample, and is not mere rounding.
     """
-    once, often = _entries(gradient, axis), [_entries(t, axis) for t in weighted]
-    size = once.abs().amax(1)
-    sizes = [t.abs().amax(1) for t in often]
+    once, often = _entries(gradient, axes), [_entries(t, axes) for t in weighted]
+    size, sizes = _largest(once), [_largest(t) for t in often]
+    if not bool(torch.stack([size, *sizes]).isfinite().all()):
+        raise SpreadError
     ratios = [torch.where(size == 0, 1, t / size).to(marks.values.dtype) for t in sizes]
     owner = marks.owners(ratios)
     eps = max(torch.finfo(gradient.dtype).eps, marks.eps)
@@ -247,19 +308,62 @@ def owned(gradient: Tensor, weighted: Sequence[Tensor], axis: int, marks: Marks)
     for entries, weights in zip(often, marks.weights, strict=True):
         factor = weights[owner].to(size)
         own = factor.to(once.dtype).unsqueeze(1)
-        gap = torch.addcmul(entries, own, once, value=-1).abs().amax(1)
+        gap = _largest(torch.addcmul(entries, own, once, value=-1))
         torn |= ~(gap <= eps**0.5 * size * factor)
     # what samples share may cancel with all weights 1, and with others does not
     most = torch.stack([size, *(t / marks.values[-1].to(t.dtype) for t in sizes)]).amax(0)
     noise = most <= min(_NOISE * eps, eps**0.75) * most.amax() if len(most) else torn
     if bool((torn & ~noise).any()):
-        raise ValueError("an entry's gradient comes from the losses of several samples")
-    return OwnedAxis(axis, torch.where((most == 0) | torn, -1, owner))
+        raise ValueError(_SEVERAL)
+    return OwnedAxis(axes[0], torch.where((most == 0) | torn, -1, owner), axes[1:])
 
 
-def _entries(values: Tensor, axis: int) -> Tensor:
-    """Return a matrix with one row for each entry of the axis."""
-    return values.movedim(axis, 0).unsqueeze(-1).flatten(1)
+def owned_exactly(
+    touched: Sequence[Tensor], axes: tuple[int, ...], passes: Combinations
+) -> OwnedAxis:
+    """Find the owner of each entry of an axis, or several, by where each pass is not zero.
+
+    Raises:
+        ValueError: An entry belongs to no single sample, or does not show whose it is.
+    """
+    owner, shared = passes.owners(binary(torch.stack([*touched])))
+    if bool((shared | (owner == -2)).any()):
+        raise ValueError(_SEVERAL)
+    return OwnedAxis(axes[0], owner, axes[1:])
+
+
+def owned_singly(touched: Sequence[Tensor], axes: tuple[int, ...]) -> OwnedAxis:
+    """Find the owner of each entry of an axis, or several, by where each sample's loss is not zero.
+
+    Raises:
+        ValueError: An entry belongs to no single sample.
+    """
+    nonzero = torch.stack([*touched]).to(torch.int32)
+    count, owner = nonzero.sum(0), nonzero.argmax(0)
+    if bool((count > 1).any()):
+        raise ValueError(_SEVERAL)
+    return OwnedAxis(axes[0], torch.where(count == 1, owner, -1), axes[1:])
+
+
+def nonzero(gradient: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return a mask over the entries of the axes (m,): where the gradient is not zero."""
+    return (_entries(gradient, axes) != 0).any(1)
+
+
+def binary(digits: Tensor) -> Tensor:
+    """Return the numbers (m,) int32 with these binary digits (k, m) bool, the lowest first."""
+    place = torch.arange(len(digits), dtype=torch.int32, device=digits.device)
+    return (digits.to(torch.int32) << place.unsqueeze(1)).sum(0, dtype=torch.int32)
+
+
+def _entries(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return a matrix with one row for each entry of the axes."""
+    return together(values, axes).unsqueeze(-1).flatten(1)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest magnitude in each row of a matrix (m, entries), 0 where it is empty."""
+    return rows.abs().amax(1) if rows.shape[1] else rows.abs().sum(1)
 
 
 def row_axis(
@@ -287,8 +391,7 @@ def row_axis(
     for others in sorted(sets, key=unlikely):
         own = (axis.axis, *others)
         try:
-            every = [together(t, own) for t in (gradient, *weighted)]
-            position = owned(every[0], every[1:], 0, marks).owner
+            position = owned(gradient, weighted, own, marks).owner
         except ValueError:
             continue
         samples = sample.repeat_interleave(len(position) // len(sample))

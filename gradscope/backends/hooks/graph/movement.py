@@ -185,6 +185,11 @@ def _grouped(p: Passage) -> bool:
     return p.rank == p.out_rank == 2 and p.axis == p.out_axis == p.slot
 
 
+def _along_channels(p: Passage) -> bool:
+    """Weights and biases (n · c,) for values (1, n · c, ...), as in instance normalisation."""
+    return p.slot in (1, 2) and p.rank == 1 and p.out_axis == 1
+
+
 def _time_major(p: Passage) -> bool:
     """Recurrent layers, values (t, n, ·) and states (n, ·) or (layers, n, ·)."""
     return p.out_axis == 1 and p.axis == (0 if p.rank == 2 else 1)
@@ -233,11 +238,14 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
     **_named(_sliced, "Slice Split SplitWithSizes UnsafeSplit"),
     **_named(_padded, "ConstantPadNd"),
     # statistics are taken over the samples, or are not: in either case all stay where they are
-    **_named(lambda p: p.in_place, "CudnnBatchNorm MiopenBatchNorm NativeBatchNorm"),
+    **_named(
+        lambda p: p.in_place or _along_channels(p),
+        "CudnnBatchNorm MiopenBatchNorm NativeBatchNorm",
+    ),
     **_named(  # on the last two axes
         lambda p: p.in_place and p.axis < p.rank - 2,
         "Cdist LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr "
-        "LinalgSlogdet LinalgSvd Tril Triu",
+        "LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd TriangularSolve Tril Triu",
     ),
     **_named(  # over the last axes
         lambda p: p.in_place and p.axis < p.rank - len(p.saved("normalized_shape")),
@@ -335,16 +343,21 @@ class Followed:
         if owners is Known.IN_ORDER and way is Way.STAYS:
             return owners
         listed, sizes = self._listed(output, owners), (self.sizes[source], self.sizes[output])
-        if listed is None or sizes[0] is None or sizes[1] is None:
+        if sizes[0] is None or sizes[1] is None:
             return Known.NOTHING
         node = output[0]
+        given, made = self.batch.shapes[source[0]][source[1]], self.batch.shapes[node][output[1]]
+        if not prod(given) or not prod(made):  # no entry has a gradient from here
+            return torch.full((given[sizes[0][0]],), -1, device=self.batch.losses.device)
+        if listed is None:
+            return Known.NOTHING
         name = named(self.batch.kinds[node])
         step = Step(
             saved=partial(internals.saved, self.batch.nodes[node]),
             slot=slot,
-            shape=self.batch.shapes[source[0]][source[1]],
+            shape=given,
             axis=sizes[0][0],
-            out_shape=self.batch.shapes[node][output[1]],
+            out_shape=made,
             out_axis=sizes[1][0],
         )
         if way is Way.MOVES:

@@ -1,7 +1,8 @@
 """A forward pass as autograd recorded it: nodes in a reproducible order, and how they connect."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.core.problem import summed
 
 Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
+Listener = Callable[[int, Sequence[Tensor | None]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,21 +58,33 @@ class Trace:
         return found
 
     def gradients(
-        self, outputs: Sequence[Output], weights: Tensor | None = None
+        self,
+        outputs: Sequence[Output],
+        weights: Tensor | None = None,
+        passing: tuple[Sequence[int], Listener] | None = None,
     ) -> dict[Output, Tensor | None]:
         """Return the gradient of Σᵢ wᵢ Lᵢ, weights (n,), by each output; None where there is none.
 
         Of tokens it is Σᵢₜ wᵢₜ Lᵢₜ over those that are asked for, weights (n, t), (t,) or (n, 1).
-        The graph is kept.
+        The graph is kept. With `passing`, nodes and a function, the function is called with each of
+        the nodes that the pass goes through and the gradients of its outputs.
         """
         if self.asked is not None:
             weights = self.asked if weights is None else self.asked * weights
-        gradients = torch.autograd.grad(
-            summed(self.losses, weights),
-            [internals.edge(self.nodes[node], output) for node, output in outputs],
-            retain_graph=True,
-            allow_unused=True,
-        )
+        nodes, listen = ((), None) if passing is None else passing
+        handles = [
+            self.nodes[k].register_prehook(partial(listen, k)) for k in nodes if listen is not None
+        ]
+        try:
+            gradients = torch.autograd.grad(
+                summed(self.losses, weights),
+                [internals.edge(self.nodes[node], output) for node, output in outputs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
         return dict(zip(outputs, gradients, strict=True))
 
 
