@@ -154,8 +154,8 @@ mutant(
 )
 axes(
     "identity for marks: marks are read as if every entry lay at its own sample's place",
-    "return OwnedAxis(axis, torch.where((most == 0) | torn, -1, owner))",
-    "return OwnedAxis(axis, torch.arange(len(owner)))",
+    "return OwnedAxis(axes[0], torch.where((most == 0) | torn, -1, owner), axes[1:])",
+    "return OwnedAxis(axes[0], torch.arange(len(owner)), axes[1:])",
     Asked("flipped"),
 )
 axes(
@@ -189,6 +189,13 @@ analysis(
     "frontier=frontier[1:],",
     Asked("mlp"),
 )
+mutant(
+    "backends/hooks/graph/ownership.py",
+    "a gap between owners: an operation of one sample's in a loop is left out of the frontier",
+    "for node in sorted(wanted - shared)",
+    "for node in sorted(wanted - shared)[:-1]",
+    Asked("control_flow_on_the_data"),
+)
 backend(
     "two rows swapped: the first two samples have each other's gradient",
     "return Gradients(rows)\n",
@@ -217,8 +224,9 @@ backend(
 )
 backend(
     "stale factors: losses are the batch's own, but gradients meet what an earlier one saved",
-    "self._parts(recorded, analysis), losses)",
-    "vars(self).setdefault(f'{len(batch)}', self._parts(recorded, analysis)), losses)",
+    "parts = self._parts(recorded, analysis)\n            except",
+    "parts = vars(self).setdefault(f'{len(batch)}', self._parts(recorded, analysis))\n"
+    "            except",
     Asked("same_size"),
     "audit",
 )
