@@ -17,7 +17,7 @@ from gradscope.errors import ModelError, RefusedError
 
 _ALL = 8  # samples, at most, of which each is evaluated alone
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two gradients may differ
-_EXACT = 2.0**-44  # of a parameter's gradient
+_EXACT = 2.0**-44  # relative error of a parameter's gradient that needs no other explanation
 
 
 def are_apart(problem: Problem, batch: Batch, losses: Tensor) -> bool:
@@ -38,7 +38,7 @@ def are_apart(problem: Problem, batch: Batch, losses: Tensor) -> bool:
 
 
 def _same_gradients(problem: Problem, batch: Batch) -> bool:
-    """Whether the gradient of the batch is that of its parts, by each parameter."""
+    """Whether the gradient of the batch is the sum of its parts' gradients, by each parameter."""
     n = len(batch)
     draw = torch.Generator().manual_seed(0)
     weights = torch.rand(n, generator=draw, dtype=torch.float64) + 0.5

@@ -33,7 +33,7 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
         seed: Of the weights that losses get.
 
     Raises:
-        UnsupportedError: Samples cannot be told apart.
+        UnsupportedError: Several samples own an entry that only one may own.
     """
     leaves = {
         k: leaf for k, node in enumerate(trace.nodes) if (leaf := internals.leaf(node)) is not None
