@@ -107,10 +107,15 @@ def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
     return narrowest
 
 
-def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
+def nearby(problem: Problem, trials: int, digits: torch.dtype | None = None) -> Iterator[Problem]:
     """Yield the problem on a copy of its model, each time with other last digits of parameters.
 
     What differs then is what rounding alone can do to a result.
+
+    Args:
+        problem: Model and loss.
+        trials: How many times.
+        digits: A dtype whose last digits are changed, the parameters' own if it is not given.
     """
     near = problem.converted(None)
     originals = {name: p.detach().clone() for name, p in near.parameters.items()}
@@ -119,11 +124,13 @@ def nearby(problem: Problem, trials: int) -> Iterator[Problem]:
     for _ in range(trials):
         with torch.no_grad():
             for name, p in near.parameters.items():
-                p.copy_(perturbed(originals[name], UNITS * torch.finfo(p.dtype).eps, draw))
+                p.copy_(
+                    perturbed(originals[name], UNITS * torch.finfo(digits or p.dtype).eps, draw)
+                )
         yield near
 
 
-class _Widened(TorchFunctionMode):
+class widened(TorchFunctionMode):  # noqa: N801  (a context manager)
     """Lets casts to a narrower floating-point dtype be casts to float64."""
 
     def __torch_function__(
@@ -163,5 +170,5 @@ def all_in_float64(problem: Problem, batch: Batch) -> Iterator[tuple[Problem, Ba
         RefusedError: The model cannot be copied.
     """
     wide = problem if problem.precision == torch.float64 else problem.converted(torch.float64)
-    with double_precision(), _Widened():
+    with double_precision(), widened():
         yield wide, batch.in_double_precision()

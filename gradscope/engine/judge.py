@@ -13,7 +13,7 @@ found by shortcuts of their own; of a few samples they are held against the sums
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,7 +26,7 @@ from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_
 from gradscope.core.batch import Batch
 from gradscope.core.precision import doubled, dtype_name, on_host, products
 from gradscope.core.problem import Problem, double_precision
-from gradscope.core.rounding import computed_in, nearby
+from gradscope.core.rounding import computed_in, nearby, widened
 from gradscope.core.stops import timely
 from gradscope.errors import CertificateError, ModelError, RefusedError
 
@@ -215,23 +215,23 @@ def judged(
     doubtful = [k for k in right if not errors[k] <= tolerance]
     noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
     doubtful = [k for k in doubtful if k not in noise]
-    if doubtful and dtype != torch.float64:
+    narrow = _narrowest(problem, objective.batches[0]) if doubtful else dtype
+    if doubtful and (dtype, narrow) != (torch.float64, torch.float64):
+        rounded = max(tolerance, TOLERANCES.get(narrow, tolerance))
+        if dtype == torch.float32:
+            rounded = max(rounded, TOLERANCES[products(problem.device)])
+        if dtype == torch.float64:  # part of the model is less precise than its parameters
+            allowed |= dict.fromkeys(doubtful, rounded)
+            doubtful = [k for k in doubtful if not errors[k] <= rounded]
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
-            truth, spread = _in_float64(problem, objective, doubtful)
-            dtype, narrow = torch.float64, products(problem.device)
-            seen = _narrowest(problem, objective.batches[0])
-            rounded = tolerance
-            if problem.precision == torch.float32:
-                rounded = max(TOLERANCES[narrow], TOLERANCES.get(seen, tolerance))
+            truth, spread = _in_float64(problem, objective, doubtful, narrow)
+            dtype = torch.float64
             for k in doubtful:
                 size = max(sizes[k], norm(truth[k]))
                 errors[k] = _relative(norm(claim.value(k).to(truth[k]) - truth[k]), size)
                 allowed[k] = max(rounded, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
-    elif doubtful:  # part of the model may be less precise than its parameters
-        narrow = _narrowest(problem, objective.batches[0])
-        allowed |= dict.fromkeys(doubtful, TOLERANCES.get(narrow, tolerance))
     told = [k for k in right if k not in noise]
     worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
     return LargestError(
@@ -287,17 +287,25 @@ def _noise(
 
 
 def _in_float64(
-    problem: Problem, objective: Objective, names: list[str]
+    problem: Problem, objective: Objective, names: list[str], narrow: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the gradient without rounding, and how far rounding can lead away from it."""
+    """Return the gradient without rounding, and how far rounding can lead away from it.
+
+    Rounding is that of the parameters' last digits; in a float64 model that casts to a narrower
+    dtype, it is that of the narrower dtype.
+    """
+    spread = dict.fromkeys(names, 0.0)
+    if not names:
+        return {}, spread
+    casts = problem.precision == torch.float64
     with double_precision():
-        wide = problem.converted(torch.float64)
+        wide = problem.converted(None if casts else torch.float64)
         batches = tuple(batch.in_double_precision() for batch in objective.batches)
-        every = replace(objective, batches=batches).evaluated(wide)[1]
+        with widened() if casts else nullcontext():
+            every = replace(objective, batches=batches).evaluated(wide)[1]
     truth = {name: every[name] for name in names}
     del wide, every  # a copy of the model in float64, and as much again
-    spread = dict.fromkeys(names, 0.0)
-    for near in nearby(problem, TRIALS):
+    for near in nearby(problem, TRIALS, narrow if casts else None):
         found = objective.evaluated(near)[1]
         for name in names:
             spread[name] = max(spread[name], norm(found[name].to(truth[name]) - truth[name]))
