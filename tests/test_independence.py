@@ -206,7 +206,7 @@ def test_an_exact_count_in_float32_loosens_nothing() -> None:
     torch.manual_seed(0)
     with gradscope.Scope(Net(forward).double(), with_term) as scope:
         scope.norms(torch.randint(9, (N,)), torch.randint(3, (N,)))
-        assert scope.notes == []
+        assert not any("computes in" in note for note in scope.notes)
 
 
 class FirstWeight(torch.autograd.Function):

@@ -7,7 +7,7 @@ import ast
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,7 @@ def _dataset(
         guess("classes", {targets[0]: first}, f"the texts of the first {_READ:,} samples, sorted")
     if not targets:
         return lines, "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
-    found, why = _loss(arrays[targets[0]], tokens="input_ids" in inputs)
+    found, why = _loss(arrays[targets[0]], inputs)
     masked = "attention_mask" in masks and found == "causal_lm"
     return lines, f"{found}:mask=input_ids{MASK}" if masked else found, why
 
@@ -305,9 +305,11 @@ def _pixels(
     return [f"# scale = {scales}  # times this, as the model was trained"]
 
 
-def _loss(target: _DataArray, *, tokens: bool) -> tuple[str, str]:
-    """Return a loss for such targets of inputs that are `tokens` or others, and why."""
-    if "int" in target.dtype and tokens and target.sample != ():
+def _loss(target: _DataArray, inputs: Collection[str]) -> tuple[str, str]:
+    """Return a loss for the targets of inputs with these names, and why."""
+    if "int" in target.dtype and "input_ids" in inputs and target.sample != ():
+        if "decoder_input_ids" in inputs:
+            return "token_cross_entropy", "targets are the decoder's token ids, one a position"
         return "causal_lm", "targets are token ids, one a position"
     if "int" in target.dtype or target.dtype == "text":
         kind = "texts" if target.dtype == "text" else "integers"

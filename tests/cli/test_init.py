@@ -315,6 +315,19 @@ def test_the_function_that_is_computed_takes_every_array(
         np.testing.assert_allclose(rows[i], right, rtol=1e-4, atol=1e-6)
 
 
+def test_targets_of_a_decoder_are_not_shifted(gradscope: Gradscope, tmp_path: Path) -> None:
+    """A model that is given the decoder's own inputs predicts the target at their position."""
+    (tmp_path / "net.py").write_text(SEQ2SEQ)
+    scope: dict[str, Any] = {}
+    exec(SEQ2SEQ, scope)
+    torch.save(scope["build"]().state_dict(), tmp_path / "w.pt")
+    for name, loss in (("decoder_input_ids", "token_cross_entropy"), ("other_ids", "causal_lm")):
+        np.savez(tmp_path / "d.npz", **{"input_ids": IDS, name: IDS, "labels": IDS % 4})
+        options = ["--model", f"{tmp_path}/net.py:build", "-o", tmp_path / "run.toml"]
+        found = gradscope("init", tmp_path / "w.pt", tmp_path / "d.npz", *options, "--overwrite")
+        assert found.code == 0 and loss in found.out
+
+
 def test_masks_of_what_is_padded(gradscope: Gradscope, tmp_path: Path) -> None:
     checkpoint, _ = project(tmp_path)
     lines = [{"input_ids": [1] * k, "decoder_input_ids": [2] * (4 - k)} for k in (1, 2, 3)]
