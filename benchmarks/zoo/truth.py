@@ -1,0 +1,91 @@
+"""What is right: a loop over batches of one in float64, and whether samples are independent."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.loss import Uneven
+from benchmarks.zoo.subject import (
+    SAMPLES,
+    Inputs,
+    Subject,
+    as_dtype,
+    as_model,
+    one,
+    outputs_of,
+    seeded,
+)
+
+COUPLED = 1e-9  # of a loss, or of a parameter's gradient: more than float64's rounding
+_ZERO = 1e-30
+
+Rows = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right of a batch.
+
+    Attributes:
+        losses: (n,), of batches of one.
+        rows: {name: (n, *shape)}, likewise.
+        nature: "independent", "coupled" or "random" samples; of the last two, a tool that refuses
+            is right.
+        company: How much the losses of the batch differ from those of batches of one, or the
+            gradient of the batch from the sum of the rows, whatever is more.
+    """
+
+    losses: Tensor
+    rows: Rows
+    nature: str
+    company: float
+
+    @property
+    def norms(self) -> Tensor:
+        """Norms (n,) over all parameters."""
+        squares = [row.abs().square().flatten(1).sum(1) for row in self.rows.values()]
+        return torch.stack(squares).sum(0).sqrt()
+
+
+def truth(subject: Subject, loss: Uneven, inputs: Inputs) -> Truth:
+    """Return what is right, in float64."""
+    model = as_model(copy.deepcopy(subject.model), torch.float64)
+    wide = as_dtype(inputs, torch.float64)
+    with subject.exactly(model):
+        losses, rows = alone(model, loss, wide)
+        batch, gradient = gradients(model, loss, wide)
+        draws = [
+            seeded(seed, lambda: loss(outputs_of(model, wide)).detach().double())
+            for seed in (1, 2)
+        ]
+    if not torch.equal(*draws):
+        return Truth(losses, rows, "random", 0.0)
+    scale = losses.abs().max().clamp(min=_ZERO)
+    company = float(((batch - losses).abs() / scale).max())
+    whole = torch.stack([row.norm() for row in rows.values()]).norm()
+    for name, row in rows.items():
+        by = torch.maximum(row.norm(), 1e-6 * whole).clamp(min=_ZERO)
+        company = max(company, float((gradient[name] - row.sum(0)).norm() / by))
+    return Truth(losses, rows, "coupled" if company > COUPLED else "independent", company)
+
+
+def alone(model: nn.Module, loss: Uneven, inputs: Inputs) -> tuple[Tensor, Rows]:
+    """Return losses (n,) and rows {name: (n, *shape)} of batches of one."""
+    found = [
+        seeded(0, lambda i=i: gradients(model, loss, one(inputs, i))) for i in range(SAMPLES)
+    ]
+    losses = torch.cat([value for value, _ in found])
+    return losses, {k: torch.stack([g[k] for _, g in found]) for k in found[0][1]}
+
+
+def gradients(model: nn.Module, loss: Uneven, inputs: Inputs) -> tuple[Tensor, Rows]:
+    """Return the losses (n,), and the gradient {name: (*shape)} of their sum."""
+    named = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    losses = loss(outputs_of(model, inputs))
+    found = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True)
+    return losses.detach(), {
+        k: torch.zeros_like(p) if g is None else g.to_dense()
+        for (k, p), g in zip(named.items(), found, strict=True)
+    }
